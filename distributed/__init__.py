@@ -1,0 +1,121 @@
+"""Who am I, how do we talk, how is a model spread: one layer, a backend per file.
+
+    distributed.add_arguments(parser)
+    args = parser.parse(argv)
+    with distributed.from_args(args) as backend:
+        ...
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from .backends import all_backends
+from .base import Backend, Engine, Options, Update
+from .batch import BatchPlan, plan_batches
+from .errors import TrainingStopped, UserMistake
+from .launchers import Launch, detect
+
+__all__ = [
+    "Backend",
+    "BatchPlan",
+    "Engine",
+    "Launch",
+    "Options",
+    "TrainingStopped",
+    "Update",
+    "UserMistake",
+    "add_arguments",
+    "available",
+    "from_args",
+    "launched_as_root",
+    "plan_batches",
+]
+
+
+def available() -> dict[str, bool]:
+    """Every backend, and whether what it needs is installed."""
+    return {name: backend.is_available() for name, backend in all_backends().items()}
+
+
+def launched_as_root() -> bool:
+    """Whether this process is the one that speaks, as its launcher tells it; needs no connection."""
+    try:
+        return detect().is_root
+    except ValueError:
+        return True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the layer itself and of every backend."""
+    group = parser.add_argument_group("distributed")
+    group.add_argument(
+        "--distributed_backend",
+        "--distr_backend",
+        type=str.lower,
+        choices=["auto", *all_backends()],
+        default="auto",
+        help="who the processes talk through; auto reads the launcher's environment",
+    )
+    group.add_argument(
+        "--timeout_minutes",
+        type=float,
+        default=30.0,
+        metavar="MINUTES",
+        help="end the job when a process has got nowhere for this long",
+    )
+    # The deepspeed launcher passes this to every script, whatever backend is used.
+    group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    for backend in all_backends().values():
+        backend.add_arguments(group)
+
+
+def from_args(args: argparse.Namespace) -> Backend:
+    """The backend that was asked for, not connected yet; batch arithmetic and configuration are checked before
+    anything starts, and ``args`` is filled with what the backend's own configuration says.
+
+    Raises:
+        UserMistake: a missing installation, a batch size that does not fit, contradicting configuration.
+    """
+    try:
+        launch = detect()
+    except ValueError as error:
+        raise UserMistake(str(error)) from None
+    backend = _choose(args, launch)
+    if not backend.is_available():
+        raise UserMistake(
+            f"--distributed_backend {backend.name} is not installed; install it with `{backend.install_hint}`, "
+            f"or use one of: {', '.join(name for name, there in available().items() if there)}"
+        )
+    if backend.name == "single":
+        _refuse_lonely_copies(launch)
+        launch = Launch("python")
+    backend.configure(args, launch)
+    plan = plan_batches(args.batch_size, args.grad_accum_steps, launch.world_size)
+    options = Options(
+        plan=plan,
+        precision=args.precision,
+        max_grad_norm=args.max_grad_norm,
+        max_skipped_updates=args.max_skipped_updates,
+        compile=args.compile,
+        timeout_minutes=args.timeout_minutes,
+    )
+    return backend(launch, options, args)
+
+
+def _choose(args: argparse.Namespace, launch: Launch) -> type[Backend]:
+    backends = all_backends()
+    if args.distributed_backend != "auto":
+        return backends[args.distributed_backend]
+    return next(backend for backend in backends.values() if backend.was_launched(launch, args))
+
+
+def _refuse_lonely_copies(launch: Launch) -> None:
+    """N processes that each train alone would overwrite one another."""
+    if launch.world_size > 1:
+        raise UserMistake(
+            f"--distributed_backend single, but {launch.launcher} started {launch.world_size} processes; "
+            f"start the script with python, or leave the choice to auto"
+        )
+
+

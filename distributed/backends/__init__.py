@@ -1,0 +1,23 @@
+"""One file per backend. A new file with a Backend subclass in it is a new backend: nothing else lists them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from ..base import Backend
+
+
+@cache
+def all_backends() -> dict[str, type[Backend]]:
+    """Every backend by name, in the order in which ``auto`` asks them."""
+    found: list[type[Backend]] = []
+    for module_info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
+        found += [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type) and issubclass(value, Backend) and value.__module__ == module.__name__
+        ]
+    return {backend.name: backend for backend in sorted(found, key=lambda backend: backend.launch_order)}

@@ -1,0 +1,47 @@
+"""PyTorch over NCCL or Gloo: torchrun, srun, mpirun, or anything else that sets RANK and WORLD_SIZE."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..base import Backend, Engine
+from ..launchers import Launch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class DDPBackend(Backend):
+    name = "ddp"
+    launch_order = 30
+
+    @classmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        return launch.launcher in ("torchrun", "srun", "mpirun")
+
+    def connect(self) -> None:
+        from ..devices import local_device
+        from ..torch_comm import TorchCommunicator, init_process_group
+
+        self.device = local_device(self.local_rank)
+        init_process_group(self.launch, self.device, self.options.timeout_minutes)
+        self.comm = TorchCommunicator()
+
+    def disconnect(self, gracefully: bool) -> None:
+        from ..torch_comm import leave_process_group
+
+        leave_process_group(gracefully)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "model",
+        max_grad_norm: float | None = None,
+    ) -> Engine:
+        from ..engine import ReplicatedEngine
+
+        return ReplicatedEngine(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)

@@ -1,0 +1,95 @@
+"""DeepSpeed, ZeRO 0 to 3, over NCCL or (DS_ACCELERATOR=cpu) Gloo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+from ..base import Backend, Engine, Options
+from ..deepspeed_config import merge, read_config
+from ..launchers import Launch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class DeepSpeedBackend(Backend):
+    name = "deepspeed"
+    launch_order = 20
+    install_hint = "pip install -e .[deepspeed]"
+
+    def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
+        super().__init__(launch, options, args)
+        self.config: dict[str, Any] = read_config(args.deepspeed_config) if args.deepspeed_config else {}
+        self.zero_stage: int = args.zero_stage
+        self.resolved: dict[str, dict[str, Any]] = {}  # by engine, DeepSpeed's own defaults included
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return importlib.util.find_spec("deepspeed") is not None
+
+    @classmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        return launch.launcher == "deepspeed" or bool(args.deepspeed or args.deepspeed_config)
+
+    @classmethod
+    def add_arguments(cls, parser: Any) -> None:
+        parser.add_argument("--deepspeed", action="store_true", help="use DeepSpeed, as its own launcher's scripts do")
+        parser.add_argument(
+            "--deepspeed_config",
+            metavar="FILE",
+            help="a DeepSpeed JSON; fills what the command line leaves at its default, and must not contradict it",
+        )
+        parser.add_argument("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage without a JSON")
+
+    @classmethod
+    def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
+        if args.deepspeed_config:
+            merge(args, read_config(args.deepspeed_config), launch.world_size)
+
+    def connect(self) -> None:
+        import torch
+
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+        import deepspeed
+        from deepspeed.utils import logger
+
+        from ..devices import local_device
+        from ..torch_comm import TorchCommunicator, init_process_group
+
+        logger.setLevel("WARNING")
+        # An extension for inference on CPUs, which would take minutes to compile at the first start on a machine.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.device = local_device(self.local_rank)
+        init_process_group(self.launch, self.device, self.options.timeout_minutes)
+        deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
+        self.comm = TorchCommunicator()
+
+    def disconnect(self, gracefully: bool) -> None:
+        from ..torch_comm import leave_process_group
+
+        leave_process_group(gracefully)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "model",
+        max_grad_norm: float | None = None,
+    ) -> Engine:
+        from ..deepspeed_engine import ZeroEngine
+
+        engine = ZeroEngine(self, self.config, self.zero_stage, model, optimizer, max_grad_norm=max_grad_norm)
+        self.resolved[name] = engine.resolved_config
+        return engine
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.resolved}
+
+    def summary(self) -> str:
+        return f"{super().summary()}; ZeRO stage {self.zero_stage}"

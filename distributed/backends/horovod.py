@@ -1,0 +1,94 @@
+"""Horovod: its communication, our engine.
+
+``hvd.DistributedOptimizer`` is left out on purpose: it starts with empty state, hides when gradients are reduced and
+fuses tensors in the order in which they happen to arrive. Our buckets are already fused, so Horovod's own fusion is
+switched off and the order of every sum is fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+from ..base import Backend, Engine
+from ..launchers import Launch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+class HorovodBackend(Backend):
+    name = "horovod"
+    launch_order = 10
+    install_hint = "scripts/install_horovod.sh"
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return importlib.util.find_spec("horovod") is not None
+
+    @classmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        return launch.launcher == "horovodrun"
+
+    def connect(self) -> None:
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; without fusion there is nothing to wait for
+        import horovod.torch as hvd
+
+        from ..devices import local_device
+
+        hvd.init()
+        if hvd.size() != self.launch.world_size:
+            raise RuntimeError(
+                f"{self.launch.launcher} started {self.launch.world_size} processes, Horovod sees {hvd.size()}; "
+                "start the script with horovodrun"
+            )
+        self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
+        self.device = local_device(self.local_rank)
+        self.comm = HorovodCommunicator(hvd)
+
+    def disconnect(self, gracefully: bool) -> None:
+        import horovod.torch as hvd
+
+        if gracefully:
+            hvd.shutdown()
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "model",
+        max_grad_norm: float | None = None,
+    ) -> Engine:
+        from ..engine import ReplicatedEngine
+
+        return ReplicatedEngine(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+
+
+class HorovodCommunicator:
+    """Sums only: Horovod's averages truncate integers, and bf16 is refused (nothing here sends it)."""
+
+    def __init__(self, hvd: Any) -> None:
+        self._hvd = hvd
+        self.rank, self.world_size = hvd.rank(), hvd.size()
+
+    def all_reduce_(self, tensor: Tensor, name: str) -> _HorovodHandle:
+        return _HorovodHandle(self._hvd, self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = self._hvd.allgather(tensor.contiguous().unsqueeze(0), name="all_gather")
+        return list(gathered.unbind(0))
+
+
+class _HorovodHandle:
+    def __init__(self, hvd: Any, handle: int) -> None:
+        self._hvd, self._handle = hvd, handle
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._hvd.synchronize(self._handle)
+            self._handle = None

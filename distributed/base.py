@@ -1,0 +1,312 @@
+"""The two contracts that every backend keeps: Backend (the processes) and Engine (one model and its optimizer).
+
+A script speaks to these two alone and never asks for a backend's name:
+
+    with distributed.from_args(args) as backend:
+        engine = backend.wrap(model, optimizer, name="vae")
+        for images in engine.micro_batches(batch):
+            loss, reconstruction = engine(images)
+            engine.backward(loss)
+        update = engine.step()
+"""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .errors import UserMistake
+
+if TYPE_CHECKING:  # `--help` must not import PyTorch
+    import torch
+    from torch import Tensor, nn
+
+    from .batch import BatchPlan
+    from .collectives import Communicator
+    from .launchers import Launch
+    from .watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Options:
+    """How engines update, resolved from arguments and configuration before anything starts."""
+
+    plan: BatchPlan
+    precision: str = "fp32"  # fp32, bf16 or fp16
+    max_grad_norm: float = 0.0  # 0: no clipping
+    max_skipped_updates: int = 25
+    compile: bool = False
+    timeout_minutes: float = 30.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one ``Engine.step`` did. Tensors stay on the device until somebody reads them."""
+
+    grad_norm: Tensor
+    """L2 norm of the mean gradient before clipping, 0-d; the same on every process."""
+    skipped: Tensor
+    """0-d bool: a non-finite value was met and nothing was changed."""
+
+
+class Engine(ABC):
+    """One model spread over the processes, and the optimizer that steps it.
+
+    Several engines live side by side. In a GAN, the generator's step runs inside ``discriminator.frozen()`` and calls
+    ``discriminator.module(...)``; the discriminator's step calls ``discriminator(...)`` on detached images.
+    """
+
+    module: nn.Module
+    """The bare model: for its attributes, for train()/eval(), and to be called while frozen."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass, under the chosen precision."""
+
+    @abstractmethod
+    def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """This process's batch in ``grad_accum_steps`` equal parts, tensors on the device. The loop body runs
+        forward and backward on each; backward divides the loss by their number.
+
+        Raises:
+            ValueError: a value's first dimension is not the local batch size.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None) -> None:
+        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update.
+
+        Without ``items`` each micro-batch counts the same. With them, ``loss`` is a mean over ``items`` things here
+        and the update is the mean over the ``total`` things of all processes and micro-batches.
+
+        Raises:
+            RuntimeError: the engine is frozen.
+        """
+
+    @abstractmethod
+    def step(self) -> Update:
+        """Reduce, unscale, agree on finiteness, clip, update the weights, and forget the gradients.
+
+        Raises:
+            TrainingStopped: too many updates in a row were not finite.
+        """
+
+    @abstractmethod
+    def frozen(self) -> AbstractContextManager[None]:
+        """No gradient reaches this model's parameters; calls must go through ``module``."""
+
+    @abstractmethod
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate that the optimizer will really use (of its first parameter group)."""
+
+    @lr.setter
+    @abstractmethod
+    def lr(self, value: float) -> None: ...
+
+    @property
+    @abstractmethod
+    def skipped_updates(self) -> int:
+        """Updates skipped so far because of non-finite values."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Collective, backend-neutral, on the CPU: ``weights`` (fp32, by name), ``optimizer`` (``step`` and
+        ``moments`` by slot and parameter name), ``scaler``, ``updates``, ``skipped_updates``. Full on the root, where
+        it is saved; other processes may get empty tensors' worth of it."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Collective: the full state on every process, whatever backend wrote it.
+
+        Raises:
+            ValueError: a weight or a moment is missing, unexpected or of another shape.
+        """
+
+
+class Backend(ABC):
+    """The processes. A context manager: enter to connect, leave to disconnect."""
+
+    name: ClassVar[str]
+    launch_order: ClassVar[int]
+    """``auto`` asks the backends in this order whether they were launched."""
+    install_hint: ClassVar[str] = ""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    comm: Communicator
+    options: Options
+    watchdog: Watchdog
+
+    def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
+        self.launch, self.options = launch, options
+        self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether what it needs can be imported; decided without importing it."""
+        return True
+
+    @classmethod
+    @abstractmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        """Whether the launcher's environment or the arguments ask for this backend."""
+
+    @classmethod
+    def add_arguments(cls, parser: Any) -> None:
+        """Flags of this backend alone."""
+        return None
+
+    @classmethod
+    def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
+        """Fill ``args`` from a configuration of the backend's own, before anything starts.
+
+        Raises:
+            UserMistake: the two disagree.
+        """
+        return None
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == 0
+
+    def __enter__(self) -> Backend:
+        from .watchdog import Watchdog
+
+        try:
+            self.connect()
+            self.watchdog = Watchdog(self)
+        except Exception as error:
+            raise UserMistake(
+                f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {_first_line(error)}"
+            ) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        try:
+            if error is None:
+                self.barrier()  # nobody leaves while another still needs it
+            else:
+                self.watchdog.explain(error)
+        finally:
+            self.watchdog.stop()
+            self.disconnect(gracefully=error is None or isinstance(error, UserMistake))
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Set ``device`` and ``comm``; on return every process is there."""
+
+    @abstractmethod
+    def disconnect(self, gracefully: bool) -> None:
+        """Leave. After an error another process may be gone: wait for nobody."""
+
+    @abstractmethod
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "model",
+        max_grad_norm: float | None = None,
+    ) -> Engine:
+        """Spread a model. Never alters weights, moments or step counts. ``name`` is distinct for every engine;
+        ``max_grad_norm`` overrides the run's."""
+
+    def describe(self) -> dict[str, Any]:
+        """The resolved configuration, for the log and environment.json. JSON values."""
+        plan = self.options.plan
+        return {
+            "backend": self.name,
+            "launcher": self.launch.launcher,
+            "world_size": self.world_size,
+            "device": str(self.device),
+            "precision": self.options.precision,
+            "batch_size": plan.global_batch_size,
+            "micro_batch_size": plan.micro_batch_size,
+            "grad_accum_steps": plan.grad_accum_steps,
+            "max_grad_norm": self.options.max_grad_norm,
+        }
+
+    def summary(self) -> str:
+        """``describe`` in one line."""
+        plan = self.options.plan
+        return (
+            f"{self.name} on {self.world_size} x {self.device.type}, {self.options.precision}; batch "
+            f"{plan.global_batch_size} = {plan.micro_batch_size} x {plan.grad_accum_steps} accumulation x "
+            f"{self.world_size} processes"
+        )
+
+    # Collectives: every process calls them; the rank test lives inside.
+
+    def sum(self, value: Any) -> Any:
+        """Sum over the processes: of a tensor (on the device; returns a tensor), or of a dict of numbers and 0-d
+        tensors (one transfer for all; returns floats)."""
+        from . import collectives
+
+        self.watchdog.mark("sum over the processes", collective=True)
+        if isinstance(value, Mapping):
+            result: Any = collectives.sum_scalars(value, self.comm, self.device)
+        else:
+            result = collectives.sum_tensor(value, self.comm)
+        self.watchdog.mark("computing")
+        return result
+
+    def mean(self, value: Any) -> Any:
+        """``sum`` divided by the number of processes."""
+        if isinstance(value, Mapping):
+            return {name: total / self.world_size for name, total in self.sum(value).items()}
+        return self.sum(value.float() if not value.is_floating_point() else value) / self.world_size
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenation along dimension 0 by rank, sizes may differ; its gradient is that of one process."""
+        from . import collectives
+
+        return collectives.gather(tensor, self.comm)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """JSON-able values of all processes, by rank, on every process."""
+        from . import collectives
+
+        self.watchdog.mark("exchanging objects", collective=True)
+        result = collectives.gather_objects(value, self.comm, self.device)
+        self.watchdog.mark("computing")
+        return result
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The root's JSON-able value, on every process."""
+        return self.gather_objects(value if self.is_root else None)[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process."""
+        return self.sum({"flag": float(flag)})["flag"] > 0
+
+    def barrier(self) -> None:
+        """Return when every process is here."""
+        self.sum({"here": 1.0})
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Work that may fail on one process alone, such as opening files. A ValueError or OSError on any of them
+        becomes the same UserMistake on all, so that none waits for one that has left. No collectives inside."""
+        mistake: str | None = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            mistake = _first_line(error)
+        for rank, text in enumerate(self.gather_objects(mistake)):
+            if text is not None:
+                raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,207 @@
+"""The engine over DeepSpeed: its sharding and its optimizers, our accumulation, finiteness and neutral state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from .base import Backend, Engine, Update
+from .deepspeed_config import resolve
+from .finite import SkipGuard
+from .micro import backward_weight, no_gradients, split_batch
+from .precision import autocast
+from .replicas import check_replicas
+from .zero_state import read_weights, read_zero_optimizer, write_weights, write_zero_optimizer
+
+
+class ZeroEngine(Engine):
+    """One deepspeed.initialize; ZeRO 0 replicates, 1 shards moments, 2 gradients, 3 weights."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: dict[str, Any],
+        zero_stage: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None,
+    ) -> None:
+        options = backend.options
+        check_replicas(model, "before training", backend.gather_objects)
+        self.module, self._backend, self._stage = model, backend, zero_stage
+        self._precision, self._plan = options.precision, options.plan
+        self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
+        runtime = resolve(
+            config,
+            world_size=backend.world_size,
+            global_batch_size=options.plan.global_batch_size,
+            zero_stage=zero_stage,
+            precision=options.precision,
+            max_grad_norm=self._max_grad_norm,
+            parameter_count=sum(p.numel() for p in model.parameters()),
+            on_cpu=backend.device.type == "cpu",
+        )
+        weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
+        # Where the module does not hold full fp32 weights, a plain twin does for as long as somebody reads it.
+        self._twin = copy.deepcopy(model) if zero_stage == 3 or weights_are_low_precision else None
+        if options.compile:
+            model.compile()
+        self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
+        with _weights_left_alone():
+            self._ds, self._optimizer, _, self._scheduler = deepspeed.initialize(
+                model=model,
+                model_parameters=[p for p in model.parameters() if p.requires_grad],
+                optimizer=None if "optimizer" in config else optimizer,
+                config=runtime,
+                dist_init_required=False,
+            )
+        self.resolved_config = {
+            **runtime,
+            "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
+            "optimizer_in_use": type(self._ds.basic_optimizer).__name__,
+        }
+        self._is_unsharded_fp32 = zero_stage == 0 and not weights_are_low_precision
+        if self._is_unsharded_fp32:
+            self._ds._config.gradient_clipping = 0.0  # _step_unsharded clips
+        self._is_frozen = False
+        self._updates = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_frozen:
+            raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
+        self._backend.watchdog.mark("forward", update=self._updates)
+        # Not self._ds(...): that takes every backward through its outputs for a training step's, torch.autograd.grad
+        # for an adaptive weight included. Its sharding works through hooks on the module.
+        with autocast(self._precision, self._backend.device):
+            return self.module(*args, **kwargs)
+
+    def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from split_batch(batch, self._plan, self._backend.device)
+
+    def backward(self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None) -> None:
+        if self._is_frozen:
+            raise RuntimeError("this engine is frozen: its update is not under way")
+        self._backend.watchdog.mark("backward", update=self._updates)
+        weight = backward_weight(items, total, self._plan.grad_accum_steps, self._backend.world_size)
+        if self._stage:
+            # ZeRO takes a second backward after one forward for the same one and overwrites; this starts a new one.
+            self._optimizer.clear_backward_seen_flag()
+        weighted = loss * self._guard.poison(loss, weight)
+        weighted.register_hook(lambda _: self._ds._backward_prologue())
+        self._ds.backward(weighted, scale_wrt_gas=False)
+        self._backend.watchdog.mark("computing")
+
+    def step(self) -> Update:
+        self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
+        if self._is_unsharded_fp32:
+            norm, finite = self._step_unsharded()
+        else:
+            self._ds.step()
+            norm = self._ds.get_global_grad_norm()
+            finite = torch.tensor(not getattr(self._optimizer, "overflow", False), device=self._backend.device)
+        norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._backend.device).float()
+        norm = torch.where(finite, norm, torch.nan)
+        self._updates += 1
+        self._backend.watchdog.mark("computing", update=self._updates)
+        self._guard.after_update(finite, self._updates)
+        return Update(norm, ~finite)
+
+    def _step_unsharded(self) -> tuple[Tensor, Tensor]:
+        """ZeRO 0 in fp32 is a plain optimizer, and DeepSpeed would clip with a NaN norm: look before it steps."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._ds._running_engine_step = True  # what step() says while it reduces
+        self._ds.allreduce_gradients()
+        self._ds._running_engine_step = False
+        grads = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in grads]
+        norm = torch.stack(squares).sum().sqrt()
+        finite = torch.isfinite(norm)
+        if bool(finite):
+            if self._max_grad_norm > 0:
+                torch._foreach_mul_(grads, (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float())
+            self._ds.enable_backward_allreduce = False  # done above
+            self._ds.step()
+            self._ds.enable_backward_allreduce = True
+        else:
+            self._ds.zero_grad()
+        return norm, finite
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        with no_gradients(self.module):
+            self._is_frozen = True
+            try:
+                yield
+            finally:
+                self._is_frozen = False
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        if self._twin is None:
+            yield self.module
+            return
+        self._twin.load_state_dict(read_weights(self.module, self._stage, on_cpu=False))
+        self._twin.train(self.module.training)
+        yield self._twin
+
+    @property
+    def lr(self) -> float:
+        return float(self._ds.basic_optimizer.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        if self._scheduler is not None:
+            return  # a scheduler section in the JSON wins
+        for group in self._ds.basic_optimizer.param_groups:
+            group["lr"] = value
+
+    @property
+    def skipped_updates(self) -> int:
+        return int(self._guard.total)
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        return {
+            "weights": read_weights(self.module, self._stage, on_cpu=True),
+            "optimizer": read_zero_optimizer(self._ds.basic_optimizer, self._optimizer, self.module, self._stage),
+            "scaler": {"scale": float(scaler.cur_scale)} if self._ds.fp16_enabled() and scaler else {},
+            "updates": self._updates,
+            "skipped_updates": self.skipped_updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        write_weights(self.module, self._optimizer, self._stage, state["weights"])
+        write_zero_optimizer(
+            self._ds.basic_optimizer, self._optimizer, self.module, self._stage, state["optimizer"]
+        )
+        if state["scaler"] and self._ds.fp16_enabled():
+            self._optimizer.loss_scaler.cur_scale = state["scaler"]["scale"]
+        self._updates = state["updates"]
+        self._guard.total.fill_(state["skipped_updates"])
+
+
+@contextmanager
+def _weights_left_alone() -> Iterator[None]:
+    """DeepSpeed broadcasts the weights byte by byte, which fails for 0-d parameters; that they are the same everywhere
+    has been checked already."""
+
+    def shard(init: Any, parameter: nn.Parameter) -> None:
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
+
+    originals = deepspeed.DeepSpeedEngine._broadcast_model, deepspeed.zero.Init._zero_init_param
+    deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
+    deepspeed.zero.Init._zero_init_param = shard
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine._broadcast_model, deepspeed.zero.Init._zero_init_param = originals

@@ -1,0 +1,24 @@
+"""Which device a process computes on."""
+
+from __future__ import annotations
+
+import torch
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The process's own GPU, or the CPU on a machine without one.
+
+    Raises:
+        ValueError: more processes than GPUs on this machine.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"process {local_rank + 1} on a machine with {count} visible GPU{'s' * (count > 1)}; "
+            "start one process per GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,83 @@
+"""Optimizer state by parameter name: the same layout whichever backend holds the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """``{"step": int, "moments": {slot: {parameter name: fp32 CPU tensor}}}`` of an optimizer that has or has not
+    stepped yet.
+
+    Raises:
+        ValueError: the optimizer keeps something that is neither a step count nor shaped like its parameter.
+    """
+    step = 0
+    moments: dict[str, dict[str, Tensor]] = {}
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if slot == "step":
+                step = max(step, int(value))
+            elif isinstance(value, Tensor) and value.shape == parameter.shape:
+                moments.setdefault(slot, {})[names[parameter]] = value.detach().cpu().clone()
+            elif value is not None:
+                raise ValueError(f"{type(optimizer).__name__} keeps {slot!r}, which cannot be saved by parameter name")
+    return {"step": step, "moments": moments}
+
+
+@torch.no_grad()
+def write_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]
+) -> None:
+    """Put a neutral state in place; moments take the layout and device of their parameters.
+
+    Raises:
+        ValueError: a moment is missing, unexpected or of another shape.
+    """
+    check_moments(state, {name: parameter.shape for parameter, name in names.items()})
+    optimizer.state.clear()
+    if not state["step"]:
+        return
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            slots: dict[str, Any] = {
+                slot: torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensors[names[parameter]])
+                for slot, tensors in state["moments"].items()
+            }
+            device = parameter.device if on_device else torch.device("cpu")
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(state["step"]), dtype=torch.float32, device=device),
+                **slots,
+            }
+
+
+def check_moments(state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    """Every slot holds exactly the named parameters, in their shapes.
+
+    Raises:
+        ValueError: with the first name that is wrong.
+    """
+    if state["step"] and not state["moments"]:
+        raise ValueError(f"the optimizer has made {state['step']} steps but its moments are missing")
+    for slot, tensors in state["moments"].items():
+        check_names(f"optimizer moment {slot}", tensors, shapes)
+
+
+def check_names(what: str, got: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
+    """``got`` holds exactly the names of ``shapes``, in those shapes.
+
+    Raises:
+        ValueError: with the first name that is wrong.
+    """
+    if missing := sorted(set(shapes) - set(got)):
+        raise ValueError(f"{what} of {missing[0]} is missing ({len(missing)} in all)")
+    if unexpected := sorted(set(got) - set(shapes)):
+        raise ValueError(f"{what} of {unexpected[0]} belongs to no parameter of this model ({len(unexpected)} in all)")
+    for name, tensor in got.items():
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            raise ValueError(f"{what} of {name} has shape {tuple(tensor.shape)}, the model has {tuple(shapes[name])}")

@@ -1,0 +1,53 @@
+"""Forward precision (autocast around fp32 weights) and, for fp16, the dynamic loss scale."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward pass: matrix products and convolutions in ``precision``, weights and losses in fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+class LossScaler:
+    """Keeps small fp16 gradients above zero: loss x scale, gradients / scale.
+
+    The scale halves after a non-finite update and doubles after ``growth_interval`` finite ones (Micikevicius et
+    al. 2018, section 3.2). It lives on the device, so that no update waits for the host. With ``enabled=False`` the
+    scale is 1 for ever.
+    """
+
+    def __init__(
+        self, enabled: bool, device: torch.device, *, initial: float = 2.0**16, growth_interval: int = 2000
+    ) -> None:
+        self.enabled = enabled
+        self.growth_interval = growth_interval
+        self.scale = torch.tensor(initial if enabled else 1.0, device=device)
+        self._finite_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, finite: Tensor) -> None:
+        """Adapt to the update just made or skipped; ``finite`` is a bool tensor on the device."""
+        if not self.enabled:
+            return
+        self._finite_in_a_row = torch.where(finite, self._finite_in_a_row + 1, 0)
+        grow = self._finite_in_a_row >= self.growth_interval
+        self._finite_in_a_row = torch.where(grow, 0, self._finite_in_a_row)
+        factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
+        self.scale = (self.scale * factor).clamp(1.0, 2.0**24)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": float(self.scale), "finite_in_a_row": int(self._finite_in_a_row)} if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if self.enabled and state:
+            self.scale.fill_(state["scale"])
+            self._finite_in_a_row.fill_(int(state["finite_in_a_row"]))

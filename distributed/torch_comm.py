@@ -1,0 +1,62 @@
+"""The communicator over torch.distributed: NCCL on GPUs, Gloo on CPUs. PyTorch's and DeepSpeed's backends use it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import Handle
+from .launchers import DEFAULT_MASTER_PORT, Launch
+
+# The watchdog speaks first, with names; the collectives' own timeout is the last resort behind it.
+GRACE_SECONDS = 60
+
+
+def init_process_group(launch: Launch, device: torch.device, timeout_minutes: float) -> None:
+    """Join the default process group, with rank and address from the launcher."""
+    os.environ.setdefault("MASTER_ADDR", launch.master_address)
+    if launch.world_size > 1:
+        os.environ.setdefault("MASTER_PORT", str(launch.master_port or DEFAULT_MASTER_PORT))
+    # DeepSpeed reads these wherever the process was started from.
+    os.environ.update(
+        RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size)
+    )
+    options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
+    if device.type == "cuda":
+        options["device_id"] = device
+    if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
+        # Alone: no port is needed, and two such runs on one machine must not collide on one.
+        options["store"] = dist.HashStore()
+    else:
+        options["init_method"] = "env://"
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", rank=launch.rank, world_size=launch.world_size, **options
+    )
+
+
+class TorchCommunicator:
+    """Collectives of the default process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
+        return dist.all_reduce(tensor, async_op=True)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return parts
+
+
+def leave_process_group(gracefully: bool) -> None:
+    """Destroy the group; after an error without a word to the others, who may be gone."""
+    if not dist.is_initialized():
+        return
+    if gracefully:
+        dist.destroy_process_group()

@@ -1,0 +1,192 @@
+"""Ends a job whose process died or stalls, within a bounded time, and names the rank, the update and what it did.
+
+Every process writes a heartbeat into a small store on the root, from a thread of its own: what its main thread is
+doing, and since how many marks. The root compares; its verdict goes back through the store. When the root itself is
+gone, the store is, and the others notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .errors import TrainingStopped, UserMistake
+
+if TYPE_CHECKING:
+    from .base import Backend
+
+HEARTBEAT_SECONDS = 1.0
+DEAD_AFTER_SECONDS = 5.0  # without a heartbeat, once a collective has failed
+EXIT_CODE = 1
+
+
+@dataclass
+class _Mark:
+    count: int = 0
+    phase: str = "starting"
+    update: int = 0
+    collective: bool = False
+
+
+@dataclass
+class _Seen:
+    """When a rank last got further, and when it was last heard at all."""
+
+    progress_at: float
+    heard_at: float
+    count: int = -1
+    beats: int = -1
+
+
+class Watchdog:
+    """``mark`` costs an assignment; everything else happens in the thread."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._rank, self._world_size = backend.rank, backend.world_size
+        self._timeout_seconds = backend.options.timeout_minutes * 60
+        self._mark = _Mark()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._world_size > 1:
+            self._connect(backend)
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def mark(self, phase: str, *, update: int | None = None, collective: bool = False) -> None:
+        """The main thread begins ``phase``; ``collective`` says that it may wait for others there."""
+        last = self._mark
+        self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective)
+
+    def stop(self) -> None:
+        """No more heartbeats: this process leaves on purpose."""
+        if self._thread is not None and not self._stopping.is_set():
+            self._stopping.set()
+            self._thread.join(timeout=5)
+
+    def explain(self, error: BaseException) -> None:
+        """An error is ending this process. If it is the echo of another process's end, say whose.
+
+        Raises:
+            TrainingStopped: another process is gone.
+        """
+        if self._thread is None or isinstance(error, UserMistake | TrainingStopped | SystemExit | KeyboardInterrupt):
+            return
+        if not isinstance(error, RuntimeError | ConnectionError):
+            return
+        lost = self._find_lost()
+        if lost:
+            raise TrainingStopped(f"rank {self._rank}: {lost} ({_first_line(error)})") from None
+
+    # The thread.
+
+    def _connect(self, backend: Backend) -> None:
+        from torch.distributed import TCPStore
+
+        from .collectives import gather_objects
+
+        hosts = gather_objects(socket.gethostname(), backend.comm, backend.device)
+        timeout = timedelta(seconds=30)
+        address: tuple[str, int] | None = None
+        if self._rank == 0:
+            host = "127.0.0.1" if len(set(hosts)) == 1 else _reachable_name(backend)
+            self._server = TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+            address = (host, self._server.port)
+        host, port = gather_objects(address, backend.comm, backend.device)[0]
+        self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._store.set(self._key(self._rank), self._beat(0))
+        gather_objects(None, backend.comm, backend.device)  # from here on every key exists
+
+    def _run(self) -> None:
+        beats = 0
+        seen: dict[int, _Seen] = {}
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            beats += 1
+            try:
+                self._store.set(self._key(self._rank), self._beat(beats))
+                if self._rank == 0 and (verdict := self._judge(seen)):
+                    self._store.set("verdict", verdict)
+                if self._store.check(["verdict"]):
+                    self._end(self._store.get("verdict").decode())
+            except Exception:
+                if not self._stopping.is_set() and self._rank != 0:
+                    # The main thread usually learns the same from its next collective; give it the first word.
+                    if not self._stopping.wait(DEAD_AFTER_SECONDS):
+                        self._end(f"rank 0 is gone, at update {self._mark.update}")
+                return
+
+    def _judge(self, seen: dict[int, _Seen]) -> str | None:
+        """The root's view: who has got nowhere for the whole timeout, and who is to blame for it?"""
+        now = time.monotonic()
+        beats = self._beats()
+        for rank, beat in beats.items():
+            last = seen.setdefault(rank, _Seen(now, now))
+            if last.count != beat["count"]:
+                last.count, last.progress_at = beat["count"], now
+            if last.beats != beat["beats"]:
+                last.beats, last.heard_at = beat["beats"], now
+        stalled = [rank for rank in beats if now - seen[rank].progress_at > self._timeout_seconds]
+        silent = [rank for rank in stalled if now - seen[rank].heard_at > DEAD_AFTER_SECONDS]
+        # Whoever waits for others in a collective is not to blame while anybody else stands still.
+        busy = [rank for rank in stalled if not beats[rank]["collective"]]
+        if len(stalled) == self._world_size:
+            behind = min(beat["update"] for beat in beats.values())
+            culprits = silent or busy or [rank for rank in stalled if beats[rank]["update"] == behind]
+        else:
+            culprits = silent or busy
+        if not culprits:
+            return None
+        named = "; ".join(f"rank {r} stands at update {beats[r]['update']} ({beats[r]['phase']})" for r in culprits)
+        return f"no progress for {self._timeout_seconds / 60:g} minutes: {named}"
+
+    def _find_lost(self) -> str | None:
+        """After a failed collective: whose heartbeat has stopped?"""
+        try:
+            first = self._beats()
+            deadline = time.monotonic() + DEAD_AFTER_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(HEARTBEAT_SECONDS / 2)
+                now = self._beats()
+                silent = [rank for rank in now if now[rank]["beats"] == first[rank]["beats"] and rank != self._rank]
+            lost = [f"rank {r} at update {now[r]['update']} ({now[r]['phase']})" for r in silent]
+        except Exception:
+            return "lost contact with rank 0" if self._rank else None
+        return f"lost contact with {'; '.join(lost)}" if lost else None
+
+    def _beats(self) -> dict[int, dict[str, Any]]:
+        return {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)}
+
+    def _beat(self, beats: int) -> str:
+        mark = self._mark
+        return json.dumps(
+            {
+                "beats": beats,
+                "count": mark.count,
+                "phase": mark.phase,
+                "update": mark.update,
+                "collective": mark.collective,
+            }
+        )
+
+    def _key(self, rank: int) -> str:
+        return f"rank/{rank}"
+
+    def _end(self, verdict: str) -> None:
+        """The main thread may hang inside a collective for ever: end the whole process."""
+        print(f"{os.path.basename(sys.argv[0])}: rank {self._rank}: stopped: {verdict}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+
+def _reachable_name(backend: Backend) -> str:
+    """The name under which other machines reach the root."""
+    return socket.gethostname() if backend.launch.master_port is None else backend.launch.master_address
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

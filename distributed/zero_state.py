@@ -1,0 +1,161 @@
+"""Neutral state in and out of ZeRO: full fp32 weights and moments by parameter name, whatever the stage.
+
+Weights and moments of ZeRO 1-2 live in flat fp32 partitions, those of ZeRO 3 in one padded slice per parameter and
+rank. Every function here is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from .optimizer_state import check_moments, check_names, read_optimizer, write_optimizer
+
+
+def shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Full shapes of weights and persistent buffers by name; ZeRO 3 leaves empty tensors in the module."""
+    return {name: getattr(t, "ds_shape", t.shape) for name, t in _state_tensors(module).items()}
+
+
+def read_weights(module: nn.Module, stage: int, *, on_cpu: bool) -> dict[str, Tensor]:
+    """Full fp32 weights, and the persistent buffers as they are."""
+    weights = {}
+    for name, tensor in _state_tensors(module).items():
+        full = None
+        if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            full = safe_get_full_fp32_param(tensor)
+        elif hasattr(tensor, "ds_id"):
+            full = _gather_frozen(tensor)
+        full = (tensor if full is None else full).detach()
+        full = full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
+        weights[name] = full.cpu().clone() if on_cpu else full
+    return weights
+
+
+@torch.no_grad()
+def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mapping[str, Tensor]) -> None:
+    """Set masters, then refresh whatever copies the forward pass reads.
+
+    Raises:
+        ValueError: a weight is missing, unexpected or of another shape.
+    """
+    check_names("weight", weights, shapes(module))
+    for name, tensor in _state_tensors(module).items():
+        value = weights[name]
+        if stage == 3 and isinstance(tensor, nn.Parameter):
+            local = _local_slice(tensor, value)
+            tensor.ds_tensor.data.copy_(local)
+            if tensor.requires_grad:
+                safe_set_local_fp32_param(tensor, local)
+        else:
+            tensor.data.copy_(value)
+            if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                safe_set_full_fp32_param(tensor, value.to(tensor.device).float())
+    if stage in (1, 2):
+        optimizer.update_lp_params()
+    elif stage == 3 and optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int) -> dict[str, Any]:
+    """``{"step", "moments"}`` as ``optimizer_state.read_optimizer`` gives them."""
+    if stage == 0:
+        return read_optimizer(basic, _names(module))
+    step, slots = _slots(basic)
+    moments = {
+        slot: {name: safe_get_full_optimizer_state(parameter, slot).cpu().clone() for parameter, name in _names(module).items()}
+        for slot in slots
+    }
+    return {"step": step, "moments": moments}
+
+
+@torch.no_grad()
+def write_zero_optimizer(
+    basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int, state: Mapping[str, Any]
+) -> None:
+    """Create the moments that ZeRO would create at its first step, then fill them.
+
+    Raises:
+        ValueError: a moment is missing, unexpected or of another shape.
+    """
+    if stage == 0:
+        write_optimizer(basic, _names(module), state)
+        return
+    names = _names(module)
+    check_moments(state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
+    basic.state.clear()
+    if not state["step"]:
+        return
+    for flat, group in _flat_partitions(basic, optimizer, stage):
+        on_device = group.get("fused") or group.get("capturable")
+        step = torch.tensor(float(state["step"]), device=flat.device if on_device else torch.device("cpu"))
+        basic.state[flat] = {"step": step, **{slot: torch.zeros_like(flat) for slot in state["moments"]}}
+    if stage in (1, 2):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    write: Callable[[nn.Parameter, Tensor, str], None]
+    write = _write_local if stage == 3 else safe_set_full_optimizer_state
+    for slot, tensors in state["moments"].items():
+        for parameter, name in names.items():
+            write(parameter, tensors[name], slot)
+
+
+def _flat_partitions(
+    basic: torch.optim.Optimizer, optimizer: Any, stage: int
+) -> list[tuple[Tensor, dict[str, Any]]]:
+    """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
+    if stage < 3:
+        return [(flat, group) for group in basic.param_groups for flat in group["params"]]
+    # ZeRO 3 puts them into the groups for the moment of the step only.
+    groups = optimizer.sub_group_to_group_id
+    return [(flat, basic.param_groups[groups[i]]) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
+
+
+def _write_local(parameter: nn.Parameter, value: Tensor, slot: str) -> None:
+    safe_set_local_optimizer_state(parameter, _local_slice(parameter, value), slot)
+
+
+def _local_slice(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's slice of a full tensor at ZeRO 3, padded where the size does not divide."""
+    size = parameter.ds_tensor.numel()
+    start = size * torch.distributed.get_rank()
+    flat = value.flatten().to(parameter.ds_tensor.device, torch.float32)
+    local = torch.zeros(size, dtype=flat.dtype, device=flat.device)
+    part = flat[start : start + size]
+    local[: part.numel()] = part
+    return local
+
+
+def _gather_frozen(parameter: Any) -> Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def _slots(basic: torch.optim.Optimizer) -> tuple[int, list[str]]:
+    step, slots = 0, []
+    for state in basic.state.values():
+        step = max(step, int(state["step"]))
+        slots = [slot for slot, value in state.items() if slot != "step" and isinstance(value, Tensor)]
+    return step, slots
+
+
+def _names(module: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _state_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers themselves, not copies, by name."""
+    return dict(module.state_dict(keep_vars=True))

@@ -1,0 +1,7 @@
+"""The models: plain modules that know nothing of arguments, processes, run folders or loggers."""
+
+from __future__ import annotations
+
+from .discrete_vae import DiscreteVAE, VAEOutput
+
+__all__ = ["DiscreteVAE", "VAEOutput"]

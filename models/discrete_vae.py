@@ -1,0 +1,272 @@
+"""The discrete VAE of DALL-E (Ramesh et al. 2021, section 2.1), with the weight names of DALLE-pytorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .pretrained import load_dalle_file, load_pretrained_folder, save_dalle_file, save_pretrained_folder
+
+DALLE_HPARAMS = (
+    "image_size",
+    "num_layers",
+    "num_tokens",
+    "channels",
+    "codebook_dim",
+    "hidden_dim",
+    "num_resnet_blocks",
+)  # the keys of vae-final.pt
+
+
+class VAEOutput(NamedTuple):
+    """What a forward pass gives."""
+
+    loss: Tensor
+    """0-d: recon_loss + kl_div_loss_weight x kl."""
+    reconstruction: Tensor
+    """(b, c, h, w), about [0, 1] and not clamped."""
+    recon_loss: Tensor
+    """0-d: mean squared error or smooth L1, in normalised space."""
+    kl: Tensor
+    """0-d: KL(q || uniform) in nats, a mean over batch and positions; in [0, ln num_tokens]."""
+
+
+class ResBlock(nn.Module):
+    """conv3, ReLU, conv3, ReLU, conv1, plus the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(x)
+
+
+class DiscreteVAE(nn.Module):
+    """Images to a grid of codes and back; the choice of a code is relaxed by Gumbel-softmax noise while training.
+
+    Args:
+        image_size: Side in pixels, a power of two.
+        num_tokens: Codes in the codebook.
+        codebook_dim: Width of a codebook entry.
+        num_layers: Halvings of the side; the grid of codes has side image_size / 2^num_layers.
+        num_resnet_blocks: Residual blocks on the coarsest grid, on both ways.
+        hidden_dim: Channels of the convolutions.
+        channels: 3 for RGB, 4 for RGBA.
+        smooth_l1_loss: Smooth L1 (beta 1) instead of the mean squared error.
+        temperature: Of the softmax, where forward is given none.
+        straight_through: Hard codes forward, the gradient of the soft ones.
+        reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
+        kl_div_loss_weight: Weight of the KL term.
+        normalization: Means and standard deviations per channel, or None for images as they are. Alpha gets 0 and 1.
+
+    Raises:
+        ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 256,
+        num_tokens: int = 512,
+        codebook_dim: int = 512,
+        num_layers: int = 3,
+        num_resnet_blocks: int = 0,
+        hidden_dim: int = 64,
+        channels: int = 3,
+        smooth_l1_loss: bool = False,
+        temperature: float = 0.9,
+        straight_through: bool = False,
+        reinmax: bool = False,
+        kl_div_loss_weight: float = 0.0,
+        normalization: tuple[Sequence[float], Sequence[float]] | None = ((0.5,) * 3, (0.5,) * 3),
+    ) -> None:
+        super().__init__()
+        _check_image_size(image_size, num_layers)
+        if num_layers < 1 or num_resnet_blocks < 0:
+            raise ValueError(
+                f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}: at least 1 layer and 0 blocks"
+            )
+        if reinmax and not straight_through:
+            raise ValueError("reinmax refines the straight-through gradient: it needs straight_through as well")
+        if normalization is not None:
+            mean, std = (tuple(map(float, values)) for values in normalization)
+            normalization = (mean + (0.0,) * (channels - len(mean)), std + (1.0,) * (channels - len(std)))
+        self.config: dict[str, Any] = {
+            "image_size": image_size,
+            "num_tokens": num_tokens,
+            "codebook_dim": codebook_dim,
+            "num_layers": num_layers,
+            "num_resnet_blocks": num_resnet_blocks,
+            "hidden_dim": hidden_dim,
+            "channels": channels,
+            "smooth_l1_loss": smooth_l1_loss,
+            "temperature": temperature,
+            "straight_through": straight_through,
+            "reinmax": reinmax,
+            "kl_div_loss_weight": kl_div_loss_weight,
+            "normalization": None if normalization is None else [list(values) for values in normalization],
+        }
+        self.image_size, self.num_tokens, self.channels = image_size, num_tokens, channels
+        self.temperature, self.straight_through, self.reinmax = temperature, straight_through, reinmax
+        self.smooth_l1_loss, self.kl_div_loss_weight = smooth_l1_loss, kl_div_loss_weight
+        self.grid_size = image_size // 2**num_layers
+
+        widths = [channels] + [hidden_dim] * num_layers
+        encoder: list[nn.Module] = [
+            nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
+            for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True)
+        ]
+        encoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
+        encoder += [nn.Conv2d(hidden_dim, num_tokens, 1)]
+
+        decoder: list[nn.Module] = []
+        if num_resnet_blocks:
+            decoder += [nn.Conv2d(codebook_dim, hidden_dim, 1)]
+            decoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
+        widths = [hidden_dim if num_resnet_blocks else codebook_dim] + [hidden_dim] * num_layers
+        decoder += [
+            nn.Sequential(nn.ConvTranspose2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
+            for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True)
+        ]
+        decoder += [nn.Conv2d(hidden_dim, channels, 1)]
+
+        self.codebook = nn.Embedding(num_tokens, codebook_dim)
+        self.encoder, self.decoder = nn.Sequential(*encoder), nn.Sequential(*decoder)
+        for name, row in (("mean", 0), ("std", 1)):
+            values = normalization[row] if normalization is not None else (float(row),) * channels
+            self.register_buffer(f"_{name}", torch.tensor(values)[:, None, None], persistent=False)
+
+    @property
+    def noise_shape(self) -> tuple[int, int, int]:
+        """Shape of one sample's Gumbel noise: (num_tokens, grid side, grid side)."""
+        return self.num_tokens, self.grid_size, self.grid_size
+
+    def forward(self, images: Tensor, *, noise: Tensor | None = None, temperature: float | None = None) -> VAEOutput:
+        """Images (b, c, h, w) in [0, 1] through soft codes and back.
+
+        Args:
+            noise: Standard Gumbel (b, num_tokens, s, s); None for none, which makes the pass deterministic.
+            temperature: Of the softmax over codes; None for the constructor's.
+        """
+        target = self._normalize(images)
+        logits = self.encoder(target).float()  # softmax and losses stay in fp32 under autocast
+        codes = self._relax(logits, noise, self.temperature if temperature is None else temperature)
+        # A 1x1 convolution is the fastest way to weigh 8192 codebook rows: no permuted copy of the codes.
+        embedded = F.conv2d(codes, self.codebook.weight.t()[:, :, None, None])
+        out = self.decoder(embedded).float()
+        recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
+        kl = self._kl_from_uniform(logits)
+        loss = recon_loss + self.kl_div_loss_weight * kl if self.kl_div_loss_weight else recon_loss
+        return VAEOutput(loss, self._denormalize(out), recon_loss, kl)
+
+    def get_codebook_indices(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) in [0, 1] -> the most likely codes, int64 (b, s x s) in row-major order."""
+        return self.encoder(self._normalize(images)).argmax(dim=1).flatten(1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes (b, s x s) in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not clamped."""
+        side = math.isqrt(codes.shape[1])
+        embedded = self.codebook(codes).unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        return self._denormalize(self.decoder(embedded).float())
+
+    def _relax(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
+        """Weights (b, K, s, s) over the codes: Gumbel-softmax (Jang et al. 2017), straight-through or ReinMax."""
+        noisy = logits if noise is None else logits + noise
+        soft = (noisy / temperature).softmax(dim=1)
+        if not self.straight_through:
+            return soft
+        hard = torch.zeros_like(soft).scatter_(1, soft.argmax(dim=1, keepdim=True), 1.0)
+        if not self.reinmax:
+            return hard + soft - soft.detach()
+        # Liu et al. 2023, "Bridging discrete and backpropagation", algorithm 2.
+        pi0 = logits.softmax(dim=1)
+        pi1 = (hard + (logits / temperature).softmax(dim=1)) / 2
+        pi1 = ((pi1.log() - logits).detach() + logits).softmax(dim=1)
+        pi2 = 2 * pi1 - pi0 / 2
+        return hard + pi2 - pi2.detach()
+
+    def _kl_from_uniform(self, logits: Tensor) -> Tensor:
+        """Mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
+        if not self.kl_div_loss_weight:
+            logits = logits.detach()  # only looked at: no gradient to keep memory for
+        log_q = logits.log_softmax(dim=1)
+        return (log_q.exp() * log_q).sum(dim=1).mean() + math.log(self.num_tokens)
+
+    def _normalize(self, images: Tensor) -> Tensor:
+        return (images - self._mean) / self._std
+
+    def _denormalize(self, images: Tensor) -> Tensor:
+        return images * self._std + self._mean
+
+    # Files.
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``folder``/model.safetensors and config.json, atomically."""
+        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> DiscreteVAE:
+        """The model that ``save_pretrained`` wrote, in eval mode.
+
+        Raises:
+            ValueError: one line, where a file is missing or not of this model.
+        """
+        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
+        return cls._built(str(folder), config, weights)
+
+    def save_dalle(self, path: str | Path) -> None:
+        """Write DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
+        save_dalle_file(Path(path), {key: self.config[key] for key in DALLE_HPARAMS}, self.state_dict())
+
+    @classmethod
+    def from_dalle(cls, path: str | Path) -> DiscreteVAE:
+        """The model in a vae-final.pt, in eval mode. Runs no code from the file.
+
+        Raises:
+            ValueError: one line, where the file is missing, hostile or of another model.
+        """
+        hparams, weights = load_dalle_file(Path(path), DALLE_HPARAMS)
+        return cls._built(str(path), hparams, weights)
+
+    @classmethod
+    def _built(cls, source: str, config: dict[str, Any], weights: dict[str, Tensor]) -> DiscreteVAE:
+        try:
+            model = cls(**config)
+            model.load_state_dict(weights)
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{source} does not hold a {cls.__name__}: {' '.join(str(error).split())}") from None
+        return model.eval()
+
+    def load_weights_from(self, source: str | Path) -> None:
+        """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder.
+
+        Raises:
+            ValueError: one line, naming what differs where the shapes of the two models do.
+        """
+        other = self.from_pretrained(source) if Path(source).is_dir() else self.from_dalle(source)
+        differing = [f"{key} {other.config[key]}" for key in DALLE_HPARAMS[1:] if other.config[key] != self.config[key]]
+        if differing:
+            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
+        self.load_state_dict(other.state_dict())
+
+
+def _check_image_size(image_size: int, num_layers: int) -> None:
+    smallest = 2**num_layers
+    if image_size & (image_size - 1) or image_size < smallest:
+        below = max(2 ** int(math.log2(max(image_size, 1))), smallest)
+        nearest = f"{below} or {2 * below}" if image_size > below else f"{below}"
+        raise ValueError(
+            f"image_size {image_size} must be a power of two and at least 2^num_layers = {smallest}; use {nearest}"
+        )
