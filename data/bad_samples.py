@@ -1,0 +1,74 @@
+"""Samples that cannot be read: what is known of one, and when there are too many to go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that could not be read: its dataset index, the path of its file and the reason, in one line."""
+
+    index: int
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class BadSampleLog:
+    """The bad samples met so far in a data set of `n_samples`, each once.
+
+    Bookkeeping only: gather over the ranks before `add`.
+    """
+
+    def __init__(self, n_samples: int) -> None:
+        self.n_samples = n_samples
+        self._samples: dict[int, BadSample] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of different bad samples so far."""
+        return len(self._samples)
+
+    def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
+        """Remember `samples`; returns those that were not known yet, each once."""
+        new = []
+        for sample in samples:
+            if sample.index not in self._samples:
+                self._samples[sample.index] = sample
+                new.append(sample)
+        return new
+
+    def share(
+        self, samples: Iterable[BadSample], gather_objects: Callable[[list[list[int | str]]], list[list[list[int | str]]]]
+    ) -> list[BadSample]:
+        """`add` what all processes met; every process returns the same. Collective, through `gather_objects`."""
+        by_rank = gather_objects([[s.index, s.path, s.reason] for s in samples])
+        return self.add(BadSample(int(i), str(p), str(r)) for met in by_rank for i, p, r in met)
+
+    def check(self) -> None:
+        """Raise ValueError where more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
+        tolerated = max(0.01 * self.n_samples, min(10, math.ceil(0.1 * self.n_samples)))
+        if self.count <= tolerated:
+            return
+        samples = list(self._samples.values())
+        listed = "; ".join(map(str, samples[:_LISTED]))
+        rest = f"; and {self.count - _LISTED} more" if self.count > _LISTED else ""
+        raise ValueError(
+            f"{self.count} of {self.n_samples} samples could not be read, more than the {int(tolerated)} that are "
+            f"passed over; repair or remove them: {listed}{rest}"
+        )
+
+    def state_dict(self) -> dict[str, list[list[int | str]]]:
+        """What a checkpoint keeps, as plain JSON."""
+        return {"samples": [[s.index, s.path, s.reason] for s in self._samples.values()]}
+
+    def load_state_dict(self, state: dict[str, list[list[int | str]]]) -> None:
+        """Replace what is known by `state`."""
+        self._samples = {int(i): BadSample(int(i), str(path), str(reason)) for i, path, reason in state["samples"]}

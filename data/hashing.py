@@ -1,0 +1,40 @@
+"""Random numbers as a function of a key: no state, the same in every process, on every machine and version of numpy."""
+
+from __future__ import annotations
+
+import hashlib
+
+MASK64 = (1 << 64) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def mix64(x: int) -> int:
+    """Scramble 64 bits: the finaliser of SplitMix64 (Steele, Lea and Flood 2014), a bijection of [0, 2^64)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return x ^ (x >> 31)
+
+
+def derive_key(*parts: int | str) -> int:
+    """Parts such as ("flip", seed, epoch, index) -> a 64-bit key. Different parts give unrelated keys."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+class Draws:
+    """An endless sequence of uniform numbers that depends on the key's parts alone (SplitMix64)."""
+
+    def __init__(self, *parts: int | str) -> None:
+        self._state = derive_key(*parts)
+
+    def bits(self) -> int:
+        """The next 64 bits."""
+        self._state = (self._state + GOLDEN_GAMMA) & MASK64
+        return mix64(self._state)
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+        """A float in [low, high), of 53 random bits."""
+        return low + (high - low) * ((self.bits() >> 11) * 2.0**-53)
+
+    def below(self, n: int) -> int:
+        """An int in [0, n). Biased by less than n / 2^64."""
+        return (self.bits() * n) >> 64

@@ -1,0 +1,118 @@
+"""Which sample comes when: shuffles that are computed position by position, so that nothing grows with the data set."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from .hashing import derive_key, mix64
+
+_FEISTEL_ROUNDS = 8
+
+
+class Permutation:
+    """A shuffle of 0..n-1 that is a function of `key` alone and gives any of its places in O(1) time and memory.
+
+    A balanced Feistel network (Luby and Rackoff 1988) permutes 0..4^k-1 for a 4^k >= n; what falls outside 0..n-1 is
+    sent through it again until it falls inside ("cycle walking", Black and Rogaway 2002): on average fewer than four
+    times, for more than 16 items.
+    """
+
+    def __init__(self, n: int, *key: int | str) -> None:
+        assert n > 0, n
+        self.n = n
+        self._half_bits = max(3, math.ceil((n - 1).bit_length() / 2))  # 2 would prefer some shuffles of 5
+        self._half_mask = (1 << self._half_bits) - 1
+        self._round_keys = [derive_key(*key, "round", i) for i in range(_FEISTEL_ROUNDS)]
+
+    def __call__(self, i: int) -> int:
+        """Place i in 0..n-1 of the shuffled order -> the item there, in 0..n-1."""
+        assert 0 <= i < self.n, (i, self.n)
+        item = self._feistel(i)
+        while item >= self.n:
+            item = self._feistel(item)
+        return item
+
+    def _feistel(self, x: int) -> int:
+        left, right = x >> self._half_bits, x & self._half_mask
+        for key in self._round_keys:
+            left, right = right, left ^ (mix64(key ^ right) & self._half_mask)
+        return left << self._half_bits | right
+
+
+class Subset:
+    """The dataset indices at places start..start+length-1 of a shuffle; `subset[i]` takes O(1) memory."""
+
+    def __init__(self, permutation: Permutation, start: int, length: int) -> None:
+        self._permutation, self._start, self._length = permutation, start, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> int:
+        if not 0 <= i < self._length:
+            raise IndexError(i)
+        return self._permutation(self._start + i)
+
+
+def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Subset]:
+    """Divide a data set of n samples by seed into (train, valid), disjoint and together complete.
+
+    valid holds max(ceil(fraction * n), at_least) samples, none where fraction is 0; `at_least` is the global batch.
+    Raises ValueError where fraction is not in [0, 1) or fewer than `at_least` samples remain to train on.
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(
+            f"--valid_fraction is {fraction}, which is no fraction: give a number from 0 up to, but not, 1"
+        )
+    share = math.ceil(fraction * n - 1e-9)  # 0.07 * 100 is 7.000000000000001 and means 7
+    n_valid = max(share, at_least) if fraction > 0 else 0
+    n_train = n - n_valid
+    if n_train < at_least:
+        arithmetic = f"max(ceil({fraction:g} x {n}), batch size {at_least}) = {n_valid}" if n_valid else "0"
+        raise ValueError(
+            f"{n} samples are too few: validation takes {arithmetic}, which leaves {n} - {n_valid} = {max(n_train, 0)} "
+            f"to train on, less than one batch of {at_least}: add data, lower --batch_size or set --valid_fraction 0"
+        )
+    permutation = Permutation(n, "split", seed)
+    return Subset(permutation, 0, n_train), Subset(permutation, n_train, n_valid)
+
+
+class TrainingOrder:
+    """The endless order of training: every epoch is another shuffle of the subset, by (seed, epoch) alone."""
+
+    def __init__(self, subset: Subset, seed: int) -> None:
+        self._subset, self._seed = subset, seed
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """Samples seen so far -> (epoch, dataset index) of the sample that comes now.
+
+        With `skip`, the sample so many places further on in the same epoch's order, which is read as a circle: the
+        substitutes of a sample that cannot be read.
+        """
+        n = len(self._subset)
+        epoch, place = divmod(position, n)
+        return epoch, self._subset[_epoch_shuffle(n, self._seed, epoch)((place + skip) % n)]
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return len(self._subset)
+
+
+class ValidationOrder:
+    """Every sample of the subset once, always in the same order; the epoch is always 0."""
+
+    def __init__(self, subset: Subset) -> None:
+        self._subset = subset
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """As TrainingOrder: position in 0..n-1 -> (0, dataset index)."""
+        return 0, self._subset[(position + skip) % len(self._subset)]
+
+    def __len__(self) -> int:
+        return len(self._subset)
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_shuffle(n: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(n, "epoch", seed, epoch)

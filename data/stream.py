@@ -1,0 +1,187 @@
+"""Batches for one rank, loaded by worker processes; which sample stands where depends on the position alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .bad_samples import BadSample
+from .images import Images
+from .order import Subset, TrainingOrder, ValidationOrder
+from .workers import become_worker, signals_held_back
+
+OnBadSample = Literal["replace", "error"]
+_MOST_TRIES = 100
+
+warnings.filterwarnings("ignore", message="This DataLoader will create")  # from every rank; the user set the number
+
+
+class Batch(TypedDict):
+    """images: uint8 (b, c, h, w); positions: of each sample inside the global batch; ids: dataset index really loaded;
+    bad: the samples that could not be read on the way."""
+
+    images: Tensor
+    positions: list[int]
+    ids: list[int]
+    bad: list[BadSample]
+
+
+class TrainingStream:
+    """This rank's part of every global batch, for ever: each epoch is another shuffle of the subset.
+
+    batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Which sample
+    stands where depends on `subset` and `seed` alone. Begins at sample `start_samples` of the endless order, in O(1).
+
+    A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
+    ValueError ("error"). ValueError too where of min(n, 100) samples in a row none can be read.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        subset: Subset,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        start_samples: int = 0,
+        num_workers: int = 0,
+        on_bad_sample: OnBadSample = "replace",
+        pin_memory: bool = False,
+    ) -> None:
+        assert batch_size % world_size == 0, (batch_size, world_size)
+        share = batch_size // world_size
+        local = range(rank * share, (rank + 1) * share)
+        loader = _BatchLoader(images, TrainingOrder(subset, seed), augment=True, on_bad_sample=on_bad_sample)
+        requests = _Requests(start_samples, batch_size, local)
+        self._loader = _data_loader(loader, requests, num_workers, pin_memory, keep_workers=False)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _batches(self._loader)
+
+
+class ValidationStream:
+    """This rank's part of the validation set, without augmentation; over all ranks every sample comes once.
+
+    batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
+    at least one sample in each; the sizes of the parts are ragged. "positions" count through the whole set.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        subset: Subset,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        num_workers: int = 0,
+        on_bad_sample: OnBadSample = "replace",
+        pin_memory: bool = False,
+    ) -> None:
+        n = len(subset)
+        assert n == 0 or n >= world_size, (n, world_size)
+        self._n_steps = min(math.ceil(n / batch_size), n // world_size)
+        n_parts = self._n_steps * world_size
+        requests = [(0, range(n * i // n_parts, n * (i + 1) // n_parts)) for i in range(rank, n_parts, world_size)]
+        loader = _BatchLoader(images, ValidationOrder(subset), augment=False, on_bad_sample=on_bad_sample)
+        self._loader = _data_loader(loader, requests, num_workers, pin_memory, keep_workers=True)
+
+    def __len__(self) -> int:
+        return self._n_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _batches(self._loader)
+
+
+_Request = tuple[int, range]  # position of a batch's first sample in the order, places in that batch to load
+
+
+class _Requests:
+    """One request per global batch, for ever."""
+
+    def __init__(self, start: int, batch_size: int, local: range) -> None:
+        self._start, self._batch_size, self._local = start, batch_size, local
+
+    def __iter__(self) -> Iterator[_Request]:
+        return ((first, self._local) for first in itertools.count(self._start, self._batch_size))
+
+
+class _BatchLoader(Dataset):
+    """Loads one batch per request. An error comes back as a value: DataLoader would bury its text in a traceback."""
+
+    def __init__(
+        self, images: Images, order: TrainingOrder | ValidationOrder, *, augment: bool, on_bad_sample: OnBadSample
+    ) -> None:
+        self._images, self._order, self._augment, self._on_bad_sample = images, order, augment, on_bad_sample
+
+    def __getitem__(self, request: _Request) -> Batch | ValueError:
+        first, positions = request
+        bad: dict[int, BadSample] = {}
+        try:
+            samples = [self._load(first + position, bad) for position in positions]
+        except ValueError as error:
+            return error
+        return {
+            "images": torch.stack([image for image, _ in samples]),
+            "positions": list(positions),
+            "ids": [index for _, index in samples],
+            "bad": list(bad.values()),
+        }
+
+    def _load(self, position: int, bad: dict[int, BadSample]) -> tuple[Tensor, int]:
+        """The sample at `position` of the order, or the next one there that can be read."""
+        tries = min(len(self._order), _MOST_TRIES)
+        first_failure: BadSample | None = None
+        for skip in range(tries):
+            epoch, index = self._order(position, skip)
+            try:
+                return self._images.load(index, epoch, self._augment), index
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                failure = BadSample(index, self._images.describe(index), reason)
+            if self._on_bad_sample == "error":
+                raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
+            bad[index] = failure
+            first_failure = first_failure or failure
+        raise ValueError(f"none of {tries} images could be read: {first_failure}")
+
+
+def _data_loader(
+    dataset: _BatchLoader, requests: Iterable[_Request], num_workers: int, pin_memory: bool, *, keep_workers: bool
+) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_size=None,  # one request is one batch
+        sampler=requests,
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        worker_init_fn=become_worker,
+        persistent_workers=keep_workers and num_workers > 0,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # else every pass would draw its base seed from the training's generator
+    )
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _batches(loader: DataLoader) -> Iterator[Batch]:
+    with signals_held_back():
+        results = iter(loader)
+    return map(_raised, results)
+
+
+def _raised(batch: Batch | ValueError) -> Batch:
+    if isinstance(batch, ValueError):
+        raise batch
+    return batch
