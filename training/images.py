@@ -1,0 +1,80 @@
+"""Pictures of samples, at true brightness."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from .files import write_atomically
+
+_GAP_PIXELS = 2
+_CHECKER_PIXELS = 8
+_CHECKER_GREYS = (255, 204)
+_PAPER, _INK = (255, 255, 255), (0, 0, 0)
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """Images (n, c, h, w) in [0, 1], c = 1 (grey), 3 (RGB) or 4 (RGBA) -> uint8 (n, h, w, 3).
+
+    round(255 x) after clamping, without any normalisation; alpha is laid over a checkerboard of grey 255 and 204.
+    """
+    images = images.detach().float().cpu().clamp(0, 1)
+    assert images.shape[1] in (1, 3, 4), images.shape
+    if images.shape[1] == 4:
+        colour, alpha = images.split((3, 1), dim=1)
+        images = alpha * colour + (1 - alpha) * _checkerboard(*images.shape[-2:])
+    pixels = (images * 255).round().to(torch.uint8)
+    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()
+
+
+def _checkerboard(height: int, width: int) -> Tensor:
+    rows, columns = torch.arange(height) // _CHECKER_PIXELS, torch.arange(width) // _CHECKER_PIXELS
+    odd = (rows[:, None] + columns) % 2
+    return torch.tensor(_CHECKER_GREYS)[odd] / 255
+
+
+def grid(rows: Mapping[str, Tensor]) -> Image.Image:
+    """Labelled rows of images: each label -> (n, c, h, w) in [0, 1]."""
+    font = ImageFont.load_default()
+    margin = round(max(font.getlength(label) for label in rows)) + 3 * _GAP_PIXELS
+    pixels = {label: to_pixels(images) for label, images in rows.items()}
+    width = max(sum(image.shape[1] + _GAP_PIXELS for image in row) for row in pixels.values())
+    height = sum(row.shape[1] + _GAP_PIXELS for row in pixels.values())
+    picture = Image.new("RGB", (margin + width, height + _GAP_PIXELS), _PAPER)
+    draw = ImageDraw.Draw(picture)
+    top = _GAP_PIXELS
+    for label, row in pixels.items():
+        left = margin
+        row_height, row_width = row.shape[1:3]
+        draw.text((_GAP_PIXELS, top + row_height // 2), label, fill=_INK, font=font, anchor="lm")
+        for image in row:
+            picture.paste(Image.fromarray(image.numpy()), (left, top))
+            left += row_width + _GAP_PIXELS
+        top += row_height + _GAP_PIXELS
+    return picture
+
+
+def save_grid(rows: Mapping[str, Tensor], path: Path) -> Image.Image:
+    """Write `grid(rows)` as PNG, atomically, and return it."""
+    picture = grid(rows)
+    content = io.BytesIO()
+    picture.save(content, "png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content.getvalue())
+    return picture
+
+
+def code_histogram(counts: Tensor, width: int = 512, height: int = 128) -> Image.Image:
+    """Bars of how often codes (counts (k,)) were used, most used first, relative to the most used."""
+    ordered = counts.double().sort(descending=True).values
+    edges = torch.linspace(0, len(ordered), width + 1)
+    shares = ordered[edges[:-1].long().clamp_max(len(ordered) - 1)] / ordered[0].clamp_min(1)
+    picture = Image.new("RGB", (width, height), _PAPER)
+    draw = ImageDraw.Draw(picture)
+    for column, share in enumerate(shares.tolist()):
+        if share > 0:
+            draw.line((column, height - 1, column, round((height - 1) * (1 - share))), fill=_INK)
+    return picture

@@ -1,0 +1,114 @@
+"""Noise that is a function of (seed, stream, step, position in the global batch)."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+# Half of the spacing of the uniform numbers: stands in for an exact 0, whose logarithm is infinite.
+_SMALLEST_UNIFORM = 2.0**-25
+
+
+def splitmix64(word: int) -> int:
+    """One output of SplitMix64 for the state `word`, in [0, 2^64): a bijection. Steele, Lea and Flood 2014."""
+    word = (word + 0x9E3779B97F4A7C15) & _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+class Noise:
+    """Random tensors that do not depend on rank, batch composition or the order of calls.
+
+    Every sample is drawn from a Philox generator (Salmon et al. 2011) with a 64-bit key of its own: NumPy's on the CPU,
+    because torch's CPU generator keeps 32 bits of its seed, torch's elsewhere. Values therefore differ between the CPU and
+    a GPU, and may differ between kinds of GPU.
+
+    Args:
+        seed: Of the run.
+        stream: Name of the use, such as "gumbel": streams of different names are independent.
+    """
+
+    def __init__(self, seed: int, stream: str) -> None:
+        name = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
+        self._key = splitmix64(splitmix64(seed & _MASK) ^ name)
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def seed_of(self, step: int, position: int) -> int:
+        """64-bit seed of one sample's noise: SplitMix64 over seed, stream, step and position in turn."""
+        return splitmix64(splitmix64(self._key ^ step) ^ position)
+
+    def gumbel(
+        self,
+        step: int,
+        positions: Sequence[int],
+        shape: Sequence[int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Standard Gumbel noise (b, *shape), computed in float32 and then cast; finite, within [-2.9, 17.4].
+
+        -log E, with E = -log(1 - u) standard exponential for u uniform in [0, 1).
+
+        Args:
+            step: Completed updates.
+            positions: Of the b samples in the global batch.
+            shape: Of one sample.
+            device: Of the result.
+            dtype: Of the result.
+        """
+        noise = self._drawn("uniform", step, positions, shape, device)
+        return noise.clamp_min_(_SMALLEST_UNIFORM).neg_().log1p_().neg_().log_().neg_().to(dtype)
+
+    def normal(
+        self,
+        step: int,
+        positions: Sequence[int],
+        shape: Sequence[int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Standard normal noise (b, *shape), drawn in float32 and then cast. Arguments as for `gumbel`."""
+        return self._drawn("normal", step, positions, shape, device).to(dtype)
+
+    def uniform(
+        self,
+        step: int,
+        positions: Sequence[int],
+        shape: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """float32 noise (b, *shape), uniform in [0, 1). Arguments as for `gumbel`."""
+        return self._drawn("uniform", step, positions, shape, device)
+
+    def _drawn(
+        self,
+        law: Literal["uniform", "normal"],
+        step: int,
+        positions: Sequence[int],
+        shape: Sequence[int],
+        device: torch.device | str,
+    ) -> Tensor:
+        rows = torch.empty(len(positions), math.prod(shape), device=device)
+        for row, position in zip(rows, positions, strict=True):
+            seed = self.seed_of(step, position)
+            if row.device.type == "cpu":
+                philox = np.random.Generator(np.random.Philox(key=seed))
+                draw = philox.random if law == "uniform" else philox.standard_normal
+                draw(out=row.numpy(), dtype=np.float32)
+            else:
+                generator = self._generator(row.device).manual_seed(seed)
+                fill = row.uniform_ if law == "uniform" else row.normal_
+                fill(generator=generator)
+        return rows.view(len(positions), *shape)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device]

@@ -1,0 +1,209 @@
+"""The one clock of a run, and how it is shown."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+# Metrics that a line of progress shows in its own way.
+_CLOCK_KEYS = {"step", "samples", "epoch", "seconds"}
+
+
+def total_samples_from(*, epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
+    """Length of the run in samples: `epochs`, but at most `max_steps` updates; a whole number of updates, at least 1."""
+    steps = math.ceil(round(epochs * samples_per_epoch) / batch_size)
+    return max(1, steps if max_steps is None else min(steps, max_steps)) * batch_size
+
+
+class Progress:
+    """Samples seen. Step, epoch, schedules, intervals and file names derive from it.
+
+    Args:
+        batch_size: Samples per update, over all processes.
+        samples_per_epoch: Size of the training split.
+        total_samples: Length of the run.
+    """
+
+    def __init__(self, batch_size: int, samples_per_epoch: int, total_samples: int) -> None:
+        self.batch_size = batch_size
+        self.samples_per_epoch = samples_per_epoch
+        self.total_samples = total_samples
+        self.samples = 0
+
+    @property
+    def step(self) -> int:
+        """Completed updates."""
+        return self.samples // self.batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the whole run."""
+        return math.ceil(self.total_samples / self.batch_size)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training split, with the fraction of the present one."""
+        return self.samples / self.samples_per_epoch
+
+    @property
+    def completed_epochs(self) -> int:
+        """Whole passes over the training split."""
+        return self.samples // self.samples_per_epoch
+
+    @property
+    def fraction(self) -> float:
+        """Part of the run that is done, in [0, 1]."""
+        return min(1.0, self.samples / self.total_samples)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its length."""
+        return self.samples >= self.total_samples
+
+    def advance(self) -> None:
+        """Count one update."""
+        self.samples += self.batch_size
+
+    def every(self, n_steps: int) -> bool:
+        """Whether the update just counted was number n, 2n, ...; never for 0."""
+        return n_steps > 0 and self.step > 0 and self.step % n_steps == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock, as JSON values."""
+        return {
+            "samples": self.samples,
+            "batch_size": self.batch_size,
+            "samples_per_epoch": self.samples_per_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the clock.
+
+        Raises:
+            ValueError: if the batch size was another, because steps would not be counted on, or the training split,
+                because the order of samples could not be continued.
+        """
+        if state["batch_size"] != self.batch_size:
+            raise ValueError(
+                f"the checkpoint was trained with --batch_size {state['batch_size']}, now it is {self.batch_size}, so its "
+                "steps cannot be counted on: use the old value, or start over with --fresh"
+            )
+        if state["samples_per_epoch"] != self.samples_per_epoch:
+            raise ValueError(
+                f"the checkpoint was trained on {state['samples_per_epoch']} samples per epoch, now there are "
+                f"{self.samples_per_epoch}, so their order cannot be continued: restore the data, --valid_fraction and "
+                "--seed, or start over with --fresh"
+            )
+        self.samples = state["samples"]
+
+
+class ProgressDisplay(Protocol):
+    """Where the clock and short messages are shown."""
+
+    def update(self) -> None:
+        """Show that an update was counted."""
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Show the present values."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def close(self) -> None:
+        """Leave the terminal tidy."""
+
+
+class ProgressBar:
+    """A tqdm bar with samples per second and the time left."""
+
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        from tqdm import tqdm
+
+        self._progress = progress
+        self._stream = stream
+        self._bar = tqdm(
+            total=progress.total_samples, initial=progress.samples, unit=" samples", dynamic_ncols=True, file=stream
+        )
+
+    def update(self) -> None:
+        self._bar.update(self._progress.samples - self._bar.n)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        self._bar.set_postfix_str(_short(metrics))
+
+    def say(self, text: str) -> None:
+        self._bar.write(text, file=self._stream)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class ProgressLines:
+    """Plain lines for files and pipes: one per `log`, with the time left."""
+
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        self._progress = progress
+        self._stream = stream
+        self._first_samples = progress.samples
+        self._start_seconds = time.monotonic()
+
+    def update(self) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        clock = self._progress
+        seen = clock.samples - self._first_samples
+        left = ""
+        if seen > 0:
+            seconds_per_sample = (time.monotonic() - self._start_seconds) / seen
+            left = f"  {duration(seconds_per_sample * (clock.total_samples - clock.samples))} left"
+        self.say(f"step {clock.step}/{clock.total_steps}  epoch {clock.epoch:.2f}  {_short(metrics)}{left}")
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class SilentProgress:
+    """What every process but the root has."""
+
+    def update(self) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def progress_display(progress: Progress, is_root: bool, stream: TextIO | None = None) -> ProgressDisplay:
+    """A bar where `stream` (default: stderr) is a terminal, plain lines elsewhere, nothing off the root."""
+    stream = stream or sys.stderr
+    if not is_root:
+        return SilentProgress()
+    return ProgressBar(progress, stream) if stream.isatty() else ProgressLines(progress, stream)
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `3 min 20 s`, `5 h 02 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _short(metrics: Mapping[str, Any]) -> str:
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in metrics.items()
+        if name not in _CLOCK_KEYS
+    )
