@@ -1,0 +1,49 @@
+"""Bookkeeping of the samples that cannot be read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data import BadSample, BadSampleLog
+
+
+def bad(n: int) -> list[BadSample]:
+    return [BadSample(i, f"photos/{i}.jpg", "truncated") for i in range(n)]
+
+
+def test_each_file_is_new_once():
+    log = BadSampleLog(1000)
+    assert log.add([*bad(2), *bad(2)]) == bad(2)
+    assert log.add(bad(3)) == bad(3)[2:]
+    assert log.count == 3
+
+
+@pytest.mark.parametrize("n_samples, tolerated", [(1, 1), (5, 1), (11, 2), (120, 10), (1000, 10), (10_000, 100)])
+def test_too_many_is_over_one_percent_and_over_ten_files_or_a_tenth_of_a_small_set(n_samples, tolerated):
+    log = BadSampleLog(n_samples)
+    log.add(bad(tolerated))
+    log.check()
+    log.add(bad(tolerated + 1))
+    with pytest.raises(ValueError, match=f"^{tolerated + 1} of {n_samples} samples could not be read"):
+        log.check()
+
+
+def test_too_many_are_listed_in_one_line():
+    log = BadSampleLog(100)
+    log.add(bad(25))
+    with pytest.raises(ValueError) as error:
+        log.check()
+    text = str(error.value)
+    assert "photos/0.jpg: truncated; photos/1.jpg: truncated" in text
+    assert text.endswith("and 5 more")
+    assert "\n" not in text
+
+
+def test_state_survives_json():
+    log, restored = BadSampleLog(100), BadSampleLog(100)
+    log.add(bad(3))
+    restored.load_state_dict(json.loads(json.dumps(log.state_dict())))
+    assert restored.count == 3
+    assert restored.add(bad(4)) == bad(4)[3:]

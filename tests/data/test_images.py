@@ -1,0 +1,147 @@
+"""Image folders and the names by which image sets are opened."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from data import open_images, to_unit_range
+
+
+def touch(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("listing a folder opens no file")
+
+
+def listed(folder: Path) -> list[str]:
+    images = open_images(str(folder), image_size=8)
+    return [os.path.relpath(images.describe(i), folder) for i in range(len(images))]
+
+
+def test_flat_nested_and_class_folders_are_read_in_the_order_of_the_relative_path(tmp_path):
+    names = ["b.jpg", "dogs/2.png", "a.jpeg", "cats/old/1.webp", "dogs/10.bmp", "cats.jpg", "ünïcode/ß.jpg"]
+    touch(*(tmp_path / name for name in names))
+    assert listed(tmp_path) == sorted(names)
+
+
+def test_order_does_not_depend_on_the_file_system(tmp_path):
+    names = [f"{i % 3}/{i:02d}.jpg" for i in range(30)]
+    touch(*(tmp_path / "one" / name for name in names))
+    touch(*(tmp_path / "two" / name for name in reversed(names)))
+    assert listed(tmp_path / "one") == listed(tmp_path / "two") == sorted(names)
+
+
+def test_endings_are_read_in_any_case_and_nothing_else_is(tmp_path):
+    touch(*(tmp_path / name for name in ["a.JPG", "b.Jpeg", "c.PNG", "d.WebP", "e.bMp", "f.txt", "jpg", "g.jpg.part"]))
+    assert listed(tmp_path) == ["a.JPG", "b.Jpeg", "c.PNG", "d.WebP", "e.bMp"]
+
+
+def test_hidden_files_and_folders_are_passed_over(tmp_path):
+    touch(tmp_path / "a.jpg", tmp_path / "._a.jpg", tmp_path / ".cache" / "b.jpg")
+    assert listed(tmp_path) == ["a.jpg"]
+
+
+def test_linked_folders_are_followed_once_and_loops_end(tmp_path):
+    touch(tmp_path / "set" / "a" / "1.jpg", tmp_path / "elsewhere" / "2.jpg")
+    (tmp_path / "set" / "a" / "loop").symlink_to(tmp_path / "set")
+    (tmp_path / "set" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set" / "c").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set" / "3.jpg").symlink_to(tmp_path / "elsewhere" / "2.jpg")
+    (tmp_path / "set" / "dangling.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    assert listed(tmp_path / "set") == ["3.jpg", "a/1.jpg", "b/2.jpg"]
+
+
+def test_pipe_that_is_named_like_an_image_is_no_image(tmp_path):
+    touch(tmp_path / "a.jpg")
+    os.mkfifo(tmp_path / "b.jpg")  # opening it would wait for ever
+    assert listed(tmp_path) == ["a.jpg"]
+
+
+def one_line(spec: str, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        open_images(spec, image_size=8, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_folder_is_named_and_the_demo_suggested(tmp_path):
+    text = one_line(str(tmp_path / "phtos"))
+    assert str(tmp_path / "phtos") in text and "demo:shapes" in text
+
+
+def test_file_is_no_folder(tmp_path):
+    touch(tmp_path / "a.jpg")
+    assert "is a file, not a folder" in one_line(str(tmp_path / "a.jpg"))
+
+
+def test_folder_without_images_tells_what_is_read_and_what_is_there(tmp_path):
+    touch(tmp_path / "a.txt", tmp_path / "b" / "c.tiff")
+    text = one_line(str(tmp_path))
+    assert "2 other files" in text
+    assert ".jpg .jpeg .png .webp .bmp" in text
+
+
+def test_folder_that_may_not_be_read_is_named():
+    # not in tmp_path, whose parents only their owner may enter
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        locked = Path(folder, "locked")
+        touch(locked / "a.jpg")
+        locked.chmod(0)
+        uid = os.geteuid()
+        if uid == 0:
+            os.seteuid(65534)  # nobody: a lock does not keep root out
+        try:
+            assert one_line(folder) == f"cannot read the folder {str(locked)!r}: Permission denied"
+        finally:
+            if uid == 0:
+                os.seteuid(0)
+            locked.chmod(0o755)
+
+
+@pytest.mark.parametrize("spec", ["demo:circles", "demo:", "demo:shapes:many", "demo:shapes:0", "demo:shapes:-3"])
+def test_unknown_demo_is_refused(spec):
+    assert "demo:shapes" in one_line(spec)
+
+
+def test_number_of_channels_is_3_or_4():
+    assert "not 1" in one_line("demo:shapes", channels=1)
+
+
+def test_no_folder_means_the_demo():
+    assert len(open_images(None, image_size=8)) == len(open_images("demo:shapes", image_size=8)) == 4096
+    assert len(open_images("demo:shapes:10", image_size=8)) == 10
+
+
+def test_half_of_the_augmented_images_are_mirrored_by_seed_epoch_and_index(tmp_path):
+    ramp = Image.linear_gradient("L").rotate(90).resize((8, 8))
+    for i in range(40):
+        ramp.save(tmp_path / f"{i:02d}.png")
+    images = open_images(str(tmp_path), image_size=8, flip=True, seed=3)
+    plain = images.load(0, 0, False)
+    mirrored = plain.flip(-1)
+    assert not torch.equal(plain, mirrored)
+
+    def coins(epoch: int, images=images) -> list[bool]:
+        loaded = [images.load(i, epoch, True) for i in range(40)]
+        assert all(torch.equal(image, plain) or torch.equal(image, mirrored) for image in loaded)
+        return [torch.equal(image, mirrored) for image in loaded]
+
+    assert 10 <= sum(coins(0)) <= 30
+    assert coins(0) == coins(0)
+    assert coins(0) != coins(1)
+    assert coins(0) != coins(0, open_images(str(tmp_path), image_size=8, flip=True, seed=4))
+    assert not any(coins(0, open_images(str(tmp_path), image_size=8, flip=False, seed=3)))
+    assert all(torch.equal(images.load(i, 0, False), plain) for i in range(40))
+
+
+def test_unit_range():
+    images = torch.tensor([[0, 51, 255]], dtype=torch.uint8)
+    assert to_unit_range(images).tolist() == [[0.0, pytest.approx(0.2), 1.0]]
+    assert to_unit_range(images).dtype == torch.float32

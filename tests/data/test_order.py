@@ -1,0 +1,116 @@
+"""The order of samples: shuffles, the split, epochs."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import pytest
+
+from data import split
+from data.hashing import Draws, mix64
+from data.order import Permutation, TrainingOrder, ValidationOrder
+
+
+def test_hash_is_splitmix64():
+    state, outputs = 1234567, []
+    for _ in range(4):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        outputs.append(mix64(state))
+    # the sequence of Vigna's reference implementation
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+
+
+def test_draws_are_uniform_and_depend_on_every_part_of_the_key():
+    draws = Draws("a", 1)
+    numbers = [draws.uniform(2, 4) for _ in range(4000)]
+    assert min(numbers) >= 2 and max(numbers) < 4
+    assert sum(numbers) / len(numbers) == pytest.approx(3, abs=0.04)  # 4 standard errors of a uniform of width 2
+    assert len({Draws(*parts).bits() for parts in [("a", 1), ("a", 2), ("b", 1), ("a", 1, 0), ("a", "1")]}) == 5
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 63, 64, 65, 1000])
+def test_permutation_visits_every_item_once(n):
+    assert sorted(map(Permutation(n, "test"), range(n))) == list(range(n))
+
+
+def test_every_shuffle_of_four_items_is_equally_likely():
+    counts = collections.Counter(tuple(map(Permutation(4, key), range(4))) for key in range(2400))
+    chi_square = sum((counts[p] - 100) ** 2 / 100 for p in itertools.permutations(range(4)))
+    assert chi_square < 49.7  # the 99.9% point for 23 degrees of freedom
+
+
+def test_every_shuffle_of_five_items_is_equally_likely():
+    counts = collections.Counter(tuple(map(Permutation(5, key), range(5))) for key in range(3600))
+    chi_square = sum((counts[p] - 30) ** 2 / 30 for p in itertools.permutations(range(5)))
+    assert chi_square < 172.7  # the 99.9% point for 119 degrees of freedom
+
+
+def test_permutation_of_a_trillion_items_takes_no_memory():
+    permutation = Permutation(10**12, "large")
+    items = {permutation(i) for i in range(100)} | {permutation(10**12 - 1)}
+    assert len(items) == 101
+    assert max(items) < 10**12 and max(items) - min(items) > 10**11
+
+
+@pytest.mark.parametrize("n, fraction, at_least, n_valid", [(120, 0.05, 8, 8), (1000, 0.05, 8, 50), (100, 0.07, 1, 7)])
+def test_split_is_disjoint_and_complete(n, fraction, at_least, n_valid):
+    train, valid = split(n, fraction, seed=0, at_least=at_least)
+    assert len(valid) == n_valid and len(train) == n - n_valid
+    assert sorted([*train, *valid]) == list(range(n))
+
+
+def test_split_depends_on_the_seed_alone():
+    one, same, other = (list(split(100, 0.2, seed, 4)[1]) for seed in (1, 1, 2))
+    assert one == same
+    assert set(one) != set(other)
+
+
+def test_split_without_validation_trains_on_everything():
+    train, valid = split(10, 0.0, seed=0, at_least=8)
+    assert (len(train), len(valid)) == (10, 0)
+
+
+@pytest.mark.parametrize("n, fraction", [(15, 0.05), (7, 0.0), (100, 0.95)])
+def test_split_that_leaves_less_than_a_batch_shows_the_arithmetic(n, fraction):
+    with pytest.raises(ValueError) as error:
+        split(n, fraction, seed=0, at_least=8)
+    n_valid = {15: 8, 7: 0, 100: 95}[n]
+    assert f"{n} - {n_valid} = {n - n_valid} to train on" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0, float("nan")])
+def test_split_by_what_is_no_fraction_is_refused(fraction):
+    with pytest.raises(ValueError, match="no fraction"):
+        split(100, fraction, seed=0, at_least=1)
+
+
+def test_every_epoch_is_another_permutation_of_the_subset():
+    train, _ = split(50, 0.2, seed=0, at_least=4)
+    order = TrainingOrder(train, seed=0)
+    epochs = [[order(epoch * 40 + i) for i in range(40)] for epoch in range(3)]
+    for number, epoch in enumerate(epochs):
+        assert {e for e, _ in epoch} == {number}
+        assert sorted(index for _, index in epoch) == sorted(train)
+    shuffles = {tuple(index for _, index in epoch) for epoch in epochs}
+    assert len(shuffles) == 3
+
+
+def test_order_depends_on_the_seed():
+    train, _ = split(50, 0.0, seed=0, at_least=4)
+    assert [TrainingOrder(train, 0)(i) for i in range(50)] != [TrainingOrder(train, 1)(i) for i in range(50)]
+
+
+def test_skipping_goes_round_the_same_epoch():
+    train, _ = split(10, 0.0, seed=0, at_least=4)
+    order = TrainingOrder(train, seed=0)
+    second_epoch = [order(10 + i) for i in range(10)]
+    assert [order(17, skip) for skip in range(10)] == second_epoch[7:] + second_epoch[:7]
+
+
+def test_validation_order_is_the_subset_as_it_stands():
+    _, valid = split(50, 0.2, seed=0, at_least=4)
+    order = ValidationOrder(valid)
+    assert [order(i) for i in range(10)] == [(0, index) for index in valid]
+    assert order(9, skip=1) == order(0)

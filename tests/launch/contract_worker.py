@@ -1,0 +1,287 @@
+"""Runs every contract of the distributed layer on toy models, under whatever launcher started it.
+
+    torchrun --nproc_per_node 2 tests/launch/contract_worker.py --output result.json [distributed flags]
+
+The root writes what it measured; the test compares it with the same file written by one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import distributed
+from distributed import Backend, Engine
+
+BATCH = 24  # divides by 1, 2, 3 and 4 processes with 1 or 2 accumulation steps
+UPDATES = 6
+
+
+def mlp(sizes: list[int], seed: int) -> nn.Sequential:
+    """Odd sizes on purpose: nothing divides by the number of processes."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def adam(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=True)
+
+
+def global_batch(update: int, width: int = 7) -> Tensor:
+    return torch.randn(BATCH, width, generator=torch.Generator().manual_seed(update))
+
+
+def local(batch: Tensor, backend: Backend) -> Tensor:
+    size = len(batch) // backend.world_size
+    return batch[backend.rank * size : (backend.rank + 1) * size]
+
+
+def record(engine: Engine, updates: list[Any], losses: list[float]) -> dict[str, Any]:
+    state = engine.state_dict()
+    return {
+        "losses": losses,
+        "grad_norms": [float(update.grad_norm) for update in updates],
+        "skipped": [bool(update.skipped) for update in updates],
+        "weights": {name: tensor.flatten().tolist() for name, tensor in state["weights"].items()},
+        "step": state["optimizer"]["step"],
+        "moments": {
+            slot: {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
+            for slot, tensors in state["optimizer"]["moments"].items()
+        },
+    }
+
+
+def plain(backend: Backend, name: str = "plain", *, spoil_update: int | None = None, **wrap: Any) -> dict[str, Any]:
+    """Regression with accumulation; one update may hold a NaN on the last process."""
+    model = mlp([7, 13, 5, 3], seed=1)
+    engine = backend.wrap(model, adam(model), name=name, **wrap)
+    updates, losses = [], []
+    for update in range(UPDATES):
+        inputs = global_batch(update)
+        if update == spoil_update:
+            inputs[-1, 0] = float("nan")
+        total = torch.zeros(())
+        for part in engine.micro_batches({"x": local(inputs, backend)}):
+            loss = engine(part["x"]).square().mean()
+            engine.backward(loss)
+            total += loss.detach() / backend.options.plan.grad_accum_steps
+        engine.lr = 1e-2 * 0.9**update
+        updates.append(engine.step())
+        losses.append(backend.mean({"loss": total})["loss"])
+    return record(engine, updates, losses)
+
+
+def several_backwards(backend: Backend) -> dict[str, Any]:
+    """Two losses of one forward, then another forward: three backward calls per update, none of them announced."""
+    model = mlp([7, 11, 3], seed=2)
+    engine = backend.wrap(model, adam(model), name="several")
+    updates = []
+    for update in range(UPDATES):
+        x = local(global_batch(update), backend)
+        out = engine(x)
+        engine.backward(out.square().mean() * 0.5, items=len(x), total=BATCH) if False else None
+        torch_loss = out.square().mean()
+        engine.backward(torch_loss)
+        engine.backward(engine(x * 0.5).abs().mean())
+        engine.backward(engine(x + 1).mean())
+        updates.append(engine.step())
+    return record(engine, updates, [])
+
+
+def by_items(backend: Backend) -> dict[str, Any]:
+    """Every process has another number of items; the update is the mean over all of them."""
+    model = mlp([7, 11, 3], seed=3)
+    engine = backend.wrap(model, adam(model), name="items")
+    updates = []
+    for update in range(UPDATES):
+        kept = [row for row in range(BATCH) if row % 5 != update % 5 and row % 7 != 3]
+        total = backend.sum(torch.tensor(float(len([r for r in kept if mine(r, backend)])), device=backend.device))
+        rows = [row for row in kept if mine(row, backend)]
+        x = global_batch(update)[rows].to(backend.device)
+        engine.backward(engine(x).square().mean(), items=len(rows), total=total)
+        updates.append(engine.step())
+    return record(engine, updates, [])
+
+
+def mine(row: int, backend: Backend) -> bool:
+    size = BATCH // backend.world_size
+    return row // size == backend.rank
+
+
+def gan(backend: Backend) -> dict[str, Any]:
+    """Generator and discriminator, adaptive weight, one batch for both steps; the recipe of the Engine contract."""
+    generator, discriminator = mlp([7, 9, 7], seed=4), mlp([7, 8, 1], seed=5)
+    g = backend.wrap(generator, adam(generator), name="generator")
+    d = backend.wrap(discriminator, adam(discriminator), name="discriminator", max_grad_norm=0.05)
+    g_updates, d_updates, weights = [], [], []
+    for update in range(UPDATES):
+        parts = list(split(local(global_batch(update), backend), backend))
+        fakes = []
+        with d.frozen():
+            for part in g.micro_batches({"x": local(global_batch(update), backend)}):
+                real = part["x"]
+                fake = g(real)
+                reconstruction, adversarial = (fake - real).abs().mean(), -d.module(fake).mean()
+                last = fake if True else None
+                top = torch.autograd.grad(reconstruction, last, retain_graph=True)[0].norm()
+                bottom = torch.autograd.grad(adversarial, last, retain_graph=True)[0].norm()
+                weight = backend.mean({"w": top**2})["w"] / max(backend.mean({"w": bottom**2})["w"], 1e-8)
+                weights.append(weight)
+                g.backward(reconstruction + weight * adversarial)
+                fakes.append(fake.detach())
+            g_updates.append(g.step())
+        for part, fake in zip(d.micro_batches({"x": local(global_batch(update), backend)}), fakes, strict=True):
+            d.backward(F.relu(1 + d(fake)).mean() + F.relu(1 - d(part["x"])).mean())
+        d_updates.append(d.step())
+        del parts
+    return {"generator": record(g, g_updates, weights), "discriminator": record(d, d_updates, [])}
+
+
+def split(batch: Tensor, backend: Backend) -> Iterator[Tensor]:
+    yield from batch.split(backend.options.plan.micro_batch_size)
+
+
+def contrastive(backend: Backend) -> dict[str, Any]:
+    """Softmax over the global batch with a learned temperature; rows are spread unevenly over the processes."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.audio, self.text = mlp([7, 9, 4], seed=6), mlp([7, 9, 4], seed=7)
+            self.temperature = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return F.normalize(self.audio(x), dim=-1), F.normalize(self.text(x.flip(-1)), dim=-1), self.temperature
+
+    model = Tower()
+    engine = backend.wrap(model, adam(model), name="contrastive")
+    updates, losses = [], []
+    # Ragged: the first process has one row more, the last one less.
+    bounds = [BATCH * r // backend.world_size for r in range(backend.world_size + 1)]
+    bounds = [b + (0 < i < backend.world_size) for i, b in enumerate(bounds)]
+    for update in range(UPDATES):
+        x = global_batch(update)[bounds[backend.rank] : bounds[backend.rank + 1]].to(backend.device)
+        audio, text, temperature = engine(x)
+        logits = backend.gather(audio) @ backend.gather(text).T * temperature.exp()
+        targets = torch.arange(BATCH, device=backend.device)
+        loss = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+        engine.backward(loss)
+        updates.append(engine.step())
+        losses.append(backend.mean({"loss": loss})["loss"])
+    return record(engine, updates, losses)
+
+
+def reloaded(backend: Backend) -> dict[str, Any]:
+    """State goes out and into a fresh engine halfway; the continuation must not notice. Wrapping changes nothing."""
+    model = mlp([7, 13, 5, 3], seed=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = backend.wrap(model, adam(model), name="first_half")
+    wrapped = engine.state_dict()
+    unchanged = all(torch.equal(wrapped["weights"][name], before[name]) for name in before)
+    unchanged &= wrapped["optimizer"] == {"step": 0, "moments": {}}
+    updates = []
+    for update in range(UPDATES):
+        if update == UPDATES // 2:
+            state = engine.state_dict()
+            other = mlp([7, 13, 5, 3], seed=99)
+            engine = backend.wrap(other, adam(other), name="second_half")
+            engine.load_state_dict(state)
+            again = engine.state_dict()
+            unchanged &= all(torch.equal(again["weights"][n], state["weights"][n]) for n in before)
+            for slot, tensors in state["optimizer"]["moments"].items():
+                unchanged &= all(torch.equal(again["optimizer"]["moments"][slot][n], t) for n, t in tensors.items())
+        for part in engine.micro_batches({"x": local(global_batch(update), backend)}):
+            engine.backward(engine(part["x"]).square().mean())
+        engine.lr = 1e-2 * 0.9**update
+        updates.append(engine.step())
+    with engine.gathered() as full:
+        evaluated = full(global_batch(0).to(backend.device)).square().mean().item()
+    return {**record(engine, updates, [evaluated]), "unchanged": bool(unchanged)}
+
+
+def refused(backend: Backend) -> dict[str, Any]:
+    """What must raise, raises."""
+    model = mlp([7, 3], seed=8)
+    engine = backend.wrap(model, adam(model), name="refused")
+    messages = {}
+    x = local(global_batch(0), backend).to(backend.device)
+    with engine.frozen():
+        leaked = any(p.requires_grad for p in model.parameters())
+        for what, call in {"forward": lambda: engine(x), "backward": lambda: engine.backward(x.sum())}.items():
+            try:
+                call()
+                messages[what] = ""
+            except RuntimeError as error:
+                messages[what] = str(error)
+    try:
+        list(engine.micro_batches({"x": x[:-1]}))
+        messages["micro_batches"] = ""
+    except ValueError as error:
+        messages["micro_batches"] = str(error)
+    return {"messages": messages, "leaked": leaked, "thawed": all(p.requires_grad for p in model.parameters())}
+
+
+def collectives(backend: Backend) -> dict[str, Any]:
+    """Closed forms, independent of how many processes take part."""
+    world, rank, device = backend.world_size, backend.rank, backend.device
+    ranks = torch.arange(world, device=device)
+    ragged = torch.full((rank + 1, 2), float(rank), device=device)
+    return {
+        "sum": backend.sum({"a": rank, "b": torch.tensor(2.0, device=device)}) == {"a": world * (world - 1) / 2, "b": 2.0 * world},
+        "mean": backend.mean({"a": rank})["a"] == (world - 1) / 2,
+        "integers": backend.sum(torch.tensor([2**40 + rank], device=device)).tolist()
+        == [2**40 * world + world * (world - 1) // 2],
+        "half": backend.sum(torch.full((3,), 1.5, dtype=torch.bfloat16, device=device)).tolist() == [1.5 * world] * 3,
+        "mean_of_integers": abs(backend.mean(torch.tensor([rank], device=device)).item() - (world - 1) / 2) < 1e-6,
+        "gather": backend.gather(ragged).shape[0] == world * (world + 1) // 2,
+        "gather_order": backend.gather(ragged)[:, 0].unique(sorted=True).tolist() == ranks.tolist(),
+        "objects": backend.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)],
+        "broadcast": backend.broadcast_object(f"from {rank}") == "from 0",
+        "any": backend.any(rank == world - 1) and not backend.any(False),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--grad_accum_steps", type=int, default=1)
+    distributed.add_arguments(parser)
+    parser.set_defaults(
+        batch_size=BATCH, precision="fp32", max_grad_norm=0.1, max_skipped_updates=4, compile=False, explicit=frozenset()
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with distributed.from_args(args) as backend:
+        result = {
+            "plain": plain(backend),
+            "skipped": plain(backend, "skipped", spoil_update=3),
+            "several_backwards": several_backwards(backend),
+            "by_items": by_items(backend),
+            "gan": gan(backend),
+            "contrastive": contrastive(backend),
+            "reloaded": reloaded(backend),
+            "refused": refused(backend),
+            "collectives": collectives(backend),
+            "description": backend.describe(),
+        }
+        by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
+        result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
+        if backend.is_root:
+            args.output.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Noise depends on (seed, stream, step, position) and has the laws it claims."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from scipy import stats
+
+from training.noise import Noise, splitmix64
+
+SHAPE = (16, 4)
+
+
+def test_splitmix64_gives_the_published_sequence():
+    # First outputs of the reference implementation (Vigna, prng.di.unimi.it/splitmix64.c) for seed 1234567.
+    state, outputs = 1234567, []
+    for _ in range(5):
+        outputs.append(splitmix64(state))
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+    assert outputs == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+    ]  # fmt: skip
+
+
+def test_seeds_are_pinned_so_that_a_checkpoint_meets_the_same_noise_later():
+    noise = Noise(0, "gumbel")
+    assert [noise.seed_of(0, 0), noise.seed_of(1, 0), noise.seed_of(0, 1)] == [
+        3064839549573996803,
+        997025466602458953,
+        8760051382816528245,
+    ]
+
+
+def test_no_two_seeds_collide_over_neighbouring_runs_steps_and_positions():
+    seeds = [
+        Noise(seed, stream).seed_of(step, position)
+        for seed, stream, step, position in product(range(4), ("gumbel", "dropout"), range(40), range(40))
+    ]
+    assert len(set(seeds)) == len(seeds) == 12800
+    # Nor in 32 bits beyond the n^2 / 2^33 = 0.02 collisions that chance gives.
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) >= len(seeds) - 1
+
+
+@pytest.mark.parametrize("law", ["gumbel", "normal", "uniform"])
+def test_a_samples_noise_does_not_depend_on_its_batch_or_on_earlier_calls(law):
+    draw = getattr(Noise(3, "a"), law)
+    whole = draw(7, range(8), SHAPE)
+    assert whole.shape == (8, *SHAPE) and whole.dtype == torch.float32
+    later = getattr(Noise(3, "a"), law)
+    later(6, [1, 2], (5,))
+    assert torch.equal(later(7, [5, 2], SHAPE), whole[[5, 2]])
+    ranks = [later(7, range(rank * 2, rank * 2 + 2), SHAPE) for rank in (3, 0, 2, 1)]
+    assert torch.equal(torch.cat([ranks[1], ranks[3], ranks[2], ranks[0]]), whole)
+
+
+def test_seed_stream_step_and_position_each_change_the_noise():
+    reference = Noise(0, "a").normal(0, [0], (1000,))[0]
+    others = [
+        Noise(1, "a").normal(0, [0], (1000,))[0],
+        Noise(2**32, "a").normal(0, [0], (1000,))[0],
+        Noise(0, "b").normal(0, [0], (1000,))[0],
+        Noise(0, "a").normal(1, [0], (1000,))[0],
+        Noise(0, "a").normal(0, [1], (1000,))[0],
+    ]
+    correlations = torch.corrcoef(torch.stack([reference, *others])) - torch.eye(6)
+    # The standard deviation of a correlation of 1000 independent pairs is 0.032; 15 pairs stay within 5 of them.
+    assert correlations.abs().max() < 0.16
+
+
+def test_neighbouring_steps_and_positions_are_uncorrelated():
+    noise = Noise(0, "gumbel")
+    draws = torch.cat([noise.normal(step, range(10), (2000,)) for step in range(10)])
+    correlations = torch.corrcoef(draws) - torch.eye(100)
+    # 4950 pairs with a standard deviation of 1/sqrt(2000): within 5 of them, and their spread is that.
+    assert correlations.abs().max() < 5 / math.sqrt(2000)
+    upper = correlations[torch.triu_indices(100, 100, 1).unbind()]
+    assert upper.std() == pytest.approx(1 / math.sqrt(2000), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("law", "mean", "variance", "distribution"),
+    [
+        ("gumbel", 0.5772156649, math.pi**2 / 6, stats.gumbel_r),
+        ("normal", 0.0, 1.0, stats.norm),
+        ("uniform", 0.5, 1 / 12, stats.uniform),
+    ],
+)
+def test_laws_have_their_moments_and_distribution(law, mean, variance, distribution):
+    draws = getattr(Noise(0, law), law)(0, range(20), (10_000,)).flatten().double()
+    assert draws.mean().item() == pytest.approx(mean, abs=5 * math.sqrt(variance / len(draws)))
+    assert draws.var().item() == pytest.approx(variance, rel=0.03)
+    assert stats.kstest(draws[:50_000].numpy(), distribution.cdf).pvalue > 0.001
+
+
+def test_gumbel_tails_hold_as_many_draws_as_they_should():
+    draws = Noise(0, "tails").gumbel(0, range(4), (1_000_000,)).flatten()
+    for threshold in (5.0, 10.0):
+        expected = len(draws) * -math.expm1(-math.exp(-threshold))
+        assert int((draws > threshold).sum()) == pytest.approx(expected, abs=5 * math.sqrt(expected))
+
+
+def test_gumbel_is_finite_at_both_ends_of_the_uniform_numbers(monkeypatch):
+    noise = Noise(0, "ends")
+    ends = torch.tensor([[0.0, 1 - 2**-24]])
+    monkeypatch.setattr(noise, "_drawn", lambda *_: ends.clone())
+    assert noise.gumbel(0, [0], (2,)).tolist() == [
+        [pytest.approx(25 * math.log(2)), pytest.approx(-math.log(24 * math.log(2)))]
+    ]
+
+
+def test_gumbel_argmax_chooses_by_the_softmax_of_the_logits():
+    logits = torch.tensor([0.0, 1.0, 2.0])
+    chosen = (logits + Noise(0, "choice").gumbel(0, range(20_000), (3,))).argmax(1)
+    frequencies = torch.bincount(chosen, minlength=3) / len(chosen)
+    assert torch.allclose(frequencies, logits.softmax(0), atol=5 * math.sqrt(0.25 / len(chosen)))
+
+
+def test_shapes_and_types():
+    noise = Noise(0, "shapes")
+    assert noise.normal(0, [3, 1], ()).shape == (2,)
+    assert noise.gumbel(0, [], (4, 5)).shape == (0, 4, 5)
+    low = noise.gumbel(0, [1], SHAPE, dtype=torch.bfloat16)
+    assert torch.equal(low, noise.gumbel(0, [1], SHAPE).bfloat16())

@@ -1,0 +1,166 @@
+"""The run folder: made, refused, moved away, compared."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from training.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_folder_is_made_with_its_parents_and_left_clean(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "vae")
+    assert list(run.path.iterdir()) == [] and run.moved_to is None and not run.finished
+    assert run.sample_path(100) == run.path / "samples" / "step_00000100.png"
+    assert (run.checkpoints_dir.name, run.model_dir.name) == ("checkpoints", "model")
+
+
+def test_config_and_environment_are_saved(tmp_path):
+    run = RunFolder(tmp_path)
+    config = {"batch_size": 8, "learning_rate": 1e-4, "image_folder": None, "widths": [1, 2], "name": "größe"}
+    run.write_config(config)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text(encoding="utf-8")) == config
+    run.write_environment({"backend": "single", "ranks": 1, "deepspeed_config": {"zero_optimization": {"stage": 2}}})
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["packages"]["torch"] == metadata.version("torch")
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["backend"] == "single" and environment["deepspeed_config"]["zero_optimization"]["stage"] == 2
+    assert environment["host"] and "git_commit" in environment
+
+
+def test_environment_holds_no_environment_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "not-to-be-written")
+    RunFolder(tmp_path).write_environment({})
+    assert "not-to-be-written" not in (tmp_path / "environment.json").read_text()
+
+
+@pytest.mark.parametrize("place", ["file", "below a file", "/proc/runs/vae", "name too long"])
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    path = {
+        "file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "vae",
+        "/proc/runs/vae": Path(place),
+        "name too long": tmp_path / ("x" * 300),
+    }[place]
+    with pytest.raises(ValueError, match="cannot write the run folder") as error:
+        RunFolder(path)
+    assert "\n" not in str(error.value) and str(path) in str(error.value) and "--output_dir" in str(error.value)
+
+
+def test_a_folder_without_write_permission_is_refused(tmp_path):
+    # Permissions do not bind the superuser, so he becomes another user; the relative path spares the folders above.
+    script = (
+        "import os\nfrom training.run_folder import RunFolder\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "try: RunFolder('locked')\nexcept ValueError as error: print(error)"
+    )
+    tmp_path.chmod(0o755)
+    (tmp_path / "locked").mkdir(mode=0o555)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.stdout.startswith("cannot write the run folder locked: Permission denied")
+
+
+def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("training.files.os.fsync", full)
+    with pytest.raises(ValueError, match="No space left on device; make room"):
+        RunFolder(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def begun(path: Path) -> RunFolder:
+    run = RunFolder(path)
+    run.write_config({"image_size": 128, "num_tokens": 8192, "batch_size": 8})
+    return run
+
+
+def test_fresh_moves_the_old_run_away_whole(tmp_path):
+    for number in (1, 2):
+        old = begun(tmp_path / "vae")
+        (old.path / "metrics.jsonl").write_text(f"run {number}")
+        new = RunFolder(tmp_path / "vae", fresh=True)
+        assert new.moved_to == tmp_path / f"vae.old-{number}"
+        assert (new.moved_to / "metrics.jsonl").read_text() == f"run {number}"
+        assert list(new.path.iterdir()) == []
+
+
+def test_without_fresh_a_run_stays_where_it_is(tmp_path):
+    begun(tmp_path / "vae")
+    again = RunFolder(tmp_path / "vae")
+    assert again.moved_to is None and (again.path / "config.yaml").exists()
+
+
+def test_fresh_leaves_a_folder_that_holds_no_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert RunFolder(tmp_path, fresh=True).moved_to is None
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_fresh_works_from_inside_the_folder(tmp_path, monkeypatch):
+    begun(tmp_path / "vae")
+    monkeypatch.chdir(tmp_path / "vae")
+    assert RunFolder("../vae/", fresh=True).moved_to == tmp_path / "vae.old-1"
+
+
+def test_a_run_with_its_model_is_finished(tmp_path):
+    run = begun(tmp_path)
+    run.model_dir.mkdir()
+    assert not RunFolder(tmp_path).finished
+    (run.model_dir / "config.json").write_text("{}")
+    assert RunFolder(tmp_path).finished
+
+
+def test_other_model_arguments_are_named_with_both_values(tmp_path):
+    run = begun(tmp_path)
+    config = {"image_size": 64, "num_tokens": 512, "batch_size": 16}
+    run.check_config({**config, "image_size": 128, "num_tokens": 8192}, ("image_size", "num_tokens"))
+    with pytest.raises(ValueError, match="another model") as error:
+        run.check_config(config, ("image_size", "num_tokens"))
+    assert "--image_size was 128 and is now 64, --num_tokens was 8192 and is now 512;" in str(error.value)
+    assert "batch_size" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, "a: [", "\x00"])
+def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content):
+    run = begun(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match="cannot resume: .*config.yaml") as error:
+        run.check_config({"image_size": 128}, ("image_size",))
+    assert "\n" not in str(error.value)
+
+
+def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
+    """A broadcast of one process to the next, one after the other."""
+    sent: list = []
+
+    def send(found):
+        sent.append(found)
+        return found
+
+    begun(tmp_path / "vae")
+    root = RunFolder(tmp_path / "vae", is_root=True, fresh=True, broadcast=send)
+    other = RunFolder(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast=lambda _: sent.pop(0))
+    assert root.moved_to == other.moved_to and not (tmp_path / "elsewhere").exists()
+
+    (tmp_path / "file").write_text("")
+    messages = []
+    for is_root, broadcast in ((True, send), (False, lambda _: sent.pop(0))):
+        with pytest.raises(ValueError, match="it is a file") as error:
+            RunFolder(tmp_path / "file", is_root, broadcast=broadcast)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]

@@ -1,0 +1,260 @@
+"""Train the discrete VAE of DALL-E: images to a grid of codes and back.
+
+    python train_vae.py --image_folder photos/                                # one process, debugging
+    torchrun --nproc_per_node 8 train_vae.py --image_folder photos/
+    deepspeed train_vae.py --deepspeed_config configs/deepspeed/zero2.json --image_folder photos/
+    horovodrun -np 8 python train_vae.py --image_folder photos/
+
+All four give the same numbers. Run the same command again to resume; see README.md for the run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from training.arguments import ArgumentParser, add_run_arguments, fraction, non_negative_float, positive_float, positive_int
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+    from torch import Tensor, nn
+
+    from data import ValidationStream
+    from models import DiscreteVAE
+
+# What a resumed run may not change: its weights would not fit, or would mean something else.
+MODEL_ARGUMENTS = (
+    "image_size", "num_tokens", "emb_dim", "num_layers", "num_resnet_blocks", "hidden_dim", "transparent"
+)  # fmt: skip
+SCHEDULE_EVERY_N_STEPS = 100
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser("train_vae.py", "Train the discrete VAE of DALL-E.", is_root=distributed.launched_as_root)
+    # fmt: off
+    add = parser.add_argument_group("data").add_argument
+    add("--image_folder", metavar="DIR", default="demo:shapes",
+        help="folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
+    add("--image_size", type=positive_int, default=128, metavar="PIXELS", help="a power of two; images are cropped square")
+    add("--transparent", action="store_true", help="RGBA instead of RGB")
+    add("--random_flip", action="store_true", help="mirror half of the training images")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--num_tokens", type=positive_int, default=8192, metavar="CODES", help="size of the codebook")
+    add("--num_layers", type=positive_int, default=3, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
+    add("--num_resnet_blocks", type=int, default=2, metavar="N", help="residual blocks on the coarsest grid")
+    add("--emb_dim", type=positive_int, default=512, metavar="DIM", help="width of a codebook entry")
+    add("--hidden_dim", type=positive_int, default=256, metavar="DIM", help="channels of the convolutions")
+    add("--init_from", metavar="FILE", help="start from the weights of a vae-final.pt or a model/ folder")
+
+    add = parser.add_argument_group("loss and schedules").add_argument
+    add("--smooth_l1_loss", action="store_true", help="smooth L1 instead of MSE")
+    add("--kl_loss_weight", type=non_negative_float, default=0.0, metavar="WEIGHT",
+        help="of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums)")
+    add("--straight_through", action="store_true", help="hard codes forward, soft gradient")
+    add("--reinmax", action="store_true", help="ReinMax gradient; needs --straight_through")
+    add("--starting_temp", type=positive_float, default=1.0, metavar="T", help="Gumbel-softmax temperature at the start")
+    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="and at the end")
+    add("--anneal_rate", type=non_negative_float, default=1e-6, metavar="RATE",
+        help="every 100 updates the temperature is multiplied by exp(-RATE x updates)")
+    add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="of Adam")
+    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR", help="on the learning rate every 100 updates")
+    add("--num_images_save", type=positive_int, default=4, metavar="N", help="images in a sample grid")
+    # fmt: on
+    add_run_arguments(parser, output_dir="runs/vae")
+    distributed.add_arguments(parser)
+    return parser
+
+
+def gumbel_temperature(step: int, args: argparse.Namespace) -> float:
+    """Temperature of update number ``step`` (from 0): after the updates 0, 100, 200, ... it is multiplied by
+    exp(-anneal_rate x that number), down to temp_min; in closed form."""
+    n = math.ceil(step / SCHEDULE_EVERY_N_STEPS)
+    exponent = args.anneal_rate * SCHEDULE_EVERY_N_STEPS * n * (n - 1) / 2
+    return float(max(args.starting_temp * math.exp(-exponent), args.temp_min))
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Learning rate of update number ``step`` (from 0): decayed after the updates 0, 100, 200, ..."""
+    return float(args.learning_rate * args.lr_decay_rate ** math.ceil(step / SCHEDULE_EVERY_N_STEPS))
+
+
+def build_model(args: argparse.Namespace) -> DiscreteVAE:
+    """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
+    import torch
+
+    from models import DiscreteVAE
+
+    torch.manual_seed(args.seed)
+    model = DiscreteVAE(
+        image_size=args.image_size,
+        num_tokens=args.num_tokens,
+        codebook_dim=args.emb_dim,
+        num_layers=args.num_layers,
+        num_resnet_blocks=args.num_resnet_blocks,
+        hidden_dim=args.hidden_dim,
+        channels=4 if args.transparent else 3,
+        smooth_l1_loss=args.smooth_l1_loss,
+        temperature=args.starting_temp,
+        straight_through=args.straight_through,
+        reinmax=args.reinmax,
+        kl_div_loss_weight=args.kl_loss_weight,
+    )
+    if args.init_from:
+        model.load_weights_from(args.init_from)
+    return model
+
+
+def evaluate(
+    model: DiscreteVAE, stream: ValidationStream, temperature: float, backend: distributed.Backend
+) -> dict[str, float]:
+    """Loss without noise, and the quality of hard reconstructions, over the whole validation split and all processes."""
+    import torch
+
+    import data
+    from training.metrics import Averages, CodeUsage, code_statistics, psnr, ssim
+
+    averages = Averages("loss", "psnr", "ssim", device=backend.device)
+    usage = CodeUsage(model.num_tokens, device=backend.device)
+    with torch.no_grad():
+        for batch in stream:
+            images = data.to_unit_range(batch["images"].to(backend.device, non_blocking=True))
+            codes = model.get_codebook_indices(images)
+            hard = model.decode(codes)
+            loss = model(images, temperature=temperature).loss.expand(len(images))
+            averages.add(loss=loss, psnr=psnr(images, hard), ssim=ssim(images, hard))
+            usage.add(codes)
+    return {**averages.result(backend.sum), **code_statistics(usage.counts(backend.sum))}
+
+
+def reconstructions(model: DiscreteVAE, images: Tensor, temperature: float) -> dict[str, Tensor]:
+    """Rows of a sample grid, each (n, c, h, w) in [0, 1]."""
+    import torch
+
+    with torch.no_grad():
+        soft = model(images, temperature=temperature).reconstruction
+        return {"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))}
+
+
+def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+    import torch
+
+    import data
+    from training.ema import make_ema
+    from training.images import save_grid
+    from training.noise import Noise
+    from training.run import Run
+
+    # What may fail on one process is agreed on by all, so that none waits for one that has left.
+    with backend.agreement():
+        model = build_model(args).to(backend.device)
+        dataset = data.open_images(
+            args.image_folder, image_size=args.image_size, channels=model.channels, flip=args.random_flip, seed=args.seed
+        )
+        train_set, valid_set = data.split(len(dataset), args.valid_fraction, args.seed, at_least=args.batch_size)
+    with backend.agreement():
+        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(train_set))
+
+    ema = make_ema(model, args.ema_decay)
+    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
+    noise = Noise(args.seed, "gumbel")
+    bad_samples = data.BadSampleLog(len(dataset))
+    run.resume(engine=engine, ema=ema, bad_samples=bad_samples)
+    if run.progress.finished:
+        return
+    run.say(f"{len(train_set)} images to train on, {len(valid_set)} to validate, {run.progress.total_steps} updates")
+
+    loading: Any = {
+        "rank": backend.rank,
+        "world_size": backend.world_size,
+        "batch_size": args.batch_size,
+        "num_workers": args.num_workers,
+        "on_bad_sample": args.on_bad_sample,
+        "pin_memory": backend.device.type == "cuda",
+    }
+    validation = data.ValidationStream(dataset, valid_set, **loading)
+    batches = iter(
+        data.TrainingStream(dataset, train_set, seed=args.seed, start_samples=run.progress.samples, **loading)
+    )
+    with backend.agreement():
+        batch = next(batches)  # a folder in which nothing can be read ends here
+        preview = next(iter(validation)) if len(valid_set) else batch
+    shown = data.to_unit_range(preview["images"][: args.num_images_save].to(backend.device))
+    unreadable = []
+
+    while not run.progress.finished:
+        step = run.progress.step
+        temperature = gumbel_temperature(step, args)
+        engine.lr = learning_rate(step, args)
+        unreadable += batch.pop("bad")
+        means = torch.zeros(3, device=backend.device)
+        for micro in engine.micro_batches(batch):
+            images = data.to_unit_range(micro["images"])
+            gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
+            out = engine(images, noise=gumbel, temperature=temperature)
+            engine.backward(out.loss)
+            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach() / args.grad_accum_steps
+        update = engine.step()
+        ema.update(engine.gathered)
+        run.advance()
+
+        metrics: dict[str, float] = {}
+        if run.due(args.log_every_n_steps):
+            loss, recon_loss, kl = backend.mean(means).tolist()
+            for sample in bad_samples.share(unreadable, backend.gather_objects):
+                run.say(f"cannot read {sample}; the next image takes its place")
+            unreadable = []
+            with backend.agreement():
+                bad_samples.check()
+            metrics = {
+                "loss": loss,
+                "recon_loss": recon_loss,
+                "kl": kl,
+                "lr": engine.lr,
+                "temperature": temperature,
+                "grad_norm": float(update.grad_norm),
+                "skipped_updates": engine.skipped_updates,
+                "bad_samples": bad_samples.count,
+            }
+        with run.stopwatch.paused():
+            if run.due(args.validate_every_n_steps) and len(valid_set):
+                with engine.gathered() as online:
+                    candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
+                    for name, candidate in candidates.items():
+                        values = evaluate(candidate, validation, temperature, backend)
+                        metrics |= {f"{name}/{key}": value for key, value in values.items()}
+            if metrics:
+                run.log(metrics)
+            if run.due(args.sample_every_n_steps):
+                with engine.gathered() as online:
+                    if backend.is_root:
+                        rows = reconstructions(ema.best(online), shown, temperature)
+                        run.log_image("reconstructions", save_grid(rows, run.folder.sample_path(run.progress.step)))
+            if run.due(args.save_every_n_steps):
+                run.save()
+        if not run.progress.finished:
+            batch = next(batches)
+
+    with engine.gathered() as online:
+        if backend.is_root:
+            best = ema.best(online)
+            best.save_dalle(run.folder.path / "vae-final.pt")
+            best.save_pretrained(run.folder.model_dir)
+    run.say(f"finished: {run.folder.model_dir}, {run.folder.path / 'vae-final.pt'}")
+    run.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse(argv)
+    try:
+        with distributed.from_args(args) as backend:
+            train(args, parser.settings(args), backend)
+    except distributed.UserMistake as mistake:
+        parser.error(str(mistake))
+
+
+if __name__ == "__main__":
+    main()
