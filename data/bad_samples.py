@@ -46,7 +46,9 @@ class BadSampleLog:
         return new
 
     def share(
-        self, samples: Iterable[BadSample], gather_objects: Callable[[list[list[int | str]]], list[list[list[int | str]]]]
+        self,
+        samples: Iterable[BadSample],
+        gather_objects: Callable[[list[list[int | str]]], list[list[list[int | str]]]],
     ) -> list[BadSample]:
         """`add` what all processes met; every process returns the same. Collective, through `gather_objects`."""
         by_rank = gather_objects([[s.index, s.path, s.reason] for s in samples])

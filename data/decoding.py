@@ -52,9 +52,9 @@ def decode_image(path: str, image_size: int, channels: int) -> Tensor:
 def _decode(file: BinaryIO, size: int) -> Image.Image:
     """Open file -> upright square of mode L, RGB or RGBA."""
     with Image.open(file, formats=_FORMATS) as image:
-        orientation = _orientation(image)
         width, height = _decode_small(image, size)
         square = _resize_and_crop(_resizable(image), width, height, size)
+        orientation = _orientation(image)  # last, as it decodes a PNG on its own and would hide what is broken
     return square.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else square
 
 

@@ -77,7 +77,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def backward(self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        items: int | Tensor | None = None,
+        total: int | Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update.
 
         Without ``items`` each micro-batch counts the same. With them, ``loss`` is a mean over ``items`` things here

@@ -85,7 +85,14 @@ class ZeroEngine(Engine):
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from split_batch(batch, self._plan, self._backend.device)
 
-    def backward(self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        items: int | Tensor | None = None,
+        total: int | Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
         self._backend.watchdog.mark("backward", update=self._updates)
@@ -95,7 +102,7 @@ class ZeroEngine(Engine):
             self._optimizer.clear_backward_seen_flag()
         weighted = loss * self._guard.poison(loss, weight)
         weighted.register_hook(lambda _: self._ds._backward_prologue())
-        self._ds.backward(weighted, scale_wrt_gas=False)
+        self._ds.backward(weighted, retain_graph=retain_graph, scale_wrt_gas=False)
         self._backend.watchdog.mark("computing")
 
     def step(self) -> Update:

@@ -62,7 +62,14 @@ class ReplicatedEngine(Engine):
             yield part
         self._is_last_micro_batch = False
 
-    def backward(self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        items: int | Tensor | None = None,
+        total: int | Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
         self._backend.watchdog.mark("backward", update=self._updates)
@@ -70,7 +77,7 @@ class ReplicatedEngine(Engine):
         weight = backward_weight(items, total, self._plan.grad_accum_steps, self._backend.world_size)
         weight = weight / self._backend.world_size * self._scaler.scale
         self._reducer.before_backward(is_last=self._is_last_micro_batch)
-        torch.autograd.backward(loss, self._guard.poison(loss, weight))
+        torch.autograd.backward(loss, self._guard.poison(loss, weight), retain_graph=retain_graph)
         self._backend.watchdog.mark("computing")
 
     @torch.no_grad()

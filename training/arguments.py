@@ -151,7 +151,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
         Left out are the flags given by hand at each start (`COMMAND_LINE_ONLY`) and those that only a launcher passes.
         """
-        return {_config_names(action)[0]: getattr(args, action.dest) for action in self._config_actions()}
+        return {
+            _config_names(action)[0]: _config_value(action, getattr(args, action.dest))
+            for action in self._config_actions()
+        }
 
     def _from_command_line(self, argv: Sequence[str] | None) -> dict[str, Any]:
         # argparse leaves an attribute alone that is there already, so what is still unsaid afterwards was not said.
@@ -214,6 +217,11 @@ def _config_names(action: argparse.Action) -> list[str]:
         for option in action.option_strings
         if option.startswith("--") and not (negatable and option.startswith("--no-"))
     ]
+
+
+def _config_value(action: argparse.Action, value: Any) -> Any:
+    """What a config file would say for `value`: switches are true where they were thrown."""
+    return value == action.const if isinstance(action, argparse._StoreConstAction) else value
 
 
 def add_run_arguments(

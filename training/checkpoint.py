@@ -167,13 +167,16 @@ class Checkpoints:
     def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
         """Parts and meta of a checkpoint, on the CPU. Every process may call it.
 
+        Args:
+            path: Such as `latest` gives.
+            expected: Names of the parts there must be, no more and no fewer; empty: any.
+
         Raises:
-            ValueError: one line, if it is damaged or lacks an expected part.
+            ValueError: one line, if it is damaged or has other parts.
         """
         parts, meta = read_checkpoint(path)
-        missing = sorted(set(expected) - set(parts))
-        if missing:
-            raise _damaged(path, f"it has no {', '.join(missing)}")
+        if expected and set(parts) != set(expected):
+            raise _damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
         return parts, meta
 
     def _steps(self) -> list[int]:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-
 Gathered = Callable[[], AbstractContextManager[nn.Module]]
 
 

@@ -27,7 +27,7 @@ class RunFolder:
         output_dir: Path of the folder.
         is_root: Whether this process writes.
         fresh: Move a run that is there to `<output_dir>.old-<n>`, so that this one starts over.
-        broadcast: Gives every process the root's object; the identity where there is one process.
+        broadcast: Gives every process the root's JSON value; the identity where there is one process.
 
     Raises:
         ValueError: one line, if the folder cannot be made or written.
@@ -44,7 +44,7 @@ class RunFolder:
         self._is_root = is_root
         self._broadcast = broadcast
         #: Where `fresh` moved the run that was there, or None.
-        self.moved_to: Path | None
+        self.moved_to: str | None
         #: Whether the folder holds a run that reached its end.
         self.finished: bool
         self.moved_to, self.finished = self._on_root(lambda: self._open(fresh))
@@ -126,7 +126,7 @@ class RunFolder:
             raise ValueError(message)
         return result
 
-    def _open(self, fresh: bool) -> tuple[Path | None, bool]:
+    def _open(self, fresh: bool) -> tuple[str | None, bool]:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
         moved_to = self._move_away() if fresh and self._holds_run() else None
@@ -140,13 +140,13 @@ class RunFolder:
     def _holds_run(self) -> bool:
         return any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
 
-    def _move_away(self) -> Path:
+    def _move_away(self) -> str:
         folder = Path(os.path.abspath(self.path))
         number = 1
         while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
             number += 1
         os.rename(folder, old)
-        return old
+        return str(old)
 
 
 def environment() -> dict[str, Any]:

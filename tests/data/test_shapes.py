@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from data import open_images
 from data.shapes import COLOURS, PLACES, SHAPES, SIZES
 
@@ -77,7 +78,7 @@ def test_captions_are_true():
             near = np.maximum(abs(x - PLACES[place][0]), abs(y - PLACES[place][1])) < 0.25
             distance = np.abs(picture - np.array(COLOURS[colour])[:, None, None]).max(0)
             area = ((distance < 50) & near).sum() / size**2
-            # sizes vary by 4%, areas by 8%; the next size is 26% away; the outermost pixels are mixed with what is behind
+            # sizes vary by 4%, so areas by 8%; the next size is 26% away; pixels on the outline are of mixed colours
             assert area / (areas[shape] * SIZES[size_name] ** 2) == pytest.approx(1, abs=0.16), images.caption(index)
             seen.update([size_name, colour, shape, place])
     assert seen == {*SIZES, *COLOURS, *SHAPES, *PLACES}

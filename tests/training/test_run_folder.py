@@ -92,8 +92,8 @@ def test_fresh_moves_the_old_run_away_whole(tmp_path):
         old = begun(tmp_path / "vae")
         (old.path / "metrics.jsonl").write_text(f"run {number}")
         new = RunFolder(tmp_path / "vae", fresh=True)
-        assert new.moved_to == tmp_path / f"vae.old-{number}"
-        assert (new.moved_to / "metrics.jsonl").read_text() == f"run {number}"
+        assert new.moved_to == str(tmp_path / f"vae.old-{number}")
+        assert Path(new.moved_to, "metrics.jsonl").read_text() == f"run {number}"
         assert list(new.path.iterdir()) == []
 
 
@@ -112,7 +112,7 @@ def test_fresh_leaves_a_folder_that_holds_no_run(tmp_path):
 def test_fresh_works_from_inside_the_folder(tmp_path, monkeypatch):
     begun(tmp_path / "vae")
     monkeypatch.chdir(tmp_path / "vae")
-    assert RunFolder("../vae/", fresh=True).moved_to == tmp_path / "vae.old-1"
+    assert RunFolder("../vae/", fresh=True).moved_to == str(tmp_path / "vae.old-1")
 
 
 def test_a_run_with_its_model_is_finished(tmp_path):
@@ -145,21 +145,24 @@ def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content)
 
 
 def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
-    """A broadcast of one process to the next, one after the other."""
-    sent: list = []
+    # As JSON, because that is what goes over the wire.
+    sent: list[str] = []
 
     def send(found):
-        sent.append(found)
+        sent.append(json.dumps(found))
         return found
+
+    def receive(_):
+        return json.loads(sent.pop(0))
 
     begun(tmp_path / "vae")
     root = RunFolder(tmp_path / "vae", is_root=True, fresh=True, broadcast=send)
-    other = RunFolder(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast=lambda _: sent.pop(0))
+    other = RunFolder(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast=receive)
     assert root.moved_to == other.moved_to and not (tmp_path / "elsewhere").exists()
 
     (tmp_path / "file").write_text("")
     messages = []
-    for is_root, broadcast in ((True, send), (False, lambda _: sent.pop(0))):
+    for is_root, broadcast in ((True, send), (False, receive)):
         with pytest.raises(ValueError, match="it is a file") as error:
             RunFolder(tmp_path / "file", is_root, broadcast=broadcast)
         messages.append(str(error.value))

@@ -1,0 +1,92 @@
+"""The same training run through every launcher: do the losses agree with one process?
+
+    python scripts/parity.py                                      # make parity
+    python scripts/parity.py --processes 4 -- --image_folder photos/ --image_size 128
+
+What follows ``--`` goes to train_vae.py. Ends with exit code 1 if a difference is larger than rounding explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
+FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
+SMALL_MODEL = ["--image_size", "32", "--num_tokens", "128", "--emb_dim", "32", "--hidden_dim", "32", "--num_layers", "2"]
+SHARED = ["--batch_size", "8", "--max_steps", "20", "--epochs", "1000", "--seed", "0", "--log_every_n_steps", "1",
+          "--save_every_n_steps", "0", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0",
+          "--num_workers", "0"]  # fmt: skip
+VARIANTS = {"plain": [], "accumulation 2": ["--grad_accum_steps", "2"], "clipping 0.1": ["--max_grad_norm", "0.1"]}
+
+
+def tool(name: str) -> str:
+    """A launcher of this Python's environment."""
+    return str(Path(sys.executable).parent / name)
+
+
+def launchers(processes: int, port: int) -> dict[str, list[str]]:
+    """Command lines by name; each takes the script and its flags at the end."""
+    n = str(processes)
+    commands = {f"torchrun x{n}": [tool("torchrun"), "--nproc_per_node", n, "--master_port", str(port)]}
+    for stage in range(4):
+        commands[f"deepspeed x{n}, ZeRO {stage}"] = [tool("deepspeed"), "--num_gpus", n, "--master_port", str(port)]
+    commands[f"horovodrun x{n}"] = [tool("horovodrun"), "-np", n, sys.executable]
+    return commands
+
+
+def run(command: Sequence[str], output: Path) -> list[dict[str, float]]:
+    """Losses and gradient norms of every update of one run."""
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    result = subprocess.run(
+        [*command, "--output_dir", str(output)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    if result.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{(result.stdout + result.stderr)[-3000:]}")
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def difference(ours: Sequence[dict[str, float]], reference: Sequence[dict[str, float]], key: str) -> list[float]:
+    """Relative difference per update."""
+    assert len(ours) == len(reference), (len(ours), len(reference))
+    return [abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(ours, reference, strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2], help="numbers of processes to compare with one")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of train_vae.py")
+    args = parser.parse_args(argv)
+    flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODEL
+    folder = Path(tempfile.mkdtemp(prefix="parity-"))
+    failed = False
+    print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}   (relative to one process)")
+    try:
+        for variant in args.variants:
+            script = [str(ROOT / "train_vae.py"), *SHARED, *VARIANTS[variant], *flags]
+            reference = run([sys.executable, *script], folder / variant.replace(" ", "_"))
+            for processes in args.processes:
+                for index, (name, launcher) in enumerate(launchers(processes, 29600).items()):
+                    extra = ["--zero_stage", name[-1]] if "ZeRO" in name else []
+                    ours = run([*launcher, *script, *extra], folder / f"{variant}-{processes}-{index}".replace(" ", "_"))
+                    losses, norms = difference(ours, reference, "loss"), difference(ours, reference, "grad_norm")
+                    ok = losses[0] <= FIRST_TOLERANCE and max(losses) <= LAST_TOLERANCE
+                    failed |= not ok
+                    numbers = f"{losses[0]:10.1e} {losses[-1]:10.1e} {max(losses):10.1e} {max(norms):10.1e}"
+                    print(f"{name + ', ' + variant:38s} {numbers}   {'ok' if ok else 'DIFFERS'}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

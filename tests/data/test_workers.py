@@ -1,0 +1,109 @@
+"""Loader workers live and end with the main process, whatever signals reach them."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import TrainingStream, open_images, split
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ThreadCounts:
+    """Images whose pixels are the number of threads of the process that made them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> torch.Tensor:
+        return torch.full((3, 2, 2), torch.get_num_threads(), dtype=torch.uint8)
+
+    def describe(self, index: int) -> str:
+        return str(index)
+
+
+def stream(images, num_workers: int) -> TrainingStream:
+    train, _ = split(len(images), 0.0, 0, 1)
+    return TrainingStream(images, train, batch_size=4, rank=0, world_size=1, seed=0, num_workers=num_workers)
+
+
+def test_worker_computes_on_one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert (next(iter(stream(ThreadCounts(), 1)))["images"] == 1).all()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "USR1", "HUP"])
+def test_signals_to_workers_change_nothing(name):
+    images = open_images("demo:shapes", image_size=8)
+    undisturbed = [batch["ids"] for batch in itertools.islice(stream(images, 0), 12)]
+    others = set(multiprocessing.active_children())
+    batches = iter(stream(images, 2))
+    disturbed = [next(batches)["ids"]]
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
+    # by another process, as a launcher or a terminal would
+    subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True)
+    disturbed += [next(batches)["ids"] for _ in range(11)]
+    assert disturbed == undisturbed
+    assert all(worker.is_alive() for worker in workers)
+
+
+def test_worker_obeys_the_main_process():
+    others = set(multiprocessing.active_children())
+    batches = iter(stream(open_images("demo:shapes", image_size=8), 1))
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - others
+    worker.terminate()
+    worker.join(timeout=5)
+    assert worker.exitcode == 0
+
+
+def test_main_process_hears_its_signals_again():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    batches = iter(stream(open_images("demo:shapes", image_size=8), 1))
+    next(batches)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+PROGRAM = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from data import TrainingStream, ValidationStream, open_images, split
+images = open_images("demo:shapes", image_size=8)
+train, valid = split(len(images), .05, 0, 8)
+batches = iter(TrainingStream(images, train, batch_size=8, rank=0, world_size=1, seed=0, num_workers=2))
+next(batches)
+validation = ValidationStream(images, valid, batch_size=8, rank=0, world_size=1, num_workers=1)
+list(validation)
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "end, code",
+    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("raise ValueError('a bug')", 1)],
+    ids=["killed", "failed"],
+)
+def test_workers_end_with_the_main_process(end, code):
+    """They hold its output open: it is at an end only when all of them are gone."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM + end], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as main:
+        assert main.stdout.readline() == b"ready\n"
+        start = time.monotonic()
+        main.communicate(timeout=20)
+        assert time.monotonic() - start < 4  # torch alone: five seconds and more
+        assert main.returncode == code

@@ -1,0 +1,147 @@
+"""Every backend and ZeRO stage against one process, on toy models: promises P1 and P4 to P9, P13 and P17.
+
+Each launcher runs ``contract_worker.py`` once; the tests look at what it measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Launcher, run
+
+LAUNCHERS = [
+    Launcher("torchrun", 2),
+    Launcher("torchrun", 4),
+    Launcher("horovodrun", 2),
+    Launcher("horovodrun", 3),
+    Launcher("deepspeed", 2, zero_stage=0),
+    Launcher("deepspeed", 2, zero_stage=1),
+    Launcher("deepspeed", 2, zero_stage=2),
+    Launcher("deepspeed", 2, zero_stage=3),
+    Launcher("deepspeed", 3, zero_stage=2),
+    Launcher("deepspeed", 3, zero_stage=3),
+]
+# Sums of a few dozen fp32 numbers in another order differ by some 1e-7 of the largest; Adam's first updates divide a
+# gradient by its own size, which lets a tiny one change more: 5e-6 of the largest entry of a tensor after 6 updates.
+TOLERANCE = 5e-6
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("contracts")
+
+    @cache
+    def measure(launcher: Launcher, accumulation: int) -> dict[str, Any]:
+        output = folder / f"{launcher}-{accumulation}.json"
+        flags = ["--output", str(output), "--grad_accum_steps", str(accumulation)]
+        finished = run(launcher, "tests/launch/contract_worker.py", flags)
+        assert finished.returncode == 0, finished.output[-4000:]
+        return dict(json.loads(output.read_text()))
+
+    return measure
+
+
+@pytest.fixture(scope="session", params=LAUNCHERS, ids=str)
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def accumulation(launcher: Launcher) -> int:
+    return 1 if launcher.processes == 2 else 2
+
+
+@pytest.fixture
+def ours(launcher: Launcher, accumulation: int, measured: Any) -> dict[str, Any]:
+    return measured(launcher, accumulation)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def reference(accumulation: int, measured: Any) -> dict[str, Any]:
+    return measured(Launcher("python"), accumulation)  # type: ignore[no-any-return]
+
+
+def assert_close(ours: Any, reference: Any, where: str = "") -> None:
+    """Same structure, and numbers that differ by at most TOLERANCE of the largest beside them."""
+    if isinstance(reference, dict):
+        assert ours.keys() == reference.keys(), where
+        for key in reference:
+            assert_close(ours[key], reference[key], f"{where}/{key}")
+    elif isinstance(reference, list) and reference and isinstance(reference[0], float):
+        assert len(ours) == len(reference), where
+        scale = max((abs(value) for value in reference if not math.isnan(value)), default=0.0)
+        for a, b in zip(ours, reference, strict=True):
+            same = math.isnan(a) and math.isnan(b)
+            assert same or abs(a - b) <= TOLERANCE * scale, f"{where}: {a} instead of {b}, scale {scale}"
+    else:
+        assert ours == reference, where
+
+
+@pytest.mark.parametrize(
+    "contract", ["plain", "several_backwards", "by_items", "gan", "contrastive", "reloaded", "skipped"]
+)
+def test_losses_norms_weights_and_moments_equal_those_of_one_process(
+    contract: str, ours: dict[str, Any], reference: dict[str, Any]
+) -> None:
+    assert_close(ours[contract], reference[contract], contract)
+
+
+@pytest.mark.parametrize("contract", ["plain", "skipped", "reloaded"])
+def test_accumulation_does_not_show_in_the_numbers(contract: str, measured: Any) -> None:
+    python = Launcher("python")
+    assert_close(measured(python, 2)[contract], measured(python, 1)[contract], contract)
+
+
+def test_clipping_was_at_work(reference: dict[str, Any]) -> None:
+    assert max(reference["plain"]["grad_norms"]) > 0.1  # the run's --max_grad_norm
+
+
+def test_every_rank_reports_the_same_norm(ours: dict[str, Any]) -> None:
+    assert ours["same_norms_on_all_ranks"]
+
+
+def test_one_processes_nan_makes_all_skip_that_update_alone(ours: dict[str, Any]) -> None:
+    assert ours["skipped"]["skipped"] == [False, False, False, True, False, False]
+    assert ours["skipped"]["step"] == 5
+
+
+def test_wrapping_and_reloading_change_no_bit(ours: dict[str, Any]) -> None:
+    assert ours["reloaded"]["unchanged"]
+
+
+def test_reloaded_run_equals_the_uninterrupted_one(ours: dict[str, Any]) -> None:
+    for what in ("weights", "moments", "grad_norms", "step"):
+        assert ours["reloaded"][what] == ours["plain"][what], what
+
+
+def test_discriminator_steps_do_not_touch_the_generator_and_vice_versa(ours: dict[str, Any]) -> None:
+    assert ours["gan"]["generator"]["step"] == ours["gan"]["discriminator"]["step"] == 6
+
+
+def test_misuse_raises(ours: dict[str, Any]) -> None:
+    refused = ours["refused"]
+    assert "frozen" in refused["messages"]["forward"] and "frozen" in refused["messages"]["backward"]
+    assert "holds" in refused["messages"]["micro_batches"]
+    assert not refused["leaked"] and refused["thawed"]
+
+
+def test_collectives_agree_with_closed_forms(ours: dict[str, Any]) -> None:
+    assert all(ours["collectives"].values()), ours["collectives"]
+
+
+def test_resolved_configuration_is_complete(launcher: Launcher, ours: dict[str, Any]) -> None:
+    description = ours["description"]
+    assert description["world_size"] == launcher.processes
+    product = description["micro_batch_size"] * description["grad_accum_steps"] * description["world_size"]
+    assert description["batch_size"] == product
+    if launcher.name == "deepspeed":
+        resolved = description["deepspeed"]["plain"]
+        assert resolved["gradient_clipping"] == 0.1
+        assert resolved["zero_optimization"]["stage"] == launcher.zero_stage
+        assert "auto" not in json.dumps(resolved)
+        assert len(resolved["zero_optimization"]) > 10  # DeepSpeed's own defaults are written out
