@@ -234,6 +234,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                         run.log_image("reconstructions", save_grid(rows, run.folder.sample_path(run.progress.step)))
             if run.due(args.save_every_n_steps):
                 run.save()
+        if backend.stop_requested():
+            run.save_and_exit()
         if not run.progress.finished:
             batch = next(batches)
 

@@ -13,6 +13,8 @@ A script speaks to these two alone and never asks for a backend's name:
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .batch import BatchPlan
     from .collectives import Communicator
     from .launchers import Launch
+    from .stop import StopRequest
     from .watchdog import Watchdog
 
 
@@ -91,7 +94,7 @@ class Engine(ABC):
         and the update is the mean over the ``total`` things of all processes and micro-batches.
 
         Raises:
-            RuntimeError: the engine is frozen.
+            RuntimeError: the engine is frozen, or cannot keep the graph (``retain_graph`` at ZeRO 3).
         """
 
     @abstractmethod
@@ -154,6 +157,7 @@ class Backend(ABC):
     comm: Communicator
     options: Options
     watchdog: Watchdog
+    _stop: StopRequest
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         self.launch, self.options = launch, options
@@ -188,11 +192,14 @@ class Backend(ABC):
         return self.rank == 0
 
     def __enter__(self) -> Backend:
+        from .stop import StopRequest
         from .watchdog import Watchdog
 
         try:
             self.connect()
             self.watchdog = Watchdog(self)
+            self._stop = StopRequest(self.comm)
+            self._stop.install()
         except Exception as error:
             raise UserMistake(
                 f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {_first_line(error)}"
@@ -200,14 +207,20 @@ class Backend(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        together = error is None or isinstance(error, SystemExit)
         try:
-            if error is None:
+            if together:
+                self._stop.drain()
                 self.barrier()  # nobody leaves while another still needs it
-            else:
-                self.watchdog.explain(error)
+            stopped = self.watchdog.explain(error)
         finally:
+            self._stop.restore()
             self.watchdog.stop()
-            self.disconnect(gracefully=error is None or isinstance(error, UserMistake))
+            self.disconnect(gracefully=together or isinstance(error, UserMistake))
+        if stopped is not None:
+            if self.is_root or stopped.alone:
+                print(f"{os.path.basename(sys.argv[0])}: stopped: {stopped}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
 
     @abstractmethod
     def connect(self) -> None:
@@ -300,6 +313,11 @@ class Backend(ABC):
     def barrier(self) -> None:
         """Return when every process is here."""
         self.sum({"here": 1.0})
+
+    def stop_requested(self) -> bool:
+        """Whether SIGTERM, SIGINT or SIGUSR1 reached any process; called once per update, and true on all processes
+        after the same one."""
+        return self._stop.agreed()
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

@@ -95,6 +95,11 @@ class ZeroEngine(Engine):
     ) -> None:
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
+        if retain_graph and self._stage == 3:
+            raise RuntimeError(
+                "ZeRO 3 gives weights back during a backward pass, so that no second one can follow through the same "
+                "graph; add the losses and call backward once, or run the forward pass again"
+            )
         self._backend.watchdog.mark("backward", update=self._updates)
         weight = backward_weight(items, total, self._plan.grad_accum_steps, self._backend.world_size)
         if self._stage:

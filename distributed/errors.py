@@ -8,4 +8,11 @@ class UserMistake(ValueError):
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot go on (non-finite updates, a lost process). Every process raises it; the exit code is 1."""
+    """The run cannot go on (non-finite updates, a lost process); the exit code is 1.
+
+    ``alone``: this process found out by itself and says so; else all processes raise it and the root speaks.
+    """
+
+    def __init__(self, text: str, *, alone: bool = False) -> None:
+        super().__init__(text)
+        self.alone = alone

@@ -34,8 +34,9 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.HashStore()
     else:
         options["init_method"] = "env://"
+    # Gloo also beside NCCL: small things on the CPU then never wait for the GPU.
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", rank=launch.rank, world_size=launch.world_size, **options
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=launch.rank, world_size=launch.world_size, **options
     )
 
 

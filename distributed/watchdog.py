@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .errors import TrainingStopped, UserMistake
+from .errors import TrainingStopped
 
 if TYPE_CHECKING:
     from .base import Backend
 
 HEARTBEAT_SECONDS = 1.0
-DEAD_AFTER_SECONDS = 5.0  # without a heartbeat, once a collective has failed
+DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
 EXIT_CODE = 1
 
 
@@ -70,19 +70,15 @@ class Watchdog:
             self._stopping.set()
             self._thread.join(timeout=5)
 
-    def explain(self, error: BaseException) -> None:
-        """An error is ending this process. If it is the echo of another process's end, say whose.
-
-        Raises:
-            TrainingStopped: another process is gone.
-        """
-        if self._thread is None or isinstance(error, UserMistake | TrainingStopped | SystemExit | KeyboardInterrupt):
-            return
-        if not isinstance(error, RuntimeError | ConnectionError):
-            return
+    def explain(self, error: BaseException | None) -> TrainingStopped | None:
+        """Why the run ends, where there is more to say than the error itself: if it is the echo of another process's
+        end, whose."""
+        if isinstance(error, TrainingStopped):
+            return error
+        if self._thread is None or not isinstance(error, RuntimeError | ConnectionError):
+            return None
         lost = self._find_lost()
-        if lost:
-            raise TrainingStopped(f"rank {self._rank}: {lost} ({_first_line(error)})") from None
+        return TrainingStopped(f"rank {self._rank}: {lost} ({_first_line(error)})", alone=True) if lost else None
 
     # The thread.
 
@@ -149,14 +145,12 @@ class Watchdog:
         """After a failed collective: whose heartbeat has stopped?"""
         try:
             first = self._beats()
-            deadline = time.monotonic() + DEAD_AFTER_SECONDS
-            while time.monotonic() < deadline:
-                time.sleep(HEARTBEAT_SECONDS / 2)
-                now = self._beats()
-                silent = [rank for rank in now if now[rank]["beats"] == first[rank]["beats"] and rank != self._rank]
-            lost = [f"rank {r} at update {now[r]['update']} ({now[r]['phase']})" for r in silent]
+            time.sleep(DEAD_AFTER_SECONDS)
+            now = self._beats()
         except Exception:
-            return "lost contact with rank 0" if self._rank else None
+            return f"lost contact with rank 0 at update {self._mark.update}" if self._rank else None
+        silent = [r for r in now if r != self._rank and now[r]["beats"] == first[r]["beats"]]
+        lost = [f"rank {r} at update {now[r]['update']} ({now[r]['phase']})" for r in silent]
         return f"lost contact with {'; '.join(lost)}" if lost else None
 
     def _beats(self) -> dict[int, dict[str, Any]]:

@@ -89,8 +89,10 @@ def _value(node: yaml.Node, action: argparse.Action) -> Any:
 
 def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
     convert = action.type if callable(action.type) else str
-    if not isinstance(node, yaml.ScalarNode) or node.tag in (_BOOL, _NULL):
-        raise ValueError(f"expected {_EXPECTED.get(convert, 'a single value')}, got {_text(node)}")
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(f"expected a single value, got {_text(node)}")
+    if convert is str and node.tag in (_BOOL, _NULL):
+        raise ValueError(f"expected text, quoted where YAML reads a word otherwise; got {_text(node)}")
     try:
         value = convert(node.value)
     except argparse.ArgumentTypeError:
@@ -102,7 +104,7 @@ def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
     return value
 
 
-_EXPECTED: dict[Any, str] = {int: "a whole number", float: "a number", str: "text (quote a word such as 'on')"}
+_EXPECTED: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 def _text(node: yaml.Node) -> str:

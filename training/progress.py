@@ -1,6 +1,7 @@
 """The one clock of a run, and how it is shown."""
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -115,7 +116,7 @@ class ProgressDisplay(Protocol):
 
 
 class ProgressBar:
-    """A tqdm bar with samples per second and the time left."""
+    """A tqdm bar with samples per second and the time left, below the lines that were logged."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         from tqdm import tqdm
@@ -123,14 +124,19 @@ class ProgressBar:
         self._progress = progress
         self._stream = stream
         self._bar = tqdm(
-            total=progress.total_samples, initial=progress.samples, unit=" samples", dynamic_ncols=True, file=stream
+            total=progress.total_samples,
+            initial=progress.samples,
+            unit=" samples",
+            # 80 where the terminal does not tell; tqdm would draw nothing.
+            ncols=shutil.get_terminal_size().columns,
+            file=stream,
         )
 
     def update(self) -> None:
         self._bar.update(self._progress.samples - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        self._bar.set_postfix_str(_short(metrics))
+        self.say(_line(self._progress, metrics))
 
     def say(self, text: str) -> None:
         self._bar.write(text, file=self._stream)
@@ -158,7 +164,7 @@ class ProgressLines:
         if seen > 0:
             seconds_per_sample = (time.monotonic() - self._start_seconds) / seen
             left = f"  {duration(seconds_per_sample * (clock.total_samples - clock.samples))} left"
-        self.say(f"step {clock.step}/{clock.total_steps}  epoch {clock.epoch:.2f}  {_short(metrics)}{left}")
+        self.say(_line(clock, metrics) + left)
 
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -201,9 +207,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _short(metrics: Mapping[str, Any]) -> str:
-    return "  ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+def _line(progress: Progress, metrics: Mapping[str, Any]) -> str:
+    values = (
+        f"  {name} {value:.4g}" if isinstance(value, float) else f"  {name} {value}"
         for name, value in metrics.items()
         if name not in _CLOCK_KEYS
     )
+    return f"step {progress.step}/{progress.total_steps}  epoch {progress.epoch:.2f}{''.join(values)}"

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from PIL import Image
 
@@ -12,6 +12,8 @@ from .progress import Progress, progress_display, total_samples_from
 from .run_folder import RunFolder
 from .stopwatch import Stopwatch
 from .tracking import make_trackers
+
+ASKED_TO_STOP = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 
 class Processes(Protocol):
@@ -141,6 +143,13 @@ class Run:
         """A checkpoint of every part."""
         states = {name: part.state_dict() for name, part in self._parts.items()}
         self._checkpoints.save(self.progress.step, states, self._processes.describe())
+
+    def save_and_exit(self) -> NoReturn:
+        """The run was asked to stop: leave a checkpoint of this very update and exit with code 75."""
+        self.save()
+        self.say(f"asked to stop: saved update {self.progress.step}; run the same command again to go on")
+        self.close()
+        raise SystemExit(ASKED_TO_STOP)
 
     def close(self) -> None:
         """Everything is on the disk when this returns."""

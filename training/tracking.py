@@ -14,8 +14,8 @@ from PIL import Image
 
 from .files import write_atomically
 
-# The server's own client would wait for 90 seconds.
-_WANDB_START_SECONDS = 20.0
+# Without these wandb waits 90 seconds for its server at the start, and for ever at the end.
+_WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
 
 
 class Tracker(Protocol):
@@ -125,12 +125,14 @@ class WandbTracker:
             "name": folder.name,
             "dir": str(folder),
             "config": dict(config),
-            "settings": wandb.Settings(init_timeout=_WANDB_START_SECONDS),
+            "settings": wandb.Settings(init_timeout=_WANDB_START_SECONDS, finish_timeout=_WANDB_FINISH_SECONDS),
         }
         try:
             self._run = wandb.init(**options, mode=None if has_key else "offline")
         except wandb.errors.Error as error:
             _say(f"wandb writes offline: {error}")
+            # Its service process still holds the run that could not start.
+            wandb.teardown()
             self._run = wandb.init(**options, mode="offline")
         self._image = wandb.Image
         # With an axis of its own a resumed run may log steps again that it had logged before it was killed.

@@ -1,0 +1,65 @@
+"""Signals that ask a run to stop, known to all processes at the same update.
+
+A scheduler may signal one process, some, or all, at different moments. Each process contributes its flag to an
+asynchronous sum that is read one update later: all of them stop after the same update, and none ever waits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .collectives import Communicator, Handle
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Between ``install`` and ``restore`` the first signal only asks; a second SIGINT ends the process at once."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._received: int | None = None
+        self._pending: tuple[torch.Tensor, Handle] | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._receive)
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def signal_name(self) -> str:
+        """The signal that this process got, if any."""
+        return signal.Signals(self._received).name if self._received else "a signal at another process"
+
+    def agreed(self) -> bool:
+        """Collective, once per update: whether all processes stop now."""
+        if self._comm.world_size == 1:
+            return self._received is not None
+        answer = False
+        if self._pending is not None:
+            flags, handle = self._pending
+            handle.wait()
+            answer = bool(flags.item())
+        flags = torch.tensor([int(self._received is not None)], dtype=torch.int32)
+        self._pending = (flags, self._comm.all_reduce_(flags, "stop_request"))
+        return answer
+
+    def drain(self) -> None:
+        """Leave no sum under way."""
+        if self._pending is not None:
+            self._pending[1].wait()
+            self._pending = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._received == signal.SIGINT:
+            os._exit(130)
+        self._received = number
