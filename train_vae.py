@@ -162,7 +162,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     noise = Noise(args.seed, "gumbel")
     bad_samples = data.BadSampleLog(len(dataset))
     run.resume(engine=engine, ema=ema, bad_samples=bad_samples)
-    if run.progress.finished:
+    if run.is_complete:
         return
     run.say(f"{len(train_set)} images to train on, {len(valid_set)} to validate, {run.progress.total_steps} updates")
 

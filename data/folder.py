@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 
 import numpy as np
 from torch import Tensor
@@ -36,30 +37,19 @@ def list_images(folder: str) -> list[str]:
     """Relative paths ('/' between the parts) of the image files below `folder`, sorted; no file is opened.
 
     Linked folders are followed, each real folder is visited once; names that begin with a dot are passed over.
-    Raises ValueError where the folder is missing, no folder, not readable or holds no image.
+    Raises ValueError, in one line, where the folder is missing, no folder, not readable or holds no image.
     """
-    if not os.path.exists(folder):
-        raise ValueError(
-            f"there is no folder {folder!r}: give the path of a folder of images, or demo:shapes to try without"
-        )
-    if not os.path.isdir(folder):
-        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the images")
+    _require_folder(folder)
     images: list[str] = []
     n_others = 0
     visited = set()
     pending = [""]
     while pending:
         relative = pending.pop()
-        path = os.path.join(folder, relative)
-        try:
-            status = os.stat(path)
-            if (status.st_dev, status.st_ino) in visited:
-                continue
-            visited.add((status.st_dev, status.st_ino))
-            with os.scandir(path) as scan:
-                entries = [entry for entry in scan if not entry.name.startswith(".")]
-        except OSError as error:
-            raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from error
+        identity, entries = _scan(os.path.join(folder, relative))
+        if identity in visited:
+            continue
+        visited.add(identity)
         folders = []
         for entry in entries:
             name = f"{relative}/{entry.name}" if relative else entry.name
@@ -76,6 +66,29 @@ def list_images(folder: str) -> list[str]:
             f"files that end in {' '.join(ENDINGS)} are read, in the folder and in those below it"
         )
     return sorted(images)
+
+
+def _require_folder(folder: str) -> None:
+    try:
+        mode = os.stat(folder).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"there is no folder {folder!r}: give the path of a folder of images, or demo:shapes to try without one"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the images")
+
+
+def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
+    """Folder -> (what identifies it whatever the path, its entries but the hidden ones)."""
+    try:
+        status = os.stat(path)
+        with os.scandir(path) as entries:
+            return (status.st_dev, status.st_ino), [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
 
 
 class _PackedStrings:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from PIL import Image
@@ -81,12 +82,18 @@ class Run:
             UserMistake: the checkpoint is damaged or does not fit the arguments.
         """
         self._parts = {"progress": self.progress, **parts}
+        states: dict[str, Any] = {}
         with self._processes.agreement():
-            latest = self._checkpoints.latest()
-            states: dict[str, Any] = {}
+            found = self._checkpoints.latest() if self._processes.is_root else None
+        # The root's answer counts: a machine that does not see its folder must not start afresh.
+        latest = self._processes.broadcast_object(str(found) if found else None)
+        with self._processes.agreement():
+            if latest:
+                states, _ = self._checkpoints.load(Path(latest), expected=self._parts)
+        # From here on mistakes are the same on every process: what follows is collective itself.
+        with self._processes.agreement():
             if latest:
                 self.folder.check_config(self._settings, self._model_arguments)
-                states, _ = self._checkpoints.load(latest, expected=self._parts)
             for name, state in states.items():
                 self._parts[name].load_state_dict(state)
             self.folder.write_config(self._settings)
@@ -98,13 +105,18 @@ class Run:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
             self.say(f"resumed from {latest}")
-        if self.progress.finished:
+        if self.is_complete:
             self.say(
                 f"this run is finished, its model is in {self.folder.model_dir}; "
                 "give a larger --epochs or --max_steps to extend it"
             )
         self._logged_samples = self.progress.samples
         self.stopwatch = Stopwatch()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to do: trained to the end, and the model written."""
+        return self.progress.finished and self.folder.finished
 
     def say(self, text: str) -> None:
         """One line on the root's terminal."""
@@ -142,7 +154,8 @@ class Run:
     def save(self) -> None:
         """A checkpoint of every part."""
         states = {name: part.state_dict() for name, part in self._parts.items()}
-        self._checkpoints.save(self.progress.step, states, self._processes.describe())
+        with self._processes.agreement():
+            self._checkpoints.save(self.progress.step, states, self._processes.describe())
 
     def save_and_exit(self) -> NoReturn:
         """The run was asked to stop: leave a checkpoint of this very update and exit with code 75."""

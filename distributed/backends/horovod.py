@@ -48,6 +48,8 @@ class HorovodBackend(Backend):
             )
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
         self.device = local_device(self.local_rank)
+        if self.device.type == "cuda" and not hvd.nccl_built():
+            raise RuntimeError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
         self.comm = HorovodCommunicator(hvd)
 
     def disconnect(self, gracefully: bool) -> None:

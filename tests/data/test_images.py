@@ -75,6 +75,11 @@ def test_missing_folder_is_named_and_the_demo_suggested(tmp_path):
     assert str(tmp_path / "phtos") in text and "demo:shapes" in text
 
 
+def test_folder_whose_path_cannot_be_followed_is_named(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert one_line(str(tmp_path / "loop")).startswith(f"cannot read the folder {str(tmp_path / 'loop')!r}: ")
+
+
 def test_file_is_no_folder(tmp_path):
     touch(tmp_path / "a.jpg")
     assert "is a file, not a folder" in one_line(str(tmp_path / "a.jpg"))

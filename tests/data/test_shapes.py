@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import hashlib
 import math
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from data import open_images
-from data.shapes import COLOURS, PLACES, SHAPES, SIZES
+from data.shapes import COLOURS, SHAPES, SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 # of an outline of radius 1, from elementary geometry; of the crescent see below
@@ -27,6 +28,12 @@ AREAS = {
     "star": 5 * 0.45 * math.sin(math.pi / 5),
     "cross": 2 * 1.9 * 0.64 - 0.64**2,
 }
+PLACES = {
+    **{"top left": (0.25, 0.25), "at the top": (0.5, 0.25), "top right": (0.75, 0.25)},
+    **{"on the left": (0.25, 0.5), "in the centre": (0.5, 0.5), "on the right": (0.75, 0.5)},
+    **{"bottom left": (0.25, 0.75), "at the bottom": (0.5, 0.75), "bottom right": (0.75, 0.75)},
+}
+HUES = {"red": 0, "orange": 30, "yellow": 50, "green": 135, "cyan": 184, "blue": 225, "purple": 275, "pink": 330}
 PHRASE = re.compile(rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
 
 
@@ -61,6 +68,12 @@ def test_number_of_images_changes_none_of_them():
     few, many = (open_images(f"demo:shapes:{n}", image_size=16) for n in (5, 5000))
     assert all(torch.equal(few.load(i), many.load(i)) for i in range(5))
     assert [few.caption(i) for i in range(5)] == [many.caption(i) for i in range(5)]
+
+
+def test_colours_have_the_hue_of_their_name():
+    for name, colour in COLOURS.items():
+        hue = 360 * colorsys.rgb_to_hsv(*(channel / 255 for channel in colour))[0]
+        assert abs((hue - HUES[name] + 180) % 360 - 180) < 12, name
 
 
 def test_captions_are_true():

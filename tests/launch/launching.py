@@ -94,7 +94,8 @@ def worker_pids(process: subprocess.Popen[str], script: str) -> list[int]:
     import psutil
 
     found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
+    job = psutil.Process(process.pid)
+    for child in [job, *job.children(recursive=True)]:
         try:
             arguments = child.cmdline()
             parent = child.parent()
