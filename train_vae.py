@@ -16,10 +16,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.arguments import ArgumentParser, add_run_arguments, fraction, non_negative_float, positive_float, positive_int
+from training.arguments import (
+    ArgumentParser,
+    add_run_arguments,
+    non_negative_float,
+    positive_float,
+    positive_int,
+)
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from data import ValidationStream
     from models import DiscreteVAE
@@ -37,7 +43,7 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("data").add_argument
     add("--image_folder", metavar="DIR", default="demo:shapes",
         help="folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
-    add("--image_size", type=positive_int, default=128, metavar="PIXELS", help="a power of two; images are cropped square")
+    add("--image_size", type=positive_int, default=128, metavar="PIXELS", help="a power of two")
     add("--transparent", action="store_true", help="RGBA instead of RGB")
     add("--random_flip", action="store_true", help="mirror half of the training images")
 
@@ -55,12 +61,12 @@ def build_parser() -> ArgumentParser:
         help="of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums)")
     add("--straight_through", action="store_true", help="hard codes forward, soft gradient")
     add("--reinmax", action="store_true", help="ReinMax gradient; needs --straight_through")
-    add("--starting_temp", type=positive_float, default=1.0, metavar="T", help="Gumbel-softmax temperature at the start")
-    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="and at the end")
+    add("--starting_temp", type=positive_float, default=1.0, metavar="T", help="Gumbel-softmax temperature")
+    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="which it does not fall below")
     add("--anneal_rate", type=non_negative_float, default=1e-6, metavar="RATE",
         help="every 100 updates the temperature is multiplied by exp(-RATE x updates)")
     add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="of Adam")
-    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR", help="on the learning rate every 100 updates")
+    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR", help="on the rate, every 100 updates")
     add("--num_images_save", type=positive_int, default=4, metavar="N", help="images in a sample grid")
     # fmt: on
     add_run_arguments(parser, output_dir="runs/vae")
@@ -110,7 +116,7 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 def evaluate(
     model: DiscreteVAE, stream: ValidationStream, temperature: float, backend: distributed.Backend
 ) -> dict[str, float]:
-    """Loss without noise, and the quality of hard reconstructions, over the whole validation split and all processes."""
+    """Noise-free loss, and the quality of hard reconstructions, over the validation split and all processes."""
     import torch
 
     import data
@@ -151,7 +157,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():
         model = build_model(args).to(backend.device)
         dataset = data.open_images(
-            args.image_folder, image_size=args.image_size, channels=model.channels, flip=args.random_flip, seed=args.seed
+            args.image_folder,
+            image_size=args.image_size,
+            channels=model.channels,
+            flip=args.random_flip,
+            seed=args.seed,
         )
         train_set, valid_set = data.split(len(dataset), args.valid_fraction, args.seed, at_least=args.batch_size)
     with backend.agreement():
@@ -188,9 +198,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         step = run.progress.step
         temperature = gumbel_temperature(step, args)
         engine.lr = learning_rate(step, args)
-        unreadable += batch.pop("bad")
+        unreadable += batch["bad"]
         means = torch.zeros(3, device=backend.device)
-        for micro in engine.micro_batches(batch):
+        for micro in engine.micro_batches({key: batch[key] for key in ("images", "positions")}):
             images = data.to_unit_range(micro["images"])
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
             out = engine(images, noise=gumbel, temperature=temperature)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _LISTED = 20
 
@@ -71,6 +72,6 @@ class BadSampleLog:
         """What a checkpoint keeps, as plain JSON."""
         return {"samples": [[s.index, s.path, s.reason] for s in self._samples.values()]}
 
-    def load_state_dict(self, state: dict[str, list[list[int | str]]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace what is known by `state`."""
         self._samples = {int(i): BadSample(int(i), str(path), str(reason)) for i, path, reason in state["samples"]}

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from .bad_samples import BadSample
 from .images import Images
 from .order import Subset, TrainingOrder, ValidationOrder
-from .workers import become_worker, signals_held_back
+from .workers import START_METHOD, become_worker, signals_held_back
 
 OnBadSample = Literal["replace", "error"]
 _MOST_TRIES = 100
@@ -165,6 +165,7 @@ def _data_loader(
         collate_fn=_unchanged,
         num_workers=num_workers,
         worker_init_fn=become_worker,
+        multiprocessing_context=START_METHOD if num_workers else None,
         persistent_workers=keep_workers and num_workers > 0,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else every pass would draw its base seed from the training's generator

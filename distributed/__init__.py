@@ -1,9 +1,9 @@
 """Who am I, how do we talk, how is a model spread: one layer, a backend per file.
 
-    distributed.add_arguments(parser)
-    args = parser.parse(argv)
-    with distributed.from_args(args) as backend:
-        ...
+distributed.add_arguments(parser)
+args = parser.parse(argv)
+with distributed.from_args(args) as backend:
+    ...
 """
 
 from __future__ import annotations
@@ -117,5 +117,3 @@ def _refuse_lonely_copies(launch: Launch) -> None:
             f"--distributed_backend single, but {launch.launcher} started {launch.world_size} processes; "
             f"start the script with python, or leave the choice to auto"
         )
-
-

@@ -110,7 +110,7 @@ class Engine(ABC):
         """No gradient reaches this model's parameters; calls must go through ``module``."""
 
     @abstractmethod
-    def gathered(self) -> AbstractContextManager[nn.Module]:
+    def gathered(self) -> AbstractContextManager[Any]:
         """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
 
     @property
@@ -176,7 +176,7 @@ class Backend(ABC):
     @classmethod
     def add_arguments(cls, parser: Any) -> None:
         """Flags of this backend alone."""
-        return None
+        return
 
     @classmethod
     def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
@@ -185,7 +185,7 @@ class Backend(ABC):
         Raises:
             UserMistake: the two disagree.
         """
-        return None
+        return
 
     @property
     def is_root(self) -> bool:

@@ -63,7 +63,9 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     enabled = [name for name in ("bf16", "fp16") if _section(config, name, path).get("enabled") is True]
     if enabled:
         fill(f"{enabled[0]}.enabled", enabled[0], "precision")
-    fill("optimizer.params.lr", _section(_section(config, "optimizer", path), "params", path).get("lr"), "learning_rate")
+    fill(
+        "optimizer.params.lr", _section(_section(config, "optimizer", path), "params", path).get("lr"), "learning_rate"
+    )
     fill("zero_optimization.stage", _section(config, "zero_optimization", path).get("stage"), "zero_stage")
     if args.zero_stage not in (0, 1, 2, 3):
         raise UserMistake(f"zero_optimization.stage {args.zero_stage} in {path}: ZeRO has stages 0, 1, 2 and 3")

@@ -157,7 +157,7 @@ class ZeroEngine(Engine):
                 self._is_frozen = False
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self) -> Iterator[Any]:
         if self._twin is None:
             yield self.module
             return
@@ -192,9 +192,7 @@ class ZeroEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         write_weights(self.module, self._optimizer, self._stage, state["weights"])
-        write_zero_optimizer(
-            self._ds.basic_optimizer, self._optimizer, self.module, self._stage, state["optimizer"]
-        )
+        write_zero_optimizer(self._ds.basic_optimizer, self._optimizer, self.module, self._stage, state["optimizer"])
         if state["scaler"] and self._ds.fp16_enabled():
             self._optimizer.loss_scaler.cur_scale = state["scaler"]["scale"]
         self._updates = state["updates"]

@@ -22,16 +22,16 @@ def split_batch(batch: Mapping[str, Any], plan: BatchPlan, device: torch.device)
     size = plan.micro_batch_size
     for key, value in batch.items():
         if isinstance(value, Tensor | list) and len(value) != plan.local_batch_size:
-            raise ValueError(f"batch[{key!r}] holds {len(value)} samples, this process was to get {plan.local_batch_size}")
+            raise ValueError(
+                f"batch[{key!r}] holds {len(value)} samples, this process was to get {plan.local_batch_size}"
+            )
 
     def part(value: Any, start: int) -> Any:
         if isinstance(value, Tensor):
             return value[start : start + size].to(device, non_blocking=True)
         return value[start : start + size] if isinstance(value, list) else value
 
-    return [
-        {key: part(value, index * size) for key, value in batch.items()} for index in range(plan.grad_accum_steps)
-    ]
+    return [{key: part(value, index * size) for key, value in batch.items()} for index in range(plan.grad_accum_steps)]
 
 
 def backward_weight(

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """``{"step": int, "moments": {slot: {parameter name: fp32 CPU tensor}}}`` of an optimizer that has or has not
     stepped yet.
 
@@ -30,9 +30,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter
 
 
 @torch.no_grad()
-def write_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]
-) -> None:
+def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
     """Put a neutral state in place; moments take the layout and device of their parameters.
 
     Raises:

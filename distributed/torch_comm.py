@@ -23,9 +23,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     if launch.world_size > 1:
         os.environ.setdefault("MASTER_PORT", str(launch.master_port or DEFAULT_MASTER_PORT))
     # DeepSpeed reads these wherever the process was started from.
-    os.environ.update(
-        RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size)
-    )
+    os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
     if device.type == "cuda":
         options["device_id"] = device
@@ -36,7 +34,10 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["init_method"] = "env://"
     # Gloo also beside NCCL: small things on the CPU then never wait for the GPU.
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=launch.rank, world_size=launch.world_size, **options
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        **options,
     )
 
 

@@ -111,10 +111,9 @@ class Watchdog:
                 if self._store.check(["verdict"]):
                     self._end(self._store.get("verdict").decode())
             except Exception:
-                if not self._stopping.is_set() and self._rank != 0:
-                    # The main thread usually learns the same from its next collective; give it the first word.
-                    if not self._stopping.wait(DEAD_AFTER_SECONDS):
-                        self._end(f"rank 0 is gone, at update {self._mark.update}")
+                # The main thread usually learns the same from its next collective: it has the first word.
+                if self._rank != 0 and not self._stopping.wait(3 * DEAD_AFTER_SECONDS):
+                    self._end(f"rank 0 is gone, at update {self._mark.update}")
                 return
 
     def _judge(self, seen: dict[int, _Seen]) -> str | None:

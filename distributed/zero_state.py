@@ -51,6 +51,7 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
         ValueError: a weight is missing, unexpected or of another shape.
     """
     check_names("weight", weights, shapes(module))
+    tensor: Any
     for name, tensor in _state_tensors(module).items():
         value = weights[name]
         if stage == 3 and isinstance(tensor, nn.Parameter):
@@ -74,7 +75,10 @@ def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn
         return read_optimizer(basic, _names(module))
     step, slots = _slots(basic)
     moments = {
-        slot: {name: safe_get_full_optimizer_state(parameter, slot).cpu().clone() for parameter, name in _names(module).items()}
+        slot: {
+            name: safe_get_full_optimizer_state(parameter, slot).cpu().clone()
+            for parameter, name in _names(module).items()
+        }
         for slot in slots
     }
     return {"step": step, "moments": moments}
@@ -104,16 +108,14 @@ def write_zero_optimizer(
     if stage in (1, 2):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-    write: Callable[[nn.Parameter, Tensor, str], None]
+    write: Callable[[Any, Tensor, str], None]
     write = _write_local if stage == 3 else safe_set_full_optimizer_state
     for slot, tensors in state["moments"].items():
         for parameter, name in names.items():
             write(parameter, tensors[name], slot)
 
 
-def _flat_partitions(
-    basic: torch.optim.Optimizer, optimizer: Any, stage: int
-) -> list[tuple[Tensor, dict[str, Any]]]:
+def _flat_partitions(basic: torch.optim.Optimizer, optimizer: Any, stage: int) -> list[tuple[Tensor, dict[str, Any]]]:
     """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
     if stage < 3:
         return [(flat, group) for group in basic.param_groups for flat in group["params"]]
@@ -122,7 +124,7 @@ def _flat_partitions(
     return [(flat, basic.param_groups[groups[i]]) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
 
 
-def _write_local(parameter: nn.Parameter, value: Tensor, slot: str) -> None:
+def _write_local(parameter: Any, value: Tensor, slot: str) -> None:
     safe_set_local_optimizer_state(parameter, _local_slice(parameter, value), slot)
 
 
@@ -152,7 +154,7 @@ def _slots(basic: torch.optim.Optimizer) -> tuple[int, list[str]]:
     return step, slots
 
 
-def _names(module: nn.Module) -> dict[nn.Parameter, str]:
+def _names(module: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .pretrained import load_dalle_file, load_pretrained_folder, save_dalle_file, save_pretrained_folder
+from .pretrained import (
+    build_with_weights,
+    load_dalle_file,
+    load_pretrained_folder,
+    one_line,
+    save_dalle_file,
+    save_pretrained_folder,
+)
 
+# The keys of a vae-final.pt.
 DALLE_HPARAMS = (
-    "image_size",
-    "num_layers",
-    "num_tokens",
-    "channels",
-    "codebook_dim",
-    "hidden_dim",
-    "num_resnet_blocks",
-)  # the keys of vae-final.pt
+    "image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks"
+)  # fmt: skip
 
 
 class VAEOutput(NamedTuple):
@@ -54,6 +57,19 @@ class ResBlock(nn.Module):
         return x + self.net(x)
 
 
+class Codebook(nn.Embedding):
+    """Rows (D,) of an embedding, looked up by code or mixed by weight.
+
+    Both are calls of this module, so that DeepSpeed's ZeRO 3, which gathers weights module by module, sees the use.
+    """
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """int64 codes (...) in [0, K) or floating weights (..., K) over the codes -> embeddings (..., D)."""
+        if codes.is_floating_point():
+            return codes.to(self.weight.dtype) @ self.weight
+        return super().forward(codes)
+
+
 class DiscreteVAE(nn.Module):
     """Images to a grid of codes and back; the choice of a code is relaxed by Gumbel-softmax noise while training.
 
@@ -70,11 +86,15 @@ class DiscreteVAE(nn.Module):
         straight_through: Hard codes forward, the gradient of the soft ones.
         reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
         kl_div_loss_weight: Weight of the KL term.
-        normalization: Means and standard deviations per channel, or None for images as they are. Alpha gets 0 and 1.
+        normalization: Means and standard deviations per channel, or None for images as they are. A channel beyond
+            those named (alpha) gets 0 and 1, names beyond the channels are left out.
 
     Raises:
         ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
     """
+
+    _mean: Tensor
+    _std: Tensor
 
     def __init__(
         self,
@@ -93,16 +113,16 @@ class DiscreteVAE(nn.Module):
         normalization: tuple[Sequence[float], Sequence[float]] | None = ((0.5,) * 3, (0.5,) * 3),
     ) -> None:
         super().__init__()
-        _check_image_size(image_size, num_layers)
         if num_layers < 1 or num_resnet_blocks < 0:
             raise ValueError(
                 f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}: at least 1 layer and 0 blocks"
             )
+        _check_image_size(image_size, num_layers)
         if reinmax and not straight_through:
             raise ValueError("reinmax refines the straight-through gradient: it needs straight_through as well")
         if normalization is not None:
-            mean, std = (tuple(map(float, values)) for values in normalization)
-            normalization = (mean + (0.0,) * (channels - len(mean)), std + (1.0,) * (channels - len(std)))
+            mean, std = ([float(value) for value in values[:channels]] for values in normalization)
+            normalization = (mean + [0.0] * (channels - len(mean)), std + [1.0] * (channels - len(std)))
         self.config: dict[str, Any] = {
             "image_size": image_size,
             "num_tokens": num_tokens,
@@ -126,7 +146,7 @@ class DiscreteVAE(nn.Module):
         widths = [channels] + [hidden_dim] * num_layers
         encoder: list[nn.Module] = [
             nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
-            for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True)
+            for fan_in, fan_out in itertools.pairwise(widths)
         ]
         encoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
         encoder += [nn.Conv2d(hidden_dim, num_tokens, 1)]
@@ -138,11 +158,11 @@ class DiscreteVAE(nn.Module):
         widths = [hidden_dim if num_resnet_blocks else codebook_dim] + [hidden_dim] * num_layers
         decoder += [
             nn.Sequential(nn.ConvTranspose2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
-            for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True)
+            for fan_in, fan_out in itertools.pairwise(widths)
         ]
         decoder += [nn.Conv2d(hidden_dim, channels, 1)]
 
-        self.codebook = nn.Embedding(num_tokens, codebook_dim)
+        self.codebook = Codebook(num_tokens, codebook_dim)
         self.encoder, self.decoder = nn.Sequential(*encoder), nn.Sequential(*decoder)
         for name, row in (("mean", 0), ("std", 1)):
             values = normalization[row] if normalization is not None else (float(row),) * channels
@@ -161,48 +181,63 @@ class DiscreteVAE(nn.Module):
             temperature: Of the softmax over codes; None for the constructor's.
         """
         target = self._normalize(images)
-        logits = self.encoder(target).float()  # softmax and losses stay in fp32 under autocast
+        logits = self._logits(target).float()  # softmax and losses stay in fp32 under autocast
         codes = self._relax(logits, noise, self.temperature if temperature is None else temperature)
-        # A 1x1 convolution is the fastest way to weigh 8192 codebook rows: no permuted copy of the codes.
-        embedded = F.conv2d(codes, self.codebook.weight.t()[:, :, None, None])
-        out = self.decoder(embedded).float()
+        out = self.decoder(self.codebook(codes).movedim(-1, 1)).float()
         recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
         kl = self._kl_from_uniform(logits)
         loss = recon_loss + self.kl_div_loss_weight * kl if self.kl_div_loss_weight else recon_loss
         return VAEOutput(loss, self._denormalize(out), recon_loss, kl)
 
+    @torch.no_grad()
     def get_codebook_indices(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) in [0, 1] -> the most likely codes, int64 (b, s x s) in row-major order."""
-        return self.encoder(self._normalize(images)).argmax(dim=1).flatten(1)
+        return self._logits(self._normalize(images)).argmax(dim=-1).flatten(1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes (b, s x s) in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not clamped."""
+        """Codes (b, s x s) in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not clamped.
+
+        Raises:
+            ValueError: a number of codes that fills no square.
+        """
         side = math.isqrt(codes.shape[1])
-        embedded = self.codebook(codes).unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        if side * side != codes.shape[1]:
+            raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give s x s of them, row by row")
+        embedded = self.codebook(codes).unflatten(1, (side, side)).movedim(-1, 1)
         return self._denormalize(self.decoder(embedded).float())
 
+    def _logits(self, x: Tensor) -> Tensor:
+        """Normalised images (b, c, h, w) -> logits over the codes (b, s, s, K)."""
+        *layers, to_logits = self.encoder
+        x = x.to(self._mean.dtype)  # that of the weights, where the whole model was cast
+        for layer in layers:
+            x = layer(x)
+        # With K = 8192 what follows is memory traffic. This small copy makes the logits' last axis contiguous: softmax
+        # and codebook, forward and backward, then take three quarters of the time.
+        return to_logits(x.contiguous(memory_format=torch.channels_last)).movedim(1, -1)
+
     def _relax(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Weights (b, K, s, s) over the codes: Gumbel-softmax (Jang et al. 2017), straight-through or ReinMax."""
-        noisy = logits if noise is None else logits + noise
-        soft = (noisy / temperature).softmax(dim=1)
+        """Weights (b, s, s, K) over the codes: Gumbel-softmax (Jang et al. 2017), straight-through or ReinMax."""
+        noisy = logits if noise is None else logits + noise.movedim(1, -1)
+        soft = (noisy / temperature).softmax(dim=-1)
         if not self.straight_through:
             return soft
-        hard = torch.zeros_like(soft).scatter_(1, soft.argmax(dim=1, keepdim=True), 1.0)
+        hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(dim=-1, keepdim=True), 1.0)
         if not self.reinmax:
-            return hard + soft - soft.detach()
+            return hard + (soft - soft.detach())
         # Liu et al. 2023, "Bridging discrete and backpropagation", algorithm 2.
-        pi0 = logits.softmax(dim=1)
-        pi1 = (hard + (logits / temperature).softmax(dim=1)) / 2
-        pi1 = ((pi1.log() - logits).detach() + logits).softmax(dim=1)
+        pi0 = logits.softmax(dim=-1)
+        pi1 = (hard + (logits / temperature).softmax(dim=-1)) / 2
+        pi1 = ((pi1.log() - logits).detach() + logits).softmax(dim=-1)
         pi2 = 2 * pi1 - pi0 / 2
-        return hard + pi2 - pi2.detach()
+        return hard + (pi2 - pi2.detach())
 
     def _kl_from_uniform(self, logits: Tensor) -> Tensor:
-        """Mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
+        """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
         if not self.kl_div_loss_weight:
             logits = logits.detach()  # only looked at: no gradient to keep memory for
-        log_q = logits.log_softmax(dim=1)
-        return (log_q.exp() * log_q).sum(dim=1).mean() + math.log(self.num_tokens)
+        log_q = logits.log_softmax(dim=-1)
+        return (log_q.exp() * log_q).sum(dim=-1).mean() + math.log(self.num_tokens)
 
     def _normalize(self, images: Tensor) -> Tensor:
         return (images - self._mean) / self._std
@@ -243,11 +278,9 @@ class DiscreteVAE(nn.Module):
     @classmethod
     def _built(cls, source: str, config: dict[str, Any], weights: dict[str, Tensor]) -> DiscreteVAE:
         try:
-            model = cls(**config)
-            model.load_state_dict(weights)
+            return build_with_weights(lambda: cls(**config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{source} does not hold a {cls.__name__}: {' '.join(str(error).split())}") from None
-        return model.eval()
+            raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
 
     def load_weights_from(self, source: str | Path) -> None:
         """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder.
@@ -256,7 +289,8 @@ class DiscreteVAE(nn.Module):
             ValueError: one line, naming what differs where the shapes of the two models do.
         """
         other = self.from_pretrained(source) if Path(source).is_dir() else self.from_dalle(source)
-        differing = [f"{key} {other.config[key]}" for key in DALLE_HPARAMS[1:] if other.config[key] != self.config[key]]
+        keys = (*DALLE_HPARAMS[1:], "normalization")  # the image size is not in the weights
+        differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
         if differing:
             raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
         self.load_state_dict(other.state_dict())
@@ -264,9 +298,9 @@ class DiscreteVAE(nn.Module):
 
 def _check_image_size(image_size: int, num_layers: int) -> None:
     smallest = 2**num_layers
-    if image_size & (image_size - 1) or image_size < smallest:
-        below = max(2 ** int(math.log2(max(image_size, 1))), smallest)
-        nearest = f"{below} or {2 * below}" if image_size > below else f"{below}"
+    if image_size < smallest or image_size & (image_size - 1):
+        below = 1 << max(image_size, 1).bit_length() - 1
+        nearest = f"{below} or {2 * below}" if below >= smallest else f"{smallest}"
         raise ValueError(
             f"image_size {image_size} must be a power of two and at least 2^num_layers = {smallest}; use {nearest}"
         )

@@ -21,7 +21,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
-SMALL_MODEL = ["--image_size", "32", "--num_tokens", "128", "--emb_dim", "32", "--hidden_dim", "32", "--num_layers", "2"]
+SMALL_MODEL = [
+    "--image_size",
+    "32",
+    "--num_tokens",
+    "128",
+    "--emb_dim",
+    "32",
+    "--hidden_dim",
+    "32",
+    "--num_layers",
+    "2",
+]
 SHARED = ["--batch_size", "8", "--max_steps", "20", "--epochs", "1000", "--seed", "0", "--log_every_n_steps", "1",
           "--save_every_n_steps", "0", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0",
           "--num_workers", "0"]  # fmt: skip
@@ -62,14 +73,16 @@ def difference(ours: Sequence[dict[str, float]], reference: Sequence[dict[str, f
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[2], help="numbers of processes to compare with one")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[2], help="numbers of processes to compare with one"
+    )
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of train_vae.py")
     args = parser.parse_args(argv)
     flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODEL
     folder = Path(tempfile.mkdtemp(prefix="parity-"))
     failed = False
-    print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}   (relative to one process)")
+    print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}  (relative)")
     try:
         for variant in args.variants:
             script = [str(ROOT / "train_vae.py"), *SHARED, *VARIANTS[variant], *flags]
@@ -77,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             for processes in args.processes:
                 for index, (name, launcher) in enumerate(launchers(processes, 29600).items()):
                     extra = ["--zero_stage", name[-1]] if "ZeRO" in name else []
-                    ours = run([*launcher, *script, *extra], folder / f"{variant}-{processes}-{index}".replace(" ", "_"))
+                    ours = run(
+                        [*launcher, *script, *extra], folder / f"{variant}-{processes}-{index}".replace(" ", "_")
+                    )
                     losses, norms = difference(ours, reference, "loss"), difference(ours, reference, "grad_norm")
                     ok = losses[0] <= FIRST_TOLERANCE and max(losses) <= LAST_TOLERANCE
                     failed |= not ok

@@ -17,10 +17,10 @@ class AveragedWeights(Protocol):
     def update(self, gathered: Gathered) -> None:
         """Count one update of the weights. Collective."""
 
-    def averages(self) -> dict[str, nn.Module]:
+    def averages(self) -> dict[str, Any]:
         """Models to evaluate beside the trained one, by name: {"ema": module}, or nothing."""
 
-    def best(self, module: nn.Module) -> nn.Module:
+    def best(self, module: Any) -> Any:
         """The model to keep: the average, or `module` itself where there is none."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,11 +67,11 @@ class ExponentialMovingAverage:
             if name in tensors:
                 buffer.copy_(tensors[name])
 
-    def averages(self) -> dict[str, nn.Module]:
+    def averages(self) -> dict[str, Any]:
         """{"ema": the averaged model}."""
         return {"ema": self.module}
 
-    def best(self, module: nn.Module) -> nn.Module:
+    def best(self, module: Any) -> Any:
         """The averaged model."""
         return self.module
 
@@ -96,10 +96,10 @@ class NoAverage:
     def update(self, gathered: Gathered) -> None:
         pass
 
-    def averages(self) -> dict[str, nn.Module]:
+    def averages(self) -> dict[str, Any]:
         return {}
 
-    def best(self, module: nn.Module) -> nn.Module:
+    def best(self, module: Any) -> Any:
         return module
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class Noise:
     """Random tensors that do not depend on rank, batch composition or the order of calls.
 
     Every sample is drawn from a Philox generator (Salmon et al. 2011) with a 64-bit key of its own: NumPy's on the CPU,
-    because torch's CPU generator keeps 32 bits of its seed, torch's elsewhere. Values therefore differ between the CPU and
-    a GPU, and may differ between kinds of GPU.
+    because torch's CPU generator keeps 32 bits of its seed, torch's elsewhere. Values therefore differ between the CPU
+    and a GPU, and may differ between kinds of GPU.
 
     Args:
         seed: Of the run.

@@ -12,7 +12,7 @@ _CLOCK_KEYS = {"step", "samples", "epoch", "seconds"}
 
 
 def total_samples_from(*, epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
-    """Length of the run in samples: `epochs`, but at most `max_steps` updates; a whole number of updates, at least 1."""
+    """Length of the run in samples: `epochs`, but at most `max_steps` updates; a whole number of them, at least 1."""
     steps = math.ceil(round(epochs * samples_per_epoch) / batch_size)
     return max(1, steps if max_steps is None else min(steps, max_steps)) * batch_size
 
@@ -87,8 +87,8 @@ class Progress:
         """
         if state["batch_size"] != self.batch_size:
             raise ValueError(
-                f"the checkpoint was trained with --batch_size {state['batch_size']}, now it is {self.batch_size}, so its "
-                "steps cannot be counted on: use the old value, or start over with --fresh"
+                f"the checkpoint was trained with --batch_size {state['batch_size']}, now it is {self.batch_size}, so "
+                "its steps cannot be counted on: use the old value, or start over with --fresh"
             )
         if state["samples_per_epoch"] != self.samples_per_epoch:
             raise ValueError(

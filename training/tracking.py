@@ -107,8 +107,8 @@ class TensorBoardTracker:
 class WandbTracker:
     """A Weights & Biases run, whose id is kept in the run folder, so that a resumed run continues it.
 
-    Key, project, server and mode come from wandb's own login and environment variables. Without a key, or where the server
-    cannot be reached, the run is written offline under `wandb/`, for `wandb sync`.
+    Key, project, server and mode come from wandb's own login and environment variables. Without a key, or where the
+    server cannot be reached, the run is written offline under `wandb/`, for `wandb sync`.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:

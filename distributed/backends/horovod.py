@@ -88,9 +88,9 @@ class HorovodCommunicator:
 
 class _HorovodHandle:
     def __init__(self, hvd: Any, handle: int) -> None:
-        self._hvd, self._handle = hvd, handle
+        self._hvd, self._handle, self._done = hvd, handle, False
 
     def wait(self) -> None:
-        if self._handle is not None:
+        if not self._done:
             self._hvd.synchronize(self._handle)
-            self._handle = None
+            self._done = True

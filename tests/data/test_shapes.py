@@ -29,9 +29,15 @@ AREAS = {
     "cross": 2 * 1.9 * 0.64 - 0.64**2,
 }
 PLACES = {
-    **{"top left": (0.25, 0.25), "at the top": (0.5, 0.25), "top right": (0.75, 0.25)},
-    **{"on the left": (0.25, 0.5), "in the centre": (0.5, 0.5), "on the right": (0.75, 0.5)},
-    **{"bottom left": (0.25, 0.75), "at the bottom": (0.5, 0.75), "bottom right": (0.75, 0.75)},
+    "top left": (0.25, 0.25),
+    "at the top": (0.5, 0.25),
+    "top right": (0.75, 0.25),
+    "on the left": (0.25, 0.5),
+    "in the centre": (0.5, 0.5),
+    "on the right": (0.75, 0.5),
+    "bottom left": (0.25, 0.75),
+    "at the bottom": (0.5, 0.75),
+    "bottom right": (0.75, 0.75),
 }
 HUES = {"red": 0, "orange": 30, "yellow": 50, "green": 135, "cyan": 184, "blue": 225, "purple": 275, "pink": 330}
 PHRASE = re.compile(rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")

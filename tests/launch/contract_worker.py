@@ -15,6 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +32,7 @@ def mlp(sizes: list[int], seed: int) -> nn.Sequential:
     """Odd sizes on purpose: nothing divides by the number of processes."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+    for fan_in, fan_out in itertools.pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -238,7 +240,8 @@ def collectives(backend: Backend) -> dict[str, Any]:
     ranks = torch.arange(world, device=device)
     ragged = torch.full((rank + 1, 2), float(rank), device=device)
     return {
-        "sum": backend.sum({"a": rank, "b": torch.tensor(2.0, device=device)}) == {"a": world * (world - 1) / 2, "b": 2.0 * world},
+        "sum": backend.sum({"a": rank, "b": torch.tensor(2.0, device=device)})
+        == {"a": world * (world - 1) / 2, "b": 2.0 * world},
         "mean": backend.mean({"a": rank})["a"] == (world - 1) / 2,
         "integers": backend.sum(torch.tensor([2**40 + rank], device=device)).tolist()
         == [2**40 * world + world * (world - 1) // 2],
@@ -258,7 +261,12 @@ def main() -> None:
     parser.add_argument("--grad_accum_steps", type=int, default=1)
     distributed.add_arguments(parser)
     parser.set_defaults(
-        batch_size=BATCH, precision="fp32", max_grad_norm=0.1, max_skipped_updates=4, compile=False, explicit=frozenset()
+        batch_size=BATCH,
+        precision="fp32",
+        max_grad_norm=0.1,
+        max_skipped_updates=4,
+        compile=False,
+        explicit=frozenset(),
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -83,10 +84,8 @@ def run(launcher: Launcher, script: str, flags: Sequence[str], timeout_seconds: 
 
 def kill(process: subprocess.Popen[str]) -> None:
     """End whatever is left of the job's session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def worker_pids(process: subprocess.Popen[str], script: str) -> list[int]:
@@ -99,7 +98,9 @@ def worker_pids(process: subprocess.Popen[str], script: str) -> list[int]:
         try:
             arguments = child.cmdline()
             parent = child.parent()
-            is_script = len(arguments) > 1 and any(a.endswith(script) for a in arguments[1:3]) and "python" in arguments[0]
+            is_script = (
+                len(arguments) > 1 and any(a.endswith(script) for a in arguments[1:3]) and "python" in arguments[0]
+            )
             if is_script and not (parent and any(a.endswith(script) for a in parent.cmdline()[1:3])):
                 found.append(child.pid)
         except psutil.Error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -53,10 +54,8 @@ def test_a_stalled_process_is_named_within_the_timeout(launcher: Launcher, tmp_p
         # 6 s of timeout, 30 s that torchrun gives a process to end after SIGTERM, and a busy machine
         finished = finish(process, timeout_seconds=90)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     assert finished.returncode != 0
     assert "no progress for 0.1 minutes: rank 1 stands at update" in finished.output, finished.output
 

@@ -85,7 +85,7 @@ def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Laun
     assert finished.returncode != 0, finished.output
     errors = lines_of_error(finished.output)
     assert len(errors) == 1 and expected in errors[0], finished.output
-    assert "Traceback (most recent call last):\n  File \"" + os.getcwd() not in finished.output
+    assert 'Traceback (most recent call last):\n  File "' + os.getcwd() not in finished.output
     if launcher.name == "torchrun":
         assert re.search(r"exitcode\s*: 2 ", finished.output)
     elif launcher.name == "deepspeed":
@@ -96,7 +96,9 @@ def test_a_backend_that_is_not_installed_says_how_to_install_it(tmp_path: Path) 
     flags = [*TINY, "--output_dir", str(tmp_path / "run"), "--distributed_backend", "horovod"]
     # -S -I would hide the repository too; an import hook hides Horovod alone.
     hide = "import sys, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'horovod' else f(n, *a); "
-    code = hide + f"sys.path.insert(0, '.'); sys.argv = ['train_vae.py', *{flags!r}]; import train_vae; train_vae.main()"
+    code = (
+        hide + f"sys.path.insert(0, '.'); sys.argv = ['train_vae.py', *{flags!r}]; import train_vae; train_vae.main()"
+    )
     import subprocess
     import sys
 
@@ -113,7 +115,17 @@ def test_three_broken_photos_are_named_once_and_counted(tmp_path: Path) -> None:
     for index in (5, 17, 40):
         path = photos / f"{index:03d}.png"
         path.write_bytes(path.read_bytes()[:60])
-    flags = [*TINY, "--image_folder", str(photos), "--log_every_n_steps", "1", "--max_steps", "14", "--valid_fraction", "0"]
+    flags = [
+        *TINY,
+        "--image_folder",
+        str(photos),
+        "--log_every_n_steps",
+        "1",
+        "--max_steps",
+        "14",
+        "--valid_fraction",
+        "0",
+    ]
     flags += ["--save_every_n_steps", "0"]
     losses = {}
     for launcher in (Launcher("python"), Launcher("torchrun", 2), Launcher("horovodrun", 2), Launcher("deepspeed", 2)):

@@ -125,7 +125,8 @@ def test_command_line_wins_over_config_wins_over_default(parser, config):
 def test_config_values_become_what_the_command_line_would_make_of_them(parser, config):
     path = config(
         "learning_rate: 5e-5\nmax_steps: 1e3\nbatch-size: 1_024\nprecision: BF16\ndistr_backend: DDP\ncompile: true\n"
-        "flip: no\nno_shuffle: yes\nchannel_widths: [32, 64]\ncrop: [8, 9]\ntag: [a, 1]\nimage_folder: 010\nreport_to: wandb,tensorboard\n"
+        "flip: no\nno_shuffle: yes\nchannel_widths: [32, 64]\ncrop: [8, 9]\ntag: [a, 1]\nimage_folder: 010\n"
+        "report_to: wandb,tensorboard\n"
     )
     args = parser.parse(["--config", path])
     assert (args.learning_rate, args.max_steps, args.batch_size) == (5e-5, 1000, 1024)

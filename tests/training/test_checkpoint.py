@@ -82,7 +82,8 @@ def test_files_are_plain_and_their_sums_can_be_checked_with_coreutils(checkpoint
     folder = checkpoints.latest()
     assert folder.name == "step_00000100"
     assert {file.name for file in folder.iterdir()} == {
-        "model.safetensors", "optimizer.safetensors", "random.safetensors", "ema.safetensors", "state.json", "SHA256SUMS",
+        "model.safetensors", "optimizer.safetensors", "random.safetensors", "ema.safetensors",
+        "state.json", "SHA256SUMS",
     }  # fmt: skip
     command = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)

@@ -139,7 +139,7 @@ def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content)
     (tmp_path / "config.yaml").unlink()
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ValueError, match="cannot resume: .*config.yaml") as error:
+    with pytest.raises(ValueError, match=r"cannot resume: .*config.yaml") as error:
         run.check_config({"image_size": 128}, ("image_size",))
     assert "\n" not in str(error.value)
 

@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
+#   make demo    install, train the demonstration, name the picture to look at
+#   make test    install every backend, build Horovod (Python <= 3.11), run every test
+
+# Horovod needs Python <= 3.11; without one everything but its tests works.
+PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
+    $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null && echo $$p && exit; \
+    done; echo python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint bench parity clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python train_vae.py --config configs/vae/demo.yaml --fresh
+	@echo "look at $$(ls runs/vae-demo/samples/*.png | tail -n 1): originals, soft and hard reconstructions"
+
+test: $(VENV)/.complete
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.complete
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.complete
+	$(BIN)/python -m benchmarks
+
+parity: $(VENV)/.complete
+	$(BIN)/python scripts/parity.py --processes 2 4
+
+# The plain installation: enough for one process and for torchrun.
+$(VENV)/.installed: setup.py pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+# Every backend and every test dependency.
+$(VENV)/.complete: $(VENV)/.installed scripts/install_horovod.sh
+	$(PIP) --editable .[all,test]
+	scripts/install_horovod.sh $(BIN)/python
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs/vae-demo

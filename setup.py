@@ -1,0 +1,41 @@
+"""The four leaves install as tandem.models, tandem.data, tandem.distributed and tandem.training: a top-level package
+called ``distributed`` would break dask."""
+
+from __future__ import annotations
+
+from setuptools import find_packages, setup
+
+LEAVES = ("models", "data", "distributed", "training")
+PACKAGES = [name for leaf in LEAVES for name in (leaf, *(f"{leaf}.{sub}" for sub in find_packages(leaf)))]
+
+EXTRAS = {
+    "deepspeed": ["deepspeed>=0.19.8"],
+    "wandb": ["wandb>=0.31"],
+    "tensorboard": ["tensorboard>=2.18"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout",
+        "psutil",
+        "scipy",
+        "scikit-image",
+        "torchvision",
+        "ruff>=0.14",
+        "mypy>=1.18",
+        "types-PyYAML",
+        "types-tqdm",
+        "types-psutil",
+    ],
+}
+EXTRAS["all"] = EXTRAS["deepspeed"] + EXTRAS["wandb"] + EXTRAS["tensorboard"]
+
+setup(
+    name="tandem-training",
+    version="0.1.0",
+    description="Training scripts for the parts of generative models, with the same numbers on every backend",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=[f"tandem.{name}" for name in PACKAGES],
+    package_dir={f"tandem.{name}": name.replace(".", "/") for name in PACKAGES},
+    install_requires=["torch>=2.10", "numpy>=1.26", "pillow>=11", "PyYAML>=6", "safetensors>=0.5", "tqdm>=4.66"],
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,388 @@
+"""The discrete VAE against its specification: names, sizes, and every formula written out a second time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models import DiscreteVAE
+
+SMALL: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
+
+
+def small_vae(**overrides: Any) -> DiscreteVAE:
+    """With weights large enough for codes to differ between places."""
+    torch.manual_seed(0)
+    model = DiscreteVAE(**{**SMALL, **overrides})
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.mul_(2.5)
+    return model
+
+
+def some_images(batch: int = 3, channels: int = 3, size: int = 16) -> Tensor:
+    return torch.rand(batch, channels, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def some_noise(model: DiscreteVAE, batch: int = 3) -> Tensor:
+    uniform = torch.rand(batch, *model.noise_shape, generator=torch.Generator().manual_seed(2))
+    return -(-uniform.clamp(1e-6, 1 - 1e-6).log()).log()
+
+
+# A second implementation, from the weights' names: convolutions of torch, everything between them in NumPy.
+
+
+def resblock(state: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    h = F.conv2d(x, state[f"{prefix}.net.0.weight"], state[f"{prefix}.net.0.bias"], padding=1).relu()
+    h = F.conv2d(h, state[f"{prefix}.net.2.weight"], state[f"{prefix}.net.2.bias"], padding=1).relu()
+    return x + F.conv2d(h, state[f"{prefix}.net.4.weight"], state[f"{prefix}.net.4.bias"])
+
+
+def reference_logits(model: DiscreteVAE, normalized: Tensor) -> Tensor:
+    state, x = dict(model.named_parameters()), normalized
+    layers, blocks = model.config["num_layers"], model.config["num_resnet_blocks"]
+    for i in range(layers):
+        x = F.conv2d(x, state[f"encoder.{i}.0.weight"], state[f"encoder.{i}.0.bias"], stride=2, padding=1).relu()
+    for r in range(layers, layers + blocks):
+        x = resblock(state, f"encoder.{r}", x)
+    return F.conv2d(x, state[f"encoder.{layers + blocks}.weight"], state[f"encoder.{layers + blocks}.bias"])
+
+
+def reference_decoder(model: DiscreteVAE, weights: Tensor) -> Tensor:
+    """Weights (b, K, s, s) over the codes -> normalised images."""
+    state = dict(model.named_parameters())
+    layers, blocks = model.config["num_layers"], model.config["num_resnet_blocks"]
+    x = torch.einsum("bkij,kd->bdij", weights, state["codebook.weight"])
+    first = 0
+    if blocks:
+        x = F.conv2d(x, state["decoder.0.weight"], state["decoder.0.bias"])
+        for r in range(1, blocks + 1):
+            x = resblock(state, f"decoder.{r}", x)
+        first = blocks + 1
+    for i in range(first, first + layers):
+        x = F.conv_transpose2d(x, state[f"decoder.{i}.0.weight"], state[f"decoder.{i}.0.bias"], stride=2, padding=1)
+        x = x.relu()
+    return F.conv2d(x, state[f"decoder.{first + layers}.weight"], state[f"decoder.{first + layers}.bias"])
+
+
+def softmax(x: np.ndarray, axis: int = 1) -> np.ndarray:
+    e = np.exp(x - x.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def one_hot(soft: Tensor) -> Tensor:
+    return F.one_hot(soft.argmax(1), soft.shape[1]).movedim(-1, 1).float()
+
+
+def encoder_gradient(model: DiscreteVAE) -> Tensor:
+    gradients = [parameter.grad for parameter in model.encoder.parameters()]
+    return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+
+
+# Size and names.
+
+
+def test_the_scripts_defaults_have_16672259_parameters() -> None:
+    with torch.device("meta"):
+        model = DiscreteVAE(image_size=128, num_tokens=8192, num_layers=3, num_resnet_blocks=2, hidden_dim=256)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 16_672_259
+
+
+def names(*modules: str) -> list[str]:
+    return [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
+
+
+def test_weight_names_without_residual_blocks_are_those_of_dalle_pytorch() -> None:
+    expected = ["codebook.weight"]
+    expected += names("encoder.0.0", "encoder.1.0", "encoder.2.0", "encoder.3")
+    expected += names("decoder.0.0", "decoder.1.0", "decoder.2.0", "decoder.3")
+    assert sorted(DiscreteVAE().state_dict()) == sorted(expected)
+
+
+def test_weight_names_with_two_residual_blocks_are_those_of_dalle_pytorch() -> None:
+    expected = ["codebook.weight"]
+    expected += names("encoder.0.0", "encoder.1.0", "encoder.2.0")
+    expected += names("encoder.3.net.0", "encoder.3.net.2", "encoder.3.net.4")
+    expected += names("encoder.4.net.0", "encoder.4.net.2", "encoder.4.net.4", "encoder.5")
+    expected += names("decoder.0", "decoder.1.net.0", "decoder.1.net.2", "decoder.1.net.4")
+    expected += names("decoder.2.net.0", "decoder.2.net.2", "decoder.2.net.4")
+    expected += names("decoder.3.0", "decoder.4.0", "decoder.5.0", "decoder.6")
+    assert sorted(DiscreteVAE(num_resnet_blocks=2).state_dict()) == sorted(expected)
+
+
+def test_weight_shapes_are_those_of_the_specification() -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in small_vae(num_resnet_blocks=1).state_dict().items()}
+    assert shapes["codebook.weight"] == (13, 6)
+    assert shapes["encoder.0.0.weight"] == (5, 3, 4, 4)
+    assert shapes["encoder.3.weight"] == (13, 5, 1, 1)
+    assert shapes["decoder.0.weight"] == (5, 6, 1, 1)
+    assert shapes["decoder.2.0.weight"] == (5, 5, 4, 4)
+    assert shapes["decoder.4.weight"] == (3, 5, 1, 1)
+
+
+def test_without_residual_blocks_the_first_transposed_convolution_reads_the_codebook() -> None:
+    assert small_vae().state_dict()["decoder.0.0.weight"].shape == (6, 5, 4, 4)
+
+
+# The forward pass.
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+@pytest.mark.parametrize("smooth_l1", [False, True])
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_forward_equals_the_formulas_written_out(blocks: int, smooth_l1: bool, temperature: float) -> None:
+    model = small_vae(num_resnet_blocks=blocks, smooth_l1_loss=smooth_l1, kl_div_loss_weight=0.3)
+    images, noise = some_images(), some_noise(model)
+    with torch.no_grad():
+        out = model(images, noise=noise, temperature=temperature)
+        logits = reference_logits(model, images * 2 - 1)
+        soft = softmax((logits.double().numpy() + noise.double().numpy()) / temperature)
+        decoded = reference_decoder(model, torch.from_numpy(soft).float()).double().numpy()
+    q = softmax(logits.double().numpy())
+    kl = (q * np.log(q * 13)).sum(axis=1).mean()
+    error = np.abs(decoded - (images.double().numpy() * 2 - 1))
+    recon = np.where(error < 1, error**2 / 2, error - 0.5).mean() if smooth_l1 else (error**2).mean()
+    assert out.recon_loss.item() == pytest.approx(recon, rel=1e-5)
+    assert out.kl.item() == pytest.approx(kl, rel=1e-5)
+    assert out.loss.item() == pytest.approx(recon + 0.3 * kl, rel=1e-5)
+    np.testing.assert_allclose(out.reconstruction.numpy(), (decoded + 1) / 2, atol=1e-5)
+
+
+def test_temperature_defaults_to_the_constructors() -> None:
+    model = small_vae(temperature=0.4)
+    noise = some_noise(model)
+    assert model(some_images(), noise=noise).loss == model(some_images(), noise=noise, temperature=0.4).loss
+    assert model(some_images(), noise=noise).loss != model(some_images(), noise=noise, temperature=0.9).loss
+
+
+def test_no_noise_is_deterministic_and_equals_noise_of_zero() -> None:
+    model, images = small_vae(), some_images()
+    first, second = model(images), model(images)
+    assert torch.equal(first.loss, second.loss) and torch.equal(first.reconstruction, second.reconstruction)
+    assert torch.equal(first.loss, model(images, noise=torch.zeros(3, *model.noise_shape)).loss)
+
+
+def test_alpha_is_left_as_it_is_and_colours_are_centred() -> None:
+    model = small_vae(channels=4)
+    images = some_images(channels=4)
+    target = torch.cat([images[:, :3] * 2 - 1, images[:, 3:]], dim=1)
+    with torch.no_grad():
+        soft = (reference_logits(model, target) / 0.9).softmax(1)
+        decoded = reference_decoder(model, soft)
+        out = model(images)
+    assert out.recon_loss.item() == pytest.approx(F.mse_loss(decoded, target).item(), rel=1e-5)
+    torch.testing.assert_close(out.reconstruction[:, :3], (decoded[:, :3] + 1) / 2)
+    torch.testing.assert_close(out.reconstruction[:, 3], decoded[:, 3])
+
+
+def test_grey_images_take_the_first_of_the_normalisations() -> None:
+    model = small_vae(channels=1, normalization=((0.2, 0.5, 0.5), (0.4, 0.5, 0.5)))
+    assert model.config["normalization"] == [[0.2], [0.4]]
+    assert model(some_images(channels=1)).reconstruction.shape == (3, 1, 16, 16)
+
+
+def test_without_normalisation_images_enter_as_they_are() -> None:
+    model, images = small_vae(normalization=None), some_images()
+    with torch.no_grad():
+        decoded = reference_decoder(model, (reference_logits(model, images) / 0.9).softmax(1))
+        torch.testing.assert_close(model(images).reconstruction, decoded)
+
+
+def test_shapes_follow_the_grid() -> None:
+    model, images = small_vae(), some_images()
+    out = model(images, noise=some_noise(model))
+    assert model.noise_shape == (13, 4, 4)
+    assert out.reconstruction.shape == images.shape
+    assert out.loss.shape == out.recon_loss.shape == out.kl.shape == ()
+    codes = model.get_codebook_indices(images)
+    assert codes.shape == (3, 16) and codes.dtype == torch.int64
+    assert model.decode(codes).shape == images.shape
+
+
+def test_a_gradient_reaches_every_weight() -> None:
+    model = small_vae(num_resnet_blocks=1, kl_div_loss_weight=0.1)
+    model(some_images(), noise=some_noise(model)).loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+# Codes.
+
+
+def test_codes_are_the_most_likely_ones_row_by_row() -> None:
+    model, images = small_vae(), some_images()
+    with torch.no_grad():
+        logits = reference_logits(model, images * 2 - 1)
+    codes = model.get_codebook_indices(images)
+    assert codes.unique().numel() > 2
+    for row in range(4):
+        for column in range(4):
+            assert torch.equal(codes[:, 4 * row + column], logits[:, :, row, column].argmax(1))
+
+
+def test_decode_equals_the_decoder_of_one_hot_weights() -> None:
+    model = small_vae(num_resnet_blocks=1)
+    codes = torch.randint(13, (2, 16), generator=torch.Generator().manual_seed(3))
+    weights = F.one_hot(codes.view(2, 4, 4), 13).movedim(-1, 1).float()
+    with torch.no_grad():
+        torch.testing.assert_close(model.decode(codes), (reference_decoder(model, weights) + 1) / 2)
+
+
+def test_codes_that_fill_no_square_are_refused() -> None:
+    with pytest.raises(ValueError, match="15 codes per image fill no square grid"):
+        small_vae().decode(torch.zeros(2, 15, dtype=torch.int64))
+
+
+# Hard codes: values and gradients.
+
+
+@pytest.mark.parametrize("reinmax", [False, True])
+def test_straight_through_decodes_exactly_the_hard_codes(reinmax: bool) -> None:
+    model, images = small_vae(straight_through=True, reinmax=reinmax), some_images()
+    with torch.no_grad():
+        assert torch.equal(model(images).reconstruction, model.decode(model.get_codebook_indices(images)))
+
+
+def test_straight_through_takes_the_gradient_of_the_soft_codes() -> None:
+    model, images, temperature = small_vae(straight_through=True), some_images(), 0.7
+    noise = some_noise(model)
+    model(images, noise=noise, temperature=temperature).loss.backward()
+    got = encoder_gradient(model)
+
+    model.zero_grad()
+    logits = reference_logits(model, images * 2 - 1)
+    soft = ((logits + noise) / temperature).softmax(1)
+    hard = one_hot(soft).requires_grad_()
+    (wanted,) = torch.autograd.grad(F.mse_loss(reference_decoder(model, hard), images * 2 - 1), hard)
+    soft.backward(wanted)
+    torch.testing.assert_close(got, encoder_gradient(model), rtol=1e-4, atol=1e-7)
+
+
+def test_reinmax_gradient_equals_the_formula_of_the_paper() -> None:
+    """Liu et al. 2023, equation 7: with J(p) g = p (g - <p, g>), the gradient is 2 J(pi1) g - J(pi0) g / 2."""
+    model, images, temperature = small_vae(straight_through=True, reinmax=True), some_images(), 0.7
+    noise = some_noise(model)
+    model(images, noise=noise, temperature=temperature).loss.backward()
+    got = encoder_gradient(model)
+
+    model.zero_grad()
+    logits = reference_logits(model, images * 2 - 1)
+    hard = one_hot((logits + noise).detach()).requires_grad_()
+    (wanted,) = torch.autograd.grad(F.mse_loss(reference_decoder(model, hard), images * 2 - 1), hard)
+    pi0 = softmax(logits.detach().double().numpy())
+    pi1 = (hard.detach().double().numpy() + softmax(logits.detach().double().numpy() / temperature)) / 2
+    g = wanted.double().numpy()
+    jacobian = [p * (g - (p * g).sum(axis=1, keepdims=True)) for p in (pi0, pi1)]
+    logits.backward(torch.from_numpy(2 * jacobian[1] - jacobian[0] / 2).float())
+    torch.testing.assert_close(got, encoder_gradient(model), rtol=1e-4, atol=1e-7)
+
+
+# KL.
+
+
+def vae_with_logits(bias: list[float], **overrides: Any) -> DiscreteVAE:
+    """Gives these logits at every place of every image."""
+    model = small_vae(num_tokens=len(bias), **overrides)
+    weights = model.state_dict()
+    weights["encoder.2.weight"].zero_()
+    weights["encoder.2.bias"].copy_(torch.tensor(bias))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("bias", "kl"),
+    [
+        ([0.0] * 8, 0.0),
+        ([100.0] + [0.0] * 7, math.log(8)),
+        ([100.0, 100.0] + [0.0] * 6, math.log(4)),
+        ([math.log(3), 0.0], 0.75 * math.log(1.5) + 0.25 * math.log(0.5)),
+    ],
+    ids=["uniform", "one code", "two codes", "three to one"],
+)
+def test_kl_has_its_closed_form(bias: list[float], kl: float) -> None:
+    assert vae_with_logits(bias)(some_images()).kl.item() == pytest.approx(kl, abs=1e-6)
+
+
+def test_kl_depends_neither_on_batch_size_nor_on_temperature() -> None:
+    model, images = small_vae(), some_images(batch=1)
+    expected = model(images).kl.item()
+    assert model(images.expand(5, -1, -1, -1), temperature=0.1).kl.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_kl_has_a_gradient_where_it_is_weighed() -> None:
+    model = vae_with_logits([1.0, 0.0, 0.0], kl_div_loss_weight=2.0)
+    out = model(some_images())
+    (gradient,) = torch.autograd.grad(out.kl, model.get_parameter("encoder.2.bias"), retain_graph=True)
+    q = torch.tensor([1.0, 0.0, 0.0]).softmax(0)
+    torch.testing.assert_close(gradient, q * ((q * 3).log() - (q * (q * 3).log()).sum()))
+    torch.testing.assert_close(out.loss, out.recon_loss + 2.0 * out.kl)
+
+
+def test_kl_that_is_only_looked_at_keeps_no_graph() -> None:
+    out = small_vae()(some_images())
+    assert not out.kl.requires_grad and torch.equal(out.loss, out.recon_loss)
+
+
+# Precision and layout.
+
+
+def test_under_autocast_softmax_and_losses_stay_in_fp32() -> None:
+    model, images = vae_with_logits([0.0] * 1000), some_images()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(images)
+    assert {tensor.dtype for tensor in out} == {torch.float32}
+    assert abs(out.kl.item()) < 1e-5  # in bf16, ln 1000 alone is off by 1.5e-3
+    assert out.loss.item() == pytest.approx(model(images).loss.item(), rel=0.02)
+
+
+def test_a_model_cast_to_bf16_takes_the_same_images() -> None:
+    out = small_vae(num_resnet_blocks=1).bfloat16()(some_images())
+    assert out.loss.dtype == torch.float32 and out.loss.isfinite()
+
+
+def test_memory_format_changes_no_value() -> None:
+    model, images = small_vae(num_resnet_blocks=1), some_images()
+    noise = some_noise(model)
+    expected = model(images, noise=noise)
+    last = torch.channels_last
+    model.to(memory_format=last)
+    found = model(images.to(memory_format=last), noise=noise.to(memory_format=last))
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.reconstruction, expected.reconstruction)
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("image_size", "num_layers", "advice"),
+    [(100, 3, "use 64 or 128"), (4, 3, "use 8"), (7, 3, "use 8"), (0, 3, "use 8"), (300, 8, "use 256 or 512")],
+)
+def test_an_image_size_that_does_not_fit_is_an_error_with_the_nearest_that_do(
+    image_size: int, num_layers: int, advice: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^image_size {image_size} must .* {advice}$"):
+        DiscreteVAE(image_size=image_size, num_layers=num_layers)
+
+
+def test_the_smallest_image_has_one_code() -> None:
+    model = DiscreteVAE(image_size=8, num_layers=3, hidden_dim=4)
+    assert model.noise_shape == (512, 1, 1)
+    assert model.get_codebook_indices(some_images(size=8)).shape == (3, 1)
+
+
+def test_reinmax_needs_straight_through() -> None:
+    with pytest.raises(ValueError, match="straight_through"):
+        DiscreteVAE(reinmax=True)
+
+
+@pytest.mark.parametrize("wrong", [{"num_layers": 0}, {"num_resnet_blocks": -1}])
+def test_depths_that_make_no_model_are_an_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least 1 layer and 0 blocks"):
+        DiscreteVAE(**wrong)
