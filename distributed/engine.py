@@ -38,10 +38,10 @@ class ReplicatedEngine(Engine):
         self.module, self._backend, self._optimizer = model, backend, optimizer
         self._precision, self._plan = options.precision, options.plan
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
-        trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._names: dict[Tensor, str] = {**trainable}
+        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in trainable}
         self._scaler = LossScaler(options.precision == "fp16", backend.device)
-        self._reducer = GradientReducer(list(trainable), backend.comm, name)
+        self._reducer = GradientReducer([parameter for _, parameter in trainable], backend.comm, name)
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
         self._is_frozen = False
         self._is_last_micro_batch = False

@@ -51,12 +51,11 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
         ValueError: a weight is missing, unexpected or of another shape.
     """
     check_names("weight", weights, shapes(module))
-    tensor: Any
     for name, tensor in _state_tensors(module).items():
         value = weights[name]
         if stage == 3 and isinstance(tensor, nn.Parameter):
             local = _local_slice(tensor, value)
-            tensor.ds_tensor.data.copy_(local)
+            tensor.ds_tensor.data.copy_(local)  # type: ignore[attr-defined]
             if tensor.requires_grad:
                 safe_set_local_fp32_param(tensor, local)
         else:

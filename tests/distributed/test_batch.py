@@ -8,7 +8,9 @@ import pytest
 
 from distributed import UserMistake, plan_batches
 
-SIZES = [(batch, accumulation, world) for batch in range(1, 49) for accumulation in range(1, 6) for world in range(1, 8)]
+SIZES = [
+    (batch, accumulation, world) for batch in range(1, 49) for accumulation in range(1, 6) for world in range(1, 8)
+]
 
 
 def test_a_plan_is_exact_or_refused() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,14 +96,16 @@ def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Laun
 
 def test_a_backend_that_is_not_installed_says_how_to_install_it(tmp_path: Path) -> None:
     flags = [*TINY, "--output_dir", str(tmp_path / "run"), "--distributed_backend", "horovod"]
-    # -S -I would hide the repository too; an import hook hides Horovod alone.
-    hide = "import sys, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'horovod' else f(n, *a); "
-    code = (
-        hide + f"sys.path.insert(0, '.'); sys.argv = ['train_vae.py', *{flags!r}]; import train_vae; train_vae.main()"
+    # An import hook hides Horovod alone.
+    code = "\n".join(
+        [
+            "import sys, importlib.util as util",
+            "find = util.find_spec",
+            "util.find_spec = lambda name, *rest: None if name == 'horovod' else find(name, *rest)",
+            f"sys.path.insert(0, '.'); sys.argv = ['train_vae.py', *{flags!r}]",
+            "import train_vae; train_vae.main()",
+        ]
     )
-    import subprocess
-    import sys
-
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 2
     assert finished.stderr.count("\n") == 1 and "install_horovod.sh" in finished.stderr, finished.stderr
