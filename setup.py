@@ -15,6 +15,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",
         "pytest-timeout",
+        "setuptools>=77",
         "psutil",
         "scipy",
         "scikit-image",

@@ -115,24 +115,21 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 
 def evaluate(
     model: DiscreteVAE, stream: ValidationStream, temperature: float, backend: distributed.Backend
-) -> dict[str, float]:
-    """Noise-free loss, and the quality of hard reconstructions, over the validation split and all processes."""
+) -> tuple[dict[str, float], Tensor]:
+    """Noise-free loss and quality of hard reconstructions over the validation split and all processes; code counts."""
     import torch
 
     import data
-    from training.metrics import Averages, CodeUsage, code_statistics, psnr, ssim
+    from training.metrics import ReconstructionQuality
 
-    averages = Averages("loss", "psnr", "ssim", device=backend.device)
-    usage = CodeUsage(model.num_tokens, device=backend.device)
+    quality = ReconstructionQuality(model.num_tokens, backend.device)
     with torch.no_grad():
         for batch in stream:
+            backend.mark("validating")
             images = data.to_unit_range(batch["images"].to(backend.device, non_blocking=True))
             codes = model.get_codebook_indices(images)
-            hard = model.decode(codes)
-            loss = model(images, temperature=temperature).loss.expand(len(images))
-            averages.add(loss=loss, psnr=psnr(images, hard), ssim=ssim(images, hard))
-            usage.add(codes)
-    return {**averages.result(backend.sum), **code_statistics(usage.counts(backend.sum))}
+            quality.add(images, model.decode(codes), codes, loss=model(images, temperature=temperature).loss)
+    return quality.result(backend.sum)
 
 
 def reconstructions(model: DiscreteVAE, images: Tensor, temperature: float) -> dict[str, Tensor]:
@@ -149,7 +146,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     import data
     from training.ema import make_ema
-    from training.images import save_grid
+    from training.images import code_histogram, save_grid
     from training.noise import Noise
     from training.run import Run
 
@@ -206,6 +203,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             out = engine(images, noise=gumbel, temperature=temperature)
             engine.backward(out.loss)
             means += torch.stack([out.loss, out.recon_loss, out.kl]).detach() / args.grad_accum_steps
+        rate = engine.lr  # the one really used, where a configuration overrules the schedule
         update = engine.step()
         ema.update(engine.gathered)
         run.advance()
@@ -222,7 +220,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 "loss": loss,
                 "recon_loss": recon_loss,
                 "kl": kl,
-                "lr": engine.lr,
+                "lr": rate,
                 "temperature": temperature,
                 "grad_norm": float(update.grad_norm),
                 "skipped_updates": engine.skipped_updates,
@@ -233,8 +231,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 with engine.gathered() as online:
                     candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
                     for name, candidate in candidates.items():
-                        values = evaluate(candidate, validation, temperature, backend)
+                        values, counts = evaluate(candidate, validation, temperature, backend)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
+                        run.log_image(f"{name}/codes", code_histogram(counts))
             if metrics:
                 run.log(metrics)
             if run.due(args.sample_every_n_steps):
@@ -247,7 +246,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         if backend.stop_requested():
             run.save_and_exit()
         if not run.progress.finished:
-            batch = next(batches)
+            with backend.waiting_for("data"):
+                batch = next(batches)
 
     with engine.gathered() as online:
         if backend.is_root:

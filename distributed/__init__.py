@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 
 from .backends import all_backends
-from .base import Backend, Engine, Options, Update
+from .base import Backend, Engine
 from .batch import BatchPlan, plan_batches
 from .errors import TrainingStopped, UserMistake
 from .launchers import Launch, detect
+from .options import Options, Update
 
 __all__ = [
     "Backend",

@@ -18,42 +18,19 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import UserMistake
+from .errors import TrainingStopped, UserMistake
+from .options import Options, Update
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
     import torch
     from torch import Tensor, nn
 
-    from .batch import BatchPlan
     from .collectives import Communicator
     from .launchers import Launch
     from .stop import StopRequest
     from .watchdog import Watchdog
-
-
-@dataclass(frozen=True)
-class Options:
-    """How engines update, resolved from arguments and configuration before anything starts."""
-
-    plan: BatchPlan
-    precision: str = "fp32"  # fp32, bf16 or fp16
-    max_grad_norm: float = 0.0  # 0: no clipping
-    max_skipped_updates: int = 25
-    compile: bool = False
-    timeout_minutes: float = 30.0
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one ``Engine.step`` did. Tensors stay on the device until somebody reads them."""
-
-    grad_norm: Tensor
-    """L2 norm of the mean gradient before clipping, 0-d; the same on every process."""
-    skipped: Tensor
-    """0-d bool: a non-finite value was met and nothing was changed."""
 
 
 class Engine(ABC):
@@ -318,6 +295,20 @@ class Backend(ABC):
         """Whether SIGTERM, SIGINT or SIGUSR1 reached any process; called once per update, and true on all processes
         after the same one."""
         return self._stop.agreed()
+
+    def mark(self, phase: str) -> None:
+        """This process begins ``phase``: a sign of life for the watchdog, which engines and collectives give too."""
+        self.watchdog.mark(phase)
+
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """A ValueError inside, on this process alone, ends the job: it says why, the others say whom they lost."""
+        self.mark(f"waiting for {what}")
+        try:
+            yield
+        except ValueError as error:
+            raise TrainingStopped(f"rank {self.rank}: {_first_line(error)}", alone=True) from error
+        self.mark("computing")
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

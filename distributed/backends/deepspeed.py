@@ -92,4 +92,9 @@ class DeepSpeedBackend(Backend):
         return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.resolved}
 
     def summary(self) -> str:
-        return f"{super().summary()}; ZeRO stage {self.zero_stage}"
+        said = [super().summary(), f"ZeRO stage {self.zero_stage}"]
+        if "optimizer" in self.config:
+            said.append(f"optimizer {self.config['optimizer'].get('type')} of the JSON instead of the script's")
+        if "scheduler" in self.config:
+            said.append("learning rate by the scheduler of the JSON instead of the script's schedule")
+        return "; ".join(said)

@@ -136,6 +136,10 @@ def test_half_set_variables_are_an_error_that_names_the_missing_one(environ: dic
     assert "\n" not in str(raised.value)
 
 
+def test_a_world_size_exported_for_srun_is_not_half_of_torchruns_variables() -> None:
+    assert detect({**SRUN, "WORLD_SIZE": "8"}).launcher == "srun"
+
+
 @pytest.mark.parametrize(
     ("environ", "name"),
     [

@@ -1,0 +1,83 @@
+"""Run the benchmarks, print a table, write a JSON file. A goal that is missed is shown, and is no failure."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import benchmarks
+
+from . import machine, report
+from .loading import loading
+from .report import Row
+from .starting import starting
+from .training import memory, scaling, training
+
+BENCHMARKS = ("training", "loading", "scaling", "memory", "help")
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        raise argparse.ArgumentTypeError(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    return names
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=benchmarks.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", type=_names, default=BENCHMARKS, metavar="NAMES",
+                        help=f"comma list of {', '.join(BENCHMARKS)} (default: all)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each comparison (default: 5)")
+    parser.add_argument("--image_folder", metavar="DIR",
+                        help="images for the loader (default: JPEGs of 500 x 375 pixels, generated)")  # fmt: skip
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "latest.json", metavar="FILE",
+                        help="where to write the results (default: benchmarks/results/latest.json)")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
+    run: dict[str, Callable[[], Iterator[Row]]] = {
+        "training": lambda: training(args.rounds),
+        "loading": lambda: loading(args.rounds, args.image_folder),
+        "scaling": lambda: scaling(args.rounds),
+        "memory": memory,
+        "help": lambda: starting(args.rounds),
+    }
+    facts = machine.facts()
+    began = time.monotonic()
+    rows: list[Row] = []
+    try:
+        for name in args.only:
+            for row in _measured(name, run[name]):
+                rows.append(row)
+                print(f"{time.monotonic() - began:4.0f} s  {' '.join(row.cells())} {row.note}", file=sys.stderr)
+    finally:
+        facts |= {"load_average_after": list(os.getloadavg()), "seconds": round(time.monotonic() - began, 1)}
+        report.write_json(args.json, facts, rows)
+    load = ", ".join(f"{value:.1f}" for value in facts["load_average_after"])
+    print(f"{facts['cpu']}, {facts['cores']} cores, {len(facts['gpus'])} GPUs; torch {facts['packages']['torch']}; "
+          f"load average {load}; {facts['seconds']:.0f} s\n\n{report.table(rows)}\n\nwritten to {args.json}")  # fmt: skip
+
+
+def _measured(name: str, benchmark: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """The rows of a benchmark; what breaks it becomes a row of its own, and the others go on."""
+    print(f"{name} ...", file=sys.stderr)
+    try:
+        yield from benchmark()
+    except (ValueError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        yield Row(name, "", note=f"failed: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()

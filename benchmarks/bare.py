@@ -1,0 +1,79 @@
+"""The reference: what one would write for this model in plain PyTorch, without this repository's layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models import DiscreteVAE
+from training.noise import Noise
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to write the loop.
+
+    Args:
+        description: For the table.
+        fused: Adam in one kernel, as train_vae.py has it; otherwise whatever PyTorch takes by itself.
+        same_noise: train_vae.py's own noise, instead of PyTorch's generator.
+        channels_last: Memory format of model and images.
+    """
+
+    description: str
+    fused: bool = True
+    same_noise: bool = False
+    channels_last: bool = False
+
+
+VARIANTS = {
+    "fused_adam": Variant("bare loop, fused Adam"),
+    "same_noise": Variant("bare loop, fused Adam, the script's noise", same_noise=True),
+    "default_adam": Variant("bare loop, default Adam", fused=False),
+    "channels_last": Variant("bare loop, fused Adam, channels last", channels_last=True),
+}
+
+
+def bare_loop(
+    model: DiscreteVAE,
+    images: Sequence[Tensor],
+    variant: Variant,
+    *,
+    learning_rate: float = 1e-3,
+    precision: str = "fp32",
+    compile_model: bool = False,
+) -> Iterator[None]:
+    """One update per ``next``, for ever; ``images`` are uint8 batches (b, c, h, w), used in turn."""
+    device = next(model.parameters()).device
+    memory_format = torch.channels_last if variant.channels_last else torch.contiguous_format
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    if compile_model:
+        model.compile()
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, fused=True if variant.fused else None)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    gumbel = _script_noise(model, device) if variant.same_noise else _torch_noise(model, device)
+    for step, batch in enumerate(itertools.cycle(images)):
+        x = batch.to(device, non_blocking=True).float().div_(255).contiguous(memory_format=memory_format)
+        with torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES):
+            loss = model(x, noise=gumbel(step, len(x)), temperature=1.0).loss
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        yield
+
+
+def _torch_noise(model: DiscreteVAE, device: torch.device) -> Callable[[int, int], Tensor]:
+    """As torch.nn.functional.gumbel_softmax draws it."""
+    return lambda step, n: -torch.empty(n, *model.noise_shape, device=device).exponential_().log()
+
+
+def _script_noise(model: DiscreteVAE, device: torch.device) -> Callable[[int, int], Tensor]:
+    noise = Noise(0, "gumbel")
+    return lambda step, n: noise.gumbel(step, range(n), model.noise_shape, device)

@@ -1,0 +1,148 @@
+"""Start worker.py through the real launchers and read what it measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import distributed
+
+from .machine import cores
+
+ROOT = Path(__file__).resolve().parents[1]
+_TIMEOUT_SECONDS = 600
+_WORKER = "benchmarks.worker"
+# Nothing beside the updates themselves, and none of it every few updates; logging stays as it is by default.
+_SCRIPT_FLAGS = ("--image_folder", "demo:shapes:64", "--valid_fraction", "0", "--num_workers", "0",
+                 "--validate_every_n_steps", "0", "--sample_every_n_steps", "0", "--save_every_n_steps", "0")  # fmt: skip
+
+
+class JobFailed(RuntimeError):
+    """One line: why there is nothing to report."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to start the script.
+
+    Args:
+        name: For the table.
+        backend: Name in ``distributed.available()``.
+        tool: Program beside this Python, or None to start Python itself.
+        flags: Of the script, which belong to this way of starting it.
+    """
+
+    name: str
+    backend: str
+    tool: str | None
+    flags: tuple[str, ...] = ()
+
+    def command(self, processes: int) -> list[str]:
+        """Command line up to the flags of the worker.
+
+        Raises:
+            JobFailed: it is not installed.
+        """
+        if not distributed.available()[self.backend]:
+            raise JobFailed(f"{self.backend} is not installed")
+        if self.tool is None:
+            return [sys.executable, "-m", _WORKER]
+        path = Path(sys.executable).parent / self.tool
+        if not path.exists():
+            raise JobFailed(f"{self.tool} is not installed beside {sys.executable}")
+        n, port = str(processes), str(_free_port())
+        return {
+            "torchrun": [str(path), "--nproc_per_node", n, "--master_port", port, "-m", _WORKER],
+            "deepspeed": [str(path), "--num_gpus", n, "--master_port", port, "--module", _WORKER],
+            "horovodrun": [str(path), "-np", n, sys.executable, "-m", _WORKER],
+        }[self.tool]
+
+
+PYTHON = Launcher("python", "single", None)
+LAUNCHERS = (
+    Launcher("torchrun", "ddp", "torchrun"),
+    *(Launcher(f"deepspeed, ZeRO {n}", "deepspeed", "deepspeed", ("--zero_stage", str(n))) for n in range(4)),
+    Launcher("horovodrun", "horovod", "horovodrun"),
+)
+
+
+def measure(
+    launcher: Launcher,
+    sides: Sequence[str],
+    script_flags: Sequence[str],
+    *,
+    processes: int = 1,
+    threads: int | None = None,
+    rounds: int,
+    turns: int,
+    updates: int,
+) -> dict[str, Any]:
+    """The result of ``worker.Contest``.
+
+    Args:
+        launcher: How to start the processes.
+        sides: "script" and names in ``bare.VARIANTS``.
+        script_flags: Flags of train_vae.py.
+        processes: How many.
+        threads: Per process; default: the cores divided by the processes.
+        rounds: Each gives one number per side.
+        turns: Of each side in a round.
+        updates: Of a side in its turn.
+
+    Raises:
+        JobFailed: not installed, did not work, or took longer than ten minutes.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
+        result = Path(folder) / "result.json"
+        counts = {"--rounds": rounds, "--turns": turns, "--updates": updates}
+        command = [
+            *launcher.command(processes),
+            *("--result", str(result), "--sides", ",".join(sides)),
+            *(word for flag, count in counts.items() for word in (flag, str(count))),
+            *(*_SCRIPT_FLAGS, *script_flags, *launcher.flags, "--output_dir", str(Path(folder) / "run")),
+        ]
+        threads = threads or max(1, cores() // processes)
+        _run(command, {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"})
+        if not result.exists():
+            raise JobFailed(f"{launcher.name} ended without a result")
+        return json.loads(result.read_text())
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> None:
+    """Run a job in a session of its own, none of which outlives this call."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise JobFailed(f"took longer than {_TIMEOUT_SECONDS} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        print(output[-3000:], file=sys.stderr)
+        raise JobFailed(f"exit code {process.returncode}, see the output above")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,124 @@
+"""The loader's images per second over those of a plain Pillow loop in the same number of processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+import data
+
+from . import machine
+from .report import Goal, Row
+
+_GOAL = Goal("ratio", ">=", 1.5)
+_IMAGE_SIZE = 128
+_BATCH_SIZE = 8  # the script's default
+_TURN_SECONDS = 3.0
+_N_GENERATED = 96
+_WIDTH, _HEIGHT, _QUALITY = 500, 375, 95  # what ImageNet's photographs typically are
+
+
+def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
+    """Images per second at 128 pixels: ``data.TrainingStream`` with one worker per core, against as many processes
+    that each decode their share of the files and keep nothing.
+
+    The stream hands batches to the main process, which is work that the reference is spared. Each turn starts its
+    processes afresh and measures them once they are under way (the stream: once what it had prefetched is used up).
+
+    Raises:
+        ValueError: one line, where the folder cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
+        if image_folder is None:
+            write_photos(Path(folder))
+        images = data.open_images(image_folder or folder, image_size=_IMAGE_SIZE)
+        paths = [images.describe(index) for index in range(len(images))]
+        n_bytes = [len(Path(path).read_bytes()) for path in paths]  # and now they are in memory
+        workers = machine.cores()
+        ours, reference = [], []
+        for _ in range(rounds):
+            ours.append(stream_rate(images, workers))
+            reference.append(pillow_rate(paths, workers))
+        source = image_folder or "generated"
+        note = f"{len(paths)} {source} images of {sum(n_bytes) / len(n_bytes) / 1000:.0f} kB, {workers} processes"
+        yield Row(f"loader, {_IMAGE_SIZE} px", "images/s", ours, reference, _GOAL, note)
+
+
+def write_photos(folder: Path, n: int = _N_GENERATED) -> None:
+    """JPEGs of 500 x 375 pixels and about 100 kB, as photographs have them: shapes under grain of two sizes."""
+    shapes = data.open_images(f"demo:shapes:{n}", image_size=512)
+    rng = np.random.default_rng(0)
+    for index in range(n):
+        picture = shapes.load(index)[:, :_HEIGHT, :_WIDTH].permute(1, 2, 0).numpy().astype(np.float32)
+        coarse = rng.normal(0, 18, (_HEIGHT // 3, _WIDTH // 3 + 1, 1)).repeat(3, axis=0).repeat(3, axis=1)
+        fine = rng.normal(0, 6, (_HEIGHT, _WIDTH, 1))
+        noisy = (picture + coarse[:_HEIGHT, :_WIDTH] + fine).clip(0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(folder / f"{index:03d}.jpg", quality=_QUALITY)
+
+
+def stream_rate(images: data.Images, workers: int) -> float:
+    """Images per second that come out of the training stream."""
+    subset, _ = data.split(len(images), 0.0, 0, at_least=1)
+    stream = data.TrainingStream(
+        images, subset, batch_size=_BATCH_SIZE, rank=0, world_size=1, seed=0, num_workers=workers
+    )
+    batches = iter(stream)
+    for _ in range(3 * workers):  # PyTorch's DataLoader prefetches two batches per worker
+        next(batches)
+    began = now = time.perf_counter()
+    n = 0
+    while now - began < _TURN_SECONDS:
+        n += len(next(batches)["images"])
+        now = time.perf_counter()
+    return n / (now - began)
+
+
+def pillow_rate(paths: Sequence[str], workers: int) -> float:
+    """Images per second of as many processes that run a plain loop, each over its share of the files."""
+    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
+    together, rates = context.Barrier(workers), context.SimpleQueue()
+    processes = [
+        context.Process(target=_pillow_process, args=(paths[rank::workers] or paths, together, rates))
+        for rank in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise ValueError("the plain Pillow loop could not read the images")
+    return sum(rates.get() for _ in processes)
+
+
+def _pillow_process(paths: Sequence[str], together: Any, rates: Any) -> None:
+    torch.set_num_threads(1)
+    plain_decode(paths[0])
+    together.wait()
+    began = now = time.perf_counter()
+    n = 0
+    while now - began < _TURN_SECONDS:
+        plain_decode(paths[n % len(paths)])
+        n += 1
+        now = time.perf_counter()
+    rates.put(n / (now - began))
+
+
+def plain_decode(path: str, size: int = _IMAGE_SIZE) -> Tensor:
+    """What torchvision's ``Resize(size)``, ``CenterCrop(size)`` and ``PILToTensor()`` do by default, in as many
+    lines: bilinear with antialiasing, shorter side first; uint8 (3, size, size)."""
+    image = Image.open(path).convert("RGB")
+    width, height = image.size
+    scale = size / min(width, height)
+    image = image.resize((int(width * scale), int(height * scale)), Image.Resampling.BILINEAR)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    image = image.crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

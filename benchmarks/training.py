@@ -1,0 +1,136 @@
+"""The training benchmarks: speed against the bare loop, several processes, memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import machine
+from .jobs import LAUNCHERS, PYTHON, JobFailed, Launcher, measure
+from .report import Goal, Row
+
+_SPEED_GOAL = Goal("ratio", ">=", 0.97)
+_MIB = 2**20
+
+# Small enough for two cores (a third of a second per update), with the default number of codes: the smaller the model,
+# the more any overhead shows, and noise and softmax over 8192 codes are a good part of it.
+_SMALL_MODEL = ("--image_size", "64", "--num_tokens", "8192", "--emb_dim", "128", "--num_layers", "3",
+                "--num_resnet_blocks", "1", "--hidden_dim", "64")  # fmt: skip
+# 16.7 million parameters, the script's default, on images that leave most of the memory to weights and moments.
+_HEAVY_MODEL = ("--image_size", "32")
+# The script's default model at its default image size, in a batch that keeps a GPU busy.
+_GPU_MODEL = ("--batch_size", "64")
+_SAMPLES_PER_PROCESS = 4
+
+
+def training(rounds: int) -> Iterator[Row]:
+    """Samples per second of train_vae.py over those of bare loops, in one process."""
+    if not machine.gpus():
+        flags = (*_SMALL_MODEL, "--batch_size", "8")
+        sides = {"fused_adam": _SPEED_GOAL, "same_noise": _SPEED_GOAL, "default_adam": None}
+        # A round is as long as the script's default logging interval, so that each logs once.
+        yield from _against_bare_loops("train_vae.py", flags, sides, rounds=rounds, turns=10, updates=1)
+        return
+    goals = {"fused_adam": _SPEED_GOAL, "default_adam": None, "channels_last": None}
+    for precision in ("fp32", "bf16", "fp16"):
+        for compiled in ((), ("--compile",)):
+            flags = (*_GPU_MODEL, "--precision", precision, *compiled)
+            name = " ".join(["train_vae.py", precision, *compiled])
+            # Turns of several updates: the host runs ahead of the GPU, as it does in a run.
+            yield from _against_bare_loops(name, flags, goals, rounds=rounds, turns=3, updates=10)
+
+
+def scaling(rounds: int) -> Iterator[Row]:
+    """One and two processes of each backend over as many bare loops that run side by side without talking.
+
+    Each process has the same share of the batch and the same number of threads in both cases.
+    """
+    gpus = machine.gpus()
+    if gpus == 1:
+        yield Row("2 processes", "samples/s", note="needs two GPUs; CUDA_VISIBLE_DEVICES= measures the CPU")
+        return
+    model = _GPU_MODEL[:0] if gpus else _SMALL_MODEL
+    for launcher in LAUNCHERS:
+        medians: dict[int, dict[str, float]] = {}
+        for processes in (1, 2):
+            name = f"{launcher.name} x {processes}"
+            flags = (*model, "--batch_size", str(_SAMPLES_PER_PROCESS * processes))
+            try:
+                speeds = _speeds(launcher, flags, ["fused_adam"], processes, rounds, on_gpu=bool(gpus))
+            except JobFailed as error:
+                yield Row(name, "samples/s", note=str(error))
+                continue
+            medians[processes] = {side: statistics.median(values) for side, values in speeds.items()}
+            yield Row(name, "samples/s", speeds["script"], speeds["fused_adam"], note=_speed_up(medians))
+
+
+def memory() -> Iterator[Row]:
+    """Peak memory of the largest of two processes, per backend and ZeRO stage, over that of one bare loop."""
+    gpus = machine.gpus()
+    processes = min(2, gpus) if gpus else 2
+    try:
+        reference = _memory(PYTHON, "fused_adam", processes=1)
+    except JobFailed as error:
+        yield Row("bare loop", "MiB", note=str(error))
+        return
+    for launcher, n in [(PYTHON, 1), *((launcher, processes) for launcher in LAUNCHERS)]:
+        try:
+            result = _memory(launcher, "script", n)
+        except JobFailed as error:
+            yield Row(f"memory, {launcher.name} x {n}", "MiB", note=str(error))
+            continue
+        before, peak = result["memory_before_bytes"], result["peak_memory_bytes"]
+        of_training, bare = peak - before, reference["peak_memory_bytes"] - reference["memory_before_bytes"]
+        yield Row(
+            f"memory, {launcher.name} x {n}",
+            "MiB",
+            [peak / _MIB],
+            [reference["peak_memory_bytes"] / _MIB],
+            note=f"{of_training / _MIB:.0f} MiB of it for training (bare {bare / _MIB:.0f})",
+        )
+
+
+def _against_bare_loops(
+    name: str, flags: Sequence[str], goals: dict[str, Goal | None], *, rounds: int, turns: int, updates: int
+) -> Iterator[Row]:
+    from .bare import VARIANTS
+
+    try:
+        result = measure(PYTHON, ["script", *goals], flags, rounds=rounds, turns=turns, updates=updates)
+    except JobFailed as error:
+        yield Row(name, "samples/s", note=str(error))
+        return
+    speeds = result["samples_per_second"]
+    for side, goal in goals.items():
+        yield Row(name, "samples/s", speeds["script"], speeds[side], goal, note=f"over {VARIANTS[side].description}")
+
+
+def _speeds(
+    launcher: Launcher, flags: Sequence[str], bare: Sequence[str], processes: int, rounds: int, *, on_gpu: bool
+) -> dict[str, list[float]]:
+    turns, updates = (3, 10) if on_gpu else (10, 1)
+    result = measure(
+        launcher,
+        ["script", *bare],
+        flags,
+        processes=processes,
+        threads=max(1, machine.cores() // 2),
+        rounds=rounds,
+        turns=turns,
+        updates=updates,
+    )
+    speeds: dict[str, list[float]] = result["samples_per_second"]
+    return speeds
+
+
+def _speed_up(medians: dict[int, dict[str, float]]) -> str:
+    if not {1, 2} <= medians.keys():
+        return ""
+    script, bare = (medians[2][side] / medians[1][side] for side in medians[1])
+    return f"1 -> 2 processes: {script:.2f} x (bare {bare:.2f} x)"
+
+
+def _memory(launcher: Launcher, side: str, processes: int) -> dict[str, Any]:
+    flags = (*_HEAVY_MODEL, "--batch_size", str(_SAMPLES_PER_PROCESS * processes))
+    return measure(launcher, [side], flags, processes=processes, rounds=1, turns=2, updates=1)

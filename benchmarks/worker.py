@@ -1,0 +1,186 @@
+"""One training process of a benchmark: the real train_vae.py and bare loops, taking turns. Started by jobs.py.
+
+The script asks its loader for a batch once per update. Here the loader is a generator over batches that are decoded
+already, so that the time from handing out a batch to being asked for the next one is the time of one update of the
+real script: noise, engine, optimizer, clock, logging and the look at the stop signal. Between two such requests the
+bare loops have their turn, in the same process and on the same threads, a fraction of a second apart. Two runs of
+two programs would meet the machine in two states; that difference is often larger than what is to be measured.
+
+What the turns share: the process (a backend's background threads run on during the bare loops' turns, at under 1% of
+a core) and the caches (each side finds those the other left; on the CPU a turn is one update, 10 ms or more). With
+several processes every turn begins at a barrier, outside the measured time; the bare loops then run independently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import data
+import distributed
+import train_vae
+
+from .bare import VARIANTS, bare_loop
+
+SCRIPT = "script"
+_DECODED_BATCHES = 4
+_OpenStream = data.TrainingStream
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("benchmarks.worker", description="Started by the benchmarks.")
+    parser.add_argument("--result", type=Path, required=True, help="file to write")
+    parser.add_argument("--sides", required=True, help="comma list of script and the names in bare.VARIANTS")
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--turns", type=int, required=True, help="of each side in a round")
+    parser.add_argument("--updates", type=int, required=True, help="of a side in its turn")
+    parser.add_argument("--warmup", type=int, default=2, help="updates of each side that are not measured")
+    return parser
+
+
+class Contest:
+    """The script and bare loops, in turn.
+
+    Args:
+        args: The script's own.
+        options: The worker's own, see ``build_parser``.
+        backend: The script's processes; None where only bare loops run, in one process.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, options: argparse.Namespace, backend: distributed.Backend | None
+    ) -> None:
+        self._args, self._options, self._backend = args, options, backend
+        self.device = backend.device if backend else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._bare_names = [name for name in options.sides.split(",") if name != SCRIPT]
+        self._memory_before = memory_bytes(self.device)
+        self._samples_per_second: dict[str, list[float]] = {name: [] for name in options.sides.split(",")}
+        self._memory: list[tuple[int, int]] = []
+
+    def stream(self, images: data.Images, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
+        """Takes the place of ``data.TrainingStream``. Ends one batch after the last round."""
+        stream = _OpenStream(images, subset, **{**loading, "num_workers": 0})
+        decoded = list(itertools.islice(stream, _DECODED_BATCHES))
+        bare = {name: self._bare_loop(name, decoded) for name in self._bare_names}
+        batches = itertools.cycle(decoded)
+        options = self._options
+        for _ in range(options.warmup):
+            yield next(batches)
+            for loop in bare.values():
+                next(loop)
+        for _ in range(options.rounds):
+            seconds = dict.fromkeys(self._samples_per_second, 0.0)
+            for _ in range(options.turns):
+                if SCRIPT in seconds:
+                    began = self._begin()
+                    for _ in range(options.updates):
+                        yield next(batches)
+                    seconds[SCRIPT] += self._end(began)
+                for name, loop in bare.items():
+                    began = self._begin()
+                    for _ in range(options.updates):
+                        next(loop)
+                    seconds[name] += self._end(began)
+            self._count_round(seconds, samples=options.turns * options.updates * len(decoded[0]["images"]))
+        self._memory = self._gather((self._memory_before, peak_memory_bytes(self.device)))
+        yield next(batches)  # after its last update the script does not ask again
+
+    def result(self) -> dict[str, Any]:
+        """JSON values: samples per second of all processes together, by side and round; memory of the largest process
+        before training and at its peak, in bytes."""
+        before, peak = max(self._memory, key=lambda pair: pair[1])
+        return {
+            "samples_per_second": self._samples_per_second,
+            "memory_before_bytes": before,
+            "peak_memory_bytes": peak,
+        }
+
+    def _bare_loop(self, name: str, decoded: Sequence[data.Batch]) -> Iterator[None]:
+        return bare_loop(
+            train_vae.build_model(self._args).to(self.device),
+            [batch["images"] for batch in decoded],
+            VARIANTS[name],
+            learning_rate=self._args.learning_rate,
+            precision=self._args.precision,
+            compile_model=self._args.compile,
+        )
+
+    def _begin(self) -> float:
+        if self._backend:
+            self._backend.barrier()
+        self._wait_for_the_device()
+        return time.perf_counter()
+
+    def _end(self, began: float) -> float:
+        self._wait_for_the_device()
+        return time.perf_counter() - began
+
+    def _wait_for_the_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _count_round(self, seconds: dict[str, float], samples: int) -> None:
+        by_rank = self._gather(seconds)
+        for name, rates in self._samples_per_second.items():
+            rates.append(sum(samples / of_rank[name] for of_rank in by_rank))
+
+    def _gather(self, value: Any) -> list[Any]:
+        return self._backend.gather_objects(value) if self._backend else [value]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory in use now: resident on the CPU, allocated by PyTorch on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _from_proc("VmRSS") or peak_memory_bytes(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was in use at once so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Not ru_maxrss where it can be helped: a process inherits that from the launcher it was forked from.
+    kilobytes_or_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _from_proc("VmHWM") or kilobytes_or_bytes * (1 if sys.platform == "darwin" else 1024)
+
+
+def _from_proc(key: str) -> int | None:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The worker's flags; those of the script follow, and those that a launcher adds."""
+    options, script_flags = build_parser().parse_known_args(argv)
+    parser = train_vae.build_parser()
+    updates = options.warmup + options.rounds * options.turns * options.updates
+    args = parser.parse([*script_flags, "--max_steps", str(updates + 1), "--epochs", "1e9"])
+    if SCRIPT not in options.sides.split(","):
+        contest = Contest(args, options, backend=None)
+        images = data.open_images(args.image_folder, image_size=args.image_size)
+        subset, _ = data.split(len(images), 0.0, args.seed, at_least=args.batch_size)
+        loading = {"batch_size": args.batch_size, "rank": 0, "world_size": 1, "seed": args.seed}
+        for _ in contest.stream(images, subset, **loading):
+            pass
+        options.result.write_text(json.dumps(contest.result()))
+        return
+    with distributed.from_args(args) as backend:
+        contest = Contest(args, options, backend)
+        data.TrainingStream = contest.stream  # type: ignore[assignment, misc]
+        train_vae.train(args, parser.settings(args), backend)
+        if backend.is_root:
+            options.result.write_text(json.dumps(contest.result()))
+
+
+if __name__ == "__main__":
+    main()

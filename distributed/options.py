@@ -1,0 +1,33 @@
+"""What engines are told before anything starts, and what they report of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `--help` must not import PyTorch
+    from torch import Tensor
+
+    from .batch import BatchPlan
+
+
+@dataclass(frozen=True)
+class Options:
+    """How engines update, resolved from arguments and configuration before anything starts."""
+
+    plan: BatchPlan
+    precision: str = "fp32"  # fp32, bf16 or fp16
+    max_grad_norm: float = 0.0  # 0: no clipping
+    max_skipped_updates: int = 25
+    compile: bool = False
+    timeout_minutes: float = 30.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one ``Engine.step`` did. Tensors stay on the device until somebody reads them."""
+
+    grad_norm: Tensor
+    """L2 norm of the mean gradient before clipping, 0-d; the same on every process."""
+    skipped: Tensor
+    """0-d bool: a non-finite value was met and nothing was changed."""

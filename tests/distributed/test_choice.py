@@ -1,0 +1,201 @@
+"""Which backend trains: what was asked for, or what the launcher and the flags say."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import distributed
+from distributed import UserMistake, backends
+
+Parsed = Callable[..., argparse.Namespace]
+
+STARTED_BY: dict[str, dict[str, str]] = {
+    "python": {},
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"},
+    "deepspeed": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "CROSS_RANK": "0", "LOCAL_SIZE": "2"},
+    "horovodrun": {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+    "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    "mpirun": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+}
+
+
+def start(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    for name, value in STARTED_BY[launcher].items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "chosen"),
+    [
+        ("python", "single"),
+        ("torchrun", "ddp"),
+        ("srun", "ddp"),
+        ("mpirun", "ddp"),
+        ("deepspeed", "deepspeed"),
+        ("horovodrun", "horovod"),
+    ],
+)
+def test_auto_follows_the_launcher(launcher: str, chosen: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
+    start(monkeypatch, launcher)
+    backend = distributed.from_args(parsed())
+    assert backend.name == chosen
+    world = (backend.rank, backend.world_size)
+    assert world == ((0, 1) if launcher == "python" else (1, 2))
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "srun", "mpirun", "deepspeed"])
+@pytest.mark.parametrize("said", ["--deepspeed", "--deepspeed_config", "--zero_stage"])
+def test_a_deepspeed_flag_asks_for_deepspeed_whatever_started_it(
+    launcher: str, said: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed, tmp_path: Path
+) -> None:
+    start(monkeypatch, launcher)
+    config = tmp_path / "ds.json"
+    config.write_text("{}")
+    value = {"--deepspeed": [], "--deepspeed_config": [str(config)], "--zero_stage": ["2"]}[said]
+    assert distributed.from_args(parsed(said, *value)).name == "deepspeed"
+
+
+@pytest.mark.parametrize("flags", [["--deepspeed"], ["--deepspeed_config", "ds.json"], ["--zero_stage", "2"]])
+@pytest.mark.parametrize("asked", [["--distributed_backend", "ddp"], []], ids=["asked for ddp", "under horovodrun"])
+def test_deepspeed_flags_on_another_backend_are_refused_not_ignored(
+    asked: list[str], flags: list[str], monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+) -> None:
+    start(monkeypatch, "torchrun" if asked else "horovodrun")
+    with pytest.raises(UserMistake, match=rf"{flags[0]}\b.* (ddp|horovod)\b"):
+        distributed.from_args(parsed(*asked, *flags))
+
+
+def test_flags_of_the_deepspeed_launcher_are_accepted(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
+    start(monkeypatch, "deepspeed")
+    assert distributed.from_args(parsed("--local_rank=1", "--deepspeed")).local_rank == 1
+
+
+@pytest.mark.parametrize("flag", ["--distributed_backend", "--distr_backend"])
+@pytest.mark.parametrize("spelling", ["ddp", "DDP", "Ddp"])
+def test_a_backend_is_asked_for_under_either_flag_in_any_case(flag: str, spelling: str, parsed: Parsed) -> None:
+    assert distributed.from_args(parsed(flag, spelling)).name == "ddp"
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones(parsed: Parsed, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--distributed_backend", "mpi")
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("auto", "single", "ddp", "deepspeed", "horovod"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "horovodrun", "srun", "mpirun"])
+def test_single_among_several_processes_is_refused(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+) -> None:
+    start(monkeypatch, launcher)
+    with pytest.raises(UserMistake, match=f"{launcher} started 2 processes"):
+        distributed.from_args(parsed("--distributed_backend", "single"))
+
+
+def test_single_under_torchrun_with_one_process_is_fine(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
+    start(monkeypatch, "torchrun")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert distributed.from_args(parsed("--distributed_backend", "single")).world_size == 1
+
+
+@pytest.mark.parametrize(("name", "hint"), [("deepspeed", "[deepspeed]"), ("horovod", "install_horovod.sh")])
+def test_a_backend_that_is_not_installed_says_how_to_install_it(
+    name: str, hint: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find_spec(module))
+    assert distributed.available() == {
+        "horovod": name != "horovod",
+        "deepspeed": name != "deepspeed",
+        "ddp": True,
+        "single": True,
+    }
+    with pytest.raises(UserMistake) as raised:
+        distributed.from_args(parsed("--distributed_backend", name))
+    assert hint in str(raised.value) and "single" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+) -> None:
+    start(monkeypatch, "torchrun")
+    with pytest.raises(UserMistake, match="use --batch_size 6 or 8"):
+        distributed.from_args(parsed(batch_size=7))
+
+
+@pytest.mark.parametrize(("environ", "is_root"), [({}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+                                                  ({"RANK": "x", "WORLD_SIZE": "2"}, True)])  # fmt: skip
+def test_who_speaks_before_there_is_a_connection(
+    environ: dict[str, str], is_root: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.launched_as_root() == is_root
+
+
+PIGEON = """
+from ..base import Backend
+from .single import SingleBackend
+
+
+class PigeonBackend(Backend):
+    name = "pigeon"
+    launch_order = 5
+    connect, disconnect, wrap = SingleBackend.connect, SingleBackend.disconnect, SingleBackend.wrap
+
+    @classmethod
+    def was_launched(cls, launch, args):
+        return bool(args.pigeons)
+
+    @classmethod
+    def add_arguments(cls, parser):
+        parser.add_argument("--pigeons", type=int, default=0)
+"""
+
+
+@pytest.fixture
+def pigeon_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One more file among the backends."""
+    (tmp_path / "pigeon.py").write_text(PIGEON)
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    backends.all_backends.cache_clear()
+    yield
+    backends.all_backends.cache_clear()
+    sys.modules.pop("distributed.backends.pigeon", None)
+
+
+@pytest.mark.usefixtures("pigeon_backend")
+def test_a_new_file_is_a_new_backend_with_flags_and_a_place_in_auto(parsed: Parsed) -> None:
+    assert distributed.available()["pigeon"]
+    assert distributed.from_args(parsed("--distributed_backend", "pigeon")).name == "pigeon"
+    assert distributed.from_args(parsed("--pigeons", "3")).name == "pigeon"
+    assert distributed.from_args(parsed()).name == "single"
+    with distributed.from_args(parsed("--pigeons", "3")) as backend:
+        assert backend.sum({"letters": 2}) == {"letters": 2.0}
+
+
+def test_every_backend_file_holds_one_backend() -> None:
+    files = {path.stem for path in Path(backends.__path__[0]).glob("*.py")} - {"__init__"}
+    assert set(backends.all_backends()) == files
+
+
+def test_the_layer_imports_nothing_heavy_until_it_connects() -> None:
+    code = (
+        "import argparse, sys, distributed\n"
+        "p = argparse.ArgumentParser(); distributed.add_arguments(p)\n"
+        "p.set_defaults(batch_size=8, grad_accum_steps=1, precision='fp32', max_grad_norm=0.0, max_skipped_updates=1,"
+        " compile=False)\n"
+        "distributed.from_args(p.parse_args([]))\n"
+        "print(sorted({'torch', 'deepspeed', 'horovod', 'numpy'} & set(sys.modules)))"
+    )
+    root = Path(backends.__path__[0]).parents[1]
+    finished = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert finished.stdout.strip() == "[]", finished.stderr

@@ -1,0 +1,131 @@
+"""What ranks say to one another, in closed form; the ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.collectives import (
+    Alone,
+    Communicator,
+    broadcast_object,
+    gather,
+    gather_objects,
+    sum_scalars,
+    sum_tensor,
+)
+
+OnRanks = Callable[..., list[Any]]
+CPU = torch.device("cpu")
+
+
+def part_of(rank: int, sizes: list[int], width: int = 2) -> Tensor:
+    """Rows of one rank; over all ranks together they count 0, 1, 2, ..."""
+    whole = torch.arange(sum(sizes) * width, dtype=torch.float64).view(-1, width)
+    return whole[sum(sizes[:rank]) : sum(sizes[: rank + 1])].clone().requires_grad_()
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [0, 4], [1, 0, 5], [2, 3, 1, 4]], ids=str)
+def test_gather_concatenates_by_rank_with_any_sizes(sizes: list[int], on_ranks: OnRanks) -> None:
+    expected = torch.arange(sum(sizes) * 2, dtype=torch.float64).view(-1, 2)
+    for gathered in on_ranks(len(sizes), lambda comm: gather(part_of(comm.rank, sizes), comm)):
+        assert torch.equal(gathered, expected)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [0, 4], [1, 0, 5], [2, 3, 1, 4]], ids=str)
+def test_gradient_of_gather_is_that_of_one_process(sizes: list[int], on_ranks: OnRanks) -> None:
+    """Rank r's loss is sum(A_r * gathered ** 2), the update's their mean: its gradient is 2 mean(A_r) gathered."""
+    world = len(sizes)
+    factors = torch.randn(world, sum(sizes), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def work(comm: Communicator) -> Tensor:
+        own = part_of(comm.rank, sizes)
+        (factors[comm.rank] * gather(own, comm) ** 2).sum().backward()
+        assert own.grad is not None
+        return own.grad / world  # every engine averages over the processes
+
+    whole = torch.arange(sum(sizes) * 2, dtype=torch.float64).view(-1, 2)
+    expected = 2 * factors.mean(dim=0) * whole
+    torch.testing.assert_close(torch.cat(on_ranks(world, work)), expected, rtol=1e-12, atol=0)
+
+
+def test_contrastive_gradient_through_two_gathers_equals_one_process(on_ranks: OnRanks) -> None:
+    """Softmax over the global batch: both towers are gathered, every row meets every other."""
+    sizes, generator = [3, 1, 4], torch.Generator().manual_seed(1)
+    rows = torch.randn(8, 5, dtype=torch.float64, generator=generator)
+    weight = torch.randn(5, 3, dtype=torch.float64, generator=generator)
+
+    def loss_of(a: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(a @ b.T, torch.arange(8))
+
+    def work(comm: Communicator) -> Tensor:
+        w, own = weight.clone().requires_grad_(), rows[sum(sizes[: comm.rank]) : sum(sizes[: comm.rank + 1])]
+        loss_of(gather(own @ w, comm), gather(own.flip(-1) @ w, comm)).backward()
+        assert w.grad is not None
+        return w.grad
+
+    w = weight.clone().requires_grad_()
+    loss_of(rows @ w, rows.flip(-1) @ w).backward()
+    averaged = torch.stack(on_ranks(3, work)).mean(dim=0)
+    torch.testing.assert_close(averaged, w.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_gather_of_one_process_is_the_tensor_itself() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    assert gather(tensor, Alone()) is tensor
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        (torch.float32, [0.5, 0.25], 0.75),
+        (torch.float64, [0.1, 0.2], 0.1 + 0.2),
+        (torch.int64, [2**40, 1], 2**40 + 1),
+        (torch.bfloat16, [256.0, 2.0], 258.0),  # added in fp32: 257 would not be representable on the way
+        (torch.float16, [1.5, 1.5], 3.0),
+        (torch.bool, [True, True], 2),
+    ],
+    ids=str,
+)
+def test_sum_of_a_tensor_is_exact_and_leaves_the_argument_alone(
+    dtype: torch.dtype, values: list[Any], expected: Any, on_ranks: OnRanks
+) -> None:
+    def work(comm: Communicator) -> Tensor:
+        own = torch.full((2, 3), values[comm.rank], dtype=dtype)
+        total = sum_tensor(own, comm)
+        assert own.tolist() == [[values[comm.rank]] * 3] * 2
+        return total
+
+    for total in on_ranks(2, work):
+        assert total.tolist() == [[expected] * 3] * 2
+        assert total.dtype == (torch.int64 if dtype == torch.bool else dtype)
+
+
+def test_sum_of_a_non_contiguous_tensor(on_ranks: OnRanks) -> None:
+    matrix = torch.arange(6.0).view(2, 3)
+    for total in on_ranks(2, lambda comm: sum_tensor(matrix.T, comm)):
+        assert torch.equal(total, 2 * matrix.T)
+
+
+def test_scalars_of_all_kinds_travel_together_in_fp64(on_ranks: OnRanks) -> None:
+    def work(comm: Any) -> Any:
+        values = {"int": 2**40 + comm.rank, "float": 0.1, "tensor": torch.tensor(1.5), "flag": comm.rank == 1}
+        return sum_scalars(values, comm, CPU), comm.calls
+
+    for totals, calls in on_ranks(3, work):
+        assert totals == {"int": 3 * 2**40 + 3, "float": 0.1 + 0.1 + 0.1, "tensor": 4.5, "flag": 1.0}
+        assert len(calls) == 1
+    assert sum_scalars({}, Alone(), CPU) == {}
+
+
+def test_objects_of_any_length_arrive_by_rank(on_ranks: OnRanks) -> None:
+    objects = [None, {"path": "bilder/größe.png", "n": [1, 2.5, True]}, "x" * 1000]
+    assert on_ranks(3, lambda comm: gather_objects(objects[comm.rank], comm, CPU)) == [objects] * 3
+
+
+def test_the_roots_object_reaches_everybody(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, lambda comm: broadcast_object({"from": comm.rank}, comm, CPU)) == [{"from": 0}] * 3

@@ -1,0 +1,141 @@
+"""What keeps the repository what it is: independent leaves, scripts that are short and know no backend, one top-level
+name when installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAVES = ("models", "data", "distributed", "training")
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+MODULES = [path for leaf in LEAVES for path in sorted((ROOT / leaf).rglob("*.py"))]
+BACKEND_NAMES = re.compile(
+    r"deepspeed|horovod|\bddp\b|DistributedDataParallel|torch\.distributed|nccl|gloo", re.IGNORECASE
+)
+
+
+def absolute_imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or ""
+
+
+def backend_names(tree: ast.AST) -> Iterator[str]:
+    """Where code names a backend: in an identifier, an import or a string. Docstrings and help texts may."""
+    texts: list[ast.AST] = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    texts += [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "help"]
+    exempt = {id(part) for text in texts for part in ast.walk(text)}
+    for node in ast.walk(tree):
+        if id(node) not in exempt:
+            words = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module", "value")]
+            yield from (word for word in words if isinstance(word, str) and BACKEND_NAMES.search(word))
+
+
+def test_there_are_leaves_and_scripts_to_look_at() -> None:
+    assert len(SCRIPTS) >= 1 and {path.relative_to(ROOT).parts[0] for path in MODULES} == set(LEAVES)
+
+
+def test_no_leaf_imports_a_leaf_by_name_nor_the_installed_package() -> None:
+    for path in MODULES:
+        imported = {name.split(".")[0] for name in absolute_imports(ast.parse(path.read_text()))}
+        assert not imported & {*LEAVES, "tandem"}, path
+
+
+def test_relative_imports_stay_inside_their_leaf() -> None:
+    for path in MODULES:
+        levels = [node.level for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert max(levels, default=0) <= len(path.relative_to(ROOT).parts) - 1, path
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 275  # about 250
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_names_no_backend_outside_its_docstring_and_help(path: Path) -> None:
+    assert list(backend_names(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import deepspeed",
+        "from torch.nn.parallel import DistributedDataParallel",
+        "import torch.distributed as dist",
+        "if args.using_deepspeed: pass",
+        "f(backend='horovod')",
+        "f(use_nccl=True)",
+        "name == 'ddp'",
+        "f'{x} on gloo'",
+    ],
+)
+def test_a_backend_that_is_named_is_found(code: str) -> None:
+    assert list(backend_names(ast.parse(code)))
+
+
+def test_a_backend_in_a_docstring_or_a_help_text_is_none() -> None:
+    assert not list(backend_names(ast.parse("'''deepspeed train_vae.py'''\nadd('--x', help='not under horovod')")))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that neither an old build/ enters it nor a new one stays behind."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in (*LEAVES, "setup.py", "pyproject.toml", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(built),
+        ".",
+    ]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (path,) = built.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_one_top_level_name(wheel: Path) -> None:
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"tandem"}
+
+
+def test_the_wheel_holds_every_module_of_the_leaves(wheel: Path) -> None:
+    expected = {f"tandem/{path.relative_to(ROOT).as_posix()}" for path in MODULES}
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_trained_weights_load_through_the_installed_package(wheel: Path, tmp_path: Path) -> None:
+    """Nothing of the repository is in reach: isolated mode, another folder, the wheel alone on the path."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "site")!r})
+import tandem.data, tandem.distributed, tandem.training
+from tandem.models import DiscreteVAE
+DiscreteVAE(image_size=8, num_tokens=4, hidden_dim=4).save_pretrained("weights")
+DiscreteVAE.from_pretrained("weights")
+assert {str(ROOT)!r} not in tandem.data.__file__
+assert "distributed" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, check=True)
