@@ -61,16 +61,16 @@ class Contest:
     ) -> None:
         self._args, self._options, self._backend = args, options, backend
         self.device = backend.device if backend else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._bare_names = [name for name in options.sides.split(",") if name != SCRIPT]
         self._memory_before = memory_bytes(self.device)
-        self._samples_per_second: dict[str, list[float]] = {name: [] for name in options.sides.split(",")}
+        self._sides = options.sides.split(",")
+        self._rounds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in self._sides}
         self._memory: list[tuple[int, int]] = []
 
     def stream(self, images: data.Images, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
         """Takes the place of ``data.TrainingStream``. Ends one batch after the last round."""
         stream = _OpenStream(images, subset, **{**loading, "num_workers": 0})
         decoded = list(itertools.islice(stream, _DECODED_BATCHES))
-        bare = {name: self._bare_loop(name, decoded) for name in self._bare_names}
+        bare = {name: self._bare_loop(name, decoded) for name in self._sides if name != SCRIPT}
         batches = itertools.cycle(decoded)
         options = self._options
         for _ in range(options.warmup):
@@ -78,28 +78,29 @@ class Contest:
             for loop in bare.values():
                 next(loop)
         for _ in range(options.rounds):
-            seconds = dict.fromkeys(self._samples_per_second, 0.0)
+            clocks = {name: _Clock(self.device) for name in self._sides}
             for _ in range(options.turns):
-                if SCRIPT in seconds:
-                    began = self._begin()
+                if SCRIPT in clocks:
+                    self._start(clocks[SCRIPT])
                     for _ in range(options.updates):
                         yield next(batches)
-                    seconds[SCRIPT] += self._end(began)
+                    clocks[SCRIPT].stop()
                 for name, loop in bare.items():
-                    began = self._begin()
+                    self._start(clocks[name])
                     for _ in range(options.updates):
                         next(loop)
-                    seconds[name] += self._end(began)
-            self._count_round(seconds, samples=options.turns * options.updates * len(decoded[0]["images"]))
+                    clocks[name].stop()
+            self._count_round(clocks, samples=options.turns * options.updates * len(decoded[0]["images"]))
         self._memory = self._gather((self._memory_before, peak_memory_bytes(self.device)))
         yield next(batches)  # after its last update the script does not ask again
 
     def result(self) -> dict[str, Any]:
-        """JSON values: samples per second of all processes together, by side and round; memory of the largest process
-        before training and at its peak, in bytes."""
+        """JSON values, by side and round: samples per second of all processes together, and per second of CPU time;
+        memory of the largest process before training and at its peak, in bytes."""
         before, peak = max(self._memory, key=lambda pair: pair[1])
         return {
-            "samples_per_second": self._samples_per_second,
+            "samples_per_second": {name: rounds["wall"] for name, rounds in self._rounds.items()},
+            "samples_per_cpu_second": {name: rounds["cpu"] for name, rounds in self._rounds.items()},
             "memory_before_bytes": before,
             "peak_memory_bytes": peak,
         }
@@ -114,27 +115,40 @@ class Contest:
             compile_model=self._args.compile,
         )
 
-    def _begin(self) -> float:
+    def _start(self, clock: _Clock) -> None:
         if self._backend:
             self._backend.barrier()
-        self._wait_for_the_device()
-        return time.perf_counter()
+        clock.start()
 
-    def _end(self, began: float) -> float:
-        self._wait_for_the_device()
-        return time.perf_counter() - began
-
-    def _wait_for_the_device(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _count_round(self, seconds: dict[str, float], samples: int) -> None:
-        by_rank = self._gather(seconds)
-        for name, rates in self._samples_per_second.items():
-            rates.append(sum(samples / of_rank[name] for of_rank in by_rank))
+    def _count_round(self, clocks: dict[str, _Clock], samples: int) -> None:
+        by_rank = self._gather({name: [clock.wall_seconds, clock.cpu_seconds] for name, clock in clocks.items()})
+        for name, rounds in self._rounds.items():
+            rounds["wall"].append(sum(samples / of_rank[name][0] for of_rank in by_rank))
+            rounds["cpu"].append(samples * len(by_rank) / sum(of_rank[name][1] for of_rank in by_rank))
 
     def _gather(self, value: Any) -> list[Any]:
         return self._backend.gather_objects(value) if self._backend else [value]
+
+
+class _Clock:
+    """Adds up what one side takes; work that a GPU still has to do counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.wall_seconds = self.cpu_seconds = 0.0
+
+    def start(self) -> None:
+        self._wait_for_the_device()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self._wait_for_the_device()
+        self.wall_seconds += time.perf_counter() - self._wall
+        self.cpu_seconds += time.process_time() - self._cpu
+
+    def _wait_for_the_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def memory_bytes(device: torch.device) -> int:

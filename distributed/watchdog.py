@@ -54,6 +54,8 @@ class Watchdog:
         self._mark = _Mark()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._store: Any = None
+        self._server: Any = None
         if self._world_size > 1:
             self._connect(backend)
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -68,7 +70,9 @@ class Watchdog:
         """No more heartbeats: this process leaves on purpose."""
         if self._thread is not None and not self._stopping.is_set():
             self._stopping.set()
-            self._thread.join(timeout=5)
+            self._thread.join()
+            # Now, and not whenever the interpreter takes its objects down.
+            self._store = self._server = None
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
         """Why the run ends, where there is more to say than the error itself: if it is the echo of another process's

@@ -10,7 +10,7 @@
 #     TANDEM_CACHE=DIR                        where built wheels are kept (default ~/.cache/tandem)
 #
 # Needs Linux, Python <= 3.11, PyTorch, g++ and make. Takes minutes the first time, seconds once the wheel is built.
-set -euo pipefail
+set -Eeuo pipefail
 
 readonly version=0.28.1
 readonly variant_wanted=${HOROVOD_VARIANT:-auto}
@@ -25,6 +25,7 @@ fail() {
     echo "install_horovod: error: $*" >&2
     exit 1
 }
+trap 'fail "line $LINENO of this script failed: $BASH_COMMAND"' ERR
 
 # Runs a command silently; where it fails, shows the end of what it said and keeps the rest.
 quietly() {
@@ -60,7 +61,7 @@ check_environment() {
     local facts
     facts=$("$python" -c '
 import torch
-print(torch.__version__, torch.__path__[0], torch.cuda.is_available(), torch.version.cuda or "", sep="\n")' 2>"$log") ||
+print(torch.__version__, torch.__path__[0], torch.cuda.is_available(), torch.version.cuda or "none", sep="\n")' 2>"$log") ||
         fail "$python cannot import torch; install PyTorch there first ($(tail -n 1 "$log"))"
     { read -r torch_version && read -r torch_folder && read -r sees_gpu && read -r torch_cuda; } <<<"$facts"
     python_tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
@@ -137,7 +138,7 @@ choose_variant() {
     variant=cpu reason=
     if [[ $variant_wanted == cpu ]]; then
         reason="HOROVOD_VARIANT=cpu"
-    elif [[ -z $torch_cuda ]]; then
+    elif [[ $torch_cuda == none ]]; then
         reason="this PyTorch is built without CUDA"
     elif [[ $variant_wanted == auto && $sees_gpu == False ]]; then
         reason="no GPU here; HOROVOD_VARIANT=nccl builds for GPUs nonetheless"
@@ -218,7 +219,7 @@ build() {
         set_build_variables
         quietly "building Horovod" "$python" -m pip wheel --verbose --disable-pip-version-check --no-deps \
             --no-build-isolation --use-pep517 --wheel-dir "$work/wheels" "$source_folder"
-    )
+    ) || exit 1
     mkdir -p "$cache"
     local built staged
     built=$(ls "$work"/wheels/horovod-*.whl)

@@ -18,15 +18,22 @@ from distributed.reducer import GradientReducer
 OnRanks = Callable[..., list[Any]]
 
 
+def filled_by_position(module: nn.Module) -> nn.Module:
+    """The same fp64 weights on every rank; ranks are threads and would share one random generator."""
+    module.double()
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.linspace(-0.8, 0.9, parameter.numel()).view_as(parameter))
+    return module
+
+
 class Model(nn.Module):
     """Linear maps of odd sizes; one that no loss reaches, one 0-d parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.unused, self.last = nn.Linear(3, 5), nn.Linear(7, 2), nn.Linear(5, 3)
         self.scale = nn.Parameter(torch.tensor(0.7))
-        self.double()
+        filled_by_position(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).tanh() * self.scale)
@@ -88,7 +95,7 @@ def test_full_buckets_leave_during_the_announced_pass_and_none_during_others(
     monkeypatch.setattr(reducer_module, "BUCKET_BYTES", 1)
 
     def work(comm: Any) -> tuple[int, int, list[str]]:
-        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double()
+        model = filled_by_position(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))
         reducer = GradientReducer(list(model.parameters()), comm, "toy")
         reducer.before_backward(is_last=False)
         loss_of(model, comm.rank, 0).backward()
@@ -108,7 +115,6 @@ def test_a_parameter_without_gradient_holds_nobody_up(on_ranks: OnRanks, monkeyp
 
     def work(comm: Any) -> tuple[list[str], list[Tensor]]:
         model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
-        nn.init.ones_(model[0].weight), nn.init.ones_(model[1].weight), nn.init.ones_(model[2].weight)
         reducer = GradientReducer(list(model.parameters()), comm, "toy")
         reducer.before_backward(is_last=True)
         model[2 * comm.rank](torch.ones(1, 2)).sum().backward()
@@ -168,8 +174,7 @@ def test_a_gradient_computed_twice_in_one_pass_raises_instead_of_being_lost(on_r
 
 def test_non_reentrant_checkpointing_adds_up(on_ranks: OnRanks) -> None:
     def gradient(comm: Communicator) -> Tensor:
-        torch.manual_seed(0)
-        shared, x = nn.Linear(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
+        shared, x = filled_by_position(nn.Linear(3, 3)), torch.ones(2, 3, dtype=torch.float64)
         reducer = GradientReducer(list(shared.parameters()), comm, "toy")
         reducer.before_backward(is_last=True)
         checkpoint(shared, checkpoint(shared, x, use_reentrant=False), use_reentrant=False).sum().backward()

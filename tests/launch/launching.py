@@ -52,7 +52,7 @@ class Finished:
 def start(launcher: Launcher, script: str, flags: Sequence[str]) -> subprocess.Popen[str]:
     """The job, in a session of its own; stdout and stderr come together."""
     # One thread per process, so that sums do not depend on how many cores are free.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
         launcher.command(script, list(flags)),
         cwd=ROOT,

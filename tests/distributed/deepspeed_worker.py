@@ -1,0 +1,137 @@
+"""DeepSpeed itself on one process, with JSON files that bring their own optimizer or scheduler.
+
+    python tests/distributed/deepspeed_worker.py --folder <where the results go, a JSON file per case that ran>
+
+In a process of its own, because DeepSpeed takes seconds to import and leaves its mark on the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+
+import distributed
+from distributed import Backend, Engine
+
+UPDATES = 6
+SCRIPT_RATE = 0.125  # which no JSON here has
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+WARMUP = {"type": "WarmupLR", "params": {
+    "warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"
+}}  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}}},
+    "adam without decay": {"optimizer": {"type": "Adam", "params": {"lr": 0.05}}},
+    "auto lr": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+    **{f"sgd zero{stage}": {"optimizer": SGD, "zero_optimization": {"stage": stage}} for stage in range(4)},
+    "scheduler zero0": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": WARMUP},
+    "scheduler zero2": {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": WARMUP, "zero_optimization": {"stage": 2},
+    },
+    "scheduler alone": {"scheduler": WARMUP},
+}  # fmt: skip
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def batch(update: int) -> torch.Tensor:
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(update))
+
+
+def script_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """What a script would use."""
+    return torch.optim.SGD(model.parameters(), lr=SCRIPT_RATE)
+
+
+def train(engine: Engine, updates: range, config: dict[str, Any]) -> dict[str, list[float]]:
+    """Losses, and of each update the rate that the engine announces, its gradient, and how far the weights went."""
+    record: dict[str, list[float]] = {"loss": [], "lr": [], "moved": [], "grad_norm": []}
+    for update in updates:
+        before = flat(engine)
+        loss = engine(batch(update).to(device_of(engine))).square().mean()
+        engine.backward(loss)
+        if "scheduler" in config:
+            engine.lr = SCRIPT_RATE  # as scripts do before every update; the scheduler wins
+        record["lr"].append(engine.lr)
+        record["grad_norm"].append(float(engine.step().grad_norm))
+        record["loss"].append(loss.item())
+        record["moved"].append((flat(engine) - before).norm().item())
+    return record
+
+
+def device_of(engine: Engine) -> torch.device:
+    return next(engine.module.parameters()).device
+
+
+def flat(engine: Engine) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in engine.state_dict()["weights"].values()])
+
+
+def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    def engine(name: str, seed: int = 0) -> Engine:
+        model = make_model(seed).to(backend.device)
+        return backend.wrap(model, script_optimizer(model), name=name)
+
+    whole, first, second = engine("whole"), engine("first"), engine("second", seed=99)
+    record = train(whole, range(UPDATES), config)
+    train(first, range(UPDATES // 2), config)
+    second.load_state_dict(first.state_dict())
+    continued = train(second, range(UPDATES // 2, UPDATES), config)
+    return {
+        **record,
+        "continued": continued,
+        "weights": flat(whole).tolist(),
+        "learning_rate": args.learning_rate,
+        "summary": backend.summary(),
+        "resolved": backend.describe()["deepspeed"]["whole"],
+    }
+
+
+def run(name: str, folder: Path) -> None:
+    """One case, into ``<name>.json``."""
+    parser = argparse.ArgumentParser()
+    distributed.add_arguments(parser)
+    parser.set_defaults(
+        batch_size=8, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=4, compile=False,
+        learning_rate=SCRIPT_RATE, explicit=frozenset(),
+    )  # fmt: skip
+    path = folder / "ds.json"
+    path.write_text(json.dumps(CONFIGS[name]))
+    args = parser.parse_args(["--deepspeed_config", str(path)])
+    with distributed.from_args(args) as backend:
+        (folder / f"{name}.json").write_text(json.dumps(measure(backend, args, CONFIGS[name])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    folder = parser.parse_args().folder
+    torch.set_num_threads(1)
+    # DeepSpeed connects once per process. Forked, the cases share the imports, which are what takes time: those of
+    # DeepSpeed, of PyTorch's first optimizer, and of the first look that ZeRO takes at one.
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+
+    is_zero_supported_optimizer(script_optimizer(make_model()))
+    for name in CONFIGS:
+        child = os.fork()
+        if child == 0:
+            run(name, folder)
+            os._exit(0)
+        os.waitpid(child, 0)  # a case that fails leaves no file
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Who is to blame when nothing moves? The root's verdict on made-up heartbeats, in made-up time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from distributed import Backend, TrainingStopped, watchdog
+from distributed.watchdog import DEAD_AFTER_SECONDS, Watchdog
+
+TIMEOUT_SECONDS = 60.0
+
+
+class Job:
+    """Ranks whose heartbeats the test writes, and the watchdog of the root."""
+
+    def __init__(self, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
+        options = SimpleNamespace(timeout_minutes=TIMEOUT_SECONDS / 60)
+        self.watchdog = Watchdog(SimpleNamespace(rank=0, world_size=1, options=options))  # type: ignore[arg-type]
+        self.watchdog._store, self.watchdog._world_size = HashStore(), world_size
+        self.seen: dict[int, Any] = {}
+        self.ranks = [
+            {"beats": 0, "count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
+        ]
+
+    def pass_time(self, seconds: float, *, moving: set[int], silent: frozenset[int] = frozenset()) -> str | None:
+        """A heartbeat per second from all but ``silent``; ``moving`` ranks make progress. The last verdict."""
+        verdict = None
+        for _ in range(int(seconds)):
+            self.now += 1
+            for rank, beat in enumerate(self.ranks):
+                beat["beats"] += rank not in silent
+                beat["count"] += rank in moving
+                self.watchdog._store.set(self.watchdog._key(rank), json.dumps(beat))
+            verdict = self.watchdog._judge(self.seen)
+        return verdict
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Job]:
+    return lambda world_size: Job(world_size, monkeypatch)
+
+
+def test_nobody_is_to_blame_while_all_move(job: Callable[[int], Job]) -> None:
+    assert job(3).pass_time(5 * TIMEOUT_SECONDS, moving={0, 1, 2}) is None
+
+
+def test_a_stalled_rank_is_named_after_the_timeout_and_not_before(job: Callable[[int], Job]) -> None:
+    three = job(3)
+    three.ranks[1].update(phase="backward", update=7)
+    assert three.pass_time(TIMEOUT_SECONDS, moving={0, 2}) is None
+    verdict = three.pass_time(2, moving={0, 2})
+    assert verdict == "no progress for 1 minutes: rank 1 stands at update 7 (backward)"
+
+
+def test_ranks_that_wait_in_a_collective_are_not_blamed_for_the_one_that_is_busy(job: Callable[[int], Job]) -> None:
+    three = job(3)
+    for rank in (0, 2):
+        three.ranks[rank].update(phase="reducing gradients", collective=True)
+    verdict = three.pass_time(TIMEOUT_SECONDS + 2, moving=set())
+    assert verdict == "no progress for 1 minutes: rank 1 stands at update 5 (forward)"
+
+
+def test_waiting_alone_blames_nobody_while_the_others_move(job: Callable[[int], Job]) -> None:
+    """Rank 1 may wait in a barrier while rank 0 writes a long checkpoint and marks its progress."""
+    two = job(2)
+    two.ranks[1].update(phase="sum over the processes", collective=True)
+    assert two.pass_time(10 * TIMEOUT_SECONDS, moving={0}) is None
+
+
+def test_a_silent_rank_is_named_first(job: Callable[[int], Job]) -> None:
+    """Rank 2's process is stopped; ranks 0 and 1 wait for it, and rank 1 happens to be outside the collective."""
+    three = job(3)
+    three.ranks[0].update(phase="reducing gradients", collective=True)
+    three.ranks[2].update(phase="reducing gradients", collective=True, update=4)
+    verdict = three.pass_time(TIMEOUT_SECONDS + 2, moving=set(), silent=frozenset({2}))
+    assert verdict == "no progress for 1 minutes: rank 2 stands at update 4 (reducing gradients)"
+
+
+def test_a_short_silence_is_no_death(job: Callable[[int], Job]) -> None:
+    two = job(2)
+    two.pass_time(5, moving={0, 1})
+    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0}, silent=frozenset({1})) is None
+    assert two.pass_time(1, moving={0, 1}) is None
+    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0, 1}) is None
+
+
+def test_where_all_wait_the_one_behind_is_named(job: Callable[[int], Job]) -> None:
+    """Ranks 0 and 2 reduce update 9, rank 1 still reduces update 8: it left out a collective."""
+    three = job(3)
+    for rank, update in enumerate([9, 8, 9]):
+        three.ranks[rank].update(phase="reducing gradients", collective=True, update=update)
+    verdict = three.pass_time(TIMEOUT_SECONDS + 2, moving=set())
+    assert verdict == "no progress for 1 minutes: rank 1 stands at update 8 (reducing gradients)"
+
+
+def test_several_culprits_are_all_named(job: Callable[[int], Job]) -> None:
+    verdict = job(3).pass_time(TIMEOUT_SECONDS + 2, moving={0})
+    assert verdict is not None and "rank 1 stands" in verdict and "rank 2 stands" in verdict and "rank 0" not in verdict
+
+
+def test_progress_after_a_pause_starts_the_clock_again(job: Callable[[int], Job]) -> None:
+    two = job(2)
+    two.pass_time(TIMEOUT_SECONDS - 5, moving={0})
+    two.pass_time(1, moving={0, 1})
+    assert two.pass_time(TIMEOUT_SECONDS - 5, moving={0}) is None
+    assert two.pass_time(10, moving={0}) is not None
+
+
+def test_after_a_failed_collective_the_rank_without_heartbeat_is_the_lost_one(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three = job(3)
+    three.pass_time(3, moving={0, 1, 2})
+
+    def sleep(seconds: float) -> None:
+        assert seconds == DEAD_AFTER_SECONDS
+        three.pass_time(seconds, moving={0}, silent=frozenset({2}))
+
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
+    assert three.watchdog._find_lost() == "lost contact with rank 2 at update 5 (forward)"
+
+
+def test_after_a_failed_collective_nobody_is_lost_if_all_hearts_beat(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = job(2)
+    two.pass_time(3, moving={0, 1})
+    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: two.pass_time(seconds, moving=set()))
+    assert two.watchdog._find_lost() is None
+
+
+def test_marks_count_and_keep_the_update_they_do_not_name(job: Callable[[int], Job]) -> None:
+    dog = job(1).watchdog
+    dog.mark("forward", update=3)
+    dog.mark("sum over the processes", collective=True)
+    beat = json.loads(dog._beat(9))
+    assert beat == {"beats": 9, "count": 2, "phase": "sum over the processes", "update": 3, "collective": True}
+
+
+def test_one_process_has_no_thread_and_explains_only_what_stops_training(single: Callable[..., Backend]) -> None:
+    dog = single().watchdog
+    assert dog._thread is None
+    stopped = TrainingStopped("enough")
+    assert dog.explain(stopped) is stopped
+    assert dog.explain(None) is None and dog.explain(RuntimeError("anything")) is None
+    dog.stop()
