@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 venv: $(VENV)/.installed
 
 demo: $(VENV)/.installed
-	$(BIN)/python train_vae.py --config configs/vae/demo.yaml --fresh
+	$(BIN)/python train_vae.py --config configs/vae/demo.yaml
 	@echo "look at $$(ls runs/vae-demo/samples/*.png | tail -n 1): originals, soft and hard reconstructions"
 
 test: $(VENV)/.complete
@@ -34,13 +34,15 @@ parity: $(VENV)/.complete
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	@echo "installing PyTorch and a few small packages into $(VENV): some minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable .
 	@touch $@
 
 # Every backend and every test dependency.
 $(VENV)/.complete: $(VENV)/.installed scripts/install_horovod.sh
-	$(PIP) --editable .[all,test]
+	@echo "installing DeepSpeed, the trackers, the tests' tools and Horovod: some minutes more"
+	@$(PIP) --editable .[all,test]
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then scripts/install_horovod.sh $(BIN)/python; \
 	else echo "Python 3.12 or later: no Horovod, and none of its tests"; fi
 	@touch $@

@@ -14,6 +14,7 @@ several processes every turn begins at a barrier, outside the measured time; the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import resource
@@ -64,7 +65,7 @@ class Contest:
         self._memory_before = memory_bytes(self.device)
         self._sides = options.sides.split(",")
         self._rounds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in self._sides}
-        self._memory: list[tuple[int, int]] = []
+        self._memory: list[list[int]] = []  # by rank
 
     def stream(self, images: data.Images, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
         """Takes the place of ``data.TrainingStream``. Ends one batch after the last round."""
@@ -77,6 +78,8 @@ class Contest:
             yield next(batches)
             for loop in bare.values():
                 next(loop)
+        peak_of_start = peak_memory_bytes(self.device)
+        reset_peak_memory(self.device)
         for _ in range(options.rounds):
             clocks = {name: _Clock(self.device) for name in self._sides}
             for _ in range(options.turns):
@@ -91,18 +94,18 @@ class Contest:
                         next(loop)
                     clocks[name].stop()
             self._count_round(clocks, samples=options.turns * options.updates * len(decoded[0]["images"]))
-        self._memory = self._gather((self._memory_before, peak_memory_bytes(self.device)))
+        self._memory = self._gather([self._memory_before, peak_of_start, peak_memory_bytes(self.device)])
         yield next(batches)  # after its last update the script does not ask again
 
     def result(self) -> dict[str, Any]:
-        """JSON values, by side and round: samples per second of all processes together, and per second of CPU time;
-        memory of the largest process before training and at its peak, in bytes."""
-        before, peak = max(self._memory, key=lambda pair: pair[1])
+        """JSON values. Samples per second of all processes together, and per second of CPU time, by side and round.
+        Memory in bytes, of the process that takes most: before there is a model, the peak up to the end of the warm-up
+        (building, wrapping and the first updates), and the peak of the updates after it."""
+        before, start, updates = max(self._memory, key=lambda bytes_: max(bytes_[1:]))
         return {
             "samples_per_second": {name: rounds["wall"] for name, rounds in self._rounds.items()},
             "samples_per_cpu_second": {name: rounds["cpu"] for name, rounds in self._rounds.items()},
-            "memory_before_bytes": before,
-            "peak_memory_bytes": peak,
+            "memory_bytes": {"before": before, "start": start, "updates": updates},
         }
 
     def _bare_loop(self, name: str, decoded: Sequence[data.Batch]) -> Iterator[None]:
@@ -158,8 +161,17 @@ def memory_bytes(device: torch.device) -> int:
     return _from_proc("VmRSS") or peak_memory_bytes(device)
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak so far, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):  # not in every container
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was in use at once so far."""
+    """The most that was in use at once since the last reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Not ru_maxrss where it can be helped: a process inherits that from the launcher it was forked from.

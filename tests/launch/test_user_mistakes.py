@@ -111,7 +111,8 @@ def test_a_backend_that_is_not_installed_says_how_to_install_it(tmp_path: Path) 
     assert finished.stderr.count("\n") == 1 and "install_horovod.sh" in finished.stderr, finished.stderr
 
 
-def test_three_broken_photos_are_named_once_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_three_broken_photos_are_named_once_and_counted_alike(launcher: Launcher, tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     for index in range(60):
@@ -119,28 +120,17 @@ def test_three_broken_photos_are_named_once_and_counted(tmp_path: Path) -> None:
     for index in (5, 17, 40):
         path = photos / f"{index:03d}.png"
         path.write_bytes(path.read_bytes()[:60])
-    flags = [
-        *TINY,
-        "--image_folder",
-        str(photos),
-        "--log_every_n_steps",
-        "1",
-        "--max_steps",
-        "14",
-        "--valid_fraction",
-        "0",
-    ]
-    flags += ["--save_every_n_steps", "0"]
-    losses = {}
-    for launcher in (Launcher("python"), Launcher("torchrun", 2), Launcher("horovodrun", 2), Launcher("deepspeed", 2)):
-        output = tmp_path / str(launcher)
-        finished = run(launcher, "train_vae.py", [*flags, "--output_dir", str(output)])
+    flags = [*TINY, "--image_folder", str(photos), "--max_steps", "14", "--valid_fraction", "0"]
+    flags += ["--log_every_n_steps", "1", "--save_every_n_steps", "0"]
+    losses = []
+    for each in (Launcher("python"), launcher):
+        output = tmp_path / str(each)
+        finished = run(each, "train_vae.py", [*flags, "--output_dir", str(output)])
         assert finished.returncode == 0, finished.output
         for index in (5, 17, 40):
             assert len(re.findall(rf"cannot read \S*{index:03d}\.png", finished.output)) == 1, finished.output
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         assert lines[-1]["bad_samples"] == 3
-        losses[str(launcher)] = [line["loss"] for line in lines]
-    for name, values in losses.items():
-        # Sums of fp32 in another order: 1e-5 relative over the first 20 updates (promise P1).
-        assert values == pytest.approx(losses["python-x1"], rel=1e-5), name
+        losses.append([line["loss"] for line in lines])
+    # Sums of fp32 in another order: 1e-5 relative over the first 20 updates (promise P1).
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
