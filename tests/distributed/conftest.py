@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import distributed
@@ -24,10 +25,11 @@ PATIENCE_SECONDS = 20
 
 
 @pytest.fixture(autouse=True)
-def started_with_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables in the environment."""
+def started_with_python_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher's variables in the environment, and the device whose numbers the tests know."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def parsed(*flags: str, **values: Any) -> argparse.Namespace:
