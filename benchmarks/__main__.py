@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.write_json(args.json, facts, rows)
     load = ", ".join(f"{value:.1f}" for value in facts["load_average_after"])
     print(f"{facts['cpu']}, {facts['cores']} cores, {len(facts['gpus'])} GPUs; torch {facts['packages']['torch']}; "
-          f"load average {load}; {facts['seconds']:.0f} s\n\n{report.table(rows)}\n\nwritten to {args.json}")  # fmt: skip
+          f"load average {load}; {facts['seconds']:.0f} s\n\n{report.table(rows)}\n\nwritten to {args.json}",
+          )  # fmt: skip
 
 
 def _measured(name: str, benchmark: Callable[[], Iterator[Row]]) -> Iterator[Row]:

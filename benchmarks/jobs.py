@@ -24,7 +24,8 @@ _TIMEOUT_SECONDS = 600
 _WORKER = "benchmarks.worker"
 # Nothing beside the updates themselves, and none of it every few updates; logging stays as it is by default.
 _SCRIPT_FLAGS = ("--image_folder", "demo:shapes:64", "--valid_fraction", "0", "--num_workers", "0",
-                 "--validate_every_n_steps", "0", "--sample_every_n_steps", "0", "--save_every_n_steps", "0")  # fmt: skip
+                 "--validate_every_n_steps", "0", "--sample_every_n_steps", "0",
+                 "--save_every_n_steps", "0")  # fmt: skip
 
 
 class JobFailed(RuntimeError):
