@@ -83,6 +83,12 @@ def from_args(args: argparse.Namespace) -> Backend:
     except ValueError as error:
         raise UserMistake(str(error)) from None
     backend = _choose(args, launch)
+    for other in all_backends().values():
+        if other is not backend and (flag := other.flag_said(args)):
+            raise UserMistake(
+                f"{flag} is for {other.name}, but this run uses {backend.name} (--distributed_backend "
+                f"{args.distributed_backend}, started by {launch.launcher}); leave the flag out, or use {other.name}"
+            )
     if not backend.is_available():
         raise UserMistake(
             f"--distributed_backend {backend.name} is not installed; install it with `{backend.install_hint}`, "

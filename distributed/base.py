@@ -151,6 +151,11 @@ class Backend(ABC):
         """Whether the launcher's environment or the arguments ask for this backend."""
 
     @classmethod
+    def flag_said(cls, args: argparse.Namespace) -> str | None:
+        """A flag in ``args`` that means something to this backend alone, if one was given."""
+        return None
+
+    @classmethod
     def add_arguments(cls, parser: Any) -> None:
         """Flags of this backend alone."""
         return

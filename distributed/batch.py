@@ -39,6 +39,6 @@ def plan_batches(global_batch_size: int, grad_accum_steps: int, world_size: int)
         raise UserMistake(
             f"--batch_size {global_batch_size} is the number of samples per update over all processes and does not "
             f"divide: {global_batch_size} / ({world_size} processes x {grad_accum_steps} accumulation steps) = "
-            f"{global_batch_size / unit:g}; use --batch_size {fits}"
+            f"{global_batch_size / unit:.12g}; use --batch_size {fits}"
         )
     return BatchPlan(global_batch_size, grad_accum_steps, world_size)

@@ -55,7 +55,8 @@ def sum_scalars(values: Mapping[str, Any], comm: Communicator, device: torch.dev
     """Sums of a dict of numbers or 0-d tensors over the processes: one transfer, in fp64, and one wait of the host."""
     if not values:
         return {}
-    packed = torch.stack([torch.as_tensor(value, device=device).detach().double() for value in values.values()])
+    # Python's own numbers are doubles; torch would make fp32 of them.
+    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values.values()])
     comm.all_reduce_(packed, "sum_scalars").wait()
     return dict(zip(values, packed.tolist(), strict=True))
 

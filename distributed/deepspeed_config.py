@@ -19,10 +19,11 @@ def read_config(path: str) -> dict[str, Any]:
         UserMistake: missing, unreadable, not JSON, not an object, or a key said twice.
     """
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        text = Path(path).read_text(encoding="utf-8")
+        config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except OSError as error:
         raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserMistake(f"--deepspeed_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserMistake(f"--deepspeed_config {path} holds a {type(config).__name__}, not an object {{...}}")
@@ -33,42 +34,71 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     """Fill ``args`` from the JSON where the command line said nothing.
 
     Raises:
-        UserMistake: both said something, and it differs; the line names both.
+        UserMistake: a value of the wrong kind, or two that disagree; the line names both.
     """
     path = args.deepspeed_config
+    explicit = set(getattr(args, "explicit", ()))
+    said = {flag: f"--{flag} {getattr(args, flag)}" for flag in explicit if hasattr(args, flag)}
 
-    def fill(key: str, value: Any, flag: str) -> None:
-        if value is None or value == AUTO or not hasattr(args, flag):
+    def fill(flag: str, key: str, value: Any) -> None:
+        if value is None or not hasattr(args, flag):
             return
-        present = getattr(args, flag)
-        if flag in getattr(args, "explicit", frozenset()) and present != value:
-            raise UserMistake(
-                f"--{flag} {present} contradicts {key}: {value} in {path}; say it in one place, or the same in both"
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise UserMistake(f"{key} in {path} is {value!r}, a number was expected")
+        if flag in said and getattr(args, flag) != value:
+            raise UserMistake(f"{said[flag]} contradicts {key}: {value} in {path}; say it once, or the same in both")
+        said.setdefault(flag, f"{key}: {value}")
+        explicit.add(flag)
         setattr(args, flag, value)
-        args.explicit = getattr(args, "explicit", frozenset()) | {flag}
 
-    micro, accumulation = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
-    fill("gradient_accumulation_steps", accumulation, "grad_accum_steps")
-    fill("train_batch_size", config.get("train_batch_size"), "batch_size")
-    if micro not in (None, AUTO):
-        if not isinstance(micro, int) or isinstance(micro, bool):
-            raise UserMistake(f"train_micro_batch_size_per_gpu in {path} is {micro!r}, a number was expected")
-        total = micro * args.grad_accum_steps * world_size
+    def section(name: str, of: dict[str, Any] = config) -> dict[str, Any]:
+        found = of.get(name, {})
+        if not isinstance(found, dict):
+            raise UserMistake(f"{name} in {path} is {found!r}, an object {{...}} was expected")
+        return found
+
+    def number(key: str, of: dict[str, Any], kind: type, least: float, label: str = "") -> Any:
+        value = of.get(key)
+        if value is None or value == AUTO:
+            return None
+        fits = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
+        if not fits or value < least:
+            what = "a whole number" if kind is int else "a number"
+            raise UserMistake(f"{label or key} in {path} is {value!r}, {what} of at least {least:g} was expected")
+        return value
+
+    fill("grad_accum_steps", "gradient_accumulation_steps", number("gradient_accumulation_steps", config, int, 1))
+    fill("batch_size", "train_batch_size", number("train_batch_size", config, int, 1))
+    micro = number("train_micro_batch_size_per_gpu", config, int, 1)
+    if micro is not None:
+        per_step = micro * world_size
+        if "batch_size" in said and "grad_accum_steps" not in said and args.batch_size % per_step == 0:
+            args.grad_accum_steps = args.batch_size // per_step
         arithmetic = f"train_micro_batch_size_per_gpu ({micro} x {args.grad_accum_steps} x {world_size} processes)"
-        fill(arithmetic, total, "batch_size")
-    fill("gradient_clipping", config.get("gradient_clipping"), "max_grad_norm")
-    enabled = [name for name in ("bf16", "fp16") if _section(config, name, path).get("enabled") is True]
-    if enabled:
-        fill(f"{enabled[0]}.enabled", enabled[0], "precision")
-    fill(
-        "optimizer.params.lr", _section(_section(config, "optimizer", path), "params", path).get("lr"), "learning_rate"
-    )
-    fill("zero_optimization.stage", _section(config, "zero_optimization", path).get("stage"), "zero_stage")
-    if args.zero_stage not in (0, 1, 2, 3):
-        raise UserMistake(f"zero_optimization.stage {args.zero_stage} in {path}: ZeRO has stages 0, 1, 2 and 3")
+        fill("batch_size", arithmetic, per_step * args.grad_accum_steps)
+    fill("max_grad_norm", "gradient_clipping", number("gradient_clipping", config, float, 0))
+
+    enabled = {}
+    for name in ("bf16", "fp16"):
+        value = section(name).get("enabled")
+        if value not in (None, AUTO) and not isinstance(value, bool):
+            raise UserMistake(f"{name}.enabled in {path} is {value!r}, true or false was expected")
+        if value is False and "precision" in said and args.precision == name:
+            raise UserMistake(f"{said['precision']} contradicts {name}.enabled: false in {path}; say it once")
+        enabled[name] = value is True
+    if all(enabled.values()):
+        raise UserMistake(f"bf16.enabled and fp16.enabled are both true in {path}; choose one")
+    for name in [name for name, on in enabled.items() if on]:
+        fill("precision", f"{name}.enabled", name)
+
+    if "optimizer" in config and not isinstance(section("optimizer").get("type"), str):
+        raise UserMistake(f"optimizer in {path} names no type, such as AdamW")
+    section("scheduler")
+    rate = number("lr", section("params", section("optimizer")), float, 0, "optimizer.params.lr")
+    fill("learning_rate", "optimizer.params.lr", rate)
+    stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
+    if stage is not None and stage > 3:
+        raise UserMistake(f"zero_optimization.stage {stage} in {path}: ZeRO has stages 0, 1, 2 and 3")
+    fill("zero_stage", "zero_optimization.stage", stage)
+    args.explicit = frozenset(explicit)
 
 
 def resolve(
@@ -79,6 +109,7 @@ def resolve(
     zero_stage: int,
     precision: str,
     max_grad_norm: float,
+    learning_rate: float,
     parameter_count: int,
     on_cpu: bool,
 ) -> dict[str, Any]:
@@ -86,7 +117,7 @@ def resolve(
 
     Accumulation stays with our engine (any number of backward calls add up), so DeepSpeed sees one step per update.
     """
-    full = json.loads(json.dumps(config))
+    full = _without_auto(config)
     full.update(
         train_batch_size=global_batch_size,
         train_micro_batch_size_per_gpu=global_batch_size // world_size,
@@ -103,34 +134,33 @@ def resolve(
         zero["overlap_comm"] = False  # gradients leave once, in step()
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         # DeepSpeed's default buffers hold 500 million elements, however small the model is.
-        if zero.get(bucket, AUTO) == AUTO:
+        if bucket not in zero:
             zero[bucket] = min(500_000_000, -(-parameter_count // 128) * 128)  # DeepSpeed wants it aligned
-    for key in [key for key, value in zero.items() if value == AUTO]:
-        del zero[key]
     bf16, fp16 = full.setdefault("bf16", {}), full.setdefault("fp16", {})
-    for section in (bf16, fp16):
-        for key in [key for key, value in section.items() if value == AUTO]:
-            del section[key]
     # --precision bf16 alone is autocast around fp32 weights, as on every backend; the JSON may ask for bf16 weights.
     bf16.setdefault("enabled", False)
     bf16["check_grad_overflow"] = True  # a non-finite update is skipped in every precision
     fp16["enabled"] = precision == "fp16"
     if optimizer := full.get("optimizer"):
         params = optimizer.setdefault("params", {})
-        for key in [key for key, value in params.items() if value == AUTO]:
-            del params[key]
+        params.setdefault("lr", learning_rate)
         if str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
             params.setdefault("adam_w_mode", True)
+            params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's kernel, not of PyTorch's
             if on_cpu:
                 params.setdefault("torch_adam", True)  # DeepSpeed's fused kernel needs a GPU
     return dict(full)
 
 
-def _section(config: dict[str, Any], name: str, path: str) -> dict[str, Any]:
-    section = config.get(name, {})
-    if not isinstance(section, dict):
-        raise UserMistake(f"{name} in {path} is {section!r}, an object {{...}} was expected")
-    return section
+def _without_auto(value: Any) -> Any:
+    """A copy without the keys whose value is left to us, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
+    return [_without_auto(inner) for inner in value if inner != AUTO] if isinstance(value, list) else value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

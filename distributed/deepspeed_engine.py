@@ -45,6 +45,7 @@ class ZeroEngine(Engine):
             zero_stage=zero_stage,
             precision=options.precision,
             max_grad_norm=self._max_grad_norm,
+            learning_rate=float(optimizer.param_groups[0]["lr"]),
             parameter_count=sum(p.numel() for p in model.parameters()),
             on_cpu=backend.device.type == "cpu",
         )
@@ -196,6 +197,9 @@ class ZeroEngine(Engine):
         if state["scaler"] and self._ds.fp16_enabled():
             self._optimizer.loss_scaler.cur_scale = state["scaler"]["scale"]
         self._updates = state["updates"]
+        applied = state["updates"] - state["skipped_updates"]
+        if self._scheduler is not None and applied:
+            self._scheduler.step(applied - 1)  # counted from 0; a skipped update did not move it
         self._guard.total.fill_(state["skipped_updates"])
 
 

@@ -19,6 +19,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
     step = 0
     moments: dict[str, dict[str, Tensor]] = {}
     for parameter, slots in optimizer.state.items():
+        if parameter not in names:
+            continue  # held by the optimizer, trained by nobody
         for slot, value in slots.items():
             if slot == "step":
                 step = max(step, int(value))
@@ -38,20 +40,19 @@ def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     """
     check_moments(state, {name: parameter.shape for parameter, name in names.items()})
     optimizer.state.clear()
-    if not state["step"]:
+    if not state["moments"]:
         return
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
+        for parameter in [parameter for parameter in group["params"] if parameter in names]:
             slots: dict[str, Any] = {
                 slot: torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensors[names[parameter]])
                 for slot, tensors in state["moments"].items()
             }
             device = parameter.device if on_device else torch.device("cpu")
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(state["step"]), dtype=torch.float32, device=device),
-                **slots,
-            }
+            if state["step"]:  # SGD counts none
+                slots["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=device)
+            optimizer.state[parameter] = slots
 
 
 def check_moments(state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:

@@ -98,14 +98,16 @@ def write_zero_optimizer(
     names = _names(module)
     check_moments(state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
     basic.state.clear()
-    if not state["step"]:
+    if stage in (1, 2):
+        optimizer._hp_optimizer_states_linked = False  # what was linked before is gone
+    if not state["moments"]:
         return
     for flat, group in _flat_partitions(basic, optimizer, stage):
         on_device = group.get("fused") or group.get("capturable")
         step = torch.tensor(float(state["step"]), device=flat.device if on_device else torch.device("cpu"))
-        basic.state[flat] = {"step": step, **{slot: torch.zeros_like(flat) for slot in state["moments"]}}
+        slots = {slot: torch.zeros_like(flat) for slot in state["moments"]}
+        basic.state[flat] = {"step": step, **slots} if state["step"] else slots  # SGD counts no steps
     if stage in (1, 2):
-        optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     write: Callable[[Any, Tensor, str], None]
     write = _write_local if stage == 3 else safe_set_full_optimizer_state
@@ -148,7 +150,7 @@ def _gather_frozen(parameter: Any) -> Tensor:
 def _slots(basic: torch.optim.Optimizer) -> tuple[int, list[str]]:
     step, slots = 0, []
     for state in basic.state.values():
-        step = max(step, int(state["step"]))
+        step = max(step, int(state.get("step", 0)))
         slots = [slot for slot, value in state.items() if slot != "step" and isinstance(value, Tensor)]
     return step, slots
 

@@ -33,7 +33,15 @@ class DeepSpeedBackend(Backend):
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        return launch.launcher == "deepspeed" or bool(args.deepspeed or args.deepspeed_config)
+        return launch.launcher == "deepspeed" or cls.flag_said(args) is not None
+
+    @classmethod
+    def flag_said(cls, args: argparse.Namespace) -> str | None:
+        if args.deepspeed_config:
+            return "--deepspeed_config"
+        if args.deepspeed:
+            return "--deepspeed"
+        return "--zero_stage" if args.zero_stage or "zero_stage" in getattr(args, "explicit", ()) else None
 
     @classmethod
     def add_arguments(cls, parser: Any) -> None:

@@ -65,7 +65,7 @@ def single() -> Iterator[Callable[..., Backend]]:
 
 class ThreadCommunicator:
     """The primitives between threads. A sum is of what each rank handed in when it called, in order of rank, and
-    appears when its handle is waited for, not before; calls must meet under the same name."""
+    appears when its handle is waited for; until then the tensor holds nonsense. Calls must meet under the same name."""
 
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
         self.rank, self.world_size = rank, world_size
@@ -73,7 +73,9 @@ class ThreadCommunicator:
         self._meeting = meeting
 
     def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
-        return Handle(tensor, self._hand_in(tensor, name), self._meeting)
+        number = self._hand_in(tensor, name)
+        tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -77)
+        return Handle(tensor, number, self._meeting)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self._meeting.wait_for(self._hand_in(tensor, "all_gather"))

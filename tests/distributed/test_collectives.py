@@ -82,12 +82,12 @@ def test_gather_of_one_process_is_the_tensor_itself() -> None:
 @pytest.mark.parametrize(
     ("dtype", "values", "expected"),
     [
-        (torch.float32, [0.5, 0.25], 0.75),
-        (torch.float64, [0.1, 0.2], 0.1 + 0.2),
-        (torch.int64, [2**40, 1], 2**40 + 1),
-        (torch.bfloat16, [256.0, 2.0], 258.0),  # added in fp32: 257 would not be representable on the way
-        (torch.float16, [1.5, 1.5], 3.0),
-        (torch.bool, [True, True], 2),
+        (torch.float32, [0.5, 0.25, 8.0], 8.75),
+        (torch.float64, [0.1, 0.2, 0.3], 0.1 + 0.2 + 0.3),
+        (torch.int64, [2**40, 1, 1], 2**40 + 2),
+        (torch.bfloat16, [256.0, 1.0, 1.0], 258.0),  # of 8 bits: 256 + 1 is 256, and 256 + 1 + 1 too
+        (torch.float16, [2048.0, 1.0, 1.0], 2050.0),  # of 11 bits
+        (torch.bool, [True, True, False], 2),
     ],
     ids=str,
 )
@@ -100,7 +100,7 @@ def test_sum_of_a_tensor_is_exact_and_leaves_the_argument_alone(
         assert own.tolist() == [[values[comm.rank]] * 3] * 2
         return total
 
-    for total in on_ranks(2, work):
+    for total in on_ranks(3, work):
         assert total.tolist() == [[expected] * 3] * 2
         assert total.dtype == (torch.int64 if dtype == torch.bool else dtype)
 

@@ -340,9 +340,11 @@ def test_a_fresh_engine_with_the_state_goes_on_to_the_same_bits(optimizer: str, 
     engine_loop(first, range(3))
     state = first.state_dict()
     second = make_engine(backend, optimizer, seed=99)
-    second.load_state_dict(reloaded(state))
-    assert_same_bits(second.state_dict(), state)
+    kept = reloaded(state)
+    second.load_state_dict(state)
+    assert_same_bits(second.state_dict(), kept)
     losses, norms = engine_loop(second, range(3, 6))
+    assert_same_bits(state, kept)  # it was copied from
     assert (losses, norms) == (expected[0][3:], expected[1][3:])
     assert_same_bits(second.state_dict(), whole.state_dict())
 
