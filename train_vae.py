@@ -254,6 +254,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             best = ema.best(online)
             best.save_dalle(run.folder.path / "vae-final.pt")
             best.save_pretrained(run.folder.model_dir)
+    run.finish()
     run.say(f"finished: {run.folder.model_dir}, {run.folder.path / 'vae-final.pt'}")
     run.close()
 

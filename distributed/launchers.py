@@ -37,36 +37,27 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         ValueError: a launcher's variables are half there (one line that names the missing one).
     """
     env = os.environ if environ is None else environ
-    if "HOROVOD_RANK" in env and "HOROVOD_SIZE" in env:
+    if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
         return Launch(
             "horovodrun",
             rank=_integer(env, "HOROVOD_RANK"),
-            local_rank=int(env.get("HOROVOD_LOCAL_RANK", 0)),
+            local_rank=_integer(env, "HOROVOD_LOCAL_RANK", 0),
             world_size=_integer(env, "HOROVOD_SIZE"),
         )
-    if "RANK" in env and "WORLD_SIZE" in env:
+    # Some export WORLD_SIZE alone in a job script; together with another of torchrun's it is torchrun's.
+    if "RANK" in env or ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
         # The deepspeed launcher sets torchrun's variables and two of its own.
         is_deepspeed = "CROSS_RANK" in env and "LOCAL_SIZE" in env and "TORCHELASTIC_RUN_ID" not in env
         return Launch(
             "deepspeed" if is_deepspeed else "torchrun",
             rank=_integer(env, "RANK"),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
+            local_rank=_integer(env, "LOCAL_RANK", 0),
             world_size=_integer(env, "WORLD_SIZE"),
             master_address=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(env.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
+            master_port=_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
         )
-    # A batch script run by SLURM has SLURM_PROCID too, without being one of several tasks: a step's size tells.
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        return Launch(
-            "srun",
-            rank=_integer(env, "SLURM_PROCID"),
-            local_rank=int(env.get("SLURM_LOCALID", 0)),
-            world_size=_integer(env, "SLURM_STEP_NUM_TASKS"),
-            master_address=env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", "")),
-            # Two jobs on one node must not meet on one port.
-            master_port=int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000)),
-        )
-    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+    # Before srun: mpirun starts its daemons with srun, whose variables its processes inherit.
+    if _integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         if "MASTER_ADDR" not in env and env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
             raise ValueError(
                 "mpirun started this on several machines without MASTER_ADDR; add `-x MASTER_ADDR=<first host>`"
@@ -74,26 +65,38 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         return Launch(
             "mpirun",
             rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
-            local_rank=int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)),
+            local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
             world_size=_integer(env, "OMPI_COMM_WORLD_SIZE"),
             master_address=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(env.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
+            master_port=_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
+        )
+    # A batch script run by SLURM has SLURM_PROCID too, without being one of several tasks: a step's size tells.
+    if _integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return Launch(
+            "srun",
+            rank=_integer(env, "SLURM_PROCID"),
+            local_rank=_integer(env, "SLURM_LOCALID", 0),
+            world_size=_integer(env, "SLURM_STEP_NUM_TASKS"),
+            master_address=env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", "")),
+            # Two jobs on one node must not meet on one port.
+            master_port=_integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000),
         )
     return Launch("python")
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """``"gpu[03-05,9],cpu1"`` -> ``"gpu03"``: the host of task 0 in SLURM's compressed list."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?", nodelist)
-    if not match:
-        return "127.0.0.1"
-    return match.group(1) + (match.group(2) or "")
+    """``"gpu[03-05,9]-ib,cpu1"`` -> ``"gpu03-ib"``: the host of task 0 in SLURM's compressed list."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else "")
+    return host or "127.0.0.1"
 
 
-def _integer(env: Mapping[str, str], name: str) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name not in env:
+        if default is not None:
+            return default
+        raise ValueError(f"the launcher did not set {name}; start the script with torchrun, srun or mpirun")
     try:
         return int(env[name])
-    except KeyError:
-        raise ValueError(f"the launcher did not set {name}; start the script with torchrun, srun or mpirun") from None
     except ValueError:
         raise ValueError(f"{name}={env[name]!r} in the environment is not a number") from None

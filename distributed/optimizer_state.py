@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """``{"step": int, "moments": {slot: {parameter name: fp32 CPU tensor}}}`` of an optimizer that has or has not
-    stepped yet.
+    """``{"type", "step", "slots", "moments": {slot: {parameter name: fp32 CPU tensor}}}`` of an optimizer that has or
+    has not stepped yet.
 
     Raises:
         ValueError: the optimizer keeps something that is neither a step count nor shaped like its parameter.
@@ -28,7 +28,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
                 moments.setdefault(slot, {})[names[parameter]] = value.detach().cpu().clone()
             elif value is not None:
                 raise ValueError(f"{type(optimizer).__name__} keeps {slot!r}, which cannot be saved by parameter name")
-    return {"step": step, "moments": moments}
+    return neutral_state(optimizer, step, moments)
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     Raises:
         ValueError: a moment is missing, unexpected or of another shape.
     """
-    check_moments(state, {name: parameter.shape for parameter, name in names.items()})
+    check_moments(optimizer, state, {name: parameter.shape for parameter, name in names.items()})
     optimizer.state.clear()
     if not state["moments"]:
         return
@@ -55,14 +55,29 @@ def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
             optimizer.state[parameter] = slots
 
 
-def check_moments(state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-    """Every slot holds exactly the named parameters, in their shapes.
+def neutral_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """The saved form; ``slots`` tells later whether all of the moments are still there."""
+    return {"type": kind(optimizer), "step": step, "slots": sorted(moments), "moments": moments}
+
+
+def kind(optimizer: torch.optim.Optimizer) -> str:
+    """What an optimizer's moments mean: all of the Adams keep the same two."""
+    name = type(optimizer).__name__
+    return "Adam" if name in ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam") else name
+
+
+def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    """The state is of such an optimizer, and every slot holds exactly the named parameters, in their shapes.
 
     Raises:
-        ValueError: with the first name that is wrong.
+        ValueError: with the first thing that is wrong.
     """
-    if state["step"] and not state["moments"]:
-        raise ValueError(f"the optimizer has made {state['step']} steps but its moments are missing")
+    if state["type"] != kind(optimizer):
+        raise ValueError(
+            f"the saved optimizer is {state['type']}, this run's is {kind(optimizer)}: its moments mean something else"
+        )
+    if lost := sorted(set(state["slots"]) ^ set(state["moments"])):
+        raise ValueError(f"optimizer moment {lost[0]} is missing or was never saved")
     for slot, tensors in state["moments"].items():
         check_names(f"optimizer moment {slot}", tensors, shapes)
 

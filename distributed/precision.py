@@ -50,4 +50,4 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.enabled and state:
             self.scale.fill_(state["scale"])
-            self._finite_in_a_row.fill_(int(state["finite_in_a_row"]))
+            self._finite_in_a_row.fill_(int(state.get("finite_in_a_row", 0)))

@@ -20,7 +20,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from .optimizer_state import check_moments, check_names, read_optimizer, write_optimizer
+from .optimizer_state import check_moments, check_names, neutral_state, read_optimizer, write_optimizer
 
 
 def shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -80,7 +80,7 @@ def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn
         }
         for slot in slots
     }
-    return {"step": step, "moments": moments}
+    return neutral_state(basic, step, moments)
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def write_zero_optimizer(
         write_optimizer(basic, _names(module), state)
         return
     names = _names(module)
-    check_moments(state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
+    check_moments(basic, state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
     basic.state.clear()
     if stage in (1, 2):
         optimizer._hp_optimizer_states_linked = False  # what was linked before is gone

@@ -356,8 +356,10 @@ def test_a_finished_run_says_so_and_how_to_extend_it_and_changes_nothing(
 ) -> None:
     train(tmp_path, "--max_steps", "2")
     before = files(tmp_path)
+    capsys.readouterr()
     train(tmp_path, "--max_steps", "2")
     said = capsys.readouterr().err
+    assert "images to train on" not in said and "finished:" not in said
     assert "this run is finished" in said and str(tmp_path / "model") in said and "--max_steps" in said
     assert files(tmp_path) == before
 

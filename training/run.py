@@ -96,8 +96,9 @@ class Run:
                 self.folder.check_config(self._settings, self._model_arguments)
             for name, state in states.items():
                 self._parts[name].load_state_dict(state)
-            self.folder.write_config(self._settings)
-            self.folder.write_environment(self._processes.describe())
+            if not self.is_complete:  # else they tell how it was trained
+                self.folder.write_config(self._settings)
+                self.folder.write_environment(self._processes.describe())
         self.tracker.cut_back(self.progress.step)
         self.display = progress_display(self.progress, self._processes.is_root)
         self.say(self._processes.summary())
@@ -116,7 +117,8 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing left to do: trained to the end, and the model written."""
-        return self.progress.finished and self.folder.finished
+        is_written = self.folder.finished and self.folder.finished_step == self.progress.step
+        return self.progress.finished and is_written
 
     def say(self, text: str) -> None:
         """One line on the root's terminal."""
@@ -163,6 +165,11 @@ class Run:
         self.say(f"asked to stop: saved update {self.progress.step}; run the same command again to go on")
         self.close()
         raise SystemExit(ASKED_TO_STOP)
+
+    def finish(self) -> None:
+        """The trained model is in model/: the run is complete."""
+        with self._processes.agreement():
+            self.folder.mark_finished(self.progress.step)
 
     def close(self) -> None:
         """Everything is on the disk when this returns."""

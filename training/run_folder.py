@@ -47,7 +47,9 @@ class RunFolder:
         self.moved_to: str | None
         #: Whether the folder holds a run that reached its end.
         self.finished: bool
-        self.moved_to, self.finished = self._on_root(lambda: self._open(fresh))
+        #: The update whose weights model/ holds, or None.
+        self.finished_step: int | None
+        self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -126,7 +128,18 @@ class RunFolder:
             raise ValueError(message)
         return result
 
-    def _open(self, fresh: bool) -> tuple[str | None, bool]:
+    def mark_finished(self, step: int) -> None:
+        """model/training.json, written last: model/ holds the weights of this update."""
+        text = json.dumps({"step": step})
+        self._on_root(lambda: write_atomically(self.model_dir / "training.json", text.encode()))
+
+    def _finished_step(self) -> int | None:
+        try:
+            return int(json.loads((self.model_dir / "training.json").read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _open(self, fresh: bool) -> tuple[str | None, bool, int | None]:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
         moved_to = self._move_away() if fresh and self._holds_run() else None
@@ -135,7 +148,7 @@ class RunFolder:
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))
         probe.unlink()
-        return moved_to, (self.model_dir / "config.json").exists()
+        return moved_to, (self.model_dir / "config.json").exists(), self._finished_step()
 
     def _holds_run(self) -> bool:
         return any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))

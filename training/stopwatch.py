@@ -10,6 +10,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._start = self._lap = time.monotonic()
+        self._paused_since: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -19,12 +20,13 @@ class Stopwatch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside does not count as training: validation, pictures, checkpoints."""
-        began = time.monotonic()
+        self._paused_since = began = time.monotonic()
         yield
+        self._paused_since = None
         self._lap += time.monotonic() - began
 
     def lap(self) -> float:
         """Seconds of training since the last lap."""
-        now = time.monotonic()
+        now = time.monotonic() if self._paused_since is None else self._paused_since
         seconds, self._lap = now - self._lap, now
         return seconds

@@ -127,7 +127,8 @@ def test_a_parameter_without_gradient_holds_nobody_up(on_ranks: OnRanks, monkeyp
 
 
 def test_gradients_keep_the_strides_of_their_parameters_and_stay_in_their_bucket() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    conv = nn.Conv2d(3, 4, 3)
+    model = nn.Sequential(conv, nn.ConvTranspose2d(4, 2, 3)).to(memory_format=torch.channels_last)
     model.register_parameter("sliced", nn.Parameter(torch.zeros(4, 6)[:, ::2]))  # not dense: no stride to keep
     reducer = GradientReducer(list(model.parameters()), Alone(), "toy")
     for _ in range(2):
@@ -141,7 +142,7 @@ def test_gradients_keep_the_strides_of_their_parameters_and_stay_in_their_bucket
         assert first <= parameter.grad.data_ptr() < last, name
         if name != "sliced":
             assert parameter.grad.stride() == parameter.stride(), name
-    assert model[0].weight.grad.stride() != torch.empty(4, 3, 3, 3).stride()  # it is channels_last indeed
+    assert conv.weight.stride() != torch.empty(4, 3, 3, 3).stride()  # it is channels_last indeed
 
 
 def test_buckets_hold_one_dtype_each_and_no_more_than_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +175,8 @@ def test_a_gradient_computed_twice_in_one_pass_raises_instead_of_being_lost(on_r
 
 def test_non_reentrant_checkpointing_adds_up(on_ranks: OnRanks) -> None:
     def gradient(comm: Communicator) -> Tensor:
-        shared, x = filled_by_position(nn.Linear(3, 3)), torch.ones(2, 3, dtype=torch.float64)
+        shared, x = nn.Linear(3, 3), torch.ones(2, 3, dtype=torch.float64)
+        filled_by_position(shared)
         reducer = GradientReducer(list(shared.parameters()), comm, "toy")
         reducer.before_backward(is_last=True)
         checkpoint(shared, checkpoint(shared, x, use_reentrant=False), use_reentrant=False).sum().backward()

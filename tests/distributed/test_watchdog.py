@@ -26,7 +26,7 @@ class Job:
         self.watchdog = Watchdog(SimpleNamespace(rank=0, world_size=1, options=options))  # type: ignore[arg-type]
         self.watchdog._store, self.watchdog._world_size = HashStore(), world_size
         self.seen: dict[int, Any] = {}
-        self.ranks = [
+        self.ranks: list[dict[str, Any]] = [
             {"beats": 0, "count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
         ]
 

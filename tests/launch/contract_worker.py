@@ -191,7 +191,7 @@ def reloaded(backend: Backend) -> dict[str, Any]:
     engine = backend.wrap(model, adam(model), name="first_half")
     wrapped = engine.state_dict()
     unchanged = all(torch.equal(wrapped["weights"][name], before[name]) for name in before)
-    unchanged &= wrapped["optimizer"] == {"step": 0, "moments": {}}
+    unchanged &= wrapped["optimizer"] == {"type": "Adam", "step": 0, "slots": [], "moments": {}}
     updates = []
     for update in range(UPDATES):
         if update == UPDATES // 2:

@@ -58,6 +58,10 @@ def train(folder, *flags: str, stop_at: int | None = None) -> Weights:
         run.log({"loss": 1.0 / run.progress.step, "weight": model.weight[0].item()})
         if run.due(args.save_every_n_steps):
             run.save()
+    if run.progress.finished and not run.is_complete:
+        run.folder.model_dir.mkdir(exist_ok=True)
+        (run.folder.model_dir / "config.json").write_text("{}")
+        run.finish()
     run.close()
     return model
 
