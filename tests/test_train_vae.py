@@ -154,6 +154,13 @@ def test_config_yaml_holds_every_argument_and_is_read_back(finished: Path) -> No
     assert (written["learning_rate"], written["distributed_backend"]) == (1e-3, "auto")
 
 
+def test_config_yaml_alone_repeats_the_run(finished: Path, tmp_path: Path) -> None:
+    train_vae.main(["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path)])
+    assert without_timings(metrics(tmp_path)) == without_timings(metrics(finished))
+    assert files(tmp_path / "model") == files(finished / "model")
+    assert json.loads((tmp_path / "environment.json").read_text())["backend"] == "single"
+
+
 def test_environment_json_says_what_ran_where_and_how(finished: Path) -> None:
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__.split("+")[0]
@@ -371,11 +378,15 @@ def test_a_finished_run_keeps_the_record_of_how_it_was_trained(tmp_path: Path) -
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("lost", [("vae-final.pt", "model"), ("model",), ("model/config.json",)], ids=str)
+@pytest.mark.parametrize(
+    "lost",
+    [("vae-final.pt", "model"), ("model",), ("model/config.json", "model/training.json"), ("model/training.json",)],
+    ids=str,
+)
 def test_a_run_killed_after_training_writes_its_model_at_the_next_start(
     lost: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """vae-final.pt comes first, model/config.json last."""
+    """vae-final.pt comes first, model/training.json last."""
     train(tmp_path, "--max_steps", "2")
     before = files(tmp_path)
     for name in lost:

@@ -41,7 +41,7 @@ class DeepSpeedBackend(Backend):
             return "--deepspeed_config"
         if args.deepspeed:
             return "--deepspeed"
-        return "--zero_stage" if args.zero_stage or "zero_stage" in getattr(args, "explicit", ()) else None
+        return "--zero_stage" if args.zero_stage else None  # a config.yaml read back says 0
 
     @classmethod
     def add_arguments(cls, parser: Any) -> None:

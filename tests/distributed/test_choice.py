@@ -72,6 +72,14 @@ def test_deepspeed_flags_on_another_backend_are_refused_not_ignored(
         distributed.from_args(parsed(*asked, *flags))
 
 
+def test_deepspeed_flags_at_their_defaults_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
+    """A config.yaml that is read back says all of them."""
+    said = {"deepspeed": False, "deepspeed_config": None, "zero_stage": 0}
+    assert distributed.from_args(parsed(**said, explicit=frozenset(said))).name == "single"
+    start(monkeypatch, "torchrun")
+    assert distributed.from_args(parsed(**said, explicit=frozenset(said))).name == "ddp"
+
+
 def test_flags_of_the_deepspeed_launcher_are_accepted(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
     start(monkeypatch, "deepspeed")
     assert distributed.from_args(parsed("--local_rank=1", "--deepspeed")).local_rank == 1
