@@ -52,7 +52,7 @@ def bare_loop(
     """One update per ``next``, for ever; ``images`` are uint8 batches (b, c, h, w), used in turn."""
     device = next(model.parameters()).device
     memory_format = torch.channels_last if variant.channels_last else torch.contiguous_format
-    model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    model.to(memory_format=memory_format)
     if compile_model:
         model.compile()
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, fused=True if variant.fused else None)

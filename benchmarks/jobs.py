@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ _SCRIPT_FLAGS = ("--image_folder", "demo:shapes:64", "--valid_fraction", "0", "-
 
 
 class JobFailed(RuntimeError):
-    """One line: why there is nothing to report."""
+    """One line that says why there is nothing to report."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def measure(
     rounds: int,
     turns: int,
     updates: int,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The result of ``worker.Contest``.
 
@@ -99,6 +100,7 @@ def measure(
         rounds: Each gives one number per side.
         turns: Of each side in a round.
         updates: Of a side in its turn.
+        environment: Variables to set beside the present ones.
 
     Raises:
         JobFailed: not installed, did not work, or took longer than ten minutes.
@@ -113,7 +115,7 @@ def measure(
             *(*_SCRIPT_FLAGS, *script_flags, *launcher.flags, "--output_dir", str(Path(folder) / "run")),
         ]
         threads = threads or max(1, cores() // processes)
-        _run(command, {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"})
+        _run(command, {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(environment or {})})
         if not result.exists():
             raise JobFailed(f"{launcher.name} ended without a result")
         return json.loads(result.read_text())

@@ -119,6 +119,6 @@ def plain_decode(path: str, size: int = _IMAGE_SIZE) -> Tensor:
     width, height = image.size
     scale = size / min(width, height)
     image = image.resize((int(width * scale), int(height * scale)), Image.Resampling.BILINEAR)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
+    left, top = round((image.width - size) / 2), round((image.height - size) / 2)
     image = image.crop((left, top, left + size, top + size))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

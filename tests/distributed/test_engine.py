@@ -193,6 +193,18 @@ def test_losses_weighed_by_items_give_the_mean_over_all_items(single: Single) ->
     torch.testing.assert_close(ours.pop("conv.weight"), expected.pop("conv.weight"), rtol=1e-5, atol=1e-7)
 
 
+def test_a_part_without_items_contributes_nothing_though_its_mean_is_nan(single: Single) -> None:
+    backend = single(batch_size=BATCH)
+    engine, without_it = make_engine(backend, "SGD"), make_engine(backend, "SGD")
+    x = batch(0).to(backend.device)
+    for each in (engine, without_it):
+        each.backward(each(x).square().mean(), items=12, total=12)
+    engine.backward(engine(x[:0]).square().mean(), items=0, total=12)
+    assert not bool(engine.step().skipped) and not bool(without_it.step().skipped)
+    ours, expected = weights(engine.module), weights(without_it.module)
+    assert_same_bits(ours["conv.weight"], expected["conv.weight"])
+
+
 def test_items_without_a_total_are_refused(single: Single) -> None:
     engine = make_engine(single(batch_size=BATCH), "SGD")
     with pytest.raises(ValueError, match="both or neither"):

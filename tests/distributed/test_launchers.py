@@ -41,6 +41,11 @@ def test_deepspeed_is_told_from_torchrun_by_variables_of_its_own() -> None:
     assert detect(DEEPSPEED) == Launch("deepspeed", 1, 1, 2, "127.0.0.1", 29500)
 
 
+@pytest.mark.parametrize("missing", ["CROSS_RANK", "LOCAL_SIZE"])
+def test_one_of_deepspeeds_own_variables_is_not_enough(missing: str) -> None:
+    assert detect(without(DEEPSPEED, missing)).launcher == "torchrun"
+
+
 def test_torchrun_inside_a_deepspeed_environment_is_torchrun() -> None:
     assert detect({**DEEPSPEED, **TORCHRUN}).launcher == "torchrun"
 

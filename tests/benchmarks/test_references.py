@@ -1,0 +1,44 @@
+"""What the numbers are compared with is what it claims to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import CenterCrop, Compose, PILToTensor, Resize
+
+from benchmarks.bare import VARIANTS, bare_loop
+from benchmarks.loading import plain_decode, write_photos
+from models import DiscreteVAE
+
+
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (301, 333), (128, 143), (143, 128), (128, 128), (100, 90)])
+def test_plain_decoding_is_torchvisions(size: tuple[int, int], tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    path = tmp_path / "image.jpg"
+    Image.fromarray(pixels).save(path)
+    transform = Compose([Resize(128), CenterCrop(128), PILToTensor()])
+    expected = transform(Image.open(path).convert("RGB"))
+    assert torch.equal(plain_decode(str(path), 128), expected)
+
+
+def test_generated_photos_have_the_size_of_photographs(tmp_path: Path) -> None:
+    write_photos(tmp_path, 2)
+    files = sorted(tmp_path.iterdir())
+    assert [Image.open(file).size for file in files] == [(500, 375)] * 2
+    assert all(60_000 < file.stat().st_size < 160_000 for file in files)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_bare_loop_makes_adams_first_step(name: str) -> None:
+    model = DiscreteVAE(image_size=8, num_tokens=4, codebook_dim=3, num_layers=1, hidden_dim=5)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    next(bare_loop(model, [images], VARIANTS[name], learning_rate=1e-3))
+    moved = torch.cat([(new - old).abs().flatten() for new, old in zip(model.parameters(), before, strict=True)])
+    # Adam's first step is the learning rate in the direction of each gradient, whatever its size.
+    assert moved.median().item() == pytest.approx(1e-3, rel=1e-3)
+    assert moved.max().item() <= 1.001e-3
