@@ -27,7 +27,7 @@ from training.arguments import (
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from torch import Tensor
 
-    from data import ValidationStream
+    from data import BadSample, ValidationStream
     from models import DiscreteVAE
 
 # What a resumed run may not change: its weights would not fit, or would mean something else.
@@ -114,7 +114,11 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 
 
 def evaluate(
-    model: DiscreteVAE, stream: ValidationStream, temperature: float, backend: distributed.Backend
+    model: DiscreteVAE,
+    stream: ValidationStream,
+    temperature: float,
+    backend: distributed.Backend,
+    unreadable: list[BadSample],
 ) -> tuple[dict[str, float], Tensor]:
     """Noise-free loss and quality of hard reconstructions over the validation split and all processes; code counts."""
     import torch
@@ -126,6 +130,7 @@ def evaluate(
     with torch.no_grad():
         for batch in stream:
             backend.mark("validating")
+            unreadable += batch["bad"]
             images = data.to_unit_range(batch["images"].to(backend.device, non_blocking=True))
             codes = model.get_codebook_indices(images)
             quality.add(images, model.decode(codes), codes, loss=model(images, temperature=temperature).loss)
@@ -173,14 +178,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return
     run.say(f"{len(train_set)} images to train on, {len(valid_set)} to validate, {run.progress.total_steps} updates")
 
-    loading: Any = {
-        "rank": backend.rank,
-        "world_size": backend.world_size,
-        "batch_size": args.batch_size,
-        "num_workers": args.num_workers,
-        "on_bad_sample": args.on_bad_sample,
-        "pin_memory": backend.device.type == "cuda",
-    }
+    loading: Any = {"rank": backend.rank, "world_size": backend.world_size, "batch_size": args.batch_size}
+    loading |= {"num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample}
+    loading |= {"pin_memory": backend.device.type == "cuda"}
     validation = data.ValidationStream(dataset, valid_set, **loading)
     batches = iter(
         data.TrainingStream(dataset, train_set, seed=args.seed, start_samples=run.progress.samples, **loading)
@@ -188,8 +188,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():
         batch = next(batches)  # a folder in which nothing can be read ends here
         preview = next(iter(validation)) if len(valid_set) else batch
-    shown = data.to_unit_range(preview["images"][: args.num_images_save].to(backend.device))
-    unreadable = []
+    shown = backend.gather(data.to_unit_range(preview["images"].to(backend.device)))[: args.num_images_save]
+    unreadable: list[data.BadSample] = []
 
     while not run.progress.finished:
         step = run.progress.step
@@ -231,7 +231,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 with engine.gathered() as online:
                     candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
                     for name, candidate in candidates.items():
-                        values, counts = evaluate(candidate, validation, temperature, backend)
+                        values, counts = evaluate(candidate, validation, temperature, backend, unreadable)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
                         run.log_image(f"{name}/codes", code_histogram(counts))
             if metrics:
@@ -249,7 +249,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             with backend.waiting_for("data"):
                 batch = next(batches)
 
-    with engine.gathered() as online:
+    with engine.gathered() as online, backend.agreement():
         if backend.is_root:
             best = ema.best(online)
             best.save_dalle(run.folder.path / "vae-final.pt")

@@ -183,9 +183,10 @@ class Backend(ABC):
             self._stop = StopRequest(self.comm)
             self._stop.install()
         except Exception as error:
-            raise UserMistake(
-                f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {_first_line(error)}"
-            ) from error
+            text = f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {_first_line(error)}"
+            if not self.is_root:  # the root may be fine, and waiting: this process has to speak
+                print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr, flush=True)
+            raise UserMistake(text) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:

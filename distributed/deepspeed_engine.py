@@ -52,6 +52,7 @@ class ZeroEngine(Engine):
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
         # Where the module does not hold full fp32 weights, a plain twin does for as long as somebody reads it.
         self._twin = copy.deepcopy(model) if zero_stage == 3 or weights_are_low_precision else None
+        self._empty_twin()
         if options.compile:
             model.compile()
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
@@ -162,9 +163,22 @@ class ZeroEngine(Engine):
         if self._twin is None:
             yield self.module
             return
-        self._twin.load_state_dict(read_weights(self.module, self._stage, on_cpu=False))
+        weights = read_weights(self.module, self._stage, on_cpu=False)
+        for name, parameter in self._twin.named_parameters():
+            parameter.data = weights[name].clone()
+        for name, buffer in self._twin.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
         self._twin.train(self.module.training)
-        yield self._twin
+        try:
+            yield self._twin
+        finally:
+            self._empty_twin()
+
+    def _empty_twin(self) -> None:
+        if self._twin is not None:
+            for parameter in self._twin.parameters():
+                parameter.data = parameter.data.new_empty(0)
 
     @property
     def lr(self) -> float:

@@ -21,4 +21,7 @@ def local_device(local_rank: int) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    # fp32 means fp32: TF32 would keep 10 bits of the mantissa, and one process would not agree with two.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     return device

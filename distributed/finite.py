@@ -35,7 +35,9 @@ class SkipGuard:
         """The gradient to start backward with: ``factor``, or NaN where the loss is not finite."""
         if self._hooks and not bool(torch.isfinite(loss.detach()).all()):
             self._findings.insert(0, f"the loss is {loss.detach().float().mean().item()}")
-        factor = torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, device=loss.device)  # filled there: a copy would wait for the device
+        factor = factor.to(loss.dtype)
         return torch.where(torch.isfinite(loss.detach()), factor, torch.nan)
 
     def after_update(self, finite: Tensor, update: int) -> None:
@@ -63,8 +65,7 @@ class SkipGuard:
         value = 0
         if self._reading is not None:
             copy, event = self._reading
-            if not event.query():
-                return 0
+            event.synchronize()  # an update old: long done, and read at the same update on every process
             value = int(copy)
         copy = torch.empty((), dtype=torch.int64, pin_memory=True)
         copy.copy_(self._in_a_row, non_blocking=True)
@@ -75,6 +76,7 @@ class SkipGuard:
 
     def _watch(self) -> None:
         """From now on look at each local gradient before it meets the other processes' ones."""
+        self._reading = None
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(self._finder(name)))
@@ -82,7 +84,7 @@ class SkipGuard:
     def _unwatch(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._reading = [], None
+        self._hooks = []
 
     def _finder(self, name: str) -> Callable[[Tensor], None]:
         def find(grad: Tensor) -> None:

@@ -18,7 +18,7 @@ class Options:
     plan: BatchPlan
     precision: str = "fp32"  # fp32, bf16 or fp16
     max_grad_norm: float = 0.0  # 0: no clipping
-    max_skipped_updates: int = 25
+    max_skipped_updates: int = 20
     compile: bool = False
     timeout_minutes: float = 30.0
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
+SILENT_SECONDS = 20.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
 EXIT_CODE = 1
 
 
@@ -113,7 +114,10 @@ class Watchdog:
                 if self._rank == 0 and (verdict := self._judge(seen)):
                     self._store.set("verdict", verdict)
                 if self._store.check(["verdict"]):
-                    self._end(self._store.get("verdict").decode())
+                    verdict = self._store.get("verdict").decode()
+                    if self._rank == 0:  # the store ends with this process: let the others read first
+                        time.sleep(2 * HEARTBEAT_SECONDS)
+                    self._end(verdict)
             except Exception:
                 # The main thread usually learns the same from its next collective: it has the first word.
                 if self._rank != 0 and not self._stopping.wait(3 * DEAD_AFTER_SECONDS):
@@ -130,6 +134,10 @@ class Watchdog:
                 last.count, last.progress_at = beat["count"], now
             if last.beats != beat["beats"]:
                 last.beats, last.heard_at = beat["beats"], now
+        dead = [rank for rank in beats if now - seen[rank].heard_at > SILENT_SECONDS]
+        if dead:
+            named = "; ".join(f"rank {r} at update {beats[r]['update']} ({beats[r]['phase']})" for r in dead)
+            return f"lost contact with {named}"
         stalled = [rank for rank in beats if now - seen[rank].progress_at > self._timeout_seconds]
         silent = [rank for rank in stalled if now - seen[rank].heard_at > DEAD_AFTER_SECONDS]
         # Whoever waits for others in a collective is not to blame while anybody else stands still.

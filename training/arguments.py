@@ -258,7 +258,7 @@ def add_run_arguments(
     add("--ema_decay", type=fraction, default=ema_decay, metavar="DECAY",
         help="of the exponential moving average of the weights, per update; 0: no average")
     add("--max_skipped_updates", type=non_negative_int, default=20, metavar="UPDATES",
-        help="stop after more non-finite updates in a row than this")
+        help="stop after so many non-finite updates in a row")
 
     add = parser.add_argument_group("precision").add_argument
     add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default=precision,

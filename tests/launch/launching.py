@@ -89,23 +89,21 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def worker_pids(process: subprocess.Popen[str], script: str) -> list[int]:
-    """The training processes of a job, in order of their start: launchers and loader workers left out."""
+    """The training processes of a job by rank: launchers and loader workers left out."""
     import psutil
 
-    found = []
+    by_rank: dict[int, int] = {}
     job = psutil.Process(process.pid)
-    for child in [job, *job.children(recursive=True)]:
+    for child in [job, *job.children(recursive=True)]:  # parents come before their children
         try:
             arguments = child.cmdline()
-            parent = child.parent()
-            is_script = (
-                len(arguments) > 1 and any(a.endswith(script) for a in arguments[1:3]) and "python" in arguments[0]
-            )
-            if is_script and not (parent and any(a.endswith(script) for a in parent.cmdline()[1:3])):
-                found.append(child.pid)
-        except psutil.Error:
+            if "python" in arguments[0] and any(argument.endswith(script) for argument in arguments[1:3]):
+                environment = child.environ()
+                rank = int(environment.get("HOROVOD_RANK", environment.get("RANK", 0)))
+                by_rank.setdefault(rank, child.pid)
+        except (psutil.Error, IndexError):
             continue
-    return sorted(found)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _tool(name: str) -> str:
