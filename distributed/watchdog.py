@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
-SILENT_SECONDS = 20.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
+SILENT_SECONDS = 60.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
 EXIT_CODE = 1
 
 

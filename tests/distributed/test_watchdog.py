@@ -81,7 +81,7 @@ def test_a_silent_rank_is_named_first(job: Callable[[int], Job]) -> None:
     three.ranks[0].update(phase="reducing gradients", collective=True)
     three.ranks[2].update(phase="reducing gradients", collective=True, update=4)
     verdict = three.pass_time(TIMEOUT_SECONDS + 2, moving=set(), silent=frozenset({2}))
-    assert verdict == "no progress for 1 minutes: rank 2 stands at update 4 (reducing gradients)"
+    assert verdict == "lost contact with rank 2 at update 4 (reducing gradients)"
 
 
 def test_a_short_silence_is_no_death(job: Callable[[int], Job]) -> None:
