@@ -87,7 +87,7 @@ def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Laun
     assert finished.returncode != 0, finished.output
     errors = lines_of_error(finished.output)
     assert len(errors) == 1 and expected in errors[0], finished.output
-    assert 'Traceback (most recent call last):\n  File "' + os.getcwd() not in finished.output
+    assert 'train_vae.py", line' not in finished.output  # the launchers' own tracebacks aside
     if launcher.name == "torchrun":
         assert re.search(r"exitcode\s*: 2 ", finished.output)
     elif launcher.name == "deepspeed":
