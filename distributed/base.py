@@ -191,6 +191,8 @@ class Backend(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         together = error is None or isinstance(error, SystemExit)
+        # Raised on every process alike, so that nobody waits for this one.
+        is_mutual = isinstance(error, UserMistake) or (isinstance(error, TrainingStopped) and not error.alone)
         try:
             if together:
                 self._stop.drain()
@@ -199,7 +201,7 @@ class Backend(ABC):
         finally:
             self._stop.restore()
             self.watchdog.stop()
-            self.disconnect(gracefully=together or isinstance(error, UserMistake))
+            self.disconnect(gracefully=together or is_mutual)
         if stopped is not None:
             if self.is_root or stopped.alone:
                 print(f"{os.path.basename(sys.argv[0])}: stopped: {stopped}", file=sys.stderr, flush=True)

@@ -19,6 +19,10 @@ GRACE_SECONDS = 60
 
 def init_process_group(launch: Launch, device: torch.device, timeout_minutes: float) -> None:
     """Join the default process group, with rank and address from the launcher."""
+    # Imported later (Adam's first step does it), its default arguments would hold the group for ever; the group's
+    # threads would then outlive it, and one that frees a tensor while the interpreter goes down aborts the process.
+    import torch.distributed.nn  # noqa: F401
+
     os.environ.setdefault("MASTER_ADDR", launch.master_address)
     if launch.world_size > 1:
         os.environ.setdefault("MASTER_PORT", str(launch.master_port or DEFAULT_MASTER_PORT))

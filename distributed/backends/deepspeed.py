@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..base import Backend, Engine, Options
@@ -81,6 +82,9 @@ class DeepSpeedBackend(Backend):
         from ..torch_comm import leave_process_group
 
         leave_process_group(gracefully)
+        # DeepSpeed's objects hold groups for as long as the process lives. Their threads still let go of the last
+        # tensors, and one that does so while the interpreter goes down aborts the process.
+        time.sleep(0.2)
 
     def wrap(
         self,
