@@ -151,7 +151,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     import data
     from training.ema import make_ema
-    from training.images import code_histogram, save_grid
+    from training.images import code_histogram, grid
     from training.noise import Noise
     from training.run import Run
 
@@ -239,11 +239,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             if run.due(args.sample_every_n_steps):
                 with engine.gathered() as online:
                     if backend.is_root:
-                        rows = reconstructions(ema.best(online), shown, temperature)
-                        run.log_image("reconstructions", save_grid(rows, run.folder.sample_path(run.progress.step)))
+                        run.log_sample("reconstructions", grid(reconstructions(ema.best(online), shown, temperature)))
             if run.due(args.save_every_n_steps):
                 run.save()
-        if backend.stop_requested():
+        if backend.stop_requested(run.out_of_time):
             run.save_and_exit()
         if not run.progress.finished:
             with backend.waiting_for("data"):
@@ -262,8 +261,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
+
+    from training.run_folder import last_start
+
     try:
-        with distributed.from_args(args) as backend:
+        with distributed.from_args(args, last_start(args.output_dir, args.fresh)) as backend:
             train(args, parser.settings(args), backend)
     except distributed.UserMistake as mistake:
         parser.error(str(mistake))

@@ -9,6 +9,8 @@ with distributed.from_args(args) as backend:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from .backends import all_backends
 from .base import Backend, Engine
@@ -65,15 +67,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MINUTES",
         help="end the job when a process has got nowhere for this long",
     )
+    group.add_argument(
+        "--check_replicas_every_n_steps",
+        type=int,
+        default=1000,
+        metavar="UPDATES",
+        help="compare the weights of all processes bit for bit, where they must be equal; 0: only at the start",
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="deterministic kernels alone: the same run gives the same bits on CPUs and GPUs, at some cost",
+    )
     # The deepspeed launcher passes this to every script, whatever backend is used.
     group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     for backend in all_backends().values():
         backend.add_arguments(group)
 
 
-def from_args(args: argparse.Namespace) -> Backend:
+def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = None) -> Backend:
     """The backend that was asked for, not connected yet; batch arithmetic and configuration are checked before
     anything starts, and ``args`` is filled with what the backend's own configuration says.
+
+    Args:
+        args: Of a parser with ``add_arguments``.
+        last_start: What ``Backend.describe`` said when the run that goes on here was last started. If there are fewer
+            processes now, accumulation grows so that none has to hold more samples at a time.
 
     Raises:
         UserMistake: a missing installation, a batch size that does not fit, contradicting configuration.
@@ -98,7 +117,7 @@ def from_args(args: argparse.Namespace) -> Backend:
         _refuse_lonely_copies(launch)
         launch = Launch("python")
     backend.configure(args, launch)
-    plan = plan_batches(args.batch_size, args.grad_accum_steps, launch.world_size)
+    plan = plan_batches(args.batch_size, args.grad_accum_steps, launch.world_size, last_start)
     options = Options(
         plan=plan,
         precision=args.precision,
@@ -106,6 +125,8 @@ def from_args(args: argparse.Namespace) -> Backend:
         max_skipped_updates=args.max_skipped_updates,
         compile=args.compile,
         timeout_minutes=args.timeout_minutes,
+        check_replicas_every_n_steps=args.check_replicas_every_n_steps,
+        deterministic=args.deterministic,
     )
     return backend(launch, options, args)
 

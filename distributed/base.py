@@ -1,4 +1,4 @@
-"""The two contracts that every backend keeps: Backend (the processes) and Engine (one model and its optimizer).
+"""The contract Backend (the processes), beside Engine (one model and its optimizer) in engine_base.py.
 
 A script speaks to these two alone and never asks for a backend's name:
 
@@ -16,12 +16,13 @@ import argparse
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .engine_base import Engine
 from .errors import TrainingStopped, UserMistake
-from .options import Options, Update
+from .options import Options
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
     import torch
@@ -31,92 +32,6 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .launchers import Launch
     from .stop import StopRequest
     from .watchdog import Watchdog
-
-
-class Engine(ABC):
-    """One model spread over the processes, and the optimizer that steps it.
-
-    Several engines live side by side. In a GAN, the generator's step runs inside ``discriminator.frozen()`` and calls
-    ``discriminator.module(...)``; the discriminator's step calls ``discriminator(...)`` on detached images.
-    """
-
-    module: nn.Module
-    """The bare model: for its attributes, for train()/eval(), and to be called while frozen."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass, under the chosen precision."""
-
-    @abstractmethod
-    def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """This process's batch in ``grad_accum_steps`` equal parts, tensors on the device. The loop body runs
-        forward and backward on each; backward divides the loss by their number.
-
-        Raises:
-            ValueError: a value's first dimension is not the local batch size.
-        """
-
-    @abstractmethod
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        items: int | Tensor | None = None,
-        total: int | Tensor | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update.
-
-        Without ``items`` each micro-batch counts the same. With them, ``loss`` is a mean over ``items`` things here
-        and the update is the mean over the ``total`` things of all processes and micro-batches.
-
-        Raises:
-            RuntimeError: the engine is frozen, or cannot keep the graph (``retain_graph`` at ZeRO 3).
-        """
-
-    @abstractmethod
-    def step(self) -> Update:
-        """Reduce, unscale, agree on finiteness, clip, update the weights, and forget the gradients.
-
-        Raises:
-            TrainingStopped: too many updates in a row were not finite.
-        """
-
-    @abstractmethod
-    def frozen(self) -> AbstractContextManager[None]:
-        """No gradient reaches this model's parameters; calls must go through ``module``."""
-
-    @abstractmethod
-    def gathered(self) -> AbstractContextManager[Any]:
-        """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
-
-    @property
-    @abstractmethod
-    def lr(self) -> float:
-        """The learning rate that the optimizer will really use (of its first parameter group)."""
-
-    @lr.setter
-    @abstractmethod
-    def lr(self, value: float) -> None: ...
-
-    @property
-    @abstractmethod
-    def skipped_updates(self) -> int:
-        """Updates skipped so far because of non-finite values."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Collective, backend-neutral, on the CPU: ``weights`` (fp32, by name), ``optimizer`` (``step`` and
-        ``moments`` by slot and parameter name), ``scaler``, ``updates``, ``skipped_updates``. Full on the root, where
-        it is saved; other processes may get empty tensors' worth of it."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Collective: the full state on every process, whatever backend wrote it.
-
-        Raises:
-            ValueError: a weight or a moment is missing, unexpected or of another shape.
-        """
 
 
 class Backend(ABC):
@@ -138,6 +53,7 @@ class Backend(ABC):
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         self.launch, self.options = launch, options
+        self._before_update: list[Callable[[], None]] = []
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
 
     @classmethod
@@ -173,12 +89,21 @@ class Backend(ABC):
     def is_root(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_restart(self) -> bool:
+        """Whether the launcher itself started these processes again after some had failed."""
+        return self.launch.is_restart
+
     def __enter__(self) -> Backend:
+        from .devices import use_deterministic_kernels
         from .stop import StopRequest
         from .watchdog import Watchdog
 
+        if self.options.deterministic:
+            use_deterministic_kernels()
         try:
             self.connect()
+            self._agree_on_plan()
             self.watchdog = Watchdog(self)
             self._stop = StopRequest(self.comm)
             self._stop.install()
@@ -206,6 +131,18 @@ class Backend(ABC):
             if self.is_root or stopped.alone:
                 print(f"{os.path.basename(sys.argv[0])}: stopped: {stopped}", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
+
+    def _agree_on_plan(self) -> None:
+        from . import collectives
+
+        plan = self.options.plan
+        mine = [plan.global_batch_size, plan.grad_accum_steps, plan.world_size]
+        for rank, theirs in enumerate(collectives.gather_objects(mine, self.comm, self.device)):
+            if theirs != mine:
+                raise ValueError(
+                    f"batch, accumulation and processes are {mine} on rank {self.rank} and {theirs} on rank {rank}; "
+                    "start all processes with the same flags, and an --output_dir on a disk that all of them see"
+                )
 
     @abstractmethod
     def connect(self) -> None:
@@ -239,17 +176,24 @@ class Backend(ABC):
             "batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "grad_accum_steps": plan.grad_accum_steps,
+            "asked_grad_accum_steps": plan.asked_grad_accum_steps or plan.grad_accum_steps,
             "max_grad_norm": self.options.max_grad_norm,
         }
 
     def summary(self) -> str:
         """``describe`` in one line."""
         plan = self.options.plan
-        return (
+        text = (
             f"{self.name} on {self.world_size} x {self.device.type}, {self.options.precision}; batch "
             f"{plan.global_batch_size} = {plan.micro_batch_size} x {plan.grad_accum_steps} accumulation x "
             f"{self.world_size} processes"
         )
+        if plan.asked_grad_accum_steps:
+            text += (
+                f" (--grad_accum_steps {plan.asked_grad_accum_steps}, but there are fewer processes than before: more "
+                "accumulation, so that none holds more samples at a time)"
+            )
+        return text
 
     # Collectives: every process calls them; the rank test lives inside.
 
@@ -299,10 +243,19 @@ class Backend(ABC):
         """Return when every process is here."""
         self.sum({"here": 1.0})
 
-    def stop_requested(self) -> bool:
-        """Whether SIGTERM, SIGINT or SIGUSR1 reached any process; called once per update, and true on all processes
-        after the same one."""
-        return self._stop.agreed()
+    def stop_requested(self, here: bool = False) -> bool:
+        """Whether SIGTERM, SIGINT or SIGUSR1 reached any process, or any of them said so itself (``here``); called
+        once per update, and true on all processes after the same one."""
+        return self._stop.agreed(here)
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        """Have ``wait`` called once, before any engine next changes weights or moments."""
+        self._before_update.append(wait)
+
+    def about_to_update(self) -> None:
+        """For engines: weights and moments are about to change."""
+        while self._before_update:
+            self._before_update.pop()()
 
     def mark(self, phase: str) -> None:
         """This process begins ``phase``: a sign of life for the watchdog, which engines and collectives give too."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 
-from .base import Backend, Engine, Update
+from .base import Backend
 from .deepspeed_config import resolve
+from .engine_base import Engine
 from .finite import SkipGuard
 from .micro import backward_weight, no_gradients, split_batch
+from .optimizer_state import live_weights
+from .options import Update
 from .precision import autocast
-from .replicas import check_replicas
-from .zero_state import read_weights, read_zero_optimizer, write_weights, write_zero_optimizer
+from .replicas import check_replicas, check_replicas_now_and_then
+from .zero_state import read_zero_optimizer, weight_readers, write_weights, write_zero_optimizer
 
 
 class ZeroEngine(Engine):
@@ -31,11 +35,12 @@ class ZeroEngine(Engine):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        name: str,
         max_grad_norm: float | None,
     ) -> None:
         options = backend.options
         check_replicas(model, "before training", backend.gather_objects)
-        self.module, self._backend, self._stage = model, backend, zero_stage
+        self.module, self._backend, self._stage, self._name = model, backend, zero_stage, name
         self._precision, self._plan = options.precision, options.plan
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
         runtime = resolve(
@@ -114,6 +119,7 @@ class ZeroEngine(Engine):
 
     def step(self) -> Update:
         self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
+        self._backend.about_to_update()
         if self._is_unsharded_fp32:
             norm, finite = self._step_unsharded()
         else:
@@ -125,6 +131,8 @@ class ZeroEngine(Engine):
         self._updates += 1
         self._backend.watchdog.mark("computing", update=self._updates)
         self._guard.after_update(finite, self._updates)
+        if self._stage < 3:  # there every process holds other slices, and nothing twice
+            check_replicas_now_and_then(self._backend, self.module, self._name, self._updates)
         return Update(norm, ~finite)
 
     def _step_unsharded(self) -> tuple[Tensor, Tensor]:
@@ -163,12 +171,13 @@ class ZeroEngine(Engine):
         if self._twin is None:
             yield self.module
             return
-        weights = read_weights(self.module, self._stage, on_cpu=False)
-        for name, parameter in self._twin.named_parameters():
-            parameter.data = weights[name].clone()
-        for name, buffer in self._twin.named_buffers():
-            if name in weights:
-                buffer.copy_(weights[name])
+        parameters, buffers = dict(self._twin.named_parameters()), dict(self._twin.named_buffers())
+        for name, read in weight_readers(self.module, self._stage).items():
+            weight = read()
+            if name in parameters:
+                parameters[name].data = weight.clone()
+            elif name in buffers:
+                buffers[name].copy_(weight)
         self._twin.train(self.module.training)
         try:
             yield self._twin
@@ -195,26 +204,45 @@ class ZeroEngine(Engine):
     def skipped_updates(self) -> int:
         return int(self._guard.total)
 
-    def state_dict(self) -> dict[str, Any]:
-        scaler = getattr(self._optimizer, "loss_scaler", None)
+    def live_state(self) -> dict[str, Any]:
+        weights: Mapping[str, Any]
+        if self._is_unsharded_fp32:
+            weights = live_weights(self.module)
+        else:
+            readers = weight_readers(self.module, self._stage)
+            weights = {name: partial(_on_cpu, read) for name, read in readers.items()}
         return {
-            "weights": read_weights(self.module, self._stage, on_cpu=True),
+            "weights": weights,
             "optimizer": read_zero_optimizer(self._ds.basic_optimizer, self._optimizer, self.module, self._stage),
-            "scaler": {"scale": float(scaler.cur_scale)} if self._ds.fp16_enabled() and scaler else {},
+            "scaler": self._scaler_state(),
             "updates": self._updates,
             "skipped_updates": self.skipped_updates,
         }
+
+    def _scaler_state(self) -> dict[str, float]:
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        if scaler is None or not self._ds.fp16_enabled():
+            return {}
+        since_overflow = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
+        return {"scale": float(scaler.cur_scale), "finite_in_a_row": since_overflow}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         write_weights(self.module, self._optimizer, self._stage, state["weights"])
         write_zero_optimizer(self._ds.basic_optimizer, self._optimizer, self.module, self._stage, state["optimizer"])
         if state["scaler"] and self._ds.fp16_enabled():
-            self._optimizer.loss_scaler.cur_scale = state["scaler"]["scale"]
+            scaler = self._optimizer.loss_scaler
+            scaler.cur_scale = state["scaler"]["scale"]
+            # It counts updates and remembers the last overflow; -1 is its "never".
+            scaler.cur_iter, scaler.last_overflow_iter = int(state["scaler"].get("finite_in_a_row", 0)), -1
         self._updates = state["updates"]
         applied = state["updates"] - state["skipped_updates"]
         if self._scheduler is not None and applied:
             self._scheduler.step(applied - 1)  # counted from 0; a skipped update did not move it
         self._guard.total.fill_(state["skipped_updates"])
+
+
+def _on_cpu(read: Callable[[], Tensor]) -> Tensor:
+    return read().to("cpu", copy=True)
 
 
 @contextmanager

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Backend, Engine, Update
+from .base import Backend
+from .engine_base import Engine
 from .finite import SkipGuard
 from .micro import backward_weight, no_gradients, split_batch
-from .optimizer_state import check_names, read_optimizer, write_optimizer
+from .optimizer_state import check_names, live_weights, read_optimizer, write_optimizer
+from .options import Update
 from .precision import LossScaler, autocast
 from .reducer import GradientReducer
-from .replicas import check_replicas
+from .replicas import check_replicas, check_replicas_now_and_then
 
 
 class ReplicatedEngine(Engine):
@@ -35,7 +37,7 @@ class ReplicatedEngine(Engine):
     ) -> None:
         options = backend.options
         check_replicas(model, "before training", backend.gather_objects)
-        self.module, self._backend, self._optimizer = model, backend, optimizer
+        self.module, self._backend, self._optimizer, self._name = model, backend, optimizer, name
         self._precision, self._plan = options.precision, options.plan
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -99,10 +101,12 @@ class ReplicatedEngine(Engine):
         self._updates += 1
         self._backend.watchdog.mark("computing", update=self._updates)
         self._guard.after_update(finite, self._updates)
+        check_replicas_now_and_then(self._backend, self.module, self._name, self._updates)
         return Update(norm.float(), ~finite)
 
     def _update_weights(self, divisor: Tensor, finite: Tensor) -> None:
         """One optimizer step with gradients / divisor, or none at all where they are not finite."""
+        self._backend.about_to_update()
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers divide and skip inside their kernel: no pass over the gradients, no wait of the host.
             self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -139,9 +143,9 @@ class ReplicatedEngine(Engine):
     def skipped_updates(self) -> int:
         return int(self._guard.total)
 
-    def state_dict(self) -> dict[str, Any]:
+    def live_state(self) -> dict[str, Any]:
         return {
-            "weights": {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()},
+            "weights": live_weights(self.module),
             "optimizer": read_optimizer(self._optimizer, self._names),
             "scaler": self._scaler.state_dict(),
             "updates": self._updates,

@@ -24,6 +24,7 @@ class Launch:
     world_size: int = 1
     master_address: str = "127.0.0.1"
     master_port: int | None = None  # None: the launcher says nothing, a free or default one is chosen
+    is_restart: bool = False  # the launcher started the processes again after some had failed
 
     @property
     def is_root(self) -> bool:
@@ -55,6 +56,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             world_size=_integer(env, "WORLD_SIZE"),
             master_address=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
+            is_restart=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0,
         )
     # Before srun: mpirun starts its daemons with srun, whose variables its processes inherit.
     if _integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:

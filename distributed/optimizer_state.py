@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """``{"type", "step", "slots", "moments": {slot: {parameter name: fp32 CPU tensor}}}`` of an optimizer that has or
-    has not stepped yet.
+    """``{"type", "step", "slots", "moments": {slot: {parameter name: the optimizer's own tensor}}}`` of an optimizer
+    that has or has not stepped yet.
 
     Raises:
         ValueError: the optimizer keeps something that is neither a step count nor shaped like its parameter.
@@ -25,7 +25,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
             if slot == "step":
                 step = max(step, int(value))
             elif isinstance(value, Tensor) and value.shape == parameter.shape:
-                moments.setdefault(slot, {})[names[parameter]] = value.detach().cpu().clone()
+                moments.setdefault(slot, {})[names[parameter]] = value.detach()
             elif value is not None:
                 raise ValueError(f"{type(optimizer).__name__} keeps {slot!r}, which cannot be saved by parameter name")
     return neutral_state(optimizer, step, moments)
@@ -55,7 +55,30 @@ def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
             optimizer.state[parameter] = slots
 
 
-def neutral_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+def live_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Weights and persistent buffers by name. What updates train is not copied; the rest is, because a forward pass may
+    change it (running statistics, codebooks)."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: tensor.detach() if name in trained else tensor.detach().clone()
+        for name, tensor in module.state_dict().items()
+    }
+
+
+def owned(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with CPU tensors of its own, in place of live ones and of functions that fetch one."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            result[key] = owned(value)
+        elif callable(value):
+            result[key] = value().detach().cpu()
+        else:
+            result[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return result
+
+
+def neutral_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The saved form; ``slots`` tells later whether all of the moments are still there."""
     return {"type": kind(optimizer), "step": step, "slots": sorted(moments), "moments": moments}
 

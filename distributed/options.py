@@ -21,6 +21,8 @@ class Options:
     max_skipped_updates: int = 20
     compile: bool = False
     timeout_minutes: float = 30.0
+    check_replicas_every_n_steps: int = 1000  # 0: only before training
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,16 +40,17 @@ class StopRequest:
         """The signal that this process got, if any."""
         return signal.Signals(self._received).name if self._received else "a signal at another process"
 
-    def agreed(self) -> bool:
-        """Collective, once per update: whether all processes stop now."""
+    def agreed(self, here: bool = False) -> bool:
+        """Collective, once per update: whether all processes stop now; ``here``: this one asks for it."""
+        wanted = here or self._received is not None
         if self._comm.world_size == 1:
-            return self._received is not None
+            return wanted
         answer = False
         if self._pending is not None:
             flags, handle = self._pending
             handle.wait()
             answer = bool(flags.item())
-        flags = torch.tensor([int(self._received is not None)], dtype=torch.int32)
+        flags = torch.tensor([int(wanted)], dtype=torch.int32)
         self._pending = (flags, self._comm.all_reduce_(flags, "stop_request"))
         return answer
 

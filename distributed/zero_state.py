@@ -7,6 +7,7 @@ rank. Every function here is a collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,19 +29,20 @@ def shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: getattr(t, "ds_shape", t.shape) for name, t in _state_tensors(module).items()}
 
 
-def read_weights(module: nn.Module, stage: int, *, on_cpu: bool) -> dict[str, Tensor]:
-    """Full fp32 weights, and the persistent buffers as they are."""
-    weights = {}
-    for name, tensor in _state_tensors(module).items():
-        full = None
-        if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            full = safe_get_full_fp32_param(tensor)
-        elif hasattr(tensor, "ds_id"):
-            full = _gather_frozen(tensor)
-        full = (tensor if full is None else full).detach()
-        full = full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
-        weights[name] = full.cpu().clone() if on_cpu else full
-    return weights
+def weight_readers(module: nn.Module, stage: int) -> dict[str, Callable[[], Tensor]]:
+    """By name, functions that fetch the full fp32 weight, or a persistent buffer as it is, without a copy where there
+    is nothing to gather."""
+    return {name: partial(_read_weight, tensor, stage) for name, tensor in _state_tensors(module).items()}
+
+
+def _read_weight(tensor: Tensor, stage: int) -> Tensor:
+    full = None
+    if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        full = safe_get_full_fp32_param(tensor)
+    elif hasattr(tensor, "ds_id"):
+        full = _gather_frozen(tensor)
+    full = (tensor if full is None else full).detach()
+    return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
 
 
 @torch.no_grad()
@@ -69,18 +71,19 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
 
 
 def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int) -> dict[str, Any]:
-    """``{"step", "moments"}`` as ``optimizer_state.read_optimizer`` gives them."""
+    """As ``optimizer_state.read_optimizer``; functions fetch the moments that are sharded."""
     if stage == 0:
         return read_optimizer(basic, _names(module))
     step, slots = _slots(basic)
     moments = {
-        slot: {
-            name: safe_get_full_optimizer_state(parameter, slot).cpu().clone()
-            for parameter, name in _names(module).items()
-        }
+        slot: {name: partial(_read_moment, parameter, slot) for parameter, name in _names(module).items()}
         for slot in slots
     }
     return neutral_state(basic, step, moments)
+
+
+def _read_moment(parameter: Tensor, slot: str) -> Tensor:
+    return safe_get_full_optimizer_state(parameter, slot).detach().to("cpu", copy=True)
 
 
 @torch.no_grad()
@@ -133,9 +136,8 @@ def _local_slice(parameter: Any, value: Tensor) -> Tensor:
     """This rank's slice of a full tensor at ZeRO 3, padded where the size does not divide."""
     size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank()
-    flat = value.flatten().to(parameter.ds_tensor.device, torch.float32)
-    local = torch.zeros(size, dtype=flat.dtype, device=flat.device)
-    part = flat[start : start + size]
+    part = value.flatten()[start : start + size]  # only this part is read from the file behind it
+    local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
     local[: part.numel()] = part
     return local
 

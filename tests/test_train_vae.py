@@ -206,7 +206,7 @@ def test_the_rate_in_the_log_counts_training_and_not_validation(
 
 def test_checkpoints_are_the_last_ones(finished: Path) -> None:
     names = sorted(path.name for path in (finished / "checkpoints").iterdir())
-    assert names == ["step_00000002", "step_00000004", "step_00000006"]
+    assert names == ["latest", "step_00000002", "step_00000004", "step_00000006"]
 
 
 def test_the_picture_shows_originals_soft_and_hard_reconstructions_at_true_brightness(finished: Path) -> None:

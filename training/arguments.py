@@ -286,4 +286,6 @@ def add_run_arguments(
     add("--save_every_n_steps", type=non_negative_int, default=save_every_n_steps, metavar="UPDATES",
         help="write a checkpoint; 0: only at the end")
     add("--keep_n_checkpoints", type=positive_int, default=3, metavar="N", help="the newest; older ones are deleted")
+    add("--save_before_minutes", type=positive_float, metavar="MINUTES",
+        help="save and exit with code 75 before the process is this old: for a scheduler's wall-time limit")
     # fmt: on

@@ -1,205 +1,191 @@
-"""Checkpoints that are complete or not there: safetensors and JSON, committed by a rename."""
+"""Checkpoints that are complete or not there: written beside the training, committed by a rename."""
 
-import hashlib
 import json
 import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from .checkpoint_format import Tree, check_sums, damaged, read_checkpoint, write_folder
+from .files import sync, write_atomically
+from .snapshot import Snapshot
 
-from .files import sync
+__all__ = ["Checkpoints", "Tree", "read_checkpoint"]
 
-_STATE, _SUMS = "state.json", "SHA256SUMS"
-_UNFINISHED, _UNWANTED = ".unfinished-", ".unwanted-"
+_UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
 _NAME = re.compile(r"step_(\d{8,})")
 
-# Nested dicts with string keys, whose leaves are tensors and JSON values.
-Tree = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Everything a checkpoint holds, on the CPU, shared with nothing that training changes."""
-
-    tensors: dict[str, dict[str, Tensor]]
-    state: dict[str, Any]
-
-
-def take_snapshot(step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any]) -> Snapshot:
-    """Copy the tensors of each part to the CPU, and set them apart from the JSON values."""
-    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
-    values = {name: _without_tensors(part, (), tensors[name]) for name, part in parts.items()}
-    state = {"step": step, "meta": dict(meta), "parts": values}
-    return Snapshot(tensors, json.loads(json.dumps(state)))
-
-
-def _without_tensors(tree: Mapping[str, Any], path: tuple[str, ...], tensors: dict[str, Tensor]) -> Tree:
-    """`tree` without its tensors, which go into `tensors` under their '/'-joined path."""
-    values: Tree = {}
-    for key, value in tree.items():
-        assert isinstance(key, str) and "/" not in key, f"{key!r} in {path} must be a string without '/'"
-        if isinstance(value, Tensor):
-            tensors["/".join((*path, key))] = value.detach().to("cpu", copy=True).contiguous()
-        elif isinstance(value, Mapping):
-            values[key] = _without_tensors(value, (*path, key), tensors)
-        else:
-            values[key] = value
-    return values
-
-
-def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Write and sync `folder`: one safetensors file per part, state.json, and SHA256SUMS (as `sha256sum -c` reads)."""
-    folder.mkdir()
-    for name, tensors in snapshot.tensors.items():
-        save_file(tensors, folder / f"{name}.safetensors")
-    (folder / _STATE).write_text(json.dumps(snapshot.state, indent=1))
-    names = sorted(file.name for file in folder.iterdir())
-    (folder / _SUMS).write_text("".join(f"{_sha256(folder / name)}  {name}\n" for name in names))
-    for name in (*names, _SUMS):
-        sync(folder / name)
-    sync(folder)
-
-
-def read_checkpoint(folder: Path) -> tuple[dict[str, Tree], dict[str, Any]]:
-    """Parts and meta of a checkpoint, tensors on the CPU. Runs no code from it. Tuples come back as lists.
-
-    Raises:
-        ValueError: one line naming the file that is missing or damaged.
-    """
-    sums = _read_sums(folder / _SUMS)
-    try:
-        state = json.loads(_checked(folder / _STATE, sums).read_bytes())
-        parts: dict[str, Tree] = state["parts"]
-        for name, part in parts.items():
-            for path, tensor in load_file(_checked(folder / f"{name}.safetensors", sums)).items():
-                *branches, leaf = path.split("/")
-                tree = part
-                for branch in branches:
-                    tree = tree[branch]
-                tree[leaf] = tensor
-        return parts, state["meta"]
-    except (KeyError, TypeError, OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise _damaged(folder, f"{type(error).__name__}: {error}") from None
-
-
-def _read_sums(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise _damaged(path, error.strerror or str(error)) from None
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-
-
-def _checked(path: Path, sums: Mapping[str, str]) -> Path:
-    try:
-        digest = _sha256(path)
-    except OSError as error:
-        raise _damaged(path, error.strerror or str(error)) from None
-    if sums.get(path.name) != digest:
-        raise _damaged(path, f"its content is not what was written ({_SUMS})")
-    return path
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _damaged(path: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"cannot load the checkpoint: {path}: {' '.join(reason.split())}; delete its folder to continue from the one "
-        "before, or start over with --fresh"
-    )
+def _nothing(*_: Any) -> None:
+    return None
 
 
 class Checkpoints:
-    """The checkpoints of a run: `step_00000100/` and so on in one folder.
+    """The checkpoints of a run: `step_00000100/` and so on in one folder, and the name of the newest in `latest`.
 
     Args:
         folder: Where they are; made at the first save.
         keep: How many of the newest stay, at least 1.
         is_root: Whether this process writes.
         barrier: Waits for all processes.
+        mark: Gives a sign of life while something takes long.
+        before_update: Has a function called before the state next changes. Without it `save` itself waits until it
+            holds a copy.
     """
 
-    def __init__(self, folder: Path, keep: int, is_root: bool, barrier: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        is_root: bool,
+        barrier: Callable[[], None] = _nothing,
+        mark: Callable[[str], None] = _nothing,
+        before_update: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
         assert keep >= 1, keep
         self.folder = folder
+        #: Why the newest checkpoint is not on the disk, in one line; None while all is well. Known to the root.
+        self.failure: str | None = None
+        #: Step of the newest checkpoint that was asked for.
+        self.requested_step: int | None = None
+        #: How long the longest save took so far, from `save` to the rename.
+        self.longest_seconds = 0.0
         self._keep = keep
         self._is_root = is_root
-        self._barrier = barrier
+        self._barrier, self._mark, self._before_update = barrier, mark, before_update
+        self._snapshot: Snapshot | None = None
+        self._thread: threading.Thread | None = None
 
     def save(self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any]) -> None:
-        """Write a checkpoint of this step, unless there is one, and delete the oldest. Collective.
+        """Begin to write a checkpoint of this step, unless there is one, and delete the oldest when it is there.
+        Collective.
 
-        When it returns, the state may change again; `wait` before counting on what is on the disk.
+        Waits for the write before it, if that is still under way, but not for this one: `failure` tells later how it
+        went. A disk that does not take it leaves the checkpoints before it as they are.
 
         Args:
             step: Completed updates.
-            parts: Nested dicts of tensors and JSON values by name; looked at on the root only.
+            parts: Nested dicts of tensors, JSON values, and functions that fetch a tensor; looked at on the root only,
+                but fetching is collective.
             meta: JSON values.
-
-        Raises:
-            OSError: on the root, if the disk does not take it. The checkpoints before it stay.
         """
-        if self._is_root and not self._path(step).exists():
-            self._commit(step, take_snapshot(step, parts, meta))
+        self.join()
+        self.requested_step = step
+        wanted = self._is_root and not self._path(step).exists()
+        snapshot = Snapshot(parts, reuse=self._snapshot, keep=wanted)
+        if not wanted:
+            return
+        self._snapshot, self.failure = snapshot, None
+        state = {"step": step, "meta": json.loads(json.dumps(meta)), "parts": snapshot.values}
+        # Not a daemon: the interpreter waits for it, whatever ends the main thread.
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state), name="checkpoint")
+        self._thread.start()
+        if self._before_update is None:
+            self._wait_for_copy()
+        else:
+            self._before_update(self._wait_for_copy)
 
     def wait(self) -> None:
-        """Return when everything saved so far is on the disk. Collective."""
+        """Return when everything saved so far is on the disk, or `failure` says why not. Collective."""
+        self.join()
         self._barrier()
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None. A save that was killed does not count."""
-        steps = self._steps()
+        steps = self.steps()
         return self._path(steps[-1]) if steps else None
 
+    def newest_good(self, say: Callable[[str], None]) -> Path | None:
+        """The newest checkpoint whose files are what was written, or None where there never was one. On the root.
+
+        Damaged ones that are newer are renamed, so that they are in nobody's way, and reported through `say`.
+
+        Raises:
+            ValueError: one line, if there are checkpoints and all are damaged.
+        """
+        errors: list[tuple[int, ValueError]] = []
+        for step in reversed(self.steps()):
+            try:
+                check_sums(self._path(step), self._mark)
+            except ValueError as error:
+                errors.append((step, error))
+                continue
+            for bad, reason in errors:
+                say(f"{reason}; moved to {self._set_aside(bad)}, going on from the one before")
+            return self._path(step)
+        if errors:
+            raise ValueError(
+                f"{errors[0][1]}, and {_others(len(errors) - 1)}: restore one of them, or start over with --fresh"
+            )
+        return None
+
     def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
-        """Parts and meta of a checkpoint, on the CPU. Every process may call it.
+        """Parts and meta of a checkpoint that `newest_good` has checked, on the CPU. Every process may call it.
 
         Args:
             path: Such as `latest` gives.
             expected: Names of the parts there must be, no more and no fewer; empty: any.
 
         Raises:
-            ValueError: one line, if it is damaged or has other parts.
+            ValueError: one line, if it cannot be read or has other parts.
         """
-        parts, meta = read_checkpoint(path)
+        parts, meta = read_checkpoint(path, verify=False)
         if expected and set(parts) != set(expected):
-            raise _damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
+            raise damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
         return parts, meta
 
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are there, ascending."""
         matches = [_NAME.fullmatch(path.name) for path in self.folder.glob("step_*")]
         return sorted(int(match[1]) for match in matches if match)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
-    def _commit(self, step: int, snapshot: Snapshot) -> None:
-        self._clear_leftovers()
+    def _wait_for_copy(self) -> None:
+        """Return when the state may change again."""
+        if self._snapshot is not None:
+            self._snapshot.wait(lambda: self._mark("copying the state for a checkpoint"))
+
+    def join(self) -> None:
+        """Wait for the write under way, if this process does it; then `failure` is known."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout=1.0)
+            self._mark("writing a checkpoint")
+        self._thread = None
+
+    # The thread.
+
+    def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
+        began = time.monotonic()
         path = self._path(step)
         unfinished = self.folder / f"{_UNFINISHED}{path.name}"
-        write_snapshot(snapshot, unfinished)
+        try:
+            snapshot.finish()
+            self._make_room()
+            write_folder(unfinished, snapshot.tensors, state)
+            self._commit(unfinished, path)
+        except Exception as error:  # whatever it is, training goes on: the next save may succeed
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
+            self.failure = f"cannot write the checkpoint {path}: {' '.join(reason.split()) or type(error).__name__}"
+            shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+
+    def _commit(self, unfinished: Path, path: Path) -> None:
         os.rename(unfinished, path)
         sync(self.folder)
-        for old in self._steps()[: -self._keep]:
+        write_atomically(self.folder / "latest", f"{path.name}\n".encode())
+        for old in self.steps()[: -self._keep]:
             # Renamed first: a kill while files are deleted must not leave a checkpoint with holes.
             unwanted = self.folder / f"{_UNWANTED}{self._path(old).name}"
             os.rename(self._path(old), unwanted)
             shutil.rmtree(unwanted)
 
-    def _clear_leftovers(self) -> None:
+    def _make_room(self) -> None:
         """Make the folder, and delete what killed saves left in it."""
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
@@ -207,3 +193,16 @@ class Checkpoints:
         for prefix in (_UNFINISHED, _UNWANTED):
             for leftover in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(leftover)
+
+    def _set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint; nothing is deleted that somebody might repair."""
+        number, target = 1, self.folder / f"{_DAMAGED}{self._path(step).name}"
+        while target.exists():
+            number += 1
+            target = self.folder / f"{_DAMAGED}{self._path(step).name}-{number}"
+        os.rename(self._path(step), target)
+        return target
+
+
+def _others(n: int) -> str:
+    return "there is no other one" if n == 0 else f"so are the {n} before it" if n > 1 else "so is the one before it"

@@ -2,13 +2,10 @@
 
 import io
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-
-from .files import write_atomically
 
 _GAP_PIXELS = 2
 _CHECKER_PIXELS = 8
@@ -57,14 +54,11 @@ def grid(rows: Mapping[str, Tensor]) -> Image.Image:
     return picture
 
 
-def save_grid(rows: Mapping[str, Tensor], path: Path) -> Image.Image:
-    """Write `grid(rows)` as PNG, atomically, and return it."""
-    picture = grid(rows)
+def to_png(picture: Image.Image) -> bytes:
+    """The content of a PNG file."""
     content = io.BytesIO()
     picture.save(content, "png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content.getvalue())
-    return picture
+    return content.getvalue()
 
 
 def code_histogram(counts: Tensor, width: int = 512, height: int = 128) -> Image.Image:

@@ -68,6 +68,11 @@ class RunFolder:
         """Picture of a step."""
         return self.samples_dir / f"step_{step:08d}.png"
 
+    def write_sample(self, step: int, png: bytes) -> None:
+        """The picture of a step, on the root. Raises OSError where the disk does not take it."""
+        self.samples_dir.mkdir(exist_ok=True)
+        write_atomically(self.sample_path(step), png)
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """config.yaml: every resolved argument, readable by `--config`."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
@@ -160,6 +165,18 @@ class RunFolder:
             number += 1
         os.rename(folder, old)
         return str(old)
+
+
+def last_start(output_dir: str | Path, fresh: bool = False) -> dict[str, Any]:
+    """What `write_environment` noted when the run in this folder was last started; empty where there is none, or a
+    fresh one begins."""
+    if fresh:
+        return {}
+    try:
+        facts = json.loads((Path(output_dir) / "environment.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def environment() -> dict[str, Any]:

@@ -1,8 +1,54 @@
 """How fast training goes, without what is not training."""
 
+import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+_IMPORTED = time.monotonic()
+
+
+def process_seconds() -> float:
+    """Since this process was started; where the system does not tell, since this module was imported."""
+    since_import = time.monotonic() - _IMPORTED
+    try:
+        # Field 22 of proc(5)'s stat, after the name in parentheses: clock ticks since boot.
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(since_import, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return since_import
+
+
+class Deadline:
+    """When to stop so that a last save is done `minutes` after the process was started.
+
+    It knows how long updates (validation and all) and saves took so far, and keeps room for twice the longest.
+
+    Args:
+        minutes: None for no limit.
+    """
+
+    _UNKNOWN_SAVE_SECONDS = 10.0  # before the first save was timed
+
+    def __init__(self, minutes: float | None) -> None:
+        self._limit_seconds = math.inf if minutes is None else 60 * minutes
+        self._last_update: float | None = None
+        self._longest_update = 0.0
+
+    def update_done(self) -> None:
+        """An update was completed, and whatever followed the one before it."""
+        now = time.monotonic()
+        if self._last_update is not None:
+            self._longest_update = max(self._longest_update, now - self._last_update)
+        self._last_update = now
+
+    def near(self, save_seconds: float) -> bool:
+        """Whether it is time to save; `save_seconds`: the longest save so far, 0 if none."""
+        # The answer is acted upon one update later (`Backend.stop_requested`).
+        room = 2 * (2 * self._longest_update + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
+        return process_seconds() + room >= self._limit_seconds
 
 
 class Stopwatch:

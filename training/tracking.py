@@ -21,6 +21,10 @@ _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
 class Tracker(Protocol):
     """Takes the values of a run. Call `cut_back` once before the first `log`, and `log` at most once per step."""
 
+    @property
+    def failure(self) -> str | None:
+        """What could not be written so far and must be, in one line."""
+
     def cut_back(self, step: int) -> None:
         """Forget what was logged after `step`: the run continues from there (0: it starts)."""
 
@@ -37,12 +41,17 @@ class Tracker(Protocol):
 class JsonlTracker:
     """metrics.jsonl: one object per line, `{"step": ..., ...}`, readable while the run goes on.
 
-    NaN and infinities, which JSON does not have, are written as null.
+    NaN and infinities, which JSON does not have, are written as null. Lines that the disk does not take are kept and
+    written with a later one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
+        #: Why lines are waiting, in one line; None while all is well.
+        self.failure: str | None = None
         self._last_step = -1
+        self._size = self.path.stat().st_size if self.path.exists() else 0
+        self._waiting: list[bytes] = []
 
     def cut_back(self, step: int) -> None:
         """Drop the lines after `step` and a torn last line."""
@@ -50,20 +59,36 @@ class JsonlTracker:
         kept = [line for line in lines if _step_of(line) <= step]
         if kept != lines:
             write_atomically(self.path, b"".join(kept))
+        self._size = sum(map(len, kept))
         self._last_step = max((json.loads(line)["step"] for line in kept), default=-1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         assert step > self._last_step, f"step {step} was logged after {self._last_step}: one line per step"
         self._last_step = step
         values = {name: _json_value(value) for name, value in {"step": step, **metrics}.items()}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._waiting.append(json.dumps(values, allow_nan=False).encode() + b"\n")
+        self._write()
+
+    def _write(self) -> None:
+        content = b"".join(self._waiting)
+        try:
+            with open(self.path, "ab") as file:
+                file.truncate(self._size)  # a line that was written in part before the disk was full
+                file.write(content)
+        except OSError as error:
+            if self.failure is None:
+                _say(f"cannot write {self.path}: {error.strerror or error}; its lines are kept for later")
+            self.failure = f"cannot write {self.path}: {error.strerror or error}"
+            return
+        self._size += len(content)
+        self._waiting, self.failure = [], None
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         pass
 
     def close(self) -> None:
-        pass
+        if self._waiting:
+            self._write()
 
 
 def _step_of(line: bytes) -> float:
@@ -80,6 +105,8 @@ def _json_value(value: Any) -> Any:
 
 class TensorBoardTracker:
     """Event files under `tensorboard/`, readable without internet."""
+
+    failure = None
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
@@ -110,6 +137,8 @@ class WandbTracker:
     Key, project, server and mode come from wandb's own login and environment variables. Without a key, or where the
     server cannot be reached, the run is written offline under `wandb/`, for `wandb sync`.
     """
+
+    failure = None
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
@@ -154,6 +183,8 @@ class WandbTracker:
 class NullTracker:
     """Off the root."""
 
+    failure = None
+
     def cut_back(self, step: int) -> None:
         pass
 
@@ -173,6 +204,8 @@ def _say(text: str) -> None:
 
 class Expendable:
     """A tracker that the run can do without: at its first error it says so once and is switched off."""
+
+    failure = None
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._name = name
@@ -204,6 +237,10 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
+
+    @property
+    def failure(self) -> str | None:
+        return next((tracker.failure for tracker in self._trackers if tracker.failure), None)
 
     def cut_back(self, step: int) -> None:
         for tracker in self._trackers:

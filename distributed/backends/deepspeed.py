@@ -96,7 +96,9 @@ class DeepSpeedBackend(Backend):
     ) -> Engine:
         from ..deepspeed_engine import ZeroEngine
 
-        engine = ZeroEngine(self, self.config, self.zero_stage, model, optimizer, max_grad_norm=max_grad_norm)
+        engine = ZeroEngine(
+            self, self.config, self.zero_stage, model, optimizer, name=name, max_grad_norm=max_grad_norm
+        )
         self.resolved[name] = engine.resolved_config
         return engine
 

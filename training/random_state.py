@@ -1,0 +1,79 @@
+"""The random generators of every process, as part of a checkpoint."""
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Gather = Callable[[Tensor], Tensor]
+
+
+class RandomState:
+    """States of Python's, NumPy's and PyTorch's generators (CPU, and this process's GPU), for all processes.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of processes.
+        device: Where it computes.
+        gather: Concatenates tensors of all processes along dimension 0, by rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, gather: Gather) -> None:
+        self._rank, self._world_size, self._device, self._gather = rank, world_size, device, gather
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"generators": {name: uint8 (processes, bytes)}}. Collective."""
+        own = {name: torch.from_numpy(np.frombuffer(state, np.uint8).copy()) for name, state in self._states().items()}
+        gathered = {name: self._gather(state[None].to(self._device)).cpu() for name, state in own.items()}
+        return {"generators": gathered}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with this process's generators. Where the number of processes was another, or the device, there is no
+        such state: that generator stays as it was seeded."""
+        for name, setter in self._setters().items():
+            states = state["generators"].get(name)
+            if states is not None and states.shape[0] == self._world_size:
+                setter(states[self._rank].clone())  # torch reads from the start of the storage
+
+    def _states(self) -> dict[str, bytes]:
+        version, keys, gauss = random.getstate()
+        python = np.array([version, *keys, gauss is not None], np.int64).tobytes() + _float_bytes(gauss)
+        legacy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 what other libraries draw from
+        _, words, position, has_gauss, cached = legacy
+        numpy = np.asarray(words, np.uint32).tobytes() + np.array([position, has_gauss], np.int64).tobytes()
+        states = {"python": python, "numpy": numpy + _float_bytes(cached), "torch": _bytes(torch.get_rng_state())}
+        if self._device.type == "cuda":
+            states["cuda"] = _bytes(torch.cuda.get_rng_state(self._device))
+        return states
+
+    def _setters(self) -> dict[str, Callable[[Tensor], None]]:
+        setters = {"python": _set_python, "numpy": _set_numpy, "torch": torch.set_rng_state}
+        if self._device.type == "cuda":
+            setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, self._device)
+        return setters
+
+
+def _bytes(state: Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _float_bytes(value: float | None) -> bytes:
+    return np.array([value or 0.0], np.float64).tobytes()
+
+
+def _set_python(state: Tensor) -> None:
+    content = state.numpy().tobytes()
+    version, *keys, has_gauss = np.frombuffer(content[:-8], np.int64).tolist()
+    gauss = float(np.frombuffer(content[-8:], np.float64)[0])
+    random.setstate((version, tuple(keys), gauss if has_gauss else None))
+
+
+def _set_numpy(state: Tensor) -> None:
+    content = state.numpy().tobytes()
+    words = np.frombuffer(content[: 624 * 4], np.uint32)
+    position, has_gauss = np.frombuffer(content[624 * 4 : -8], np.int64).tolist()
+    cached = float(np.frombuffer(content[-8:], np.float64)[0])
+    np.random.set_state(("MT19937", words, position, has_gauss, cached))  # noqa: NPY002
