@@ -128,8 +128,7 @@ def evaluate(
 
     quality = ReconstructionQuality(model.num_tokens, backend.device)
     with torch.no_grad():
-        for batch in stream:
-            backend.mark("validating")
+        for batch in backend.each("validation data", stream):
             unreadable += batch["bad"]
             images = data.to_unit_range(batch["images"].to(backend.device, non_blocking=True))
             codes = model.get_codebook_indices(images)
@@ -189,7 +188,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         batch = next(batches)  # a folder in which nothing can be read ends here
         preview = next(iter(validation)) if len(valid_set) else batch
     shown = backend.gather(data.to_unit_range(preview["images"].to(backend.device)))[: args.num_images_save]
-    unreadable: list[data.BadSample] = []
+    unreadable: list[data.BadSample] = [] if preview is batch else preview["bad"]
 
     while not run.progress.finished:
         step = run.progress.step
@@ -202,20 +201,22 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
             out = engine(images, noise=gumbel, temperature=temperature)
             engine.backward(out.loss)
-            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach() / args.grad_accum_steps
+            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach() / backend.grad_accum_steps
         rate = engine.lr  # the one really used, where a configuration overrules the schedule
         update = engine.step()
         ema.update(engine.gathered)
         run.advance()
 
         metrics: dict[str, float] = {}
-        if run.due(args.log_every_n_steps):
-            loss, recon_loss, kl = backend.mean(means).tolist()
+        stop = backend.stop_requested(run.out_of_time)
+        if stop or run.due(args.log_every_n_steps) or run.due(args.save_every_n_steps):
             for sample in bad_samples.share(unreadable, backend.gather_objects):
                 run.say(f"cannot read {sample}; the next image takes its place")
             unreadable = []
             with backend.agreement():
                 bad_samples.check()
+        if run.due(args.log_every_n_steps):
+            loss, recon_loss, kl = backend.mean(means).tolist()
             metrics = {
                 "loss": loss,
                 "recon_loss": recon_loss,
@@ -242,7 +243,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                         run.log_sample("reconstructions", grid(reconstructions(ema.best(online), shown, temperature)))
             if run.due(args.save_every_n_steps):
                 run.save()
-        if backend.stop_requested(run.out_of_time):
+        if stop:
             run.save_and_exit()
         if not run.progress.finished:
             with backend.waiting_for("data"):

@@ -16,9 +16,9 @@ import argparse
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .engine_base import Engine
 from .errors import TrainingStopped, UserMistake
@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .launchers import Launch
     from .stop import StopRequest
     from .watchdog import Watchdog
+
+
+Item = TypeVar("Item")
 
 
 class Backend(ABC):
@@ -88,6 +91,12 @@ class Backend(ABC):
     @property
     def is_root(self) -> bool:
         return self.rank == 0
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-batches per update and process, as they really are: more than asked for, where a run goes on with fewer
+        processes."""
+        return self.options.plan.grad_accum_steps
 
     @property
     def is_restart(self) -> bool:
@@ -270,6 +279,16 @@ class Backend(ABC):
         except ValueError as error:
             raise TrainingStopped(f"rank {self.rank}: {_first_line(error)}", alone=True) from error
         self.mark("computing")
+
+    def each(self, what: str, items: Iterable[Item]) -> Iterator[Item]:
+        """``items``, each fetched inside ``waiting_for(what)``."""
+        iterator = iter(items)
+        while True:
+            with self.waiting_for(what):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

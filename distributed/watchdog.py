@@ -93,7 +93,8 @@ class Watchdog:
         from .collectives import gather_objects
 
         hosts = gather_objects(socket.gethostname(), backend.comm, backend.device)
-        timeout = timedelta(seconds=30)
+        # A root that is stopped leaves its store without an answer: for as long as any rank may stand still.
+        timeout = timedelta(seconds=max(self._timeout_seconds, 5 * HEARTBEAT_SECONDS))
         address: tuple[str, int] | None = None
         if self._rank == 0:
             host = "127.0.0.1" if len(set(hosts)) == 1 else _reachable_name(backend)
@@ -105,7 +106,7 @@ class Watchdog:
         gather_objects(None, backend.comm, backend.device)  # from here on every key exists
 
     def _run(self) -> None:
-        beats = 0
+        beats, minutes = 0, self._timeout_seconds / 60
         seen: dict[int, _Seen] = {}
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             beats += 1
@@ -121,7 +122,8 @@ class Watchdog:
             except Exception:
                 # The main thread usually learns the same from its next collective: it has the first word.
                 if self._rank != 0 and not self._stopping.wait(3 * DEAD_AFTER_SECONDS):
-                    self._end(f"rank 0 is gone, at update {self._mark.update}")
+                    gone = f"rank 0 is gone, or has not answered for {minutes:g} minutes"
+                    self._end(f"{gone}; this process stands at update {self._mark.update}")
                 return
 
     def _judge(self, seen: dict[int, _Seen]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -50,3 +51,31 @@ def test_the_error_shows_the_arithmetic_in_one_line() -> None:
 def test_a_quotient_that_is_not_whole_does_not_look_whole() -> None:
     with pytest.raises(UserMistake, match=re.escape("= 500000.5;")):
         plan_batches(1_000_001, 1, 2)
+
+
+def before(**changes: Any) -> dict[str, Any]:
+    """What a start on 4 processes with micro-batches of 2 noted."""
+    noted = {"batch_size": 8, "asked_grad_accum_steps": 1, "micro_batch_size": 2, "world_size": 4}
+    return {**noted, **changes}
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(4, 1), (2, 2), (1, 4), (8, 1)])
+def test_fewer_processes_than_before_accumulate_more_and_more_do_not(world_size: int, steps: int) -> None:
+    plan = plan_batches(8, 1, world_size, before())
+    assert plan.grad_accum_steps == steps and plan.micro_batch_size <= 2
+    assert plan.asked_grad_accum_steps == (1 if steps > 1 else None)
+
+
+def test_micro_batches_get_smaller_where_the_old_size_does_not_divide() -> None:
+    noted = before(batch_size=60, micro_batch_size=20, world_size=3)
+    plan = plan_batches(60, 1, 2, noted)
+    assert (plan.grad_accum_steps, plan.micro_batch_size) == (2, 15)
+    assert plan_batches(60, 1, 1, noted).micro_batch_size == 20
+
+
+@pytest.mark.parametrize(
+    "changes", [{"batch_size": 16}, {"asked_grad_accum_steps": 2}, {"micro_batch_size": None}, {"world_size": "4"}]
+)
+def test_other_flags_or_a_note_that_cannot_be_read_change_nothing(changes: dict[str, Any]) -> None:
+    assert plan_batches(8, 1, 2, before(**changes)).grad_accum_steps == 1
+    assert plan_batches(8, 1, 2, {}).grad_accum_steps == 1

@@ -37,6 +37,11 @@ def test_torchrun() -> None:
     assert detect(TORCHRUN) == Launch("torchrun", 5, 1, 8, "node0", 29400)
 
 
+def test_torchrun_that_starts_its_processes_again() -> None:
+    assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).is_restart
+    assert not detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}).is_restart
+
+
 def test_deepspeed_is_told_from_torchrun_by_variables_of_its_own() -> None:
     assert detect(DEEPSPEED) == Launch("deepspeed", 1, 1, 2, "127.0.0.1", 29500)
 

@@ -41,6 +41,16 @@ def test_nan_zero_dimensions_empty_and_none_at_all() -> None:
     assert checksums({}) == {}
 
 
+@pytest.mark.parametrize("n", [5, 1024, 1025, 5000])
+def test_entries_that_changed_places_count(n: int) -> None:
+    tensor = torch.randperm(n).float()
+    before = checksums({"x": tensor})
+    for one, other in [(0, 1), (0, n - 1), (1, n // 2), (n // 3, 2 * n // 3)]:
+        swapped = tensor.clone()
+        swapped[[one, other]] = tensor[[other, one]]
+        assert checksums({"x": swapped}) != before
+
+
 def test_minus_zero_is_not_zero() -> None:
     assert checksums({"x": torch.tensor([0.0])}) != checksums({"x": torch.tensor([-0.0])})
 

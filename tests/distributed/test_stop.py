@@ -33,6 +33,10 @@ def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: Stop
     assert request_.signal_name == number.name
 
 
+def test_a_process_may_ask_for_it_itself(request_: StopRequest) -> None:
+    assert request_.agreed(here=True) and not request_.agreed()
+
+
 def test_the_handlers_from_before_come_back() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     stop = StopRequest(Alone())

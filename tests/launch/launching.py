@@ -27,13 +27,14 @@ class Launcher:
         stage = "" if self.zero_stage is None else f"-zero{self.zero_stage}"
         return f"{self.name}{stage}-x{self.processes}"
 
-    def command(self, script: str, flags: Sequence[str]) -> list[str]:
+    def command(self, script: str, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> list[str]:
         n = str(self.processes)
         path = str(ROOT / script)
         if self.name == "python":
             return [sys.executable, path, *flags]
         if self.name == "torchrun":
-            return [_tool("torchrun"), "--nproc_per_node", n, "--master_port", str(_free_port()), path, *flags]
+            port = str(_free_port())
+            return [_tool("torchrun"), "--nproc_per_node", n, "--master_port", port, *launcher_flags, path, *flags]
         if self.name == "deepspeed":
             stage = [] if self.zero_stage is None else ["--zero_stage", str(self.zero_stage)]
             return [_tool("deepspeed"), "--num_gpus", n, "--master_port", str(_free_port()), path, *flags, *stage]
@@ -49,12 +50,14 @@ class Finished:
     output: str  # stdout and stderr, as they came
 
 
-def start(launcher: Launcher, script: str, flags: Sequence[str]) -> subprocess.Popen[str]:
+def start(
+    launcher: Launcher, script: str, flags: Sequence[str], launcher_flags: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """The job, in a session of its own; stdout and stderr come together."""
     # One thread per process, so that sums do not depend on how many cores are free.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
-        launcher.command(script, list(flags)),
+        launcher.command(script, flags, launcher_flags),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

@@ -84,3 +84,43 @@ def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launche
     assert len(stops) == 1, finished.output
     assert "3 updates in a row were skipped" in stops[0] and "the last at update 5" in stops[0]
     assert "rank 1: the gradient of 0.weight holds nan" in stops[0] and "rank 0" not in stops[0]
+
+
+@pytest.mark.parametrize("launcher", [Launcher("torchrun", 2), Launcher("horovodrun", 2)], ids=str)
+def test_replicas_that_drift_apart_end_the_run_naming_tensor_and_rank(launcher: Launcher) -> None:
+    finished = run(launcher, "tests/launch/drift_worker.py", ["--check_replicas_every_n_steps", "2"])
+    assert finished.returncode != 0
+    stops = [line for line in finished.output.splitlines() if "stopped:" in line]
+    assert len(stops) == 1, finished.output
+    assert "after update 4 of toy, 1.bias on rank 1 is not what it is on rank 0" in stops[0]
+
+
+def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fresh(tmp_path: Path) -> None:
+    launcher = Launcher("torchrun", 2)
+    command = [*ENDLESS, "--output_dir", str(tmp_path), "--fresh", "--max_steps", "400", "--save_every_n_steps", "1"]
+    process = start(launcher, "train_vae.py", command, launcher_flags=["--max-restarts", "1"])
+    deadline = time.monotonic() + 120
+    while len(lines(tmp_path)) < 5 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(worker_pids(process, "train_vae.py")[1], signal.SIGKILL)
+    finished = finish(process, timeout_seconds=180)
+    assert finished.returncode == 0, finished.output
+    assert "resumed from" in finished.output and "starting over" not in finished.output
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 401))
+
+
+def test_fewer_processes_go_on_with_the_same_batch_by_accumulating_more(tmp_path: Path) -> None:
+    flags = [*ENDLESS, "--batch_size", "8", "--save_every_n_steps", "4"]
+    for processes, steps in ((4, 4), (2, 8), (1, 12)):
+        launcher = Launcher("torchrun", processes)
+        finished = run(
+            launcher, "train_vae.py", [*flags, "--max_steps", str(steps), "--output_dir", str(tmp_path / "a")]
+        )
+        assert finished.returncode == 0, finished.output
+        assert f"batch 8 = 2 x {4 // processes} accumulation x {processes} processes" in finished.output
+        assert ("there are fewer processes than before" in finished.output) == (processes < 4)
+    whole = run(Launcher("python"), "train_vae.py", [*flags, "--max_steps", "12", "--output_dir", str(tmp_path / "b")])
+    assert whole.returncode == 0, whole.output
+    losses = [[line["loss"] for line in lines(tmp_path / name)] for name in "ab"]
+    # Sums of fp32 in another order: 1e-5 relative over the first 20 updates (promise P1).
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
