@@ -16,10 +16,11 @@ import benchmarks
 from . import machine, report
 from .loading import loading
 from .report import Row
+from .saving import saving
 from .starting import starting
 from .training import memory, scaling, training
 
-BENCHMARKS = ("training", "loading", "scaling", "memory", "help")
+BENCHMARKS = ("training", "loading", "scaling", "memory", "saving", "help")
 
 
 def _names(text: str) -> list[str]:
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "loading": lambda: loading(args.rounds, args.image_folder),
         "scaling": lambda: scaling(args.rounds),
         "memory": memory,
+        "saving": lambda: saving(args.rounds),
         "help": lambda: starting(args.rounds),
     }
     facts = machine.facts()

@@ -9,6 +9,7 @@ with distributed.from_args(args) as backend:
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +98,8 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
     Raises:
         UserMistake: a missing installation, a batch size that does not fit, contradicting configuration.
     """
+    # A process that is gone makes PyTorch's store print pages of C++ stack, in which the one line that matters drowns.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         launch = detect()
     except ValueError as error:
