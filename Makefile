@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
+# and: lint, bench (speed), parity (the backends' numbers side by side), torture MINUTES=10 (runs killed at random)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -10,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: venv demo test lint bench parity clean
+.PHONY: venv demo test lint bench parity torture clean
 
 venv: $(VENV)/.installed
 
@@ -31,6 +32,10 @@ bench: $(VENV)/.complete
 
 parity: $(VENV)/.complete
 	$(BIN)/python scripts/parity.py --processes 2 4
+
+MINUTES ?= 10
+torture: $(VENV)/.complete
+	$(BIN)/python scripts/torture.py --minutes $(MINUTES)
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml
