@@ -206,7 +206,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         update = engine.step()
         ema.update(engine.gathered)
         run.advance()
-
         metrics: dict[str, float] = {}
         stop = backend.stop_requested(run.out_of_time)
         if stop or run.due(args.log_every_n_steps) or run.due(args.save_every_n_steps):

@@ -297,6 +297,8 @@ class DiscreteVAE(nn.Module):
 
 
 def _check_image_size(image_size: int, num_layers: int) -> None:
+    if num_layers > 40:
+        raise ValueError(f"num_layers {num_layers}: no image can be halved so often; use a small number such as 3")
     smallest = 2**num_layers
     if image_size < smallest or image_size & (image_size - 1):
         below = 1 << max(image_size, 1).bit_length() - 1

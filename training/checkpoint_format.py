@@ -99,8 +99,8 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
         state = json.loads((folder / STATE).read_bytes())
         parts: dict[str, Tree] = state["parts"]
         for name, part in parts.items():
-            if not _PART_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} cannot be the name of a part")
+            if not _PART_NAME.fullmatch(name) or not isinstance(part, dict):
+                raise ValueError(f"{name!r} cannot be the name of a part, or is none")
             for path, tensor in load_file(folder / f"{name}.safetensors").items():
                 *branches, leaf = path.split("/")
                 tree = part
@@ -110,7 +110,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
         return parts, dict(state["meta"])
     except OSError as error:
         raise damaged(Path(error.filename or folder), error.strerror or str(error)) from None
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError, SafetensorError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, SafetensorError) as error:
         raise damaged(folder, f"{type(error).__name__}: {error}") from None
 
 
@@ -128,6 +128,8 @@ def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -
     names = {STATE, *sums} | {file.name for file in folder.glob("*.safetensors")}
     for name in sorted(names):
         mark(f"checking {name}")
+        if (folder / name).exists() and not (folder / name).is_file():  # a device may have no end
+            raise damaged(folder / name, "it is no regular file")
         try:
             found = _sha256(folder / name, mark)
         except OSError as error:
