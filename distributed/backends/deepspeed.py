@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base import Backend, Engine, Options
@@ -77,6 +78,11 @@ class DeepSpeedBackend(Backend):
         init_process_group(self.launch, self.device, self.options.timeout_minutes)
         deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
         self.comm = TorchCommunicator()
+        self._command = _parent_of(os.getppid())
+
+    def stop_requested(self, here: bool = False) -> bool:
+        # The `deepspeed` command ends at a signal without handing it on to the processes that it started.
+        return super().stop_requested(here or _parent_of(os.getppid()) != self._command)
 
     def disconnect(self, gracefully: bool) -> None:
         from ..torch_comm import leave_process_group
@@ -112,3 +118,11 @@ class DeepSpeedBackend(Backend):
         if "scheduler" in self.config:
             said.append("learning rate by the scheduler of the JSON instead of the script's schedule")
         return "; ".join(said)
+
+
+def _parent_of(process: int) -> int | None:
+    """Its parent's id; None where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None

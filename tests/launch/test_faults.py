@@ -76,6 +76,14 @@ def test_a_signal_saves_the_same_update_on_all_and_the_next_start_resumes(launch
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, step + 3))
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_a_signal_at_the_launcher_alone_saves_too(launcher: Launcher, tmp_path: Path) -> None:
+    process = start_training(launcher, tmp_path)
+    process.terminate()
+    finished = finish(process, timeout_seconds=60)
+    assert "asked to stop: saved update" in finished.output, finished.output
+
+
 @pytest.mark.parametrize("launcher", [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=3)], ids=str)
 def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launcher: Launcher, tmp_path: Path) -> None:
     finished = run(launcher, "tests/launch/nan_worker.py", ["--output", str(tmp_path / "out.json")])
