@@ -59,8 +59,11 @@ class Watchdog:
         self._server: Any = None
         if self._world_size > 1:
             self._connect(backend)
+            self._answered_at = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
+            if self._rank != 0:
+                threading.Thread(target=self._watch_the_root, name="watchdog of the root", daemon=True).start()
 
     def mark(self, phase: str, *, update: int | None = None, collective: bool = False) -> None:
         """The main thread begins ``phase``; ``collective`` says that it may wait for others there."""
@@ -71,7 +74,7 @@ class Watchdog:
         """No more heartbeats: this process leaves on purpose."""
         if self._thread is not None and not self._stopping.is_set():
             self._stopping.set()
-            self._thread.join()
+            self._thread.join(timeout=DEAD_AFTER_SECONDS)  # for ever, if the root stands still
             # Now, and not whenever the interpreter takes its objects down.
             self._store = self._server = None
 
@@ -93,8 +96,7 @@ class Watchdog:
         from .collectives import gather_objects
 
         hosts = gather_objects(socket.gethostname(), backend.comm, backend.device)
-        # A root that is stopped leaves its store without an answer: for as long as any rank may stand still.
-        timeout = timedelta(seconds=max(self._timeout_seconds, 5 * HEARTBEAT_SECONDS))
+        timeout = timedelta(seconds=30)
         address: tuple[str, int] | None = None
         if self._rank == 0:
             host = "127.0.0.1" if len(set(hosts)) == 1 else _reachable_name(backend)
@@ -106,7 +108,7 @@ class Watchdog:
         gather_objects(None, backend.comm, backend.device)  # from here on every key exists
 
     def _run(self) -> None:
-        beats, minutes = 0, self._timeout_seconds / 60
+        beats = 0
         seen: dict[int, _Seen] = {}
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             beats += 1
@@ -119,12 +121,22 @@ class Watchdog:
                     if self._rank == 0:  # the store ends with this process: let the others read first
                         time.sleep(2 * HEARTBEAT_SECONDS)
                     self._end(verdict)
+                self._answered_at = time.monotonic()
             except Exception:
                 # The main thread usually learns the same from its next collective: it has the first word.
                 if self._rank != 0 and not self._stopping.wait(3 * DEAD_AFTER_SECONDS):
-                    gone = f"rank 0 is gone, or has not answered for {minutes:g} minutes"
-                    self._end(f"{gone}; this process stands at update {self._mark.update}")
+                    self._end(f"rank 0 is gone, at update {self._mark.update}")
                 return
+
+    def _watch_the_root(self) -> None:
+        """A root that is stopped, and its store with it, leaves questions unanswered for ever."""
+        patience = max(self._timeout_seconds, 2 * DEAD_AFTER_SECONDS)
+        thread = self._thread
+        assert thread is not None
+        while thread.is_alive() and not self._stopping.wait(HEARTBEAT_SECONDS):
+            if time.monotonic() - self._answered_at > patience:
+                minutes = self._timeout_seconds / 60
+                self._end(f"no progress for {minutes:g} minutes: rank 0 does not answer, at update {self._mark.update}")
 
     def _judge(self, seen: dict[int, _Seen]) -> str | None:
         """The root's view: who has got nowhere for the whole timeout, and who is to blame for it?"""
@@ -156,6 +168,8 @@ class Watchdog:
 
     def _find_lost(self) -> str | None:
         """After a failed collective: whose heartbeat has stopped?"""
+        if self._rank != 0 and time.monotonic() - self._answered_at > 2 * DEAD_AFTER_SECONDS:
+            return f"rank 0 does not answer, at update {self._mark.update}"
         try:
             first = self._beats()
             time.sleep(DEAD_AFTER_SECONDS)
