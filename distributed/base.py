@@ -57,6 +57,7 @@ class Backend(ABC):
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         self.launch, self.options = launch, options
         self._before_update: list[Callable[[], None]] = []
+        self._parent = os.getppid()
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
 
     @classmethod
@@ -255,7 +256,12 @@ class Backend(ABC):
     def stop_requested(self, here: bool = False) -> bool:
         """Whether SIGTERM, SIGINT or SIGUSR1 reached any process, or any of them said so itself (``here``); called
         once per update, and true on all processes after the same one."""
-        return self._stop.agreed(here)
+        return self._stop.agreed(here or self._is_orphan)
+
+    @property
+    def _is_orphan(self) -> bool:
+        """Whether the launcher is gone, which would start the same run again beside this one."""
+        return self.launch.launcher != "python" and os.getppid() != self._parent
 
     def before_update(self, wait: Callable[[], None]) -> None:
         """Have ``wait`` called once, before any engine next changes weights or moments."""

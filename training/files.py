@@ -1,7 +1,13 @@
 """Writing files so that a reader, or a run after a crash, sees the old content or the new, never a part."""
 
+import fcntl
 import os
+import socket
+import time
 from pathlib import Path
+from typing import TextIO
+
+_LOCK_SECONDS = 10.0  # a launcher that starts processes again may not have ended all of the old ones
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -16,6 +22,35 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def hold(path: Path) -> TextIO:
+    """Lock a file for as long as this process lives and keeps what is returned; wait a little for one that is ending.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 kept open
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise ValueError(
+                f"{path.parent} is in use by {holder}; end it first, or give another --output_dir"
+            ) from None
+        except OSError:
+            return file  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        return file
 
 
 def sync(path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from .files import write_atomically
+from .files import hold, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
@@ -147,8 +147,12 @@ class RunFolder:
     def _open(self, fresh: bool) -> tuple[str | None, bool, int | None]:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
-        moved_to = self._move_away() if fresh and self._holds_run() else None
+        moved_to = None
+        if fresh and self._holds_run():
+            hold(self.path / ".lock").close()
+            moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = hold(self.path / ".lock")
         # A page, because a full disk still takes an empty file.
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))

@@ -79,10 +79,12 @@ def test_a_signal_saves_the_same_update_on_all_and_the_next_start_resumes(launch
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, step + 3))
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
-def test_a_signal_at_the_launcher_alone_saves_too(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "number"), [*[(each, signal.SIGTERM) for each in LAUNCHERS], (Launcher("torchrun", 2), signal.SIGKILL)]
+)
+def test_a_signal_at_the_launcher_alone_saves_too(launcher: Launcher, number: signal.Signals, tmp_path: Path) -> None:
     process = start_training(launcher, tmp_path)
-    process.terminate()
+    process.send_signal(number)
     finished = finish(process, timeout_seconds=60)
     assert "asked to stop: saved update" in finished.output, finished.output
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from training import files
 from training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_folder_is_made_with_its_parents_and_left_clean(tmp_path):
     run = RunFolder(tmp_path / "runs" / "vae")
-    assert list(run.path.iterdir()) == [] and run.moved_to is None and not run.finished
+    assert [path.name for path in run.path.iterdir()] == [".lock"] and run.moved_to is None and not run.finished
     assert run.sample_path(100) == run.path / "samples" / "step_00000100.png"
     assert (run.checkpoints_dir.name, run.model_dir.name) == ("checkpoints", "model")
 
@@ -78,7 +79,7 @@ def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch
     monkeypatch.setattr("training.files.os.fsync", full)
     with pytest.raises(ValueError, match="No space left on device; make room"):
         RunFolder(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def begun(path: Path) -> RunFolder:
@@ -94,7 +95,7 @@ def test_fresh_moves_the_old_run_away_whole(tmp_path):
         new = RunFolder(tmp_path / "vae", fresh=True)
         assert new.moved_to == str(tmp_path / f"vae.old-{number}")
         assert Path(new.moved_to, "metrics.jsonl").read_text() == f"run {number}"
-        assert list(new.path.iterdir()) == []
+        assert [path.name for path in new.path.iterdir()] == [".lock"]
 
 
 def test_without_fresh_a_run_stays_where_it_is(tmp_path):
@@ -167,3 +168,23 @@ def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
             RunFolder(tmp_path / "file", is_root, broadcast=broadcast)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
+
+
+def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.3)
+    code = f"""if True:
+        from training.run_folder import RunFolder
+        folder = RunFolder({str(tmp_path)!r})
+        print('ready', flush=True)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as other:
+        assert other.stdout.readline() == "ready\n"
+        for fresh in (False, True):
+            (tmp_path / "config.yaml").write_text("{}")
+            with pytest.raises(ValueError, match=f"is in use by process {other.pid} on .*; end it first"):
+                RunFolder(tmp_path, fresh=fresh)
+        other.kill()
+    RunFolder(tmp_path)
