@@ -1,14 +1,17 @@
 """Trains the VAE for 10 updates, saves, and goes on for 20; or loads what others saved, and goes on for the same 20.
 
-    torchrun --nproc_per_node 2 tests/launch/portability_worker.py --output DIR [flags of train_vae.py]
-    torchrun --nproc_per_node 2 tests/launch/portability_worker.py --output DIR --checkpoints DIR/checkpoints ...
+    torchrun --nproc_per_node 2 tests/launch/portability_worker.py --outputs DIR [flags of train_vae.py]
+    torchrun --nproc_per_node 2 tests/launch/portability_worker.py --outputs DIR --checkpoints OTHER/checkpoints ...
 
-The root leaves a safetensors file per run: the losses, and the whole state at update 10 and at the end.
+The root leaves a safetensors file per run: losses, gradient norms, and the whole state at update 10 and at the end.
+DeepSpeed takes far longer to start than this takes to train: one start serves several ZeRO stages.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import data
 import distributed
@@ -38,18 +41,30 @@ def coarse_images(step: int, args: argparse.Namespace) -> Tensor:
     return colours.to(torch.uint8).repeat_interleave(cell, dim=2).repeat_interleave(cell, dim=3)
 
 
+def without_kinks(model: Any) -> Any:
+    """The model with SiLU for ReLU. Of a million activations one lies within rounding of zero, on another side in
+    another order of summation: there ReLU makes a difference in the seventh digit of its input one in the third digit
+    of a channel's gradient."""
+    for layers in [module for module in model.modules() if isinstance(module, nn.Sequential)]:
+        for name, layer in layers.named_children():
+            if isinstance(layer, nn.ReLU):
+                layers.register_module(name, nn.SiLU())
+    return model
+
+
 class Training:
-    """Model, optimizer, average and noise of train_vae.py, and its update."""
+    """Model (but for its kinks), optimizer, average and noise of train_vae.py, and its update."""
 
     def __init__(self, args: argparse.Namespace, backend: Backend, name: str) -> None:
         self.args, self.backend = args, backend
-        self.model = train_vae.build_model(args)
+        self.model = without_kinks(train_vae.build_model(args))
         optimizer = torch.optim.Adam(self.model.parameters(), lr=args.learning_rate, fused=True)
         self.ema = make_ema(self.model, args.ema_decay)
         self.engine = backend.wrap(self.model, optimizer, name=name)
         self.noise = Noise(0, "gumbel")
         self.losses: list[float] = []
-        self.numbers: dict[str, Tensor] = {}
+        self.grad_norms: list[float] = []
+        self.states: dict[str, Tensor] = {}
 
     def advance(self, first: int, end: int) -> None:
         """The updates first, ..., end - 1, by their losses."""
@@ -57,6 +72,7 @@ class Training:
         mine = range(self.backend.rank * share, (self.backend.rank + 1) * share)
         for step in range(first, end):
             self.engine.lr = train_vae.learning_rate(step, self.args)
+            loss = torch.zeros(())
             batch = {"images": coarse_images(step, self.args)[mine.start : mine.stop], "positions": list(mine)}
             for micro in self.engine.micro_batches(batch):
                 noise = self.noise.gumbel(step, micro["positions"], self.model.noise_shape)
@@ -66,8 +82,9 @@ class Training:
                     temperature=train_vae.gumbel_temperature(step, self.args),
                 )
                 self.engine.backward(out.loss)
-            self.losses.append(self.backend.mean({"loss": out.loss.detach()})["loss"])
-            self.engine.step()
+                loss += out.loss.detach() / self.backend.grad_accum_steps
+            self.losses.append(self.backend.mean({"loss": loss})["loss"])
+            self.grad_norms.append(float(self.engine.step().grad_norm))
             self.ema.update(self.engine.gathered)
 
     def parts(self) -> dict[str, Any]:
@@ -75,14 +92,15 @@ class Training:
         return {"engine": self.engine.state_dict(), "ema": self.ema.state_dict()}
 
     def note(self, when: str, parts: Mapping[str, Any]) -> None:
-        self.numbers |= {f"{when}/{path}": number for path, number in flattened(parts)}
+        self.states |= {f"{when}/{path}": number for path, number in flattened(parts)}
 
     def write(self, path: Path) -> None:
         """Collective."""
         self.note("end", self.parts())
         if self.backend.is_root:
+            curves = {"losses": torch.tensor(self.losses), "grad_norms": torch.tensor(self.grad_norms)}
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"losses": torch.tensor(self.losses, dtype=torch.float64), **self.numbers}, path)
+            save_file({**curves, **self.states}, path)
 
 
 def flattened(tree: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
@@ -96,45 +114,51 @@ def flattened(tree: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     return found
 
 
-def written(args: argparse.Namespace, backend: Backend) -> None:
+def written(args: argparse.Namespace, backend: Backend, output: Path) -> None:
     """A run that leaves a checkpoint on its way."""
-    training = Training(args, backend, "vae")
+    training = Training(args, backend, output.name)
     training.advance(0, SAVED_AT)
-    parts = training.parts()
-    training.note("update 10", parts)
-    checkpoints = Checkpoints(args.output / "checkpoints", 1, backend.is_root, backend.barrier)
-    checkpoints.save(SAVED_AT, parts, {})
+    training.note("saved", training.parts())
+    checkpoints = Checkpoints(
+        output / "checkpoints", 1, backend.is_root, backend.barrier, backend.mark, backend.before_update
+    )
+    checkpoints.save(SAVED_AT, {"engine": training.engine.live_state(), "ema": training.ema.state_dict()}, {})
+    training.advance(SAVED_AT, END)  # while it is being written
     checkpoints.wait()
-    training.advance(SAVED_AT, END)
-    training.write(args.output / "uninterrupted.safetensors")
+    training.write(output / "uninterrupted.safetensors")
 
 
-def continued(args: argparse.Namespace, backend: Backend, folder: Path) -> None:
-    """A run that goes on from somebody's checkpoint; nothing it begins with may survive."""
+def continued(args: argparse.Namespace, backend: Backend, output: Path, folder: Path) -> None:
+    """A run that goes on from somebody's checkpoint; it begins with other weights, of which nothing may stay."""
     writer = folder.parent.name
-    training = Training(argparse.Namespace(**{**vars(args), "seed": 1}), backend, f"from-{writer}")
+    training = Training(argparse.Namespace(**{**vars(args), "seed": 1}), backend, f"{output.name} from {writer}")
     checkpoints = Checkpoints(folder, 1, backend.is_root, backend.barrier)
     latest = checkpoints.latest()
     assert latest is not None, folder
     parts, _ = checkpoints.load(latest, expected=("engine", "ema"))
     training.engine.load_state_dict(parts["engine"])
     training.ema.load_state_dict(parts["ema"])
-    training.note("update 10", training.parts())
+    training.note("saved", training.parts())
     training.advance(SAVED_AT, END)
-    training.write(args.output / f"from-{writer}.safetensors")
+    training.write(output / f"from-{writer}.safetensors")
 
 
 def main() -> None:
     parser = train_vae.build_parser()
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--outputs", type=Path, nargs="+")
+    parser.add_argument("--zero_stages", type=int, nargs="*", default=[], help="one per output")
     parser.add_argument("--checkpoints", type=Path, nargs="*", default=[])
     args = parser.parse()
     torch.set_num_threads(1)
     with distributed.from_args(args) as backend:
-        if not args.checkpoints:
-            written(args, backend)
-        for folder in args.checkpoints:
-            continued(args, backend, folder)
+        gc.freeze()  # each ZeRO 3 engine would look through everything that was imported
+        for output, stage in itertools.zip_longest(args.outputs, args.zero_stages):
+            if stage is not None:
+                backend.zero_stage = stage  # read whenever a model is wrapped
+            if not args.checkpoints:
+                written(args, backend, output)
+            for folder in args.checkpoints:
+                continued(args, backend, output, folder)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,289 @@
+"""Kill train_vae.py at random moments through real launchers, start it again, and look for anything that was lost.
+
+    python scripts/torture.py --minutes 10                        # make torture
+    python scripts/torture.py --seed 7 --only 3                   # trial 3 of seed 7 again
+
+Trials alternate. In the first kind backend and processes stay, and every metric of every update, the final weights and
+the last checkpoint must equal an uninterrupted run's bit for bit. In the second kind each start has another backend and
+number of processes, and the losses must agree with one process's. After every kill all checkpoints are verified with
+none of the product's code. Ends with exit code 1 if anything was lost, and keeps the folder of that trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from torture_checks import (
+    Lost,
+    check_checkpoints,
+    check_continuation,
+    check_polite_end,
+    check_same_run,
+    checkpoint_path,
+    checkpoint_steps,
+    finished_step,
+    loss_difference,
+    read_metrics,
+    trained_steps,
+    unfinished_saves,
+    verified_files,
+)
+from torture_jobs import Job, Launcher, send, tool
+from torture_plan import MOMENTS, Blow, Plan, draw_plan
+
+# The 20 updates for which tests/launch/test_parity.py allows a relative 1e-5: rounding alone gives about 1e-7, and a
+# change of backend adds nothing to it, because states are handed over in full fp32.
+UPDATES, TOLERANCE = 20, 1e-5
+# 12 divides by 1, 2 and 3 processes; of 52 images to train on, about every fourth update begins a new epoch.
+FLAGS = ["--image_size", "64", "--num_layers", "2", "--num_tokens", "64", "--hidden_dim", "16", "--emb_dim", "16",
+         "--num_resnet_blocks", "1", "--learning_rate", "3e-4", "--image_folder", "demo:shapes:64", "--random_flip",
+         "--ema_decay", "0.9", "--batch_size", "12", "--max_steps", str(UPDATES), "--epochs", "100",
+         "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0",
+         "--timeout_minutes", "2"]  # fmt: skip
+NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
+JOB_SECONDS, END_SECONDS = 300, 180  # to the end from the start, and from a kill, on a busy machine
+EXIT_CODE = 75  # of train_vae.py that was asked to stop
+
+
+def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_seconds: float) -> list[psutil.Process]:
+    """The training processes when the moment of the blow has come; none if the job ended before it."""
+    leftover, seconds = unfinished_saves(run), MOMENTS[blow.moment][1] * blow.delay
+    if blow.moment == "start-up":
+        has_started = poll(job, lambda: job.seconds >= seconds * startup_seconds and bool(job.ranks()), pause=0.05)
+        return job.ranks() if has_started else []
+    # While it starts, because a look at all processes takes longer than an update.
+    if not poll(job, lambda: len(job.ranks()) == blow.launcher.processes, pause=0.5):
+        return []
+    ranks = job.ranks()
+    until = UPDATES if blow.moment == "end" else min(newest + blow.after, UPDATES)
+    if not poll(job, lambda: max(trained_steps(job.log), default=0) >= until):
+        return []
+    saved = checkpoint_steps(run)
+    # A save takes some milliseconds: while one is waited for nothing else is looked at.
+    if blow.moment == "save" and not poll(job, lambda: bool(unfinished_saves(run) - leftover)):
+        return []
+    if blow.moment == "saved" and not poll(job, lambda: checkpoint_steps(run) != saved):
+        return []
+    time.sleep(seconds)
+    return ranks
+
+
+def poll(job: Job, condition: Callable[[], bool], pause: float = 0.0002) -> bool:
+    """Whether the condition came true before the job's end.
+
+    Raises:
+        Lost: neither happens.
+    """
+    while not condition():
+        if job.ended:
+            return False
+        if job.seconds > JOB_SECONDS:
+            raise Lost(f"it does not get there in {JOB_SECONDS} s:\n{job.stacks()}")
+        time.sleep(pause)
+    return True
+
+
+def strike(job: Job, blow: Blow, ranks: Sequence[psutil.Process]) -> None:
+    victims = {"root": ranks[:1], "last": ranks[-1:], "launcher": [psutil.Process(job.process.pid)]}
+    send(victims.get(blow.victims, ranks), blow.signal)
+    if blow.victims == "everything":
+        job.kill()
+    if blow.killed_after is not None:
+        time.sleep(blow.killed_after)
+        send(ranks, signal.SIGKILL)
+
+
+@dataclass
+class Start:
+    """What one start of the run left behind."""
+
+    code: int
+    log: str
+    blow: Blow | None = None  # that fell
+    before: list[int] = field(default_factory=list)  # checkpoints just before it
+    seconds: float = 0.0  # from there to the end
+
+
+@dataclass
+class Tally:
+    trials: int = 0
+    blows: Counter[str] = field(default_factory=Counter)  # by launcher and kind
+    kills: int = 0
+    in_save: int = 0
+    in_startup: int = 0
+    starts: int = 0
+    repeated: int = 0  # updates
+    slowest_end: float = 0.0  # seconds from a blow
+    difference: float = 0.0
+    lost: list[str] = field(default_factory=list)
+
+    def count(self, launcher: Launcher, start: Start, trained: Sequence[int], in_save: bool, updates: int) -> None:
+        """A start, and the blow that ended it if one did. ``updates`` had been logged before it."""
+        self.starts += 1
+        self.repeated += max(0, updates + 1 - trained[0]) if trained else 0
+        if start.blow:
+            self.blows[f"{launcher}: {start.blow}"] += 1
+            self.kills += not start.blow.is_polite
+            self.in_save += in_save
+            self.in_startup += not trained
+            self.slowest_end = max(self.slowest_end, start.seconds)
+
+    def __str__(self) -> str:
+        signals = sum(self.blows.values()) - self.kills
+        lines = [
+            f"{self.trials} trials, {self.starts - self.trials} restarts, {self.repeated} updates repeated",
+            f"{self.kills} kills and {signals} polite signals: {self.in_save} fell into a save, {self.in_startup} into "
+            f"a start-up; the slowest job ended {self.slowest_end:.1f} s later",
+            *(f"{count:5d}  {kind}" for kind, count in sorted(self.blows.items())),
+            f"largest relative difference of a loss where the backend changed: {self.difference:.1e}",
+            *(f"LOST in {text}" for text in self.lost),
+        ]
+        return "\n".join([*lines, *([] if self.lost else ["nothing was lost"])])
+
+
+class Torture:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tally = Tally()
+        self._references: dict[Launcher, tuple[Path, float]] = {}  # with the seconds that they took
+        self._commands: list[str] = []  # of the present trial
+
+    def trial(self, number: int, plan: Plan) -> None:
+        folder = self.folder / f"trial-{number}"
+        folder.mkdir()
+        self._commands = []
+        mode = f"{plan.last}, bit for bit" if plan.stays else "each start on another backend"
+        say(f"trial {number}: {mode}; {' '.join(plan.flags)}")
+        try:
+            reference, _ = self._reference(plan.last if plan.stays else Launcher("python"))
+            for index, blow in enumerate([*plan.blows, None]):
+                if self._start(folder / "run", folder / f"start-{index}.log", blow, plan):
+                    break
+            self._check_result(folder / "run", reference, plan)
+            shutil.rmtree(folder)
+        except Lost as loss:
+            self.tally.lost.append(f"trial {number}: {str(loss).splitlines()[0]}")
+            say("\n    ".join([f"LOST in trial {number}: {loss}", *self._commands, f"its files: {folder}"]))
+        self.tally.trials += 1
+
+    def _reference(self, launcher: Launcher) -> tuple[Path, float]:
+        """Run folder of an uninterrupted run, which saves at its end alone, and how long it took."""
+        if launcher not in self._references:
+            run = self.folder / f"uninterrupted {launcher}".replace(" ", "-")
+            with self._job(launcher, run, ["--save_every_n_steps", "0"], Path(f"{run}.log")) as job:
+                if job.wait(JOB_SECONDS) != 0:
+                    raise Lost(f"the uninterrupted run failed:\n{job.log[-3000:]}")
+                self._references[launcher] = run, job.seconds
+        return self._references[launcher]
+
+    @contextlib.contextmanager
+    def _job(self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path) -> Iterator[Job]:
+        job = Job(launcher, [*FLAGS, *flags, "--output_dir", str(run)], log)
+        self._commands.append(" ".join(job.command))
+        try:
+            yield job
+        finally:
+            job.kill()
+
+    def _start(self, run: Path, log: Path, blow: Blow | None, plan: Plan) -> bool:
+        """Start the run once, strike if that is planned, and see what is left; whether the run is finished."""
+        launcher = blow.launcher if blow else plan.last
+        newest, saves, updates = max(checkpoint_steps(run), default=None), unfinished_saves(run), len(read_metrics(run))
+        with self._job(launcher, run, plan.flags, log) as job:
+            start = self._strike(job, run, blow, newest or 0)
+        reference, _ = self._reference(Launcher("python"))
+        check_checkpoints(run, start.before, plan.keep, verified_files(checkpoint_path(reference, UPDATES)))
+        check_continuation(start.log, newest, run)
+        read_metrics(run)
+        trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
+        self.tally.count(launcher, start, trained, in_save, updates)
+        said = f"updates {trained[0]} to {trained[-1]}" if trained else "no update"
+        ended = f"{start.blow}, {start.blow.moment}" if start.blow else f"exit code {start.code}"
+        say(f"  {launcher}: {said}; {ended}{', inside a save' if in_save else ''}")
+        if start.blow is None and start.code:
+            raise Lost(f"it failed by itself with exit code {start.code}:\n{start.log[-3000:]}")
+        if start.blow and start.blow.is_polite and trained:
+            check_polite_end(start.log, run, UPDATES)
+            if launcher.name == "python" and "asked to stop" in start.log and start.code != EXIT_CODE:
+                raise Lost(f"a run that was asked to stop ended with exit code {start.code}")
+        return start.code == 0
+
+    def _strike(self, job: Job, run: Path, blow: Blow | None, newest: int) -> Start:
+        """Wait for the moment of the blow, let it fall, and wait for the job's end.
+
+        Raises:
+            Lost: it does not end.
+        """
+        fell, before, since = None, checkpoint_steps(run), time.monotonic()
+        if blow:
+            _, startup = self._references.get(blow.launcher, self._reference(Launcher("python")))
+            if ranks := wait_for_moment(job, blow, run, newest, startup):
+                fell, before, since = blow, checkpoint_steps(run), time.monotonic()
+                strike(job, blow, ranks)
+        code = job.wait(END_SECONDS if fell else JOB_SECONDS)
+        if code is None:
+            raise Lost(f"it does not end{f' after {fell}' if fell else ''}:\n{job.stacks()}")
+        return Start(code, job.log, fell, before, time.monotonic() - since)
+
+    def _check_result(self, run: Path, reference: Path, plan: Plan) -> None:
+        """The finished run is the uninterrupted one.
+
+        Raises:
+            Lost: it is not.
+        """
+        if len(read_metrics(run)) != UPDATES or finished_step(run) != UPDATES:
+            raise Lost(f"{len(read_metrics(run))} of {UPDATES} updates at the end; model/ holds {finished_step(run)}")
+        if plan.stays:
+            check_same_run(run, reference, UPDATES)
+            return
+        difference = loss_difference(run, reference)
+        self.tally.difference = max(self.tally.difference, difference)
+        if difference > TOLERANCE:
+            raise Lost(f"the losses are not those of one process: relative difference {difference:.1e}")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="no new trial after this (default: 10)")
+    parser.add_argument("--trials", type=int, default=sys.maxsize, help="stop after so many, if that is sooner")
+    parser.add_argument("--kills", type=int, default=4, help="in a trial (default: 4)")
+    parser.add_argument("--seed", type=int, help="of the plan (default: drawn, and printed)")
+    parser.add_argument("--only", type=int, metavar="TRIAL", help="this trial alone")
+    installed = [name for name in NAMES if tool(name).exists()]
+    parser.add_argument("--launchers", nargs="+", choices=NAMES, default=installed, help="default: all that are there")
+    args = parser.parse_args(argv)
+    seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every `finally` ends its job
+    torture = Torture(Path(tempfile.mkdtemp(prefix="torture-")))
+    say(f"seed {seed}; {', '.join(args.launchers)}; {args.kills} kills in a trial; in {torture.folder}")
+    deadline = time.monotonic() + 60 * args.minutes
+    try:
+        for number in range(args.trials) if args.only is None else [args.only]:
+            if time.monotonic() > deadline:
+                break
+            torture.trial(number, draw_plan(seed, number, args.launchers, args.kills))
+    finally:
+        say(f"seed {seed}: {torture.tally}")
+        if not torture.tally.lost:
+            shutil.rmtree(torture.folder, ignore_errors=True)
+    sys.exit(1 if torture.tally.lost else 0)
+
+
+if __name__ == "__main__":
+    main()

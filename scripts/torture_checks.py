@@ -1,0 +1,129 @@
+"""What scripts/torture.py checks of a run folder: read from the disk and the log, without the product's code."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WALL_CLOCK = {"samples_per_second", "seconds"}  # metrics that two runs need not share
+
+
+class Lost(Exception):
+    """The run did not keep a promise."""
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:08d}"
+
+
+def unfinished_saves(run: Path) -> set[int]:
+    """Saves and deletions under way or killed, as inodes: a name can come back."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(run / "checkpoints") as entries:
+        return {entry.inode() for entry in entries if entry.name.startswith((".unfinished-", ".unwanted-"))}
+    return set()
+
+
+def finished_step(run: Path) -> int | None:
+    """The update whose weights model/ holds, once the run has reached its end."""
+    path = run / "model" / "training.json"
+    return json.loads(path.read_text())["step"] if path.exists() else None
+
+
+def verified_files(checkpoint: Path) -> set[str]:
+    """Names of a checkpoint's files, apart from SHA256SUMS.
+
+    Raises:
+        Lost: they are not what its SHA256SUMS says.
+    """
+    there = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.iterdir()}
+    if there.pop("SHA256SUMS", None) is None:
+        raise Lost(f"{checkpoint} has no SHA256SUMS")
+    lines = (checkpoint / "SHA256SUMS").read_text().splitlines()
+    said = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if there != said:
+        wrong = sorted(name for name in there.keys() | said.keys() if there.get(name) != said.get(name))
+        raise Lost(f"{checkpoint} is damaged: {', '.join(wrong)}")
+    return set(there)
+
+
+def check_checkpoints(run: Path, before: Sequence[int], keep: int, files: set[str]) -> None:
+    """Every checkpoint holds `files`, complete, and of the `keep` newest none is gone that was there `before`."""
+    there = checkpoint_steps(run)
+    if aside := sorted(path.name for path in (run / "checkpoints").glob("damaged-*")):
+        raise Lost(f"the run found {', '.join(aside)} in {run}")
+    for step in there:
+        if (found := verified_files(checkpoint_path(run, step))) != files:
+            raise Lost(f"{checkpoint_path(run, step)} holds {sorted(found)} instead of {sorted(files)}")
+    if gone := set(sorted({*there, *before})[-keep:]) - set(there):
+        raise Lost(f"checkpoints {sorted(gone)} are gone; before the kill there were {list(before)}, now {there}")
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, without one at its end that a kill has torn.
+
+    Raises:
+        Lost: they are not the updates 1, 2, 3, ..., each once.
+    """
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    metrics = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    steps = [line["step"] for line in metrics]
+    if steps != list(range(1, len(steps) + 1)):
+        raise Lost(f"{path} holds the updates {steps}: one is there twice or missing")
+    return metrics
+
+
+def trained_steps(log: str) -> list[int]:
+    """Updates that a start has completed, as its log shows them."""
+    return [int(step) for step in re.findall(r"step (\d+)/", log)]
+
+
+def check_continuation(log: str, newest: int | None, run: Path) -> None:
+    """A start that got as far as training went on from the newest checkpoint there was, and said so."""
+    trained, said = trained_steps(log), re.search(r"resumed from (\S+)", log)
+    if trained and trained[0] != (newest or 0) + 1:
+        raise Lost(f"the run went on with update {trained[0]}, though the newest checkpoint was {newest}")
+    if newest is not None and "images to train on" in log and not said:
+        raise Lost(f"the run did not say that it resumed, though checkpoint {newest} was there")
+    if said and (newest is None or Path(said[1]) != checkpoint_path(run, newest)):
+        raise Lost(f"the run resumed from {said[1]}, though the newest checkpoint was {newest}")
+
+
+def check_polite_end(log: str, run: Path, updates: int) -> None:
+    """Asked to stop while it trained, the run saved its last update, unless it reached its end first."""
+    said, steps, logged = re.search(r"asked to stop: saved update (\d+)", log), checkpoint_steps(run), read_metrics(run)
+    if said is None:
+        if finished_step(run) != updates:
+            raise Lost("the run was asked to stop and ended without a save")
+    elif not steps or not int(said[1]) == steps[-1] == len(logged):
+        raise Lost(f"the run said that it saved update {said[1]}; it saved {steps} and logged {len(logged)} updates")
+
+
+def check_same_run(run: Path, reference: Path, updates: int) -> None:
+    """Bit for bit: every metric of every update, the final weights, the last checkpoint."""
+    for ours, theirs in zip(read_metrics(run), read_metrics(reference), strict=True):
+        names = (ours.keys() | theirs.keys()) - WALL_CLOCK
+        if wrong := sorted(name for name in names if ours.get(name) != theirs.get(name)):
+            raise Lost(f"update {ours['step']} is not the uninterrupted run's in {wrong}: {ours}, {theirs}")
+    saved = checkpoint_path(reference, updates).glob("*.safetensors")
+    # random.safetensors holds generators that nobody draws from; Python and NumPy seed theirs from the system.
+    parts = [path for path in saved if path.name != "random.safetensors"]
+    for path in [*parts, reference / "model/model.safetensors"]:
+        if path.read_bytes() != (run / path.relative_to(reference)).read_bytes():
+            raise Lost(f"{path.relative_to(reference)} is not the uninterrupted run's")
+
+
+def loss_difference(run: Path, reference: Path) -> float:
+    """The largest relative difference of a loss."""
+    pairs = zip(read_metrics(run), read_metrics(reference), strict=True)
+    return max(abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"]) for ours, theirs in pairs)

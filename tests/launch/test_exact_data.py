@@ -1,0 +1,150 @@
+"""P11 and P12: whatever interrupts a run, and however many processes and loader workers go on, it trains on the samples
+of a run that nothing interrupts, in their order.
+
+``data_worker.py`` is train_vae.py that writes down the samples of every update.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import data_worker
+import pytest
+from launching import Launcher, run
+from PIL import Image
+
+N_IMAGES, BAD = 53, {5, 24, 25}
+BATCH, UPDATES, SAVE_EVERY = 8, 26, 6  # 53 is prime: three epochs end, each inside a batch
+FLAGS = ["--image_size", "16", "--num_layers", "2", "--num_resnet_blocks", "0", "--num_tokens", "8", "--emb_dim", "4",
+         "--hidden_dim", "4", "--batch_size", str(BATCH), "--valid_fraction", "0", "--epochs", "100",
+         "--max_steps", str(UPDATES), "--save_every_n_steps", str(SAVE_EVERY)]  # fmt: skip
+ASKED_TO_STOP = 75
+EXIT_CODES = {"SIGKILL": -signal.SIGKILL, "SIGTERM": ASKED_TO_STOP, "SIGUSR1": ASKED_TO_STOP, "": 0}
+
+Samples = dict[int, list[int]]  # ids by update
+Start = Callable[[list[str], int], None]  # flags, exit code that is expected
+
+# Importing PyTorch is most of a start: the many starts are forks of a process that has done so.
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", "data_worker"])
+
+
+def fork(processes: int, flags: list[str], exit_code: int) -> None:
+    """As torchrun starts them, but for torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = Path(flags[flags.index("--ids") + 1]).with_suffix(".log")
+    ranks = []
+    for rank in range(processes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+        environment = {name: str(value) for name, value in place.items()} if processes > 1 else {}
+        ranks.append(WARM.Process(target=data_worker.start_fork, args=(environment, flags, log)))
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 90
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    assert [process.exitcode for process in ranks] == [exit_code] * processes, log.read_text()
+
+
+def launch(launcher: Launcher, flags: list[str], exit_code: int) -> None:
+    finished = run(launcher, "tests/launch/data_worker.py", flags)
+    if launcher.name == "torchrun" and exit_code:  # it has an exit code of its own
+        assert f"exitcode  : {exit_code} (pid" in finished.output, finished.output[-4000:]
+    else:
+        assert finished.returncode == exit_code, finished.output[-4000:]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images, some of which are none."""
+    folder = tmp_path_factory.mktemp("images")
+    for index in range(N_IMAGES):
+        path = folder / f"{index:02d}.png"
+        Image.new("RGB", (16, 16), (4 * index, 0, 0)).save(path)
+        if index in BAD:
+            path.write_bytes(b"not an image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """What one process takes that is left alone."""
+    return taken(partial(fork, 1), images, tmp_path_factory.mktemp("uninterrupted"), 0, "")
+
+
+def taken(start: Start, images: Path, folder: Path, num_workers: int, interruption: str) -> Samples:
+    """The samples of one start of the run in this folder."""
+    ids = folder / "ids.jsonl"
+    ids.unlink(missing_ok=True)
+    flags = ["--ids", str(ids), "--interrupt", interruption, "--image_folder", str(images)]
+    flags += ["--output_dir", str(folder / "run"), "--num_workers", str(num_workers), *FLAGS]
+    start(flags, EXIT_CODES[interruption.partition("@")[0]])
+    lines = [json.loads(line) for line in ids.read_text().splitlines()]
+    samples = {line["update"]: line["ids"] for line in lines}
+    assert list(samples) == list(range(min(samples), max(samples) + 1))
+    return samples
+
+
+def draw_interruptions(seed: str) -> list[str]:
+    """Each signal once, in any order, between two saves."""
+    draws = random.Random(seed)
+    updates = [SAVE_EVERY * (i + 1) + draws.randint(1, SAVE_EVERY - 2) for i in range(3)]
+    return [f"{name}@{update}" for name, update in zip(draws.sample(list(EXIT_CODES)[:3], 3), updates, strict=True)]
+
+
+def assert_exact(starts: list[tuple[Start, int]], images: Path, folder: Path, seed: str, expected: Samples) -> None:
+    """Four starts, each with its number of loader workers, are interrupted three times; each goes on where the one
+    before it was saved."""
+    trained: Samples = {}
+    goes_on_at = 1
+    for (start, num_workers), interruption in zip(starts, [*draw_interruptions(seed), f"@{UPDATES}"], strict=True):
+        samples = taken(start, images, folder, num_workers, interruption)
+        assert samples == {update: expected[update] for update in samples}, interruption
+        assert min(samples) == goes_on_at, interruption
+        trained |= samples
+        name, _, update = interruption.partition("@")
+        at, last = int(update), max(samples)
+        if EXIT_CODES[name] == ASKED_TO_STOP:
+            assert at <= last <= at + 2, interruption  # the others may just have been asked, and answer an update later
+            goes_on_at = last + 1
+        else:
+            assert last == at, interruption
+            goes_on_at = at // SAVE_EVERY * SAVE_EVERY + 1
+    assert trained == expected
+
+
+def test_an_uninterrupted_run_takes_every_good_sample_in_each_epoch(uninterrupted: Samples) -> None:
+    assert list(uninterrupted) == list(range(1, UPDATES + 1))
+    order = [index for samples in uninterrupted.values() for index in samples]
+    epochs = [order[start : start + N_IMAGES] for start in range(0, UPDATES * BATCH - N_IMAGES + 1, N_IMAGES)]
+    for epoch in epochs:  # as many as there are: the next one comes twice for a bad one
+        assert set(epoch) == set(range(N_IMAGES)) - BAD
+    assert len(epochs) == 3 and epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 4])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_an_interrupted_run_takes_the_samples_of_an_uninterrupted_one(
+    processes: int, num_workers: int, images: Path, uninterrupted: Samples, tmp_path: Path
+) -> None:
+    starts = [(partial(fork, processes), num_workers)] * 4
+    assert_exact(starts, images, tmp_path, f"{processes} {num_workers}", uninterrupted)
+
+
+def test_another_number_of_processes_and_workers_goes_on_in_the_same_order(
+    images: Path, uninterrupted: Samples, tmp_path: Path
+) -> None:
+    one, two, four = (partial(launch, Launcher(*how)) for how in [("python",), ("torchrun", 2), ("torchrun", 4)])
+    assert_exact([(one, 0), (two, 4), (four, 1), (one, 4)], images, tmp_path, "1 2 4 1", uninterrupted)

@@ -1,0 +1,159 @@
+"""scripts/torture.py: a short one loses nothing, and what it is there to find it finds."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.append(str(SCRIPTS))
+checks = importlib.import_module("torture_checks")
+draw_plan = importlib.import_module("torture_plan").draw_plan
+
+
+@pytest.mark.timeout(600)
+def test_a_short_torture_loses_nothing() -> None:
+    # Two processes that lose their launcher in a save and are killed in a start-up, bit for bit; then other backends.
+    plan = ["--seed", "10", "--trials", "2", "--kills", "2", "--launchers", "python", "torchrun"]
+    command = [sys.executable, str(SCRIPTS / "torture.py"), *plan]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as torture:
+        try:
+            output, _ = torture.communicate(timeout=560)
+        finally:
+            torture.terminate()  # it ends what it has started
+    assert torture.returncode == 0, output
+    assert output.endswith("nothing was lost\n")
+    kills = re.search(r"(\d+) kills and", output)
+    assert kills and int(kills[1]) >= 2, output  # of 4: on a busy machine a run may be finished before its moment comes
+
+
+def write_checkpoint(run: Path, step: int) -> Path:
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    contents = {"model.safetensors": b"weights of %d" % step, "state.json": b"{}"}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    sums = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    return folder
+
+
+def write_metrics(run: Path, losses: list[float]) -> None:
+    lines = [json.dumps({"step": step, "loss": loss, "seconds": id(run)}) for step, loss in enumerate(losses, 1)]
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+FILES = {"model.safetensors", "state.json"}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda folder: (folder / "model.safetensors").write_bytes(b"weights of 8"),
+    "a missing file": lambda folder: (folder / "state.json").unlink(),
+    "missing sums": lambda folder: (folder / "SHA256SUMS").unlink(),
+    "empty sums": lambda folder: (folder / "SHA256SUMS").write_text(""),
+    "an unlisted file": lambda folder: (folder / "ema.safetensors").write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("step", [3, 6, 9])
+def test_damage_to_any_checkpoint_is_found(damage: str, step: int, tmp_path: Path) -> None:
+    folders = {each: write_checkpoint(tmp_path, each) for each in (3, 6, 9)}
+    checks.check_checkpoints(tmp_path, [3, 6, 9], 3, FILES)
+    DAMAGES[damage](folders[step])
+    with pytest.raises(checks.Lost, match=f"step_0000000{step}"):
+        checks.check_checkpoints(tmp_path, [3, 6, 9], 3, FILES)
+
+
+def test_a_checkpoint_that_lacks_a_part_with_its_checksum_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 3)
+    with pytest.raises(checks.Lost, match="instead of"):
+        checks.check_checkpoints(tmp_path, [3], 3, FILES | {"ema.safetensors"})
+
+
+@pytest.mark.parametrize(("there", "lost"), [([6, 9], False), ([9, 12], False), ([9], True), ([3, 6], True)])
+def test_only_the_oldest_checkpoints_may_go(there: list[int], lost: bool, tmp_path: Path) -> None:
+    for step in there:
+        write_checkpoint(tmp_path, step)
+    if lost:
+        with pytest.raises(checks.Lost, match="are gone"):
+            checks.check_checkpoints(tmp_path, [3, 6, 9], 2, FILES)
+    else:
+        checks.check_checkpoints(tmp_path, [3, 6, 9], 2, FILES)
+
+
+@pytest.mark.parametrize("steps", [[1, 2, 2, 3], [1, 3], [2, 3], [1, 2, 3, 2]])
+def test_an_update_that_is_missing_or_there_twice_is_found(steps: list[int], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    with pytest.raises(checks.Lost, match="twice or missing"):
+        checks.read_metrics(tmp_path)
+
+
+def test_a_torn_last_line_is_no_loss(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
+    assert [line["step"] for line in checks.read_metrics(tmp_path)] == [1, 2]
+
+
+TRAINED = "61 images to train on\nstep {step}/20  epoch 1\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "newest", "complaint"),
+    [
+        (TRAINED.format(step=1), 6, "went on with update 1"),
+        (TRAINED.format(step=8), 6, "went on with update 8"),
+        (TRAINED.format(step=7), 6, "did not say"),
+        ("resumed from {run}/checkpoints/step_00000003\n", 6, "step_00000003, though the newest checkpoint was 6"),
+        ("resumed from {run}/checkpoints/step_00000003\n", None, "was None"),
+        ("[0]<stderr>:resumed from {run}/checkpoints/step_00000006\n" + TRAINED.format(step=7), 6, None),
+        (TRAINED.format(step=1), None, None),
+        ("killed before it said anything\n", 6, None),
+    ],
+)
+def test_a_silent_fresh_start_is_found(log: str, newest: int | None, complaint: str | None, tmp_path: Path) -> None:
+    log = log.replace("{run}", str(tmp_path))
+    if complaint is None:
+        checks.check_continuation(log, newest, tmp_path)
+    else:
+        with pytest.raises(checks.Lost, match=complaint):
+            checks.check_continuation(log, newest, tmp_path)
+
+
+def test_a_stop_that_was_asked_for_and_not_saved_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 6)
+    write_metrics(tmp_path, [1.0] * 6)
+    checks.check_polite_end("asked to stop: saved update 6; run the same", tmp_path, 20)
+    for log in ("asked to stop: saved update 7; run the same", "stopped"):
+        with pytest.raises(checks.Lost):
+            checks.check_polite_end(log, tmp_path, 20)
+
+
+def test_one_bit_of_a_loss_or_of_the_weights_is_found(tmp_path: Path) -> None:
+    losses, next_float = [1.0, 0.5, 0.25], 0.25000000000000006
+    runs = {name: tmp_path / name for name in ("reference", "same", "other loss", "other weights")}
+    for name, run in runs.items():
+        write_checkpoint(run, 3)
+        (run / "model").mkdir()
+        (run / "model" / "model.safetensors").write_bytes(b"1" if name == "other weights" else b"0")
+        write_metrics(run, [*losses[:2], next_float] if name == "other loss" else losses)
+    checks.check_same_run(runs["same"], runs["reference"], 3)
+    for name, complaint in {"other loss": "update 3", "other weights": "model/model.safetensors"}.items():
+        with pytest.raises(checks.Lost, match=complaint):
+            checks.check_same_run(runs[name], runs["reference"], 3)
+    assert checks.loss_difference(runs["other loss"], runs["reference"]) == pytest.approx(2.2e-16, rel=0.1)
+
+
+def test_a_plan_follows_from_its_seed() -> None:
+    names = ["python", "torchrun", "deepspeed", "horovodrun"]
+    plans = [draw_plan(7, trial, names, 4) for trial in range(14)]
+    assert plans == [draw_plan(7, trial, names, 4) for trial in range(14)]
+    assert plans != [draw_plan(8, trial, names, 4) for trial in range(14)]
+    # Every launcher and ZeRO stage has its turn bit for bit.
+    assert len({plan.last for plan in plans if plan.stays}) == 7
+    assert all(blow.launcher == plan.last for plan in plans if plan.stays for blow in plan.blows)
