@@ -133,13 +133,14 @@ class Backend(ABC):
                 self._stop.drain()
                 self.barrier()  # nobody leaves while another still needs it
             stopped = self.watchdog.explain(error)
+            if stopped is not None and (self.is_root or stopped.alone):
+                # Before anything that takes time: launchers end what is left of a job that lost a process.
+                print(f"{os.path.basename(sys.argv[0])}: stopped: {stopped}", file=sys.stderr, flush=True)
         finally:
             self._stop.restore()
             self.watchdog.stop()
             self.disconnect(gracefully=together or is_mutual)
         if stopped is not None:
-            if self.is_root or stopped.alone:
-                print(f"{os.path.basename(sys.argv[0])}: stopped: {stopped}", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
 
     def _agree_on_plan(self) -> None:
