@@ -35,7 +35,9 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         # Alone: no port is needed, and two such runs on one machine must not collide on one.
         options["store"] = dist.HashStore()
     else:
-        options["init_method"] = "env://"
+        # torchrun keeps its store when it starts the processes again: what the old ones wrote must not be read.
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
+        options["store"] = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     # Gloo also beside NCCL: small things on the CPU then never wait for the GPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
