@@ -174,6 +174,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     bad_samples = data.BadSampleLog(len(dataset))
     run.resume(engine=engine, ema=ema, bad_samples=bad_samples)
     if run.is_complete:
+        run.close()
         return
     run.say(f"{len(train_set)} images to train on, {len(valid_set)} to validate, {run.progress.total_steps} updates")
 
@@ -189,6 +190,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         preview = next(iter(validation)) if len(valid_set) else batch
     shown = backend.gather(data.to_unit_range(preview["images"].to(backend.device)))[: args.num_images_save]
     unreadable: list[data.BadSample] = [] if preview is batch else preview["bad"]
+
+    def share_bad_samples() -> None:
+        for sample in bad_samples.share(unreadable, backend.gather_objects):
+            run.say(f"cannot read {sample}; the next image takes its place")
+        unreadable.clear()
+        with backend.agreement():
+            bad_samples.check()
 
     while not run.progress.finished:
         step = run.progress.step
@@ -206,14 +214,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         update = engine.step()
         ema.update(engine.gathered)
         run.advance()
-        metrics: dict[str, float] = {}
         stop = backend.stop_requested(run.out_of_time)
-        if stop or run.due(args.log_every_n_steps) or run.due(args.save_every_n_steps):
-            for sample in bad_samples.share(unreadable, backend.gather_objects):
-                run.say(f"cannot read {sample}; the next image takes its place")
-            unreadable = []
-            with backend.agreement():
-                bad_samples.check()
+        metrics: dict[str, float] = {}
         if run.due(args.log_every_n_steps):
             loss, recon_loss, kl = backend.mean(means).tolist()
             metrics = {
@@ -224,9 +226,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 "temperature": temperature,
                 "grad_norm": float(update.grad_norm),
                 "skipped_updates": engine.skipped_updates,
-                "bad_samples": bad_samples.count,
             }
         with run.stopwatch.paused():
+            if stop:  # first of all: whoever asks for it may not wait for a validation
+                share_bad_samples()
+                run.save()
             if run.due(args.validate_every_n_steps) and len(valid_set):
                 with engine.gathered() as online:
                     candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
@@ -234,8 +238,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                         values, counts = evaluate(candidate, validation, temperature, backend, unreadable)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
                         run.log_image(f"{name}/codes", code_histogram(counts))
+            if metrics or run.due(args.save_every_n_steps):
+                share_bad_samples()
             if metrics:
-                run.log(metrics)
+                run.log({**metrics, "bad_samples": bad_samples.count})
             if run.due(args.sample_every_n_steps):
                 with engine.gathered() as online:
                     if backend.is_root:
@@ -248,13 +254,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             with backend.waiting_for("data"):
                 batch = next(batches)
 
-    with engine.gathered() as online, backend.agreement():
-        if backend.is_root:
-            best = ema.best(online)
-            best.save_dalle(run.folder.path / "vae-final.pt")
-            best.save_pretrained(run.folder.model_dir)
-    run.finish()
-    run.say(f"finished: {run.folder.model_dir}, {run.folder.path / 'vae-final.pt'}")
+    with engine.gathered() as online:
+        run.finish(ema.best(online).save_pretrained, run.folder.model_dir)
+        run.finish(ema.best(online).save_dalle, run.folder.path / "vae-final.pt")
     run.close()
 
 
@@ -264,8 +266,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from training.run_folder import last_start
 
+    fresh = args.fresh and not distributed.launched_again()
     try:
-        with distributed.from_args(args, last_start(args.output_dir, args.fresh)) as backend:
+        with distributed.from_args(args, last_start(args.output_dir, fresh)) as backend:
             train(args, parser.settings(args), backend)
     except distributed.UserMistake as mistake:
         parser.error(str(mistake))

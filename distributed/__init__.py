@@ -9,6 +9,7 @@ with distributed.from_args(args) as backend:
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "add_arguments",
     "available",
     "from_args",
+    "launched_again",
     "launched_as_root",
     "plan_batches",
 ]
@@ -50,6 +52,28 @@ def launched_as_root() -> bool:
         return True
 
 
+def launched_again() -> bool:
+    """Whether the launcher started this run before, and does so again with the same arguments."""
+    try:
+        return detect().is_restart
+    except ValueError:
+        return False
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise ValueError(text)
+    return minutes
+
+
+def _steps(text: str) -> int:
+    steps = int(text)
+    if steps < 0:
+        raise ValueError(text)
+    return steps
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the layer itself and of every backend."""
     group = parser.add_argument_group("distributed")
@@ -63,14 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--timeout_minutes",
-        type=float,
+        type=_minutes,
         default=30.0,
         metavar="MINUTES",
         help="end the job when a process has got nowhere for this long",
     )
     group.add_argument(
         "--check_replicas_every_n_steps",
-        type=int,
+        type=_steps,
         default=1000,
         metavar="UPDATES",
         help="compare the weights of all processes bit for bit, where they must be equal; 0: only at the start",
@@ -118,7 +142,7 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
         )
     if backend.name == "single":
         _refuse_lonely_copies(launch)
-        launch = Launch("python")
+        launch = Launch("python", is_restart=launch.is_restart)
     backend.configure(args, launch)
     plan = plan_batches(args.batch_size, args.grad_accum_steps, launch.world_size, last_start)
     options = Options(

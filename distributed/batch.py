@@ -59,8 +59,8 @@ def plan_batches(
 def _needed_steps(batch_size: int, asked: int, world_size: int, before: Mapping[str, Any]) -> int:
     """Accumulation steps that leave micro-batches no larger than they were."""
     same_flags = (before.get("batch_size"), before.get("asked_grad_accum_steps")) == (batch_size, asked)
-    micro, more = before.get("micro_batch_size"), before.get("world_size")
-    if not (same_flags and isinstance(micro, int) and isinstance(more, int) and micro > 0 and more > world_size):
+    micro = before.get("micro_batch_size")
+    if not (same_flags and isinstance(micro, int) and micro > 0):
         return asked
     local = batch_size // world_size
     return next(steps for steps in range(asked, local + 1) if local % steps == 0 and local // steps <= micro)

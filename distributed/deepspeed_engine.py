@@ -224,9 +224,11 @@ class ZeroEngine(Engine):
         if scaler is None or not self._ds.fp16_enabled():
             return {}
         since_overflow = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
-        return {"scale": float(scaler.cur_scale), "finite_in_a_row": since_overflow}
+        hysteresis = getattr(scaler, "cur_hysteresis", 1)
+        return {"scale": float(scaler.cur_scale), "finite_in_a_row": since_overflow, "hysteresis": hysteresis}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._backend.about_to_update()
         write_weights(self.module, self._optimizer, self._stage, state["weights"])
         write_zero_optimizer(self._ds.basic_optimizer, self._optimizer, self.module, self._stage, state["optimizer"])
         if state["scaler"] and self._ds.fp16_enabled():
@@ -234,6 +236,8 @@ class ZeroEngine(Engine):
             scaler.cur_scale = state["scaler"]["scale"]
             # It counts updates and remembers the last overflow; -1 is its "never".
             scaler.cur_iter, scaler.last_overflow_iter = int(state["scaler"].get("finite_in_a_row", 0)), -1
+            if "hysteresis" in state["scaler"]:
+                scaler.cur_hysteresis = state["scaler"]["hysteresis"]
         self._updates = state["updates"]
         applied = state["updates"] - state["skipped_updates"]
         if self._scheduler is not None and applied:

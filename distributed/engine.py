@@ -153,6 +153,7 @@ class ReplicatedEngine(Engine):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._backend.about_to_update()
         check_names("weight", state["weights"], {k: v.shape for k, v in self.module.state_dict().items()})
         self.module.load_state_dict(state["weights"])
         write_optimizer(self._optimizer, self._names, state["optimizer"])

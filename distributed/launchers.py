@@ -56,7 +56,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             world_size=_integer(env, "WORLD_SIZE"),
             master_address=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
-            is_restart=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0,
+            is_restart=_is_restart(env),
         )
     # Before srun: mpirun starts its daemons with srun, whose variables its processes inherit.
     if _integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
@@ -82,8 +82,14 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             master_address=env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", "")),
             # Two jobs on one node must not meet on one port.
             master_port=_integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000),
+            is_restart=_is_restart(env),
         )
-    return Launch("python")
+    return Launch("python", is_restart=_is_restart(env))
+
+
+def _is_restart(env: Mapping[str, str]) -> bool:
+    """torchrun counts how often it started the processes again, SLURM how often it requeued the job."""
+    return any(_integer(env, f"{who}_RESTART_COUNT", 0) > 0 for who in ("TORCHELASTIC", "SLURM"))
 
 
 def first_slurm_host(nodelist: str) -> str:

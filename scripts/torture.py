@@ -29,6 +29,7 @@ from torture_checks import (
     Lost,
     check_checkpoints,
     check_continuation,
+    check_kept_up,
     check_polite_end,
     check_same_run,
     checkpoint_path,
@@ -112,7 +113,7 @@ class Start:
     code: int
     log: str
     blow: Blow | None = None  # that fell
-    before: list[int] = field(default_factory=list)  # checkpoints just before it
+    before: list[int] = field(default_factory=list)  # checkpoints that were there then, or earlier
     seconds: float = 0.0  # from there to the end
 
 
@@ -123,7 +124,7 @@ class Tally:
     kills: int = 0
     in_save: int = 0
     in_startup: int = 0
-    starts: int = 0
+    restarts: int = 0
     repeated: int = 0  # updates
     slowest_end: float = 0.0  # seconds from a blow
     difference: float = 0.0
@@ -131,7 +132,6 @@ class Tally:
 
     def count(self, launcher: Launcher, start: Start, trained: Sequence[int], in_save: bool, updates: int) -> None:
         """A start, and the blow that ended it if one did. ``updates`` had been logged before it."""
-        self.starts += 1
         self.repeated += max(0, updates + 1 - trained[0]) if trained else 0
         if start.blow:
             self.blows[f"{launcher}: {start.blow}"] += 1
@@ -143,14 +143,14 @@ class Tally:
     def __str__(self) -> str:
         signals = sum(self.blows.values()) - self.kills
         lines = [
-            f"{self.trials} trials, {self.starts - self.trials} restarts, {self.repeated} updates repeated",
+            f"{self.trials} trials, {self.restarts} restarts, {self.repeated} updates repeated",
             f"{self.kills} kills and {signals} polite signals: {self.in_save} fell into a save, {self.in_startup} into "
             f"a start-up; the slowest job ended {self.slowest_end:.1f} s later",
             *(f"{count:5d}  {kind}" for kind, count in sorted(self.blows.items())),
             f"largest relative difference of a loss where the backend changed: {self.difference:.1e}",
             *(f"LOST in {text}" for text in self.lost),
         ]
-        return "\n".join([*lines, *([] if self.lost else ["nothing was lost"])])
+        return "\n".join([*lines, *(["nothing was lost"] if self.kills and not self.lost else [])])
 
 
 class Torture:
@@ -169,6 +169,7 @@ class Torture:
         try:
             reference, _ = self._reference(plan.last if plan.stays else Launcher("python"))
             for index, blow in enumerate([*plan.blows, None]):
+                self.tally.restarts += index > 0
                 if self._start(folder / "run", folder / f"start-{index}.log", blow, plan):
                     break
             self._check_result(folder / "run", reference, plan)
@@ -208,6 +209,7 @@ class Torture:
         check_continuation(start.log, newest, run)
         read_metrics(run)
         trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
+        check_kept_up(run, trained, plan.save_every)
         self.tally.count(launcher, start, trained, in_save, updates)
         said = f"updates {trained[0]} to {trained[-1]}" if trained else "no update"
         ended = f"{start.blow}, {start.blow.moment}" if start.blow else f"exit code {start.code}"
@@ -230,7 +232,7 @@ class Torture:
         if blow:
             _, startup = self._references.get(blow.launcher, self._reference(Launcher("python")))
             if ranks := wait_for_moment(job, blow, run, newest, startup):
-                fell, before, since = blow, checkpoint_steps(run), time.monotonic()
+                fell, before, since = blow, [*before, *checkpoint_steps(run)], time.monotonic()
                 strike(job, blow, ranks)
         code = job.wait(END_SECONDS if fell else JOB_SECONDS)
         if code is None:
@@ -269,15 +271,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--launchers", nargs="+", choices=NAMES, default=installed, help="default: all that are there")
     args = parser.parse_args(argv)
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every `finally` ends its job
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that every `finally` ends its job
     torture = Torture(Path(tempfile.mkdtemp(prefix="torture-")))
     say(f"seed {seed}; {', '.join(args.launchers)}; {args.kills} kills in a trial; in {torture.folder}")
     deadline = time.monotonic() + 60 * args.minutes
     try:
-        for number in range(args.trials) if args.only is None else [args.only]:
+        for trial in range(args.trials) if args.only is None else [args.only]:
             if time.monotonic() > deadline:
                 break
-            torture.trial(number, draw_plan(seed, number, args.launchers, args.kills))
+            torture.trial(trial, draw_plan(seed, trial, args.launchers, args.kills))
     finally:
         say(f"seed {seed}: {torture.tally}")
         if not torture.tally.lost:

@@ -68,6 +68,15 @@ def check_checkpoints(run: Path, before: Sequence[int], keep: int, files: set[st
         raise Lost(f"checkpoints {sorted(gone)} are gone; before the kill there were {list(before)}, now {there}")
 
 
+def check_kept_up(run: Path, trained: Sequence[int], save_every: int) -> None:
+    """A save waits for the one before it, so that at most two lie between a run and its newest checkpoint."""
+    # The last update that was logged may not have got as far as its save.
+    saves_begun = (max(trained, default=0) - 1) // save_every
+    newest = max(checkpoint_steps(run), default=0)
+    if newest < save_every * (saves_begun - 1):
+        raise Lost(f"the newest checkpoint is {newest}, though update {trained[-1]} was reached")
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl, without one at its end that a kill has torn.
 

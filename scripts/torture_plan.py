@@ -42,10 +42,18 @@ class Plan:
     """One trial, drawn before it begins."""
 
     stays: bool  # one launcher from beginning to end: bit for bit
-    flags: list[str]
+    save_every: int  # updates
     keep: int  # checkpoints
+    num_workers: int
     blows: list[Blow]
     last: Launcher  # finishes what is left
+
+    @property
+    def flags(self) -> list[str]:
+        """Of train_vae.py."""
+        numbers = {"--save_every_n_steps": self.save_every, "--keep_n_checkpoints": self.keep}
+        numbers["--num_workers"] = self.num_workers
+        return [text for name, number in numbers.items() for text in (name, str(number))]
 
 
 def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
@@ -74,6 +82,5 @@ def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
         victims += ["everything"] if start.name == "python" else ["everything", "launcher"]
         return Blow(start, moment, after, delay, signal.SIGKILL, draw.choice(victims), None)
 
-    save_every, keep, workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
-    flags = ["--save_every_n_steps", save_every, "--keep_n_checkpoints", keep, "--num_workers", workers]
-    return Plan(stays, [str(flag) for flag in flags], keep, [blow(i == kills - 1) for i in range(kills)], launcher())
+    save_every, keep, num_workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
+    return Plan(stays, save_every, keep, num_workers, [blow(i == kills - 1) for i in range(kills)], launcher())

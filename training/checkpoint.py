@@ -121,6 +121,8 @@ class Checkpoints:
             raise ValueError(
                 f"{errors[0][1]}, and {_others(len(errors) - 1)}: restore one of them, or start over with --fresh"
             )
+        if (self.folder / "latest").exists() or any(self.folder.glob(f"{_DAMAGED}*")):
+            raise ValueError(f"{self.folder} held checkpoints that are gone; restore one, or start over with --fresh")
         return None
 
     def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
@@ -171,7 +173,8 @@ class Checkpoints:
             self._commit(unfinished, path)
         except Exception as error:  # whatever it is, training goes on: the next save may succeed
             reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
-            self.failure = f"cannot write the checkpoint {path}: {' '.join(reason.split()) or type(error).__name__}"
+            if not path.exists():  # else it is there, and the next save deletes what is too old
+                self.failure = f"cannot write the checkpoint {path}: {' '.join(reason.split()) or type(error).__name__}"
             shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 

@@ -100,6 +100,8 @@ class Run:
         self._deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
         self._said_failure: str | None = None
+        self._unwritten: str | None = None
+        self._written: list[str] = []
 
     def resume(self, **parts: Stateful) -> None:
         """Name the parts of a checkpoint, once, and restore them from the newest one if there is any. Then say what
@@ -116,6 +118,11 @@ class Run:
         news: list[str] = []
         with here.agreement():
             found = self._checkpoints.newest_good(news.append) if here.is_root else None
+            if here.is_root and found is None and self.folder.finished_step is not None:
+                raise ValueError(
+                    f"{self.folder.path} holds a model of update {self.folder.finished_step} and no checkpoint; "
+                    "restore one to go on, give another --output_dir, or start over with --fresh"
+                )
         # The root's answer counts: a machine that does not see its folder must not start afresh.
         latest = here.broadcast_object(str(found) if found else None)
         with here.agreement():
@@ -237,24 +244,38 @@ class Run:
         self.close()
         raise SystemExit(ASKED_TO_STOP)
 
-    def finish(self) -> None:
-        """The trained model is in model/: the run is complete, if its last checkpoint is."""
-        failed = self._failed()
-        with self._processes.agreement():
-            if not failed:
-                self.folder.mark_finished(self.progress.step)
+    def finish(self, write: Callable[[Path], None], path: Path) -> None:
+        """Write the trained model somewhere, on the root; `close` then marks the run as complete.
+
+        What the disk does not take ends the run with exit code 1: another start writes it again.
+        """
+        failure = None
+        if self._processes.is_root:
+            try:
+                write(path)
+            except OSError as error:
+                failure = " ".join(str(error).split())
+        if self._processes.broadcast_object(failure):
+            self._unwritten = failure
+            self.close()
+        self._written.append(str(path))
 
     def close(self) -> None:
         """Everything is on the disk when this returns; if the last of it could not be written, the run ends here with
         exit code 1."""
         self._checkpoints.wait()
         self.tracker.close()
-        failure = self._checkpoints.failure or self.tracker.failure
+        failures = [self._unwritten, self._checkpoints.failure, self.tracker.failure]
+        failure: str | None = self._processes.broadcast_object("; ".join(filter(None, failures)) or None)
         if failure:
             newest = self._checkpoints.latest()
             self.say(f"{failure}; the newest checkpoint is {newest.name if newest else 'none'}")
+        elif self._written:
+            with self._processes.agreement():
+                self.folder.mark_finished(self.progress.step)
+            self.say(f"finished: {', '.join(self._written)}")
         self.display.close()
-        if self._processes.broadcast_object(failure):
+        if failure:
             raise SystemExit(NOT_SAVED)
 
 

@@ -149,8 +149,8 @@ class RunFolder:
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
         moved_to = None
         if fresh and self._holds_run():
-            hold(self.path / ".lock").close()
-            moved_to = self._move_away()
+            with hold(self.path / ".lock"):
+                moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = hold(self.path / ".lock")
         # A page, because a full disk still takes an empty file.

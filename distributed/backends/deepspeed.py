@@ -27,6 +27,12 @@ class DeepSpeedBackend(Backend):
         super().__init__(launch, options, args)
         self.config: dict[str, Any] = read_config(args.deepspeed_config) if args.deepspeed_config else {}
         self.zero_stage: int = args.zero_stage
+        self._asked_stage = self.zero_stage
+        has_low_precision_weights = bool(self.config.get("bf16", {}).get("enabled")) or options.precision == "fp16"
+        if self.zero_stage == 0 and has_low_precision_weights:
+            # Stage 0 hides the fp32 weights and their moments, and no checkpoint would hold them. Stage 1 has the same
+            # numbers.
+            self.zero_stage = 1
         self.resolved: dict[str, dict[str, Any]] = {}  # by engine, DeepSpeed's own defaults included
 
     @classmethod
@@ -82,7 +88,8 @@ class DeepSpeedBackend(Backend):
 
     def stop_requested(self, here: bool = False) -> bool:
         # The `deepspeed` command ends at a signal without handing it on to the processes that it started.
-        return super().stop_requested(here or _parent_of(os.getppid()) != self._command)
+        is_orphan = self.launch.launcher == "deepspeed" and _parent_of(os.getppid()) != self._command
+        return super().stop_requested(here or is_orphan)
 
     def disconnect(self, gracefully: bool) -> None:
         from ..torch_comm import leave_process_group
@@ -113,6 +120,8 @@ class DeepSpeedBackend(Backend):
 
     def summary(self) -> str:
         said = [super().summary(), f"ZeRO stage {self.zero_stage}"]
+        if self.zero_stage != self._asked_stage:
+            said[-1] += " (instead of 0, which cannot save the fp32 weights behind weights of low precision)"
         if "optimizer" in self.config:
             said.append(f"optimizer {self.config['optimizer'].get('type')} of the JSON instead of the script's")
         if "scheduler" in self.config:

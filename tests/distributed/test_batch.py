@@ -66,6 +66,14 @@ def test_fewer_processes_than_before_accumulate_more_and_more_do_not(world_size:
     assert plan.asked_grad_accum_steps == (1 if steps > 1 else None)
 
 
+def test_a_chain_of_restarts_never_gives_a_process_more_at_a_time() -> None:
+    noted: dict[str, Any] = {}
+    for world_size in (4, 2, 2, 1, 2, 4, 2):
+        plan = plan_batches(8, 1, world_size, noted)
+        assert plan.micro_batch_size == 2, world_size
+        noted = {"batch_size": 8, "asked_grad_accum_steps": 1, "micro_batch_size": 2, "world_size": world_size}
+
+
 def test_micro_batches_get_smaller_where_the_old_size_does_not_divide() -> None:
     noted = before(batch_size=60, micro_batch_size=20, world_size=3)
     plan = plan_batches(60, 1, 2, noted)
@@ -74,7 +82,7 @@ def test_micro_batches_get_smaller_where_the_old_size_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"batch_size": 16}, {"asked_grad_accum_steps": 2}, {"micro_batch_size": None}, {"world_size": "4"}]
+    "changes", [{"batch_size": 16}, {"asked_grad_accum_steps": 2}, {"micro_batch_size": None}, {"micro_batch_size": 0}]
 )
 def test_other_flags_or_a_note_that_cannot_be_read_change_nothing(changes: dict[str, Any]) -> None:
     assert plan_batches(8, 1, 2, before(**changes)).grad_accum_steps == 1

@@ -42,6 +42,11 @@ def test_torchrun_that_starts_its_processes_again() -> None:
     assert not detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}).is_restart
 
 
+def test_a_job_that_slurm_requeued() -> None:
+    assert detect({**SRUN, "SLURM_RESTART_COUNT": "1"}).is_restart and not detect(SRUN).is_restart
+    assert detect({"SLURM_RESTART_COUNT": "1"}).is_restart
+
+
 def test_deepspeed_is_told_from_torchrun_by_variables_of_its_own() -> None:
     assert detect(DEEPSPEED) == Launch("deepspeed", 1, 1, 2, "127.0.0.1", 29500)
 

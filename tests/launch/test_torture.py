@@ -88,6 +88,21 @@ def test_only_the_oldest_checkpoints_may_go(there: list[int], lost: bool, tmp_pa
         checks.check_checkpoints(tmp_path, [3, 6, 9], 2, FILES)
 
 
+@pytest.mark.parametrize(
+    ("there", "reached", "lost"), [([], 6, False), ([], 7, True), ([3], 7, False), ([3], 10, True)]
+)
+def test_a_run_that_falls_behind_with_its_saves_is_found(
+    there: list[int], reached: int, lost: bool, tmp_path: Path
+) -> None:
+    for step in there:
+        write_checkpoint(tmp_path, step)
+    if lost:
+        with pytest.raises(checks.Lost, match=f"though update {reached} was reached"):
+            checks.check_kept_up(tmp_path, [reached], 3)
+    else:
+        checks.check_kept_up(tmp_path, [reached], 3)
+
+
 @pytest.mark.parametrize("steps", [[1, 2, 2, 3], [1, 3], [2, 3], [1, 2, 3, 2]])
 def test_an_update_that_is_missing_or_there_twice_is_found(steps: list[int], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))

@@ -96,15 +96,17 @@ def test_killed_before_and_after_every_file_operation(tmp_path: Path) -> None:
     assert switch > 30 and len(results) - switch > 10
 
 
-def fail_from(stage: int, reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that change the disk fail, from number `stage` on, as those of a full disk do."""
+def fail_from(stage: int, reason: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls that change the disk fail, from number `stage` on, as those of a full disk do; returns what failed."""
     count = 0
+    failed: list[str] = []
 
     def failing(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
             if count > stage:
+                failed.append(str(args[0]))
                 raise OSError(reason, os.strerror(reason), str(args[0]))
             return original(*args, **kwargs)
 
@@ -112,6 +114,7 @@ def fail_from(stage: int, reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("fsync", "mkdir", "rename", "replace"):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    return failed
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
@@ -124,10 +127,12 @@ def test_an_error_of_the_disk_at_every_operation_is_reported_and_the_next_save_s
         checkpoints.save(1, parts(1.0), {"value": 1.0})
         checkpoints.wait()
         with pytest.MonkeyPatch.context() as monkeypatch:
-            fail_from(stage, reason, monkeypatch)
+            failures = fail_from(stage, reason, monkeypatch)
             checkpoints.save(2, parts(2.0), {"value": 2.0})
             checkpoints.wait()
-        failed = checkpoints.failure is not None
+        failed = bool(failures)
+        is_there = (checkpoints.folder / "step_00000002").is_dir()
+        assert (checkpoints.failure is None) == is_there, "what is there whole was not in vain"
         if checkpoints.failure:
             assert os.strerror(reason) in checkpoints.failure and "step_00000002" in checkpoints.failure
             assert not list(checkpoints.folder.glob(".unfinished-*")), "a part of it would fill the disk"

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -69,6 +70,11 @@ class Weights:
         self.weight = state["weight"].clone()
 
 
+def write_model(path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+
+
 def train(folder, *flags: str, stop_at: int | None = None, here: OneProcess | None = None) -> Weights:
     """Train for --max_steps updates of 4 samples, or be killed after `stop_at` of them."""
     parser = ArgumentParser("toy.py")
@@ -87,9 +93,7 @@ def train(folder, *flags: str, stop_at: int | None = None, here: OneProcess | No
         if run.out_of_time:
             run.save_and_exit()
     if run.progress.finished and not run.is_complete:
-        run.folder.model_dir.mkdir(exist_ok=True)
-        (run.folder.model_dir / "config.json").write_text("{}")
-        run.finish()
+        run.finish(write_model, run.folder.model_dir)
     run.close()
     return model
 
@@ -137,6 +141,32 @@ def test_a_finished_run_says_so_and_can_be_extended(tmp_path, capsys):
     assert "this run is finished" in capsys.readouterr().err
     train(tmp_path, "--max_steps", "8")
     assert logged(tmp_path, "weight") == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_model_that_the_disk_does_not_take_is_exit_code_1_and_written_by_the_next_start(
+    tmp_path, monkeypatch, capsys
+):
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setitem(globals(), "write_model", refuse)
+        with pytest.raises(SystemExit) as exit:
+            train(tmp_path)
+    assert exit.value.code == 1 and "No space left on device; the newest checkpoint" in capsys.readouterr().err
+    train(tmp_path)
+    assert "finished: " in capsys.readouterr().err and (tmp_path / "model" / "training.json").exists()
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/step_*"])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(tmp_path, gone):
+    train(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    for path in tmp_path.glob(gone):
+        shutil.rmtree(path)
+    with pytest.raises(ValueError, match="--fresh"):
+        train(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
 def test_fresh_starts_over_and_keeps_the_old_run(tmp_path, capsys):
