@@ -114,11 +114,7 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 
 
 def evaluate(
-    model: DiscreteVAE,
-    stream: ValidationStream,
-    temperature: float,
-    backend: distributed.Backend,
-    unreadable: list[BadSample],
+    model: DiscreteVAE, stream: ValidationStream, temperature: float, backend: distributed.Backend, bad: list[BadSample]
 ) -> tuple[dict[str, float], Tensor]:
     """Noise-free loss and quality of hard reconstructions over the validation split and all processes; code counts."""
     import torch
@@ -129,7 +125,7 @@ def evaluate(
     quality = ReconstructionQuality(model.num_tokens, backend.device)
     with torch.no_grad():
         for batch in backend.each("validation data", stream):
-            unreadable += batch["bad"]
+            bad += batch["bad"]
             images = data.to_unit_range(batch["images"].to(backend.device, non_blocking=True))
             codes = model.get_codebook_indices(images)
             quality.add(images, model.decode(codes), codes, loss=model(images, temperature=temperature).loss)
