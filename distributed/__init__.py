@@ -9,6 +9,7 @@ with distributed.from_args(args) as backend:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -61,17 +62,17 @@ def launched_again() -> bool:
 
 
 def _minutes(text: str) -> float:
-    minutes = float(text)
-    if not 0 < minutes < math.inf:
-        raise ValueError(text)
-    return minutes
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
 
 
 def _steps(text: str) -> int:
-    steps = int(text)
-    if steps < 0:
-        raise ValueError(text)
-    return steps
+    with contextlib.suppress(ValueError):
+        if int(text) >= 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ class Checkpoints:
         is_root: Whether this process writes.
         barrier: Waits for all processes.
         mark: Gives a sign of life while something takes long.
+        before_commit: Is called by the thread that writes, when all but the rename is done.
         before_update: Has a function called before the state next changes. Without it `save` itself waits until it
             holds a copy.
     """
@@ -45,6 +46,7 @@ class Checkpoints:
         barrier: Callable[[], None] = _nothing,
         mark: Callable[[str], None] = _nothing,
         before_update: Callable[[Callable[[], None]], None] | None = None,
+        before_commit: Callable[[], None] = _nothing,
     ) -> None:
         assert keep >= 1, keep
         self.folder = folder
@@ -56,7 +58,8 @@ class Checkpoints:
         self.longest_seconds = 0.0
         self._keep = keep
         self._is_root = is_root
-        self._barrier, self._mark, self._before_update = barrier, mark, before_update
+        self._barrier, self._mark = barrier, mark
+        self._before_update, self._before_commit = before_update, before_commit
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
 
@@ -179,6 +182,7 @@ class Checkpoints:
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
     def _commit(self, unfinished: Path, path: Path) -> None:
+        self._before_commit()
         os.rename(unfinished, path)
         sync(self.folder)
         write_atomically(self.folder / "latest", f"{path.name}\n".encode())

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from .checkpoint import Checkpoints
+from .files import sync
 from .images import to_png
 from .progress import Progress, progress_display, total_samples_from
 from .random_state import RandomState
@@ -96,12 +97,19 @@ class Run:
             processes.barrier,
             processes.mark,
             processes.before_update,
+            self._sync_metrics,
         )
         self._deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
         self._said_failure: str | None = None
         self._unwritten: str | None = None
         self._written: list[str] = []
+
+    def _sync_metrics(self) -> None:
+        """No checkpoint outlives a power cut that the lines before it do not."""
+        path = self.folder.path / "metrics.jsonl"
+        if path.exists():
+            sync(path)
 
     def resume(self, **parts: Stateful) -> None:
         """Name the parts of a checkpoint, once, and restore them from the newest one if there is any. Then say what

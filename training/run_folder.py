@@ -17,6 +17,9 @@ from .files import hold, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
+# Order of the data, split and noise are functions of it: with another one a resumed run would continue none.
+_OF_THE_RUN = ("seed",)
+
 
 class RunFolder:
     """`output_dir` and the places in it.
@@ -88,7 +91,7 @@ class RunFolder:
         self._on_root(write)
 
     def check_config(self, config: Mapping[str, Any], model_arguments: Collection[str]) -> None:
-        """Refuse to resume with arguments that would change the model.
+        """Refuse to resume with arguments that would change the model, or with another seed.
 
         Raises:
             ValueError: one line naming each of `model_arguments` that differs, with both values.
@@ -106,12 +109,12 @@ class RunFolder:
         saved = saved if isinstance(saved, dict) else {}
         differences = [
             f"--{name} was {saved.get(name)} and is now {config[name]}"
-            for name in model_arguments
-            if saved.get(name) != config[name]
+            for name in (*model_arguments, *_OF_THE_RUN)
+            if name in config and saved.get(name) != config[name]
         ]
         if differences:
             raise ValueError(
-                f"cannot resume {self.path} with another model: {', '.join(differences)}; use the old values, another "
+                f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
                 "--output_dir, or --fresh to start over"
             )
 

@@ -46,6 +46,8 @@ class Deadline:
 
     def near(self, save_seconds: float) -> bool:
         """Whether it is time to save; `save_seconds`: the longest save so far, 0 if none."""
+        if self._limit_seconds == math.inf:
+            return False
         # The answer is acted upon one update later (`Backend.stop_requested`).
         room = 2 * (2 * self._longest_update + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
         return process_seconds() + room >= self._limit_seconds

@@ -7,11 +7,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import Launcher, finish, run, start, worker_pids
+from launching import ROOT, Launcher, finish, run, start, worker_pids
 
 ENDLESS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
            "--num_resnet_blocks", "0", "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
@@ -90,8 +91,8 @@ def test_a_signal_at_the_launcher_alone_saves_too(launcher: Launcher, number: si
 
 
 @pytest.mark.parametrize("launcher", [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=3)], ids=str)
-def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launcher: Launcher, tmp_path: Path) -> None:
-    finished = run(launcher, "tests/launch/nan_worker.py", ["--output", str(tmp_path / "out.json")])
+def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launcher: Launcher) -> None:
+    finished = run(launcher, "tests/launch/fault_worker.py", ["--fault", "nan"])
     assert finished.returncode != 0
     stops = [line for line in finished.output.splitlines() if "stopped:" in line]
     assert len(stops) == 1, finished.output
@@ -101,7 +102,9 @@ def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launche
 
 @pytest.mark.parametrize("launcher", [Launcher("torchrun", 2), Launcher("horovodrun", 2)], ids=str)
 def test_replicas_that_drift_apart_end_the_run_naming_tensor_and_rank(launcher: Launcher) -> None:
-    finished = run(launcher, "tests/launch/drift_worker.py", ["--check_replicas_every_n_steps", "2"])
+    finished = run(
+        launcher, "tests/launch/fault_worker.py", ["--fault", "drift", "--check_replicas_every_n_steps", "2"]
+    )
     assert finished.returncode != 0
     stops = [line for line in finished.output.splitlines() if "stopped:" in line]
     assert len(stops) == 1, finished.output
@@ -137,3 +140,14 @@ def test_fewer_processes_go_on_with_the_same_batch_by_accumulating_more(tmp_path
     losses = [[line["loss"] for line in lines(tmp_path / name)] for name in "ab"]
     # Sums of fp32 in another order: 1e-5 relative over the first 20 updates (promise P1).
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_deterministic_runs_give_the_same_bits_with_several_threads(tmp_path: Path) -> None:
+    models = []
+    for name in "ab":
+        flags = [*ENDLESS, "--max_steps", "6", "--deterministic", "--output_dir", str(tmp_path / name)]
+        command = [sys.executable, str(ROOT / "train_vae.py"), *flags]
+        finished = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
+        models.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
+    assert models[0] == models[1]

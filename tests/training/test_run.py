@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from training import run as run_module
 from training import stopwatch
 from training.arguments import ArgumentParser, add_run_arguments, positive_int
 from training.random_state import RandomState
@@ -310,3 +311,18 @@ def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
         file.write('{"step": 2')  # as a disk that fills in the middle of a line leaves it
     tracker.log(4, {})
     assert logged(tmp_path, "step") == [1, 2, 3, 4] and tracker.failure is None
+
+
+def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, monkeypatch):
+    events = []
+    sync, rename = run_module.sync, os.rename
+    monkeypatch.setattr(run_module, "sync", lambda path: (events.append(path.name), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda *paths: (events.append("rename"), rename(*paths)))
+    train(tmp_path, stop_at=2)
+    assert events == ["metrics.jsonl", "rename"]
+
+
+def test_another_seed_is_refused(tmp_path):
+    train(tmp_path, stop_at=2)
+    with pytest.raises(ValueError, match="--seed was 0 and is now 1"):
+        train(tmp_path, "--seed", "1")

@@ -128,7 +128,7 @@ def test_other_model_arguments_are_named_with_both_values(tmp_path):
     run = begun(tmp_path)
     config = {"image_size": 64, "num_tokens": 512, "batch_size": 16}
     run.check_config({**config, "image_size": 128, "num_tokens": 8192}, ("image_size", "num_tokens"))
-    with pytest.raises(ValueError, match="another model") as error:
+    with pytest.raises(ValueError, match="as another run") as error:
         run.check_config(config, ("image_size", "num_tokens"))
     assert "--image_size was 128 and is now 64, --num_tokens was 8192 and is now 512;" in str(error.value)
     assert "batch_size" not in str(error.value)

@@ -1,4 +1,5 @@
-"""Two good updates, then rank 1 produces a NaN gradient from a finite loss for ever."""
+"""A toy training on which rank 1 goes wrong: ``--fault nan``: after two good updates its gradient is NaN, from a finite
+loss, for ever; ``--fault drift``: after three its weights are not what they are elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Model(nn.Sequential):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output")
+    parser.add_argument("--fault", choices=("nan", "drift"), required=True)
     distributed.add_arguments(parser)
     parser.set_defaults(
         batch_size=4, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=3, compile=False
@@ -44,9 +45,12 @@ def main() -> None:
     with distributed.from_args(args) as backend:
         torch.manual_seed(0)
         model = Model(nn.Linear(3, 5, bias=False), nn.Linear(5, 2))
-        engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True))
+        engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), name="toy")
         for update in range(20):
-            model.spoil = update >= 2 and backend.rank == 1
+            model.spoil = args.fault == "nan" and update >= 2 and backend.rank == 1
+            if args.fault == "drift" and update == 3 and backend.rank == 1:
+                with torch.no_grad():
+                    model[1].bias[0] += 1e-7
             engine.backward(engine(torch.ones(2, 3)).square().mean())
             engine.step()
 
