@@ -16,18 +16,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.arguments import (
-    ArgumentParser,
-    add_run_arguments,
-    non_negative_float,
-    positive_float,
-    positive_int,
-)
+from training.arguments import ArgumentParser
+from training.converters import non_negative_float, positive_float, positive_int
+from training.shared_flags import add_image_arguments, add_run_arguments
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from torch import Tensor
 
-    from data import BadSample, ValidationStream
+    from data import ImageFeed
     from models import DiscreteVAE
 
 # What a resumed run may not change: its weights would not fit, or would mean something else.
@@ -39,15 +35,10 @@ SCHEDULE_EVERY_N_STEPS = 100
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_vae.py", "Train the discrete VAE of DALL-E.", is_root=distributed.launched_as_root)
+    add_image_arguments(parser, image_size=128, image_size_help="a power of two")
     # fmt: off
-    add = parser.add_argument_group("data").add_argument
-    add("--image_folder", metavar="DIR", default="demo:shapes",
-        help="folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
-    add("--image_size", type=positive_int, default=128, metavar="PIXELS", help="a power of two")
-    add("--transparent", action="store_true", help="RGBA instead of RGB")
-    add("--random_flip", action="store_true", help="mirror half of the training images")
-
     add = parser.add_argument_group("model").add_argument
+    add("--transparent", action="store_true", help="RGBA instead of RGB")
     add("--num_tokens", type=positive_int, default=8192, metavar="CODES", help="size of the codebook")
     add("--num_layers", type=positive_int, default=3, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
     add("--num_resnet_blocks", type=int, default=2, metavar="N", help="residual blocks on the coarsest grid")
@@ -67,7 +58,6 @@ def build_parser() -> ArgumentParser:
         help="every 100 updates the temperature is multiplied by exp(-RATE x updates)")
     add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="of Adam")
     add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR", help="on the rate, every 100 updates")
-    add("--num_images_save", type=positive_int, default=4, metavar="N", help="images in a sample grid")
     # fmt: on
     add_run_arguments(parser, output_dir="runs/vae")
     distributed.add_arguments(parser)
@@ -114,19 +104,16 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 
 
 def evaluate(
-    model: DiscreteVAE, stream: ValidationStream, temperature: float, backend: distributed.Backend, bad: list[BadSample]
+    model: DiscreteVAE, feed: ImageFeed, temperature: float, backend: distributed.Backend
 ) -> tuple[dict[str, float], Tensor]:
     """Noise-free loss and quality of hard reconstructions over the validation split and all processes; code counts."""
     import torch
 
-    import data
-    from training.metrics import ReconstructionQuality
+    from training.quality import ReconstructionQuality
 
     quality = ReconstructionQuality(model.num_tokens, backend.device)
     with torch.no_grad():
-        for batch in backend.each("validation data", stream):
-            bad += batch["bad"]
-            images = data.to_unit_range(batch["images"].to(backend.device, non_blocking=True))
+        for images in feed.validation():
             codes = model.get_codebook_indices(images)
             quality.add(images, model.decode(codes), codes, loss=model(images, temperature=temperature).loss)
     return quality.result(backend.sum)
@@ -153,52 +140,26 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     # What may fail on one process is agreed on by all, so that none waits for one that has left.
     with backend.agreement():
         model = build_model(args).to(backend.device)
-        dataset = data.open_images(
-            args.image_folder,
-            image_size=args.image_size,
-            channels=model.channels,
-            flip=args.random_flip,
-            seed=args.seed,
-        )
-        train_set, valid_set = data.split(len(dataset), args.valid_fraction, args.seed, at_least=args.batch_size)
+    feed = data.ImageFeed(args, backend, model.channels)
     with backend.agreement():
-        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(train_set))
+        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(feed.train_set))
 
     ema = make_ema(model, args.ema_decay)
     engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     noise = Noise(args.seed, "gumbel")
-    bad_samples = data.BadSampleLog(len(dataset))
-    run.resume(engine=engine, ema=ema, bad_samples=bad_samples)
+    run.resume(engine=engine, ema=ema, bad_samples=feed.bad_samples)
     if run.is_complete:
         run.close()
         return
-    run.say(f"{len(train_set)} images to train on, {len(valid_set)} to validate, {run.progress.total_steps} updates")
-
-    loading: Any = {"rank": backend.rank, "world_size": backend.world_size, "batch_size": args.batch_size}
-    loading |= {"num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample}
-    loading |= {"pin_memory": backend.device.type == "cuda"}
-    validation = data.ValidationStream(dataset, valid_set, **loading)
-    batches = iter(
-        data.TrainingStream(dataset, train_set, seed=args.seed, start_samples=run.progress.samples, **loading)
-    )
-    with backend.agreement():
-        batch = next(batches)  # a folder in which nothing can be read ends here
-        preview = next(iter(validation)) if len(valid_set) else batch
-    shown = backend.gather(data.to_unit_range(preview["images"].to(backend.device)))[: args.num_images_save]
-    unreadable: list[data.BadSample] = [] if preview is batch else preview["bad"]
-
-    def share_bad_samples() -> None:
-        for sample in bad_samples.share(unreadable, backend.gather_objects):
-            run.say(f"cannot read {sample}; the next image takes its place")
-        unreadable.clear()
-        with backend.agreement():
-            bad_samples.check()
+    total_steps = run.progress.total_steps
+    run.say(f"{len(feed.train_set)} images to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
+    batch = feed.start(run.progress.samples)
+    shown = feed.preview(args.num_images_save)
 
     while not run.progress.finished:
         step = run.progress.step
         temperature = gumbel_temperature(step, args)
         engine.lr = learning_rate(step, args)
-        unreadable += batch["bad"]
         means = torch.zeros(3, device=backend.device)
         for micro in engine.micro_batches({key: batch[key] for key in ("images", "positions")}):
             images = data.to_unit_range(micro["images"])
@@ -225,19 +186,19 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             }
         with run.stopwatch.paused():
             if stop:  # first of all: whoever asks for it may not wait for a validation
-                share_bad_samples()
+                feed.report_bad_samples(run.say)
                 run.save()
-            if run.due(args.validate_every_n_steps) and len(valid_set):
+            if run.due(args.validate_every_n_steps) and len(feed.valid_set):
                 with engine.gathered() as online:
                     candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
                     for name, candidate in candidates.items():
-                        values, counts = evaluate(candidate, validation, temperature, backend, unreadable)
+                        values, counts = evaluate(candidate, feed, temperature, backend)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
                         run.log_image(f"{name}/codes", code_histogram(counts))
             if metrics or run.due(args.save_every_n_steps):
-                share_bad_samples()
+                feed.report_bad_samples(run.say)
             if metrics:
-                run.log({**metrics, "bad_samples": bad_samples.count})
+                run.log({**metrics, "bad_samples": feed.bad_samples.count})
             if run.due(args.sample_every_n_steps):
                 with engine.gathered() as online:
                     if backend.is_root:
@@ -247,8 +208,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         if stop:
             run.save_and_exit()
         if not run.progress.finished:
-            with backend.waiting_for("data"):
-                batch = next(batches)
+            batch = feed.next()
 
     with engine.gathered() as online:
         run.finish(ema.best(online).save_pretrained, run.folder.model_dir)

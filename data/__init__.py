@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from .bad_samples import BadSample, BadSampleLog
+from .feed import ImageFeed, to_unit_range
 from .images import Images, open_images
 from .order import Subset, split
 from .stream import Batch, TrainingStream, ValidationStream
@@ -14,6 +12,7 @@ __all__ = [
     "BadSample",
     "BadSampleLog",
     "Batch",
+    "ImageFeed",
     "Images",
     "Subset",
     "TrainingStream",
@@ -22,8 +21,3 @@ __all__ = [
     "split",
     "to_unit_range",
 ]
-
-
-def to_unit_range(images: Tensor) -> Tensor:
-    """uint8 in [0, 255] -> float32 in [0, 1], same shape and device."""
-    return images.to(torch.float32).div_(255)

@@ -1,9 +1,8 @@
 """Command-line and YAML arguments of the scripts. Standard library only, so that `--help` answers at once."""
 
 import argparse
-import decimal
 import difflib
-import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,65 +18,6 @@ COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh"})
 _ROOT_SPEAKS_FIRST_SECONDS = 2.0
 
 _UNSAID = object()
-
-
-def _whole_number(text: str, minimum: int, expected: str) -> int:
-    try:
-        number = decimal.Decimal(text)
-    except decimal.InvalidOperation:
-        number = decimal.Decimal("nan")
-    # 64 bits hold 18 full decimal digits; the test also keeps int() from unfolding 1e999999999.
-    if not number.is_finite() or number.adjusted() > 17 or number != int(number) or number < minimum:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return int(number)
-
-
-def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and accepts(number)):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return number
-
-
-def positive_int(text: str) -> int:
-    """A whole number >= 1. `1_000`, `1e6` and `8.0` are accepted: they are whole."""
-    return _whole_number(text, 1, "a whole number above 0")
-
-
-def non_negative_int(text: str) -> int:
-    """A whole number >= 0, spelled as for `positive_int`."""
-    return _whole_number(text, 0, "a whole number, 0 or more")
-
-
-def positive_float(text: str) -> float:
-    """A finite number > 0."""
-    return _number(text, lambda number: number > 0, "a number above 0")
-
-
-def non_negative_float(text: str) -> float:
-    """A finite number >= 0."""
-    return _number(text, lambda number: number >= 0, "a number, 0 or more")
-
-
-def fraction(text: str) -> float:
-    """A number in [0, 1)."""
-    return _number(text, lambda number: 0 <= number < 1, "a number from 0 to below 1")
-
-
-def names_of(*known: str) -> Callable[[str], str]:
-    """Converter for a comma list out of `known`, any case, or `none`: returned sorted, without doubles, as "a,b"."""
-
-    def convert(text: str) -> str:
-        names = {name.strip().lower() for name in text.split(",")} - {""}
-        unknown = sorted(names - {*known, "none"})
-        if unknown or not names or ("none" in names and len(names) > 1):
-            raise argparse.ArgumentTypeError(f"expected none, or a comma list of {', '.join(known)}; got {text!r}")
-        return ",".join(sorted(names))
-
-    return convert
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -133,13 +73,20 @@ class ArgumentParser(argparse.ArgumentParser):
         if self._is_root():
             super().print_help(file)
 
-    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    def parse(
+        self, argv: Sequence[str] | None = None, demonstration: str | os.PathLike[str] | None = None
+    ) -> argparse.Namespace:
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
+
+        Where neither `--config` nor `--image_folder` is said there is nothing to train on yet: the file
+        `demonstration`, if there is one, then stands for `--config`.
 
         The namespace also carries `explicit`, the frozenset of the dest names that were said in either place.
         Mistakes end the process through `error`.
         """
         said = self._from_command_line(argv)
+        if demonstration and "image_folder" not in said:
+            said.setdefault("config", os.fspath(demonstration))
         settings = self._from_config_file(said["config"]) if "config" in said else {}
         explicit = {**settings, **said}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
@@ -222,70 +169,3 @@ def _config_names(action: argparse.Action) -> list[str]:
 def _config_value(action: argparse.Action, value: Any) -> Any:
     """What a config file would say for `value`: switches are true where they were thrown."""
     return value == action.const if isinstance(action, argparse._StoreConstAction) else value
-
-
-def add_run_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    output_dir: str,
-    epochs: float = 20,
-    batch_size: int = 8,
-    max_grad_norm: float = 0.0,
-    precision: str = "fp32",
-    num_workers: int = 2,
-    ema_decay: float = 0.0,
-    valid_fraction: float = 0.05,
-    validate_every_n_steps: int = 100,
-    sample_every_n_steps: int = 100,
-    save_every_n_steps: int = 100,
-) -> None:
-    """Add the flags that every script has. The parameters are the script's own defaults."""
-    # fmt: off
-    add = parser.add_argument_group("run").add_argument
-    add("--output_dir", default=output_dir, metavar="DIR", help="run folder; a run that it holds is resumed")
-    add("--config", metavar="FILE", help="YAML file of flags without dashes; the command line wins")
-    add("--fresh", action="store_true", help="start over; a run that output_dir holds is moved to DIR.old-N")
-    add("--seed", type=non_negative_int, default=0, metavar="INT", help="of weights, data order, noise and split")
-    add("--epochs", type=positive_float, default=epochs, metavar="EPOCHS", help="passes over the training data")
-    add("--max_steps", type=positive_int, metavar="UPDATES", help="stop after so many updates if epochs last longer")
-
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch_size", type=positive_int, default=batch_size, metavar="SAMPLES",
-        help="samples per update, over all processes and accumulation steps")
-    add("--grad_accum_steps", type=positive_int, default=1, metavar="N", help="micro-batches per update and process")
-    add("--max_grad_norm", type=non_negative_float, default=max_grad_norm, metavar="NORM",
-        help="clip the gradient to this 2-norm; 0: no clipping")
-    add("--ema_decay", type=fraction, default=ema_decay, metavar="DECAY",
-        help="of the exponential moving average of the weights, per update; 0: no average")
-    add("--max_skipped_updates", type=non_negative_int, default=20, metavar="UPDATES",
-        help="stop after so many non-finite updates in a row")
-
-    add = parser.add_argument_group("precision").add_argument
-    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default=precision,
-        help="of the forward and backward pass; weights and moments stay fp32")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
-
-    add = parser.add_argument_group("data loading").add_argument
-    add("--num_workers", type=non_negative_int, default=num_workers, metavar="N",
-        help="loader processes per training process; 0: load in the training process")
-    add("--valid_fraction", type=fraction, default=valid_fraction, metavar="FRACTION",
-        help="of the data, held out by seed for validation; 0: none")
-    add("--on_bad_sample", type=str.lower, choices=("replace", "error"), default="replace",
-        help="where a file cannot be read: take the next in the order, or stop")
-
-    add = parser.add_argument_group("validation and logging").add_argument
-    add("--log_every_n_steps", type=positive_int, default=10, metavar="UPDATES", help="write a line of metrics.jsonl")
-    add("--validate_every_n_steps", type=non_negative_int, default=validate_every_n_steps, metavar="UPDATES",
-        help="measure on the validation split; 0: only at the end")
-    add("--sample_every_n_steps", type=non_negative_int, default=sample_every_n_steps, metavar="UPDATES",
-        help="write a picture to samples/; 0: only at the end")
-    add("--report_to", type=names_of("tensorboard", "wandb"), default="none", metavar="NAMES",
-        help="trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb")
-
-    add = parser.add_argument_group("checkpoints").add_argument
-    add("--save_every_n_steps", type=non_negative_int, default=save_every_n_steps, metavar="UPDATES",
-        help="write a checkpoint; 0: only at the end")
-    add("--keep_n_checkpoints", type=positive_int, default=3, metavar="N", help="the newest; older ones are deleted")
-    add("--save_before_minutes", type=positive_float, metavar="MINUTES",
-        help="save and exit with code 75 before the process is this old: for a scheduler's wall-time limit")
-    # fmt: on

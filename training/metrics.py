@@ -1,6 +1,6 @@
 """Metrics as sums and counts, so that they pool exactly over batches and processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -93,7 +93,8 @@ class CodeUsage:
 
     def add(self, codes: Tensor) -> None:
         """Count int64 codes of any shape, in [0, num_codes)."""
-        self._counts += torch.bincount(codes.flatten(), minlength=len(self._counts))
+        flat = codes.flatten()
+        self._counts.index_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the device
 
     def counts(self, all_reduce: AllReduce = no_reduce) -> Tensor:
         """Counts int64 (num_codes,) on the CPU, over all processes. Collective: one sum."""
@@ -107,28 +108,3 @@ def code_statistics(counts: Tensor) -> dict[str, float]:
     entropy = -torch.special.xlogy(probabilities, probabilities).sum()
     used = int((counts > 0).sum())
     return {"codes_used": used, "codes_used_fraction": used / len(counts), "perplexity": entropy.exp().item()}
-
-
-class ReconstructionQuality:
-    """What every tokenizer is measured by on a validation split: means over all images of all processes.
-
-    Args:
-        num_codes: Size of the codebook.
-        device: Where the sums live.
-        losses: Names of further values to average.
-    """
-
-    def __init__(self, num_codes: int, device: torch.device | str = "cpu", losses: Sequence[str] = ("loss",)) -> None:
-        self._averages = Averages(*losses, "psnr", "ssim", device=device)
-        self._usage = CodeUsage(num_codes, device=device)
-
-    def add(self, images: Tensor, reconstructions: Tensor, codes: Tensor, **losses: Tensor) -> None:
-        """Images and their reconstructions (b, c, h, w) in [0, 1], their codes, and losses () that are means over b."""
-        per_image = {name: loss.expand(len(images)) for name, loss in losses.items()}
-        self._averages.add(psnr=psnr(images, reconstructions), ssim=ssim(images, reconstructions), **per_image)
-        self._usage.add(codes)
-
-    def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
-        """Values by name, and how often each code was chosen (num_codes,). Collective."""
-        counts = self._usage.counts(all_reduce)
-        return {**self._averages.result(all_reduce), **code_statistics(counts)}, counts

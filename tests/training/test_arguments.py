@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training.arguments import (
-    ArgumentParser,
-    add_run_arguments,
-    fraction,
-    names_of,
-    non_negative_float,
-    non_negative_int,
-    positive_float,
-    positive_int,
-)
+from training.arguments import ArgumentParser
+from training.converters import fraction, names_of, non_negative_float, non_negative_int, positive_float, positive_int
+from training.shared_flags import add_run_arguments
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,11 @@ import yaml
 
 from training import run as run_module
 from training import stopwatch
-from training.arguments import ArgumentParser, add_run_arguments, positive_int
+from training.arguments import ArgumentParser
+from training.converters import positive_int
 from training.random_state import RandomState
 from training.run import Run
+from training.shared_flags import add_run_arguments
 from training.stopwatch import Deadline
 from training.tracking import JsonlTracker
 

@@ -1,0 +1,116 @@
+"""The images of a run, for one process: what it trains on, what it validates on, and what could not be read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .bad_samples import BadSample, BadSampleLog
+from .images import open_images
+from .order import split
+from .stream import Batch, TrainingStream, ValidationStream
+
+
+class Processes(Protocol):
+    """What a feed asks of the processes that train together."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def agreement(self) -> AbstractContextManager[None]: ...
+    def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]: ...
+    def gather(self, tensor: Tensor) -> Tensor: ...
+    def gather_objects(self, value: Any) -> list[Any]: ...
+    def waiting_for(self, what: str) -> AbstractContextManager[None]: ...
+
+
+class ImageFeed:
+    """Opens an image set, splits it by seed, and gives each process its part of every batch. Every process calls
+    every method, in the same order.
+
+    Args:
+        args: The shared arguments (`add_image_arguments` and `add_run_arguments`).
+        processes: Who trains.
+        channels: 3 (RGB) or 4 (RGBA).
+
+    Raises:
+        UserMistake: one line, where there are no such images or too few.
+    """
+
+    def __init__(self, args: argparse.Namespace, processes: Processes, channels: int = 3) -> None:
+        self._processes, self._seed = processes, args.seed
+        with processes.agreement():
+            self._images = open_images(
+                args.image_folder, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed
+            )
+            n = len(self._images)
+            self.train_set, self.valid_set = split(n, args.valid_fraction, args.seed, at_least=args.batch_size)
+        self._loading: dict[str, Any] = {
+            "rank": processes.rank,
+            "world_size": processes.world_size,
+            "batch_size": args.batch_size,
+            "num_workers": args.num_workers,
+            "on_bad_sample": args.on_bad_sample,
+            "pin_memory": processes.device.type == "cuda",
+        }
+        self.bad_samples = BadSampleLog(n)  # a part of the checkpoint
+        self._unreported: list[BadSample] = []
+
+    def start(self, start_samples: int) -> Batch:
+        """Begin at a position of the endless order of samples; the first batch. Ends here, on all processes, where
+        nothing can be read."""
+        self._validation = ValidationStream(self._images, self.valid_set, **self._loading)
+        stream = TrainingStream(
+            self._images, self.train_set, seed=self._seed, start_samples=start_samples, **self._loading
+        )
+        self._batches = iter(stream)
+        with self._processes.agreement():
+            batch = next(self._batches)
+            preview = next(iter(self._validation)) if len(self.valid_set) else batch
+        self._preview = preview["images"]
+        self._unreported += batch["bad"] if preview is batch else batch["bad"] + preview["bad"]
+        return batch
+
+    def next(self) -> Batch:
+        """The next batch of the order."""
+        with self._processes.waiting_for("data"):
+            batch = next(self._batches)
+        self._unreported += batch["bad"]
+        return batch
+
+    def validation(self) -> Iterator[Tensor]:
+        """Images (b, c, h, w) in [0, 1], on the device: the validation split once, over all processes together."""
+        for batch in self._processes.each("validation data", self._validation):
+            self._unreported += batch["bad"]
+            yield self._on_device(batch["images"])
+
+    def preview(self, count: int) -> Tensor:
+        """Images (count, c, h, w) in [0, 1] on the device, the same on every process and at every start: the first of
+        the validation split, or of this start's first batch where there is none."""
+        return self._processes.gather(self._on_device(self._preview))[:count]
+
+    def _on_device(self, images: Tensor) -> Tensor:
+        return to_unit_range(images.to(self._processes.device, non_blocking=True))
+
+    def report_bad_samples(self, say: Callable[[str], None]) -> None:
+        """Say what any process could not read since the last call, each file once. Collective.
+
+        Raises:
+            UserMistake: there are too many to go on.
+        """
+        for sample in self.bad_samples.share(self._unreported, self._processes.gather_objects):
+            say(f"cannot read {sample}; the next image takes its place")
+        self._unreported.clear()
+        with self._processes.agreement():
+            self.bad_samples.check()
+
+
+def to_unit_range(images: Tensor) -> Tensor:
+    """uint8 in [0, 255] -> float32 in [0, 1], same shape and device."""
+    return images.to(torch.float32).div_(255)

@@ -1,0 +1,118 @@
+"""Flags that several scripts have. Standard library only, so that `--help` answers at once."""
+
+import argparse
+
+from .converters import (
+    fraction,
+    names_of,
+    non_negative_float,
+    non_negative_int,
+    number_or,
+    positive_float,
+    positive_int,
+)
+
+
+def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
+    """Add the flags of every script that trains on images."""
+    # fmt: off
+    add = parser.add_argument_group("images").add_argument
+    add("--image_folder", metavar="DIR", default="demo:shapes",
+        help="folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
+    add("--image_size", type=positive_int, default=image_size, metavar="PIXELS", help=image_size_help)
+    add("--random_flip", action="store_true", help="mirror half of the training images")
+    add("--num_images_save", type=positive_int, default=4, metavar="N", help="images in a sample grid")
+    # fmt: on
+
+
+def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every script that trains against a discriminator (`training.game`)."""
+    # fmt: off
+    add = parser.add_argument_group("perceptual loss").add_argument
+    add("--perceptual", type=str.lower, choices=("none", "vgg", "lpips"), default="none",
+        help="perceptual loss: VGG16 features or LPIPS; both need weights")
+    add("--perceptual_weights", metavar="FILE", help="its weights, where torch.hub's cache does not hold them")
+    add("--perceptual_loss_weight", type=non_negative_float, default=1.0, metavar="WEIGHT")
+
+    add = parser.add_argument_group("adversary").add_argument
+    add("--discr_dim", type=positive_int, metavar="DIM", help="channels of the discriminator (default: --dim)")
+    add("--discr_layers", type=positive_int, default=4, metavar="N", help="its halvings; it needs 4 x 2^N pixels")
+    add("--discr_start_step", type=non_negative_int, default=0, metavar="UPDATES", help="it takes part from then on")
+    add("--discr_learning_rate", type=positive_float, metavar="LR", help="(default: --learning_rate)")
+    add("--discr_max_grad_norm", type=non_negative_float, metavar="NORM", help="(default: --max_grad_norm)")
+    add("--gan_loss", type=str.lower, choices=("hinge", "bce"), default="hinge")
+    add("--gan_weight", type=number_or("adaptive"), default="adaptive", metavar="WEIGHT",
+        help="of the adversarial loss: a number, or adaptive, as strong as the reconstruction at the last layer")
+    add("--gan_weight_scale", type=non_negative_float, default=1.0, metavar="FACTOR", help="times that weight")
+    add("--penalty_weight", type=non_negative_float, default=10.0, metavar="WEIGHT", help="of the gradient penalty")
+    add("--apply_grad_penalty_every", type=positive_int, default=4, metavar="UPDATES")
+    add("--lecam_weight", type=non_negative_float, default=0.0, metavar="WEIGHT", help="of the LeCam regulariser")
+    add("--lecam_decay", type=fraction, default=0.999, metavar="DECAY", help="of its averages")
+    # fmt: on
+
+
+def add_run_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    output_dir: str,
+    epochs: float = 20,
+    batch_size: int = 8,
+    max_grad_norm: float = 0.0,
+    precision: str = "fp32",
+    num_workers: int = 2,
+    ema_decay: float = 0.0,
+    valid_fraction: float = 0.05,
+    validate_every_n_steps: int = 100,
+    sample_every_n_steps: int = 100,
+    save_every_n_steps: int = 100,
+) -> None:
+    """Add the flags that every script has. The parameters are the script's own defaults."""
+    # fmt: off
+    add = parser.add_argument_group("run").add_argument
+    add("--output_dir", default=output_dir, metavar="DIR", help="run folder; a run that it holds is resumed")
+    add("--config", metavar="FILE", help="YAML file of flags without dashes; the command line wins")
+    add("--fresh", action="store_true", help="start over; a run that output_dir holds is moved to DIR.old-N")
+    add("--seed", type=non_negative_int, default=0, metavar="INT", help="of weights, data order, noise and split")
+    add("--epochs", type=positive_float, default=epochs, metavar="EPOCHS", help="passes over the training data")
+    add("--max_steps", type=positive_int, metavar="UPDATES", help="stop after so many updates if epochs last longer")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--batch_size", type=positive_int, default=batch_size, metavar="SAMPLES",
+        help="samples per update, over all processes and accumulation steps")
+    add("--grad_accum_steps", type=positive_int, default=1, metavar="N", help="micro-batches per update and process")
+    add("--max_grad_norm", type=non_negative_float, default=max_grad_norm, metavar="NORM",
+        help="clip the gradient to this 2-norm; 0: no clipping")
+    add("--ema_decay", type=fraction, default=ema_decay, metavar="DECAY",
+        help="of the exponential moving average of the weights, per update; 0: no average")
+    add("--max_skipped_updates", type=non_negative_int, default=20, metavar="UPDATES",
+        help="stop after so many non-finite updates in a row")
+
+    add = parser.add_argument_group("precision").add_argument
+    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default=precision,
+        help="of the forward and backward pass; weights and moments stay fp32")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+
+    add = parser.add_argument_group("data loading").add_argument
+    add("--num_workers", type=non_negative_int, default=num_workers, metavar="N",
+        help="loader processes per training process; 0: load in the training process")
+    add("--valid_fraction", type=fraction, default=valid_fraction, metavar="FRACTION",
+        help="of the data, held out by seed for validation; 0: none")
+    add("--on_bad_sample", type=str.lower, choices=("replace", "error"), default="replace",
+        help="where a file cannot be read: take the next in the order, or stop")
+
+    add = parser.add_argument_group("validation and logging").add_argument
+    add("--log_every_n_steps", type=positive_int, default=10, metavar="UPDATES", help="write a line of metrics.jsonl")
+    add("--validate_every_n_steps", type=non_negative_int, default=validate_every_n_steps, metavar="UPDATES",
+        help="measure on the validation split; 0: only at the end")
+    add("--sample_every_n_steps", type=non_negative_int, default=sample_every_n_steps, metavar="UPDATES",
+        help="write a picture to samples/; 0: only at the end")
+    add("--report_to", type=names_of("tensorboard", "wandb"), default="none", metavar="NAMES",
+        help="trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb")
+
+    add = parser.add_argument_group("checkpoints").add_argument
+    add("--save_every_n_steps", type=non_negative_int, default=save_every_n_steps, metavar="UPDATES",
+        help="write a checkpoint; 0: only at the end")
+    add("--keep_n_checkpoints", type=positive_int, default=3, metavar="N", help="the newest; older ones are deleted")
+    add("--save_before_minutes", type=positive_float, metavar="MINUTES",
+        help="save and exit with code 75 before the process is this old: for a scheduler's wall-time limit")
+    # fmt: on
