@@ -17,7 +17,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .engine_base import Engine
@@ -263,6 +263,12 @@ class Backend(ABC):
     def _is_orphan(self) -> bool:
         """Whether the launcher is gone, which would start the same run again beside this one."""
         return self.launch.launcher != "python" and os.getppid() != self._parent
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of an engine's forward, for calls that go past it (``engine.module(...)`` while frozen)."""
+        from .precision import autocast
+
+        return autocast(self.options.precision, self.device)
 
     def before_update(self, wait: Callable[[], None]) -> None:
         """Have ``wait`` called once, before any engine next changes weights or moments."""

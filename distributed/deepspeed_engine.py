@@ -77,7 +77,7 @@ class ZeroEngine(Engine):
         self._is_unsharded_fp32 = zero_stage == 0 and not weights_are_low_precision
         if self._is_unsharded_fp32:
             self._ds._config.gradient_clipping = 0.0  # _step_unsharded clips
-        self._is_frozen = False
+        self._is_frozen = self._is_plain = False
         self._updates = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +86,8 @@ class ZeroEngine(Engine):
         self._backend.watchdog.mark("forward", update=self._updates)
         # Not self._ds(...): that takes every backward through its outputs for a training step's, torch.autograd.grad
         # for an adaptive weight included. Its sharding works through hooks on the module.
+        if self._is_plain:
+            return self.module.forward(*args, **kwargs)
         with autocast(self._precision, self._backend.device):
             return self.module(*args, **kwargs)
 
@@ -165,6 +167,19 @@ class ZeroEngine(Engine):
                 yield
             finally:
                 self._is_frozen = False
+
+    @contextmanager
+    def twice_differentiable(self) -> Iterator[None]:
+        self._is_plain = True
+        if self._stage == 3:
+            # ZeRO 3 gives weights back after a first backward pass, unless a submodule still uses them: so says this
+            # entry, which the update clears.
+            for parameter in self.module.parameters():
+                parameter.ds_active_sub_modules.add("second backward pass")  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self._is_plain = False
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

@@ -45,7 +45,7 @@ class ReplicatedEngine(Engine):
         self._scaler = LossScaler(options.precision == "fp16", backend.device)
         self._reducer = GradientReducer([parameter for _, parameter in trainable], backend.comm, name)
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
-        self._is_frozen = False
+        self._is_frozen = self._is_plain = False
         self._is_last_micro_batch = False
         self._updates = 0
         if options.compile:
@@ -55,6 +55,8 @@ class ReplicatedEngine(Engine):
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
         self._backend.watchdog.mark("forward", update=self._updates)
+        if self._is_plain:
+            return self.module.forward(*args, **kwargs)
         with autocast(self._precision, self._backend.device):
             return self.module(*args, **kwargs)
 
@@ -125,6 +127,14 @@ class ReplicatedEngine(Engine):
                 yield
             finally:
                 self._is_frozen = False
+
+    @contextmanager
+    def twice_differentiable(self) -> Iterator[None]:
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

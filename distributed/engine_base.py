@@ -67,6 +67,11 @@ class Engine(ABC):
         """No gradient reaches this model's parameters; calls must go through ``module``."""
 
     @abstractmethod
+    def twice_differentiable(self) -> AbstractContextManager[None]:
+        """Calls inside run in fp32 and uncompiled, and their weights stay whole until the update, so that gradients of
+        gradients can be taken: for a penalty."""
+
+    @abstractmethod
     def gathered(self) -> AbstractContextManager[Any]:
         """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
 
