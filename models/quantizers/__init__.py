@@ -1,0 +1,85 @@
+"""Quantizers of image tokenizers behind one interface. Losses and codebooks are those of one process with the whole
+batch of an update."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .base import Quantized, Quantizer, of_one_process
+from .binary_spherical import BinarySphericalQuantizer
+from .finite_scalar import FiniteScalarQuantizer, levels_of
+from .index_backprop import IndexBackpropQuantizer
+from .lookup_free import LookupFreeQuantizer
+from .vector import VectorQuantizer
+
+__all__ = [
+    "QUANTIZERS",
+    "BinarySphericalQuantizer",
+    "FiniteScalarQuantizer",
+    "IndexBackpropQuantizer",
+    "LookupFreeQuantizer",
+    "Quantized",
+    "Quantizer",
+    "VectorQuantizer",
+    "make_quantizer",
+]
+
+_CLASSES: dict[str, type[Quantizer]] = {
+    "lfq": LookupFreeQuantizer,
+    "vq": VectorQuantizer,
+    "fsq": FiniteScalarQuantizer,
+    "bsq": BinarySphericalQuantizer,
+    "ibq": IndexBackpropQuantizer,
+}
+QUANTIZERS = tuple(_CLASSES)
+
+
+def make_quantizer(
+    name: str,
+    *,
+    codebook_size: int | None = None,
+    dim: int | None = None,
+    all_reduce: Callable[[Tensor], Tensor] = of_one_process,
+    gather: Callable[[Tensor], Tensor] = of_one_process,
+    rank: int = 0,
+    world_size: int = 1,
+    **options: Any,
+) -> Quantizer:
+    """A quantizer by name.
+
+    Args:
+        name: One of `QUANTIZERS`.
+        codebook_size: Number of codes. For fsq about that number; ``levels`` go before it.
+        dim: Channels of vq and ibq; those of the others follow from the codebook, whatever is said here.
+        all_reduce, gather, rank, world_size: Attributes of the `Quantizer`.
+        options: Keywords of the class.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that cannot be.
+    """
+    if name not in _CLASSES:
+        raise ValueError(f"quantizer {name!r}: there are {', '.join(QUANTIZERS)}")
+    kind = _CLASSES[name]
+    parameters = inspect.signature(kind).parameters
+    sizes: dict[str, Any] = {"codebook_size": codebook_size, "dim": dim}
+    if kind is FiniteScalarQuantizer and codebook_size is not None and "levels" not in options:
+        sizes["levels"] = levels_of(codebook_size)
+    arguments = {key: size for key, size in sizes.items() if key in parameters and size is not None} | options
+    _check_keywords(name, arguments, parameters)
+    quantizer = kind(**arguments)
+    quantizer.all_reduce, quantizer.gather = all_reduce, gather
+    quantizer.rank, quantizer.world_size = rank, world_size
+    return quantizer
+
+
+def _check_keywords(name: str, arguments: dict[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    unknown = [key for key in arguments if key not in parameters]
+    if unknown:
+        raise ValueError(f"quantizer {name} has no option {', '.join(unknown)}; it has {', '.join(parameters)}")
+    missing = [key for key, it in parameters.items() if it.default is it.empty and key not in arguments]
+    if missing:
+        raise ValueError(f"quantizer {name} needs {', '.join(missing)}")

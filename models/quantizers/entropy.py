@@ -1,0 +1,139 @@
+"""Entropies, in nats, of soft assignments: of each item's, and of the mean of the whole batch's.
+
+The entropy loss of Chang et al. 2022 (MaskGIT) and Yu et al. 2024 (MAGVIT-2) is H_sample - gamma H_batch: each item
+should choose clearly, and all together should use every code alike. H_batch is a function of the mean p of *all* items
+of an update. Its gradient is <dH/dp, dp>, and p is a mean over processes and micro-batches; so each of those takes
+<dH/dp, p_part> for a gradient, dH/dp being that of the whole batch, and the engine's averaging makes the whole of it.
+No gradient has to cross a collective.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .statistics import AllReduce, GlobalMean
+
+
+def bernoulli_entropy(logits: Tensor) -> Tensor:
+    """Entropy of Bernoulli(sigmoid(l)), elementwise, as softplus(-|l|) + |l| sigmoid(-|l|): nothing cancels."""
+    logits = logits.abs()
+    return F.softplus(-logits) + logits * torch.sigmoid(-logits)
+
+
+def batch_entropy(mean: Tensor, expected: Tensor) -> Tensor:
+    """H(mean), 0-d fp32, with the gradient of `expected` = <-ln mean, p of the items at hand>.
+
+    Args:
+        mean: Distribution (k,) of the whole batch, without a gradient.
+        expected: 0-d, from `negative_log(mean)`.
+    """
+    value = -torch.special.xlogy(mean, mean).sum()
+    return value.float() + (expected - expected.detach())
+
+
+def negative_log(mean: Tensor) -> Tensor:
+    """-ln p in fp32, finite for p = 0. It is dH/dp but for a constant, which no change of a distribution can feel."""
+    return -mean.clamp_min(torch.finfo(torch.float32).tiny).log().float()
+
+
+# By default H_batch is exact up to 2^18 codes: with 16384 vectors that takes 0.13 s of a CPU for 2^16 codes and 0.53 s
+# for 2^18, forward and backward, and 0.2 GB. Groups of 9 bits take 0.02 s and 0.06 GB, and give a bound.
+BITS_PER_GROUP = 18
+
+
+class SignEntropy:
+    """Entropy loss over the 2^d codes of signs c, with p(c | x) = softmax_c <c, l> / 2 = prod_b sigmoid(c_b l_b).
+
+    l = scale x. Bits are independent given the item, so that H_sample is the sum of theirs, exactly. Over a batch they
+    are not: H_batch is computed for groups of bits and added up, which is exact for one group and an upper bound for
+    several (Zhao et al. 2024). A group's p is the outer product of those of its two halves: the sum over n items of 2^g
+    probabilities is one product of (2^(g/2), n) and (n, 2^(g/2)), and n x 2^g numbers never exist.
+
+    Args:
+        bits: d.
+        scale: Logit of a bit per unit of x.
+        gamma: Weight of H_batch.
+        bits_per_group: The largest g.
+
+    Raises:
+        ValueError: a scale or size that is not positive.
+    """
+
+    def __init__(self, bits: int, scale: float, gamma: float, bits_per_group: int) -> None:
+        if not scale > 0:
+            raise ValueError(f"inv_temperature makes the bits' logits {scale:g} z: it has to be greater than 0")
+        if not 1 <= bits_per_group <= 24:
+            raise ValueError(f"bits_per_group {bits_per_group} is not in 1 to 24: 2^24 probabilities are 128 MiB")
+        groups = -(-bits // bits_per_group)
+        self._sizes = [bits // groups + (index < bits % groups) for index in range(groups)]
+        self._scale, self._gamma, self._mean = scale, gamma, GlobalMean()
+
+    def observe(self, x: Tensor) -> None:
+        """x (n, d) of a micro-batch to come."""
+        self._mean.observe(_totals(self._halves(self._scale * x)), len(x))
+
+    def pool(self, all_reduce: AllReduce) -> None:
+        """Collective."""
+        self._mean.pool(all_reduce)
+
+    def clear(self) -> None:
+        """Forget the update."""
+        self._mean.clear()
+
+    def __call__(self, x: Tensor, all_reduce: AllReduce | None) -> Tensor:
+        """H_sample - gamma H_batch, 0-d, of x (n, d); `all_reduce` as in `GlobalMean`."""
+        logits = self._scale * x
+        h_sample = bernoulli_entropy(logits).sum(1).mean()
+        halves = self._halves(logits)
+        means = self._mean(_totals(halves), len(x), all_reduce).split([2**size for size in self._sizes])
+        h_batch = logits.new_zeros(())
+        for (left, right), mean in zip(halves, means, strict=True):
+            weights = negative_log(mean).view(left.shape[1], right.shape[1])
+            h_batch = h_batch + batch_entropy(mean, ((left @ weights) * right).sum(1).mean())
+        return h_sample - self._gamma * h_batch
+
+    def _halves(self, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Per group, the distributions (n, 2^(g/2)) over the signs of its first and of its second half."""
+        groups = logits.split(self._sizes, dim=1)
+        halves = [(group[:, : group.shape[1] // 2], group[:, group.shape[1] // 2 :]) for group in groups]
+        return [(_sign_distribution(first), _sign_distribution(second)) for first, second in halves]
+
+
+@torch.no_grad()
+def _totals(halves: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Sums over the items of the distributions of all groups, one after the other."""
+    return torch.cat([(left.T @ right).flatten() for left, right in halves])
+
+
+def _sign_distribution(logits: Tensor) -> Tensor:
+    """(n, g) -> softmax over the 2^g vectors of signs, (n, 2^g), in the order of their codes."""
+    signs = code_signs(torch.arange(2 ** logits.shape[1], device=logits.device), logits.shape[1])
+    return (logits / 2 @ signs.T).softmax(dim=1)
+
+
+def code_signs(codes: Tensor, bits: int) -> Tensor:
+    """Codes (...) -> their signs (..., bits), -1 or 1 in fp32, the most significant bit first."""
+    shifts = torch.arange(bits - 1, -1, -1, device=codes.device)
+    return ((codes[..., None] >> shifts) & 1).float() * 2 - 1
+
+
+def sign_codes(rows: Tensor) -> Tensor:
+    """Vectors (..., bits) -> int64 codes (...) of their signs; only what is greater than 0 counts as positive."""
+    shifts = torch.arange(rows.shape[-1] - 1, -1, -1, device=rows.device)
+    return ((rows > 0).long() << shifts).sum(-1)
+
+
+def exact_log2(codebook_size: int) -> int:
+    """d of a codebook of 2^d codes.
+
+    Raises:
+        ValueError: no power of two, or less than 2.
+    """
+    if codebook_size < 2 or codebook_size & (codebook_size - 1):
+        below = 1 << max(codebook_size, 2).bit_length() - 1
+        raise ValueError(
+            f"codebook_size {codebook_size} is no power of two, and d signs make 2^d codes; use {below} or {2 * below}"
+        )
+    return codebook_size.bit_length() - 1

@@ -1,0 +1,80 @@
+"""Finite scalar quantization (FSQ)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Quantizer, straight_through
+
+# Mentzer et al. 2023, table 1: codebook size -> levels.
+LEVELS = {
+    2**8: (8, 6, 5),
+    2**10: (8, 5, 5, 5),
+    2**12: (7, 5, 5, 5, 5),
+    2**14: (8, 8, 8, 6, 5),
+    2**16: (8, 8, 8, 5, 5, 5),
+}
+
+# Widens the range a little, so that the outermost levels are reached before tanh saturates.
+MARGIN = 1e-3
+
+
+class FiniteScalarQuantizer(Quantizer):
+    """Each channel, bounded by a tanh, to one of a few levels in [-1, 1] (Mentzer et al. 2023, section 3).
+
+    The code has the first channel as its least significant digit, as in the paper's appendix A.1. No losses, nothing to
+    collect. The bound is shifted by artanh, so that z = 0 is level L // 2 for even L too.
+
+    Args:
+        levels: Number of levels of each channel, 3 or more.
+
+    Raises:
+        ValueError: no levels, or one with less than 3.
+    """
+
+    _levels: Tensor
+    _place_values: Tensor
+
+    def __init__(self, levels: Sequence[int]) -> None:
+        if not levels or min(levels) < 3:
+            raise ValueError(f"levels {list(levels)}: give 3 or more for each channel (Mentzer et al. 2023 advise 5)")
+        super().__init__(math.prod(levels), len(levels))
+        self.levels = tuple(levels)
+        place_values = [math.prod(levels[:channel]) for channel in range(len(levels))]
+        self.register_buffer("_levels", torch.tensor(levels), persistent=False)
+        self.register_buffer("_place_values", torch.tensor(place_values), persistent=False)
+
+    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        half_range = (self._levels - 1) * (1 + MARGIN) / 2
+        offset = (self._levels % 2 == 0) / 2  # an even number of levels has no middle one
+        bounded = torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
+        half_width = self._levels // 2
+        # NaN would become an index out of bounds.
+        digits = (bounded.detach().nan_to_num().round().long() + half_width).clamp(min=0).minimum(self._levels - 1)
+        codes = (digits * self._place_values).sum(-1)
+        return straight_through(self._entries(digits), bounded / half_width), codes, {}
+
+    def _look_up(self, codes: Tensor) -> Tensor:
+        return self._entries(codes[..., None] // self._place_values % self._levels)
+
+    def _entries(self, digits: Tensor) -> Tensor:
+        half_width = self._levels // 2
+        return (digits - half_width).float() / half_width
+
+
+def levels_of(codebook_size: int) -> tuple[int, ...]:
+    """The published levels for about so many codes.
+
+    Raises:
+        ValueError: a size that the table does not have.
+    """
+    if codebook_size not in LEVELS:
+        raise ValueError(
+            f"codebook_size {codebook_size}: levels are published for {', '.join(map(str, LEVELS))}; use one of these, "
+            "or give levels, such as [8, 5, 5, 5]"
+        )
+    return LEVELS[codebook_size]

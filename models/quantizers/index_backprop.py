@@ -1,0 +1,111 @@
+"""Index backpropagation quantization (IBQ)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .base import Quantizer
+from .entropy import batch_entropy, negative_log
+from .statistics import GlobalMean
+
+
+class TrainedCodebook(nn.Module):
+    """Entries (K, d). Every use of the weight is a call, so that DeepSpeed's ZeRO 3, which gathers weights module by
+    module, sees it."""
+
+    def __init__(self, codebook_size: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(codebook_size, dim).uniform_(-1 / codebook_size, 1 / codebook_size))
+
+    def forward(self, x: Tensor, *, mix: bool = False) -> Tensor:
+        """Codes (...) int64 -> entries (..., d); vectors (n, d) -> logits (n, K), their products with all entries.
+
+        With ``mix``, weights (n, K) -> mixtures (n, d), without a gradient to the entries.
+        """
+        weight = self.weight.float()
+        if mix:
+            return x @ weight.detach()
+        return F.linear(x, weight) if x.is_floating_point() else F.embedding(x, weight)
+
+
+class IndexBackpropQuantizer(Quantizer):
+    """The entry with the largest product with z, from a codebook trained by gradients that reach every entry.
+
+    Shi et al. 2024: the one-hot choice has the gradient of softmax(z C^T), so the decoder's gradient goes to all
+    entries, and to z through the logits alone. Losses: ``commitment`` is the double quantization loss,
+    mean (z - q)^2 + mean (z - sg e)^2 + beta mean (sg z - e)^2 with q = e in value and the gradient of the choice;
+    ``entropy`` is H_sample - diversity_gamma H_batch in nats, with p(c | z) = softmax_c <z, c> / temperature.
+
+    n x K numbers are kept for the backward pass, some of them several times.
+
+    Args:
+        codebook_size: K.
+        dim: d.
+        beta: Weight of the term that moves entries to vectors.
+        temperature: Of the entropy loss; that of the choice is 1.
+        diversity_gamma: Weight of H_batch.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
+
+    def __init__(
+        self,
+        codebook_size: int,
+        dim: int,
+        *,
+        beta: float = 0.25,
+        temperature: float = 0.01,
+        diversity_gamma: float = 1.0,
+    ) -> None:
+        if codebook_size < 2 or dim < 1:
+            raise ValueError(f"codebook_size {codebook_size} and dim {dim}: at least 2 entries of 1 channel")
+        if temperature <= 0:
+            raise ValueError(f"temperature {temperature} has to be greater than 0")
+        super().__init__(codebook_size, dim)
+        self.codebook = TrainedCodebook(codebook_size, dim)
+        self.beta, self.temperature, self.diversity_gamma = beta, temperature, diversity_gamma
+        self._mean = GlobalMean()
+
+    @property
+    def needs_observation(self) -> bool:
+        return True
+
+    def pool(self) -> None:
+        self._mean.pool(self.all_reduce)
+
+    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+        self._mean.clear()
+
+    def _observe(self, rows: Tensor) -> None:
+        self._mean.observe((self.codebook(rows) / self.temperature).softmax(1).sum(0), len(rows))
+
+    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logits = self.codebook(rows)
+        codes = logits.detach().argmax(1)
+        entries = self.codebook(codes)
+        mixture = self.codebook(logits.softmax(1), mix=True)
+        chosen = entries + (mixture - mixture.detach())
+        commitment = (
+            F.mse_loss(chosen, rows)
+            + F.mse_loss(rows, entries.detach())
+            + self.beta * F.mse_loss(entries, rows.detach())
+        )
+        return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits)}
+
+    def _entropy(self, logits: Tensor) -> Tensor:
+        log_p = (logits / self.temperature).log_softmax(1)
+        p = log_p.exp()
+        h_sample = -(p * log_p).sum(1).mean()
+        mean = self._mean(p.detach().sum(0), len(p), self.all_reduce if self.is_learning else None)
+        h_batch = batch_entropy(mean, (p.mean(0) * negative_log(mean)).sum())
+        return h_sample - self.diversity_gamma * h_batch
+
+    def _look_up(self, codes: Tensor) -> Tensor:
+        return self.codebook(codes)

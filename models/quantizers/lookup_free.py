@@ -1,0 +1,66 @@
+"""Lookup-free quantization (LFQ)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from .base import Quantizer, straight_through
+from .entropy import BITS_PER_GROUP, SignEntropy, code_signs, exact_log2, sign_codes
+
+
+class LookupFreeQuantizer(Quantizer):
+    """Each channel to its sign: the codebook is the 2^d corners of a cube (Yu et al. 2024, MAGVIT-2, section 3.1).
+
+    Losses: ``commitment`` is mean (z - sg q)^2; ``entropy`` is H_sample - diversity_gamma H_batch in nats, with
+    p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of sigmoid(4 inv_temperature z_b c_b).
+
+    Args:
+        codebook_size: 2^d.
+        inv_temperature: Of the soft assignment.
+        diversity_gamma: Weight of H_batch.
+        bits_per_group: H_batch is computed for groups of at most so many bits; exact where d is no larger.
+
+    Raises:
+        ValueError: a codebook size that is no power of two, or another value out of range.
+    """
+
+    loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
+
+    def __init__(
+        self,
+        codebook_size: int,
+        *,
+        inv_temperature: float = 100.0,
+        diversity_gamma: float = 1.0,
+        bits_per_group: int = BITS_PER_GROUP,
+    ) -> None:
+        super().__init__(codebook_size, exact_log2(codebook_size))
+        self._entropy = SignEntropy(self.dim, 4 * inv_temperature, diversity_gamma, bits_per_group)
+
+    @property
+    def needs_observation(self) -> bool:
+        return True
+
+    def pool(self) -> None:
+        self._entropy.pool(self.all_reduce)
+
+    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+        self._entropy.clear()
+
+    def _observe(self, rows: Tensor) -> None:
+        self._entropy.observe(rows)
+
+    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        codes = sign_codes(rows)
+        entries = self._look_up(codes)
+        losses = {
+            "commitment": F.mse_loss(rows, entries),
+            "entropy": self._entropy(rows, self.all_reduce if self.is_learning else None),
+        }
+        return straight_through(entries, rows), codes, losses
+
+    def _look_up(self, codes: Tensor) -> Tensor:
+        return code_signs(codes, self.dim)

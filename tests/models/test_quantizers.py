@@ -1,0 +1,282 @@
+"""What all quantizers promise, and each against its formula and a kept library."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import vector_quantize_pytorch as library
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.quantizers import QUANTIZERS, Quantizer, make_quantizer
+
+SMALL: dict[str, dict[str, Any]] = {
+    "lfq": {"codebook_size": 64},
+    "vq": {"codebook_size": 11, "dim": 5},
+    "fsq": {"levels": [8, 5, 4]},
+    "bsq": {"codebook_size": 64},
+    "ibq": {"codebook_size": 11, "dim": 5},
+}
+all_quantizers = pytest.mark.parametrize("name", QUANTIZERS)
+
+
+def small(name: str, **options: Any) -> Quantizer:
+    torch.manual_seed(0)
+    quantizer = make_quantizer(name, **{**SMALL[name], **options})
+    if name == "ibq":
+        with torch.no_grad():
+            quantizer.codebook.weight.normal_()
+    return quantizer
+
+
+def some_z(quantizer: Quantizer, batch: int = 4, size: int = 3, seed: int = 1) -> Tensor:
+    return torch.randn(batch, quantizer.dim, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def in_rows(z: Tensor) -> Tensor:
+    return z.movedim(1, -1).flatten(0, -2)
+
+
+def forbidden(tensor: Tensor) -> Tensor:
+    raise AssertionError("nobody may be asked")
+
+
+# One interface.
+
+
+@all_quantizers
+@pytest.mark.parametrize("training", [True, False])
+def test_decoded_codes_are_the_quantized_vectors_to_the_bit(name: str, training: bool) -> None:
+    quantizer = small(name).train(training)
+    out = quantizer(some_z(quantizer))
+    assert torch.equal(quantizer.decode_codes(out.codes), out.quantized)
+    assert torch.equal(quantizer.decode_codes(out.codes.flatten(1)), out.quantized.flatten(2))
+
+
+@all_quantizers
+def test_shapes_types_and_names_of_the_losses_are_the_same_in_train_and_eval_mode(name: str) -> None:
+    quantizer = small(name)
+    for training in (True, False):
+        out = quantizer.train(training)(some_z(quantizer))
+        assert out.quantized.shape == (4, quantizer.dim, 3, 3) and out.quantized.dtype == torch.float32
+        assert out.codes.shape == (4, 3, 3) and out.codes.dtype == torch.int64
+        assert out.codes.min() >= 0 and out.codes.max() < quantizer.num_codes
+        assert tuple(out.losses) == quantizer.loss_names
+        assert all(loss.shape == () and loss.dtype == torch.float32 for loss in out.losses.values())
+
+
+@all_quantizers
+def test_every_code_can_be_decoded_and_is_its_own_nearest(name: str) -> None:
+    quantizer = small(name).eval()
+    codes = torch.arange(quantizer.num_codes).view(1, -1, 1)
+    z = quantizer.decode_codes(codes)
+    if name == "fsq":  # undo the bound; a little outside of the outermost levels
+        half = torch.tensor([4, 2, 2]).view(3, 1, 1)
+        offset = torch.tensor([0.5, 0.0, 0.5]).view(3, 1, 1)
+        half_range = torch.tensor([3.5, 2.0, 1.5]).view(3, 1, 1) * 1.001
+        z = torch.atanh((z * half + offset) / half_range) - torch.atanh(offset / half_range)
+    if name == "ibq":  # by product, not by distance: among entries of equal length
+        with torch.no_grad():
+            quantizer.codebook.weight.copy_(F.normalize(quantizer.codebook.weight))
+        z = quantizer.decode_codes(codes)
+    assert torch.equal(quantizer(z).codes, codes)
+
+
+@all_quantizers
+def test_computed_in_fp32_whatever_the_dtype_and_autocast(name: str) -> None:
+    quantizer = small(name).eval()
+    z = some_z(quantizer).bfloat16()
+    expected = quantizer(z.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = quantizer(z)
+    assert torch.equal(out.quantized, expected.quantized) and torch.equal(out.codes, expected.codes)
+    assert out.losses == expected.losses
+
+
+@all_quantizers
+def test_without_training_or_without_gradients_nobody_is_asked_and_nothing_recorded(name: str) -> None:
+    quantizer = small(name)
+    quantizer.all_reduce = quantizer.gather = forbidden
+    before = copy.deepcopy(quantizer.state_dict())
+    quantizer.eval()(some_z(quantizer))
+    with torch.no_grad():
+        quantizer.train()(some_z(quantizer))
+    assert all(torch.equal(before[key], value) for key, value in quantizer.state_dict().items())
+    if name == "vq":
+        with pytest.raises(RuntimeError, match="without a forward"):
+            quantizer.after_update(1, 0)
+
+
+@all_quantizers
+def test_a_copy_shares_the_way_to_other_processes_instead_of_copying_it(name: str) -> None:
+    class Backend:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # cannot be copied, as sockets cannot
+
+        def sum(self, tensor: Tensor) -> Tensor:
+            return tensor * 2
+
+    backend, quantizer = Backend(), small(name)
+    quantizer.all_reduce, quantizer.rank, quantizer.world_size = backend.sum, 1, 2
+    twin = copy.deepcopy(quantizer)
+    assert twin.all_reduce.__self__ is backend and (twin.rank, twin.world_size) == (1, 2)
+    assert set(quantizer.state_dict()) == set(small(name).state_dict())
+    z = some_z(quantizer)
+    assert torch.equal(twin.eval()(z).codes, quantizer.eval()(z).codes)
+    for mine, other in zip(quantizer.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert mine.data_ptr() != other.data_ptr()
+
+
+@all_quantizers
+def test_what_is_not_finite_shows_in_the_output_and_leaves_codes_in_range(name: str) -> None:
+    quantizer = small(name).eval()
+    z = some_z(quantizer)
+    z[0] = math.nan
+    out = quantizer(z)
+    assert out.quantized[0].isnan().any() and out.quantized[1:].isfinite().all()
+    assert out.codes.min() >= 0 and out.codes.max() < quantizer.num_codes
+
+
+@all_quantizers
+def test_another_number_of_channels_is_an_error(name: str) -> None:
+    quantizer = small(name)
+    with pytest.raises(ValueError, match=f"takes \\(b, {quantizer.dim}, ...\\)"):
+        quantizer(torch.zeros(2, quantizer.dim + 1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("lqf", {"codebook_size": 8}, "there are lfq, vq, fsq, bsq, ibq"),
+        ("lfq", {"codebook_size": 1000}, "use 512 or 1024"),
+        ("lfq", {}, "needs codebook_size"),
+        ("bsq", {"codebook_size": 0}, "use 2 or 4"),
+        ("lfq", {"codebook_size": 8, "decay": 0.5}, "no option decay; it has codebook_size"),
+        ("lfq", {"codebook_size": 8, "inv_temperature": 0}, "greater than 0"),
+        ("bsq", {"codebook_size": 8, "bits_per_group": 0}, "not in 1 to 24"),
+        ("vq", {"codebook_size": 8}, "needs dim"),
+        ("vq", {"codebook_size": 8, "dim": 2, "decay": 1.0}, r"decay is in \[0, 1\)"),
+        ("vq", {"codebook_size": 1, "dim": 2}, "at least 2 entries"),
+        ("ibq", {"codebook_size": 8, "dim": 2, "temperature": 0}, "greater than 0"),
+        ("fsq", {"codebook_size": 512}, "256, 1024, 4096, 16384, 65536"),
+        ("fsq", {"levels": [8, 2]}, "3 or more"),
+        ("fsq", {}, "needs levels"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_can_be(name: str, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        make_quantizer(name, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+# FSQ.
+
+
+@pytest.mark.parametrize(
+    ("codebook_size", "num_codes", "dim"),
+    [(2**8, 240, 3), (2**10, 1000, 4), (2**12, 4375, 5), (2**14, 15360, 5), (2**16, 64000, 6)],
+)
+def test_fsq_has_the_published_number_of_codes_and_channels(codebook_size: int, num_codes: int, dim: int) -> None:
+    quantizer = make_quantizer("fsq", codebook_size=codebook_size)
+    assert (quantizer.num_codes, quantizer.dim) == (num_codes, dim)
+
+
+def test_fsq_agrees_with_the_library() -> None:
+    quantizer, theirs = small("fsq"), library.FSQ([8, 5, 4])
+    z = (3 * some_z(quantizer, batch=20)).requires_grad_()
+    other = z.detach().clone().requires_grad_()
+    out = quantizer(z)
+    quantized, codes = theirs(other)
+    assert torch.equal(out.codes, codes.long())
+    torch.testing.assert_close(out.quantized, quantized)
+    weights = torch.randn_like(quantized)
+    (out.quantized * weights).sum().backward()
+    (quantized * weights).sum().backward()
+    torch.testing.assert_close(z.grad, other.grad)
+
+
+def test_fsq_codes_count_with_the_first_channel_fastest() -> None:
+    quantizer = small("fsq")
+    levels = quantizer.decode_codes(torch.arange(160).view(1, -1))[0]
+    assert levels[0, :9].tolist() == [-1, -0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, -1]
+    assert levels[1, :48:8].tolist() == [-1, -0.5, 0, 0.5, 1, -1]
+    assert levels[2, ::40].tolist() == [-1, -0.5, 0, 0.5]
+
+
+# Straight through.
+
+
+def gradient_of_quantized(quantizer: Quantizer, z: Tensor, weights: Tensor) -> Tensor:
+    z = z.clone().requires_grad_()
+    (quantizer(z).quantized * weights).sum().backward()
+    assert z.grad is not None
+    return z.grad
+
+
+@pytest.mark.parametrize("name", ["lfq", "vq"])
+def test_the_gradient_of_the_entry_is_that_of_the_vector(name: str) -> None:
+    quantizer = small(name)
+    z = some_z(quantizer)
+    weights = torch.randn_like(z)
+    assert torch.equal(gradient_of_quantized(quantizer, z, weights), weights)
+
+
+@pytest.mark.parametrize(("name", "options"), [("bsq", {}), ("vq", {"cosine": True})])
+def test_on_the_sphere_the_gradient_goes_through_the_direction(name: str, options: dict[str, Any]) -> None:
+    quantizer = small(name, **options)
+    z = some_z(quantizer)
+    weights = torch.randn_like(z)
+    other = z.clone().requires_grad_()
+    (F.normalize(other, dim=1) * weights).sum().backward()
+    torch.testing.assert_close(gradient_of_quantized(quantizer, z, weights), other.grad)
+
+
+def test_ibq_has_the_gradients_of_a_straight_through_one_hot_choice() -> None:
+    quantizer = small("ibq")
+    z = some_z(quantizer)
+    weights = torch.randn_like(z)
+    gradient = gradient_of_quantized(quantizer, z, weights)
+
+    codebook = quantizer.codebook.weight.detach().clone().requires_grad_()
+    rows = in_rows(z).requires_grad_()
+    soft = (rows @ codebook.T).softmax(1)
+    hard = F.one_hot(soft.argmax(1), 11).float()
+    ((hard + soft - soft.detach()) @ codebook * in_rows(weights)).sum().backward()
+    torch.testing.assert_close(in_rows(gradient), rows.grad)
+    torch.testing.assert_close(quantizer.codebook.weight.grad, codebook.grad)
+    assert (codebook.grad != 0).all()  # entries that nobody chose move too
+
+
+# LFQ and BSQ against the library, which clamps logarithms at ln 1e-5.
+
+
+@pytest.mark.parametrize(
+    ("name", "inv_temperature", "theirs"),
+    [
+        ("lfq", 0.3, lambda: library.LFQ(codebook_size=64, commitment_loss_weight=1.0)),
+        ("bsq", 2.0, lambda: library.LFQ(codebook_size=64, commitment_loss_weight=1.0, spherical=True)),
+    ],
+)
+def test_signs_agree_with_the_library(name: str, inv_temperature: float, theirs: Callable[[], torch.nn.Module]) -> None:
+    quantizer = small(name, inv_temperature=inv_temperature)
+    z = some_z(quantizer)
+    out = quantizer(z)
+    (quantized, codes, _), parts = theirs()(z, inv_temperature=inv_temperature, return_loss_breakdown=True)
+    assert torch.equal(out.codes, codes)
+    torch.testing.assert_close(out.quantized, quantized)
+    torch.testing.assert_close(out.losses["commitment"], parts.commitment)
+    expected = parts.per_sample_entropy - parts.batch_entropy
+    torch.testing.assert_close(out.losses["entropy"], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_lfq_codes_have_the_first_channel_as_highest_bit_and_count_zero_as_negative() -> None:
+    z = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0], [-0.1, -0.2, 0.0]]).view(3, 3, 1, 1)
+    out = make_quantizer("lfq", codebook_size=8)(z)
+    assert out.codes.flatten().tolist() == [0b101, 0b010, 0b000]
+    assert out.quantized[1].flatten().tolist() == [-1, 1, -1]

@@ -1,0 +1,225 @@
+"""Entropy losses against sums over all codes, and shares of a batch against the whole of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.quantizers import Quantizer, make_quantizer
+
+Run = Callable[[int, Callable[[Any], Any]], list[Any]]
+
+# Soft enough for every code to have a part in every vector.
+SOFT: dict[str, dict[str, Any]] = {
+    "lfq": {"codebook_size": 64, "inv_temperature": 0.4, "diversity_gamma": 0.7},
+    "bsq": {"codebook_size": 64, "inv_temperature": 1.5, "diversity_gamma": 0.7},
+    "ibq": {"codebook_size": 11, "dim": 6, "temperature": 1.3, "diversity_gamma": 0.7},
+}
+with_entropy = pytest.mark.parametrize("name", SOFT)
+
+
+def soft(name: str, **options: Any) -> Quantizer:
+    torch.manual_seed(0)
+    quantizer = make_quantizer(name, **{**SOFT[name], **options})
+    if name == "ibq":
+        with torch.no_grad():
+            quantizer.codebook.weight.normal_()
+    return quantizer
+
+
+def some_z(batch: int = 12, dim: int = 6) -> Tensor:
+    """Vectors whose mean is not 0, so that their codes are not used alike."""
+    return torch.randn(batch, dim, 2, 2, generator=torch.Generator().manual_seed(1)) + torch.linspace(-1, 1, dim).view(
+        dim, 1, 1
+    )
+
+
+def corners(bits: int) -> Tensor:
+    codes = torch.arange(2**bits)
+    return torch.stack([codes >> shift & 1 for shift in range(bits - 1, -1, -1)], dim=1).double() * 2 - 1
+
+
+def entropy(p: Tensor) -> Tensor:
+    return -torch.special.xlogy(p, p).sum(-1)
+
+
+def written_out(name: str, z: Tensor, codebook: Tensor | None) -> dict[str, Tensor]:
+    """The losses of the vectors z (b, d, h, w), fp64, from probabilities of all codes."""
+    rows = z.movedim(1, -1).flatten(0, -2)
+    options = SOFT[name]
+    if name == "ibq":
+        assert codebook is not None
+        logits = rows @ codebook.T / options["temperature"]
+        choice = (rows @ codebook.T).softmax(1)
+        hard = F.one_hot(choice.argmax(1), len(codebook)).double()
+        entries = hard @ codebook
+        chosen = (hard + choice - choice.detach()) @ codebook
+        commitment = F.mse_loss(chosen, rows) + F.mse_loss(rows, entries.detach())
+        commitment = commitment + 0.25 * F.mse_loss(entries, rows.detach())
+    else:
+        if name == "bsq":
+            rows = rows / rows.norm(dim=1, keepdim=True)
+        entries = corners(6) / (math.sqrt(6) if name == "bsq" else 1)
+        logits = 2 * options["inv_temperature"] * rows @ entries.T
+        commitment = F.mse_loss(rows, rows.detach().sign() * entries.max())
+    p = logits.softmax(1)
+    return {"commitment": commitment, "entropy": entropy(p).mean() - 0.7 * entropy(p.mean(0))}
+
+
+def expected(name: str, quantizer: Quantizer, z: Tensor, loss: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Value, gradient of z, gradient of the codebook where it is trained."""
+    z = z.double().requires_grad_()
+    codebook = quantizer.codebook.weight.detach().double().requires_grad_() if name == "ibq" else None
+    value = written_out(name, z, codebook)[loss]
+    value.backward()
+    assert z.grad is not None
+    return value.detach(), z.grad, None if codebook is None else codebook.grad
+
+
+def assert_equal(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+
+
+# Closed forms.
+
+
+@pytest.mark.parametrize("name", ["lfq", "bsq"])
+def test_between_all_codes_both_entropies_are_those_of_d_fair_coins(name: str) -> None:
+    for gamma in (0.0, 1.0):
+        quantizer = make_quantizer(name, codebook_size=2**10, diversity_gamma=gamma)
+        loss = quantizer(torch.zeros(2, 10, 3, 3)).losses["entropy"]
+        assert loss.item() == pytest.approx((1 - gamma) * 10 * math.log(2), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lfq", "bsq"])
+def test_sure_and_even_use_of_all_codes_is_worth_d_ln_2_and_of_one_code_nothing(name: str) -> None:
+    quantizer = make_quantizer(name, codebook_size=2**6)
+    everywhere = corners(6).float().T[None, :, :, None]
+    assert quantizer(everywhere).losses["entropy"].item() == pytest.approx(-6 * math.log(2), abs=1e-6)
+    nowhere = everywhere[:, :, :1].expand(-1, -1, 64, -1)
+    assert quantizer(nowhere).losses["entropy"].item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_losses_of_huge_vectors_are_finite_and_so_are_their_gradients() -> None:
+    quantizer = make_quantizer("lfq", codebook_size=2**10)
+    z = (1e4 * some_z(dim=10)).requires_grad_()
+    losses = quantizer(z).losses
+    sum(losses.values()).backward()
+    assert all(loss.isfinite() for loss in losses.values()) and z.grad.isfinite().all()
+
+
+# One process.
+
+
+@with_entropy
+@pytest.mark.parametrize("loss", ["entropy", "commitment"])
+def test_losses_and_gradients_are_those_of_the_formula_over_all_codes(name: str, loss: str) -> None:
+    quantizer, z = soft(name), some_z()
+    value, gradient, codebook_gradient = expected(name, quantizer, z, loss)
+    z.requires_grad_()
+    actual = quantizer(z).losses[loss]
+    actual.backward()
+    assert_equal(actual.detach(), value)
+    assert_equal(z.grad, gradient)
+    if codebook_gradient is not None:
+        assert_equal(quantizer.codebook.weight.grad, codebook_gradient)
+
+
+@pytest.mark.parametrize("bits_per_group", [1, 2, 4])
+def test_entropies_of_groups_of_bits_add_up_to_a_bound_of_the_entropy_of_all(bits_per_group: int) -> None:
+    z = some_z()
+    p = (0.8 * z.double().movedim(1, -1).flatten(0, -2) @ corners(6).T).softmax(1).view(-1, *[2] * 6).mean(0)
+    sizes = {1: [1] * 6, 2: [2] * 3, 4: [3, 3]}[bits_per_group]  # as even as can be
+    h_batch, first = torch.zeros(()), 0
+    for size in sizes:
+        others = [bit for bit in range(6) if not first <= bit < first + size]
+        h_batch = h_batch + entropy(p.sum(others).flatten())
+        first += size
+    losses = [
+        soft("lfq", bits_per_group=bits, diversity_gamma=gamma)(z).losses["entropy"].item()
+        for bits, gamma in ((bits_per_group, 0.0), (bits_per_group, 1.0), (6, 1.0))
+    ]
+    assert losses[0] - losses[1] == pytest.approx(h_batch.item(), rel=1e-6)
+    assert losses[1] < losses[2]
+
+
+def test_in_eval_mode_the_entropy_is_that_of_the_batch_at_hand() -> None:
+    quantizer, z = soft("lfq"), some_z()
+    quantizer.observe(some_z() + 3)
+    quantizer.pool()
+    value, _, _ = expected("lfq", quantizer, z, "entropy")
+    assert_equal(quantizer.eval()(z).losses["entropy"], value)
+
+
+def test_statistics_of_an_update_do_not_outlive_it() -> None:
+    quantizer, z = soft("lfq"), some_z()
+    quantizer.observe(some_z() + 3)
+    quantizer.pool()
+    quantizer(some_z() + 3)
+    quantizer.after_update(1, 0)
+    value, _, _ = expected("lfq", quantizer, z, "entropy")
+    assert_equal(quantizer(z).losses["entropy"].detach(), value)
+
+
+def test_pooling_what_nobody_observed_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="nothing was observed"):
+        soft("lfq").pool()
+
+
+# Several processes and micro-batches.
+
+
+def test_each_share_says_the_entropy_of_the_whole_batch() -> None:
+    whole, h_batch = some_z(), []
+    for part in whole.chunk(3):
+        losses = []
+        for gamma in (0.0, 1.0):
+            quantizer = soft("lfq", diversity_gamma=gamma)
+            for other in whole.chunk(3):
+                quantizer.observe(other)
+            quantizer.pool()
+            losses.append(quantizer(part).losses["entropy"].item())
+        h_batch.append(losses[0] - losses[1])
+    p = (0.8 * whole.double().movedim(1, -1).flatten(0, -2) @ corners(6).T).softmax(1).mean(0)
+    assert h_batch == pytest.approx([entropy(p).item()] * 3, rel=1e-6)
+
+
+@with_entropy
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 3), (3, 1), (3, 2), (2, 6)])
+@pytest.mark.parametrize("loss", ["entropy", "commitment"])
+def test_shares_of_a_batch_average_to_the_losses_and_gradients_of_the_whole(
+    name: str, world_size: int, micro_batches: int, loss: str, processes: Run
+) -> None:
+    whole, first = some_z(), soft(name)
+
+    def share_of(process: Any) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        quantizer = copy.deepcopy(first)
+        process.connect(quantizer)
+        parts = whole.chunk(world_size)[process.rank].chunk(micro_batches)
+        if micro_batches > 1:
+            for part in parts:
+                quantizer.observe(part)
+            quantizer.pool()
+        leaves = [part.clone().requires_grad_() for part in parts]
+        values = [quantizer(leaf).losses[loss] for leaf in leaves]
+        for value in values:
+            (value / micro_batches).backward()
+        quantizer.after_update(1, 0)
+        gradient = torch.cat([leaf.grad for leaf in leaves])
+        codebook_gradient = quantizer.codebook.weight.grad if name == "ibq" else None
+        return torch.stack(values).mean().detach(), gradient, codebook_gradient, process.collectives
+
+    values, gradients, codebook_gradients, collectives = zip(*processes(world_size, share_of), strict=True)
+    value, gradient, codebook_gradient = expected(name, first, whole, loss)
+    assert_equal(torch.stack(values).mean(), value)
+    assert_equal(torch.cat(gradients) / world_size, gradient)
+    if codebook_gradient is not None:
+        assert_equal(torch.stack(codebook_gradients).mean(0), codebook_gradient)
+    assert set(collectives) == {1}
