@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from .discrete_vae import DiscreteVAE, VAEOutput
+from .discriminator import Discriminator
+from .vqgan import VQGAN, VQGANOutput
 
-__all__ = ["DiscreteVAE", "VAEOutput"]
+__all__ = ["VQGAN", "DiscreteVAE", "Discriminator", "VAEOutput", "VQGANOutput"]

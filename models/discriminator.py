@@ -1,0 +1,77 @@
+"""The discriminator of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section 3.1): a verdict for each patch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from torch import Tensor, nn
+
+# Side of the unpadded convolution that gives the logits.
+_LAST_KERNEL = 4
+
+
+class Discriminator(nn.Module):
+    """Images to a grid of logits, positive where a patch looks real.
+
+    conv5, then ``layers`` halvings (conv4 of stride 2, GroupNorm, LeakyReLU) to dim, 2 dim, 4 dim, ... channels, then
+    conv1, LeakyReLU and an unpadded conv4. Weights start as PyTorch initialises convolutions. All its operations can
+    be differentiated twice, as a gradient penalty needs.
+
+    Args:
+        dim: Channels after the first convolution and the first halving; they double with each further halving.
+        channels: 3 for RGB.
+        layers: Halvings of the side, at least 1.
+        groups: Of the group normalisations. Where they do not divide a layer's channels, that layer takes their
+            greatest common divisor.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    def __init__(self, dim: int, channels: int = 3, layers: int = 4, groups: int = 16) -> None:
+        super().__init__()
+        if min(dim, channels, layers, groups) < 1:
+            raise ValueError(
+                f"a discriminator of dim {dim}, {channels} channels, {layers} layers and {groups} groups: "
+                "give numbers of at least 1"
+            )
+        widths = [dim] + [dim * 2**level for level in range(layers)]
+        self.smallest_side = _LAST_KERNEL * 2**layers
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.Conv2d(channels, dim, 5, padding=2), nn.LeakyReLU(0.1)),
+            *(_halving(fan_in, fan_out, groups) for fan_in, fan_out in itertools.pairwise(widths)),
+        )
+        self.to_logits = nn.Sequential(
+            nn.Conv2d(widths[-1], widths[-1], 1), nn.LeakyReLU(0.1), nn.Conv2d(widths[-1], 1, _LAST_KERNEL)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) in [0, 1] -> fp32 logits (b, 1, h', w'), h' = floor(h / 2^layers) - 3: 5 for 128 pixels.
+
+        Raises:
+            ValueError: images too small for one logit.
+        """
+        self.check_side(min(images.shape[-2:]))
+        x = images.to(next(self.parameters()).dtype)  # that of the weights, where the whole model was cast
+        return self.to_logits(self.layers(x)).float()
+
+    def check_side(self, pixels: int) -> None:
+        """Whether images of this height or width give a logit.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if pixels < self.smallest_side:
+            raise ValueError(
+                f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers, which "
+                f"needs {self.smallest_side}; use larger images or fewer layers"
+            )
+
+
+def _halving(fan_in: int, fan_out: int, groups: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1),
+        nn.GroupNorm(math.gcd(groups, fan_out), fan_out),
+        nn.LeakyReLU(0.1),
+    )

@@ -1,0 +1,192 @@
+"""Perceptual distances: images compared by what a VGG16 that was trained on ImageNet makes of them.
+
+The network is a measuring instrument: its weights are never trained, never saved with a model, and come from files on
+this machine; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .pretrained import build_with_weights
+from .published import read_state_dict
+
+# Simonyan & Zisserman 2015, configuration D: channels of the five blocks, and convolutions in each.
+WIDTHS = (64, 128, 256, 512, 512)
+_DEPTHS = (2, 2, 3, 3, 3)
+
+# LPIPS states its own constants for images in [-1, 1]; taken to [0, 1] they are these.
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+# As published: torchvision's trunk, and the heads of LPIPS 0.1 under their name in its package and outside of it.
+_TRUNK_FILE = "vgg16-397923af.pth"
+_HEADS_FILES = ("vgg_lpips.pth", "vgg.pth")
+
+
+class PerceptualLoss(nn.Module):
+    """Distance of images in the activations of VGG16, in fp32, under autocast too.
+
+    "vgg": mean squared difference of the last convolution's output after its ReLU (Ledig et al. 2017, section 2.2.1).
+    "lpips": LPIPS 0.1 (Zhang et al. 2018): squared differences of the unit-length activations of all five blocks,
+    weighted by learned heads, averaged over places and summed over blocks.
+
+    It stays in eval mode and no parameter asks for a gradient; the gradient goes to the reconstructions alone.
+
+    Args:
+        kind: "vgg" or "lpips".
+        widths: Channels of the five blocks; those of VGG16 unless for a test.
+    """
+
+    _mean: Tensor
+    _std: Tensor
+
+    def __init__(self, kind: str, widths: Sequence[int] = WIDTHS) -> None:
+        super().__init__()
+        self.features = _vgg16_features(widths)
+        self.heads = nn.ModuleList(nn.Conv2d(width, 1, 1, bias=False) for width in widths if kind == "lpips")
+        for name, values in (("_mean", _IMAGENET_MEAN), ("_std", _IMAGENET_STD)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+        self.requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> PerceptualLoss:
+        """Stays in eval mode."""
+        return super().train(False)
+
+    def forward(self, reconstructions: Tensor, images: Tensor) -> Tensor:
+        """Mean over the images of `distances`, 0-d."""
+        return self.distances(reconstructions, images).mean()
+
+    def distances(self, reconstructions: Tensor, images: Tensor) -> Tensor:
+        """Images (b, 3 or 1, h, w) in [0, 1] twice -> distance of each pair, fp32 (b,); 0 for equal images.
+
+        Raises:
+            ValueError: images of less than 16 pixels, or of other channels.
+        """
+        with torch.autocast(images.device.type, enabled=False):
+            with torch.no_grad():
+                wanted = self._activations(images)
+            found = self._activations(reconstructions)
+            if not self.heads:
+                return (found[-1] - wanted[-1]).square().flatten(1).mean(1)
+            per_block = [
+                head((_unit(x) - _unit(y)).square()).flatten(1).mean(1)
+                for head, x, y in zip(self.heads, found, wanted, strict=True)
+            ]
+            return torch.stack(per_block).sum(0)
+
+    def _activations(self, images: Tensor) -> list[Tensor]:
+        """Output of each block's last ReLU, (b, c_i, h / 2^i, w / 2^i) for i = 0 ... 4."""
+        channels, height, width = images.shape[1:]
+        if channels not in (1, 3) or min(height, width) < 2 ** (len(_DEPTHS) - 1):
+            raise ValueError(
+                f"VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels, not {channels} of "
+                f"{height} x {width}; use larger images or --perceptual none"
+            )
+        x = (images.float().expand(-1, 3, -1, -1) - self._mean) / self._std
+        outputs = []
+        for layer in self.features:
+            if isinstance(layer, nn.MaxPool2d):
+                outputs.append(x)
+            x = layer(x)
+        return [*outputs, x]
+
+
+def _vgg16_features(widths: Sequence[int]) -> nn.Sequential:
+    """The convolutions, numbered as torchvision numbers them, without the last pooling."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, depth in zip(widths, _DEPTHS, strict=True):
+        layers += [nn.MaxPool2d(2)] if layers else []
+        for _ in range(depth):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+    return nn.Sequential(*layers)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """(b, c, h, w), scaled to length 1 over c; 0 where all channels are 0."""
+    return x / (torch.linalg.vector_norm(x, dim=1, keepdim=True) + 1e-10)
+
+
+def load_perceptual(
+    kind: str,
+    weights: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    widths: Sequence[int] = WIDTHS,
+) -> PerceptualLoss | None:
+    """The perceptual loss with weights from this machine's disk.
+
+    Args:
+        kind: "vgg", "lpips", or "none".
+        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. What is
+            not in there is looked for in torch.hub's cache. With "lpips" this takes two files, or one with the names
+            of both.
+        device: Where the network is to live.
+        widths: Of the network; see `PerceptualLoss`.
+
+    Returns:
+        None for "none".
+
+    Raises:
+        ValueError: one line, where the kind is unknown, or weights are missing, damaged, hostile or of another network.
+    """
+    if kind == "none":
+        return None
+    if kind not in ("vgg", "lpips"):
+        raise ValueError(f"perceptual loss {kind!r} is none of none, vgg, lpips")
+    with torch.device("meta"):
+        ours = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
+    found: dict[str, Tensor] = {}
+    searched = _candidates(kind, weights)
+    for path in searched:
+        if path.exists() and (missing := ours.keys() - found.keys()):
+            found |= read_state_dict(path, missing)
+    if missing := ours.keys() - found.keys():
+        raise ValueError(_absence(kind, missing, searched))
+    try:
+        with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, draw from it
+            model = build_with_weights(
+                lambda: PerceptualLoss(kind, widths), {ours[name]: found[name] for name in found}
+            )
+    except ValueError as error:
+        raise ValueError(f"the weights for --perceptual {kind} are of another network: {error}") from None
+    return model.to(device)
+
+
+def _published_name(name: str) -> str:
+    """heads.2.weight -> lin2.model.1.weight, as LPIPS calls it; names of the trunk are torchvision's already."""
+    part, index, kind = name.split(".")
+    return f"lin{index}.model.1.{kind}" if part == "heads" else name
+
+
+def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
+    """Where weights may be, the best place first.
+
+    Raises:
+        ValueError: a file or folder that was named and is not there.
+    """
+    names = [_TRUNK_FILE, *(_HEADS_FILES if kind == "lpips" else ())]
+    in_cache = [Path(torch.hub.get_dir()) / "checkpoints" / name for name in names]
+    if weights is None:
+        return in_cache
+    named = Path(weights)
+    if not named.exists():
+        raise ValueError(f"there is no {named} to take the weights for --perceptual {kind} from")
+    return [*([named / name for name in names] if named.is_dir() else [named]), *in_cache]
+
+
+def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
+    """What to tell a user whose weights are not complete."""
+    heads_only = all(name.startswith("lin") for name in missing)
+    what = f"the heads of LPIPS 0.1 ({' or '.join(_HEADS_FILES)})" if heads_only else f"VGG16's ({_TRUNK_FILE})"
+    places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))
+    return (
+        f"--perceptual {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}; "
+        "put the file there, name it with --perceptual_weights, or use --perceptual none"
+    )

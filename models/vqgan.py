@@ -1,0 +1,259 @@
+"""VQGAN (Esser et al. 2021) with the convolutional body of Muse's public trainer and a choice of quantizers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder
+from .quantizers import make_quantizer
+
+_SLOPE = 0.1  # of every LeakyReLU
+_MOST_GROUPS = 16
+_NOT_IN_THE_WEIGHTS = {"image_size", "diversity_gamma", "inv_temperature", "vq_decay"}
+
+
+class VQGANOutput(NamedTuple):
+    """What a forward pass gives."""
+
+    reconstruction: Tensor
+    """fp32 (b, c, h, w), about [0, 1] and not clamped."""
+    codes: Tensor
+    """int64 (b, h / 2^n, w / 2^n) in [0, num_codes)."""
+    losses: dict[str, Tensor]
+    """The quantizer's, by name, 0-d and unweighted."""
+    features: Tensor
+    """(b, dim, h, w): what goes into the decoder's last layer, detached; for an adaptive weight."""
+
+
+class VQGAN(nn.Module):
+    """Images to a grid of codes and back. Fully convolutional: any height and width that 2^num_layers divides.
+
+    Args:
+        image_size: Side in pixels of the images it is trained on, a multiple of 2^num_layers.
+        dim: Channels at full resolution; level n has dim x 2^(n-1).
+        channels: 3 for RGB, 4 for RGBA.
+        num_layers: Halvings of the side; a code stands for 2^num_layers x 2^num_layers pixels.
+        num_resnet_blocks: Residual blocks, on both ways: of the coarsest level, or of each level, finest first.
+        quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``.
+        codebook_size: Codes in the codebook.
+        codebook_dim: Width of a codebook entry, where the quantizer does not fix it (vq, ibq).
+        diversity_gamma: Weight of the batch's entropy in the entropy loss (lfq, bsq, ibq).
+        inv_temperature: Of the soft assignment in the entropy loss (lfq, bsq).
+        fsq_levels: Levels of each channel of fsq; None for the published ones for codebook_size.
+        vq_decay: Of the codebook's moving averages (vq).
+        vq_cosine: Nearest entry by angle (vq).
+
+    Raises:
+        ValueError: a size that does not divide, or a codebook size that the quantizer cannot have.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 256,
+        dim: int = 64,
+        channels: int = 3,
+        num_layers: int = 4,
+        num_resnet_blocks: int | Sequence[int] = 1,
+        quantizer: str = "lfq",
+        codebook_size: int = 65536,
+        codebook_dim: int = 32,
+        diversity_gamma: float = 1.0,
+        inv_temperature: float = 100.0,
+        fsq_levels: Sequence[int] | None = None,
+        vq_decay: float = 0.8,
+        vq_cosine: bool = False,
+    ) -> None:
+        super().__init__()
+        if not 1 <= num_layers <= 40:
+            raise ValueError(f"num_layers {num_layers}: an image is halved once at least and 40 times at most")
+        blocks = _blocks_per_level(num_resnet_blocks, num_layers)
+        _check_side("image_size", image_size, num_layers)
+        self.config: dict[str, Any] = {
+            "image_size": image_size,
+            "dim": dim,
+            "channels": channels,
+            "num_layers": num_layers,
+            "num_resnet_blocks": blocks,
+            "quantizer": quantizer,
+            "codebook_size": codebook_size,
+            "codebook_dim": codebook_dim,
+            "diversity_gamma": diversity_gamma,
+            "inv_temperature": inv_temperature,
+            "fsq_levels": None if fsq_levels is None else list(fsq_levels),
+            "vq_decay": vq_decay,
+            "vq_cosine": vq_cosine,
+        }
+        self.image_size, self.channels, self.num_layers = image_size, channels, num_layers
+        widths = [dim] + [dim * 2**level for level in range(num_layers)]
+
+        encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
+        decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # built from its end
+        for (fan_in, fan_out), count in zip(itertools.pairwise(widths), blocks, strict=True):
+            encoder.append(nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE)))
+            encoder += [ResBlock(fan_out, _leaky_half) for _ in range(count)]
+            decoder.append(
+                nn.Sequential(nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE))
+            )
+            decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
+        options: dict[str, dict[str, Any]] = {
+            "lfq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
+            "bsq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
+            "ibq": {"diversity_gamma": diversity_gamma},
+            "fsq": {} if fsq_levels is None else {"levels": fsq_levels},
+            "vq": {"decay": vq_decay, "cosine": vq_cosine},
+        }
+        self.quantizer = make_quantizer(
+            quantizer, codebook_size=codebook_size, dim=codebook_dim, **options.get(quantizer, {})
+        )
+        self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
+        self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
+
+    @property
+    def num_codes(self) -> int:
+        """Codes in the codebook: that of FSQ may be a little smaller or larger than asked for."""
+        return int(self.quantizer.num_codes)
+
+    @property
+    def last_layer(self) -> nn.Conv2d:
+        """The decoder's last convolution, 1 x 1."""
+        layer = self.decoder[-1]
+        assert isinstance(layer, nn.Conv2d)
+        return layer
+
+    def forward(self, images: Tensor, *, observe: bool = False) -> VQGANOutput | None:
+        """Images (b, c, h, w) in [0, 1] through their codes and back.
+
+        Args:
+            observe: Only show the images to the quantizer, for statistics over several micro-batches
+                (``quantizer.observe``), and give nothing back.
+        """
+        z = self._encode(images)
+        if observe:
+            self.quantizer.observe(z)
+            return None
+        quantized, codes, losses = self.quantizer(z)
+        reconstruction, features = self._decode(quantized)
+        return VQGANOutput(reconstruction, codes, losses, features.detach())
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) in [0, 1] -> codes, int64 (b, h / 2^n, w / 2^n).
+
+        Raises:
+            ValueError: a height or width that 2^num_layers does not divide.
+        """
+        return self.quantizer(self._encode(images)).codes
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes (b, h', w'), or (b, n) of a square grid row by row -> images fp32 (b, c, h, w), about [0, 1] and not
+        clamped.
+
+        Raises:
+            ValueError: a number of codes that fills no square.
+        """
+        if codes.dim() == 2:
+            side = math.isqrt(codes.shape[1])
+            if side * side != codes.shape[1]:
+                raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give codes (b, h, w)")
+            codes = codes.unflatten(1, (side, side))
+        return self._decode(self.quantizer.decode_codes(codes))[0]
+
+    def _encode(self, images: Tensor) -> Tensor:
+        for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
+            _check_side(name, side, self.num_layers)
+        return self.encoder(images.to(self.last_layer.weight.dtype))
+
+    def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantized (b, d, h', w') -> images fp32, and the features they were made of."""
+        features = quantized.to(self.last_layer.weight.dtype)
+        for layer in self.decoder[:-1]:
+            features = layer(features)
+        return self.last_layer(features).float(), features
+
+    # Files.
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``folder``/model.safetensors and config.json, atomically."""
+        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> VQGAN:
+        """The model that ``save_pretrained`` wrote, in eval mode.
+
+        Raises:
+            ValueError: one line, where a file is missing or not of this model.
+        """
+        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
+        try:
+            return build_with_weights(lambda: cls(**config), weights).eval()
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
+
+    def load_weights_from(self, folder: str | Path) -> None:
+        """Take the weights of a ``save_pretrained`` folder.
+
+        Raises:
+            ValueError: one line, naming what differs where the two models do.
+        """
+        other = self.from_pretrained(folder)
+        keys = [key for key in self.config if key not in _NOT_IN_THE_WEIGHTS]
+        differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
+        if differing:
+            raise ValueError(f"the weights in {folder} are of another model; they need {', '.join(differing)}")
+        self.load_state_dict(other.state_dict())
+
+
+class ResBlock(nn.Module):
+    """Two halves that keep the width, conv1, plus the input."""
+
+    def __init__(self, channels: int, half: Callable[[int], list[nn.Module]]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*half(channels), *half(channels), nn.Conv2d(channels, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(x)
+
+
+def _leaky_half(channels: int) -> list[nn.Module]:
+    """conv3, GroupNorm, LeakyReLU: the encoder's."""
+    return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), nn.LeakyReLU(_SLOPE)]
+
+
+def _gated_half(channels: int) -> list[nn.Module]:
+    """conv3 to twice the width, GLU (Dauphin et al. 2017), GroupNorm: the decoder's."""
+    return [nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GLU(dim=1), _group_norm(channels)]
+
+
+def _group_norm(channels: int) -> nn.GroupNorm:
+    """16 groups, or as many fewer as divide the channels."""
+    return nn.GroupNorm(math.gcd(_MOST_GROUPS, channels), channels)
+
+
+def _blocks_per_level(num_resnet_blocks: int | Sequence[int], num_layers: int) -> list[int]:
+    """A number for every level, finest first."""
+    if isinstance(num_resnet_blocks, int):
+        blocks = [0] * (num_layers - 1) + [num_resnet_blocks]
+    else:
+        blocks = list(num_resnet_blocks)
+    if len(blocks) != num_layers or min(blocks) < 0:
+        raise ValueError(
+            f"num_resnet_blocks {num_resnet_blocks} must be one number, 0 or more, or {num_layers} of them: "
+            "one per level, finest first"
+        )
+    return blocks
+
+
+def _check_side(name: str, pixels: int, num_layers: int) -> None:
+    multiple = 2**num_layers
+    if pixels < multiple or pixels % multiple:
+        below = max(pixels // multiple, 1) * multiple
+        raise ValueError(
+            f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; use {below} or {below + multiple}"
+        )

@@ -1,0 +1,186 @@
+"""The VQGAN: its shapes, its codes, its files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models import VQGAN
+from training.adversarial import last_layer_gradient
+
+QUANTIZERS = ("lfq", "vq", "fsq", "bsq", "ibq")
+
+
+def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
+    torch.manual_seed(0)
+    return VQGAN(
+        **{"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256, "quantizer": quantizer, **changes}
+    )
+
+
+def images(n: int = 2, side: int = 16) -> torch.Tensor:
+    return torch.rand(n, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_a_forward_pass_gives_images_codes_and_losses(quantizer: str) -> None:
+    model = tiny(quantizer)
+    out = model(images())
+    assert out.reconstruction.shape == (2, 3, 16, 16) and out.reconstruction.dtype == torch.float32
+    assert out.codes.shape == (2, 4, 4) and out.codes.dtype == torch.int64
+    assert out.codes.min() >= 0 and out.codes.max() < model.num_codes
+    assert out.features.shape == (2, 8, 16, 16) and not out.features.requires_grad
+    assert set(out.losses) == set(model.quantizer.loss_names)
+    assert all(loss.shape == () for loss in out.losses.values())
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_decoding_the_codes_gives_the_reconstruction_to_the_bit(quantizer: str) -> None:
+    model = tiny(quantizer).eval()
+    with torch.no_grad():
+        out = model(images())
+        assert torch.equal(model.encode(images()), out.codes)
+        assert torch.equal(model.decode(out.codes), out.reconstruction)
+        assert torch.equal(model.decode(out.codes.flatten(1)), out.reconstruction)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_every_weight_gets_a_gradient(quantizer: str) -> None:
+    """The public trainer's VQ branch raised a TypeError: nobody could train it."""
+    model = tiny(quantizer)
+    out = model(images())
+    (F.l1_loss(out.reconstruction, images()) + sum(out.losses.values())).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    assert all(p.grad.any() for p in model.encoder[0].parameters() if p.grad is not None)
+
+
+def convolution(fan_in: int, fan_out: int, kernel: int) -> int:
+    return fan_in * fan_out * kernel**2 + fan_out
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_the_layers_are_those_of_the_specification(blocks: int) -> None:
+    """Counted by hand: conv5, then conv4 of stride 2 to dim x 1, 2, 4, 8, residual blocks on the last level, mirrored
+    with twice as wide convolutions before the gates."""
+    dim, bits = 16, 8
+    widths = [dim, dim, 2 * dim, 4 * dim, 8 * dim]
+    c = widths[-1]
+    norm = 2 * c
+    encoder = convolution(3, dim, 5) + sum(convolution(widths[i], widths[i + 1], 4) for i in range(4))
+    encoder += blocks * (2 * (convolution(c, c, 3) + norm) + convolution(c, c, 1))
+    decoder = convolution(dim, 3, 1) + sum(convolution(widths[i + 1], widths[i], 4) for i in range(4))
+    decoder += blocks * (2 * (convolution(c, 2 * c, 3) + norm) + convolution(c, c, 1))
+    projections = convolution(c, bits, 1) + convolution(bits, c, 1)
+    model = VQGAN(image_size=32, dim=dim, num_layers=4, num_resnet_blocks=blocks, codebook_size=2**bits)
+    assert sum(p.numel() for p in model.parameters()) == encoder + decoder + projections
+
+
+def test_residual_blocks_can_be_given_for_every_level_finest_first() -> None:
+    model = tiny(num_resnet_blocks=[2, 0])
+    names = [type(layer).__name__ for layer in model.encoder]
+    assert names == ["Conv2d", "Sequential", "ResBlock", "ResBlock", "Sequential", "Conv2d"]
+    assert [type(layer).__name__ for layer in model.decoder] == [
+        "Conv2d", "Sequential", "ResBlock", "ResBlock", "Sequential", "Conv2d"
+    ]  # fmt: skip
+
+
+def test_leaky_slopes_and_groups_are_those_of_the_specification() -> None:
+    model = VQGAN(image_size=32, dim=32, num_layers=2)
+    assert {layer.negative_slope for layer in model.modules() if isinstance(layer, nn.LeakyReLU)} == {0.1}
+    assert {layer.num_groups for layer in model.modules() if isinstance(layer, nn.GroupNorm)} == {16}
+
+
+def test_nothing_squashes_the_output() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.last_layer.bias.fill_(7.0)
+        model.last_layer.weight.zero_()
+        assert (model(images()).reconstruction == 7.0).all()
+
+
+def test_an_adaptive_weight_needs_no_pass_through_the_model() -> None:
+    """The gradient at the last layer from features and image gradient is autograd's."""
+    model = tiny()
+    out = model(images())
+    loss = F.l1_loss(out.reconstruction, images())
+    (expected,) = torch.autograd.grad(loss, model.last_layer.weight, retain_graph=True)
+    (at_images,) = torch.autograd.grad(loss, out.reconstruction)
+    ours = last_layer_gradient(out.features, at_images, tuple(model.last_layer.weight.shape))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("side", [(16, 16), (8, 24)])
+def test_any_size_that_divides_is_taken(side: tuple[int, int]) -> None:
+    model = tiny().eval()
+    x = torch.rand(1, 3, *side)
+    assert model.encode(x).shape == (1, side[0] // 4, side[1] // 4)
+    assert model.decode(model.encode(x)).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"image_size": 18}, "image_size 18 must be a multiple of 2\\^num_layers = 4; use 16 or 20"),
+        ({"image_size": 2}, "use 4 or 8"),
+        ({"num_layers": 0}, "num_layers 0"),
+        ({"num_resnet_blocks": [1, 2, 3]}, "must be one number, 0 or more, or 2 of them"),
+        ({"num_resnet_blocks": -1}, "0 or more"),
+        ({"quantizer": "pq"}, "lfq, vq, fsq, bsq, ibq"),
+        ({"codebook_size": 100}, "100"),
+    ],
+)
+def test_what_cannot_be_built_says_why(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tiny(**arguments)
+
+
+def test_images_that_do_not_divide_say_why() -> None:
+    with pytest.raises(ValueError, match="width 18 must be a multiple of"):
+        tiny()(torch.rand(1, 3, 16, 18))
+    with pytest.raises(ValueError, match="no square"):
+        tiny().decode(torch.zeros(1, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_a_saved_model_loads_in_one_line(quantizer: str, tmp_path: Path) -> None:
+    """Codebook included; nobody could load the public trainer's EMA file."""
+    model = tiny(quantizer, num_resnet_blocks=[0, 1])
+    model(images())  # a codebook that starts from the first batch
+    model.eval().save_pretrained(tmp_path / "model")
+    again = VQGAN.from_pretrained(tmp_path / "model")
+    assert again.config == model.config and not again.training
+    assert torch.equal(again.encode(images()), model.encode(images()))
+    assert torch.equal(again(images()).reconstruction, model(images()).reconstruction)
+    fresh = tiny(quantizer, num_resnet_blocks=[0, 1], image_size=32)
+    fresh.load_weights_from(tmp_path / "model")
+    assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    tiny(dim=16).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="of another model; they need dim 16"):
+        tiny().load_weights_from(tmp_path / "model")
+
+
+def test_a_copy_has_weights_of_its_own_and_the_same_processes() -> None:
+    """The average of the weights and the ZeRO engine copy the model; a backend holds sockets and cannot be copied."""
+
+    class Uncopyable:
+        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+        def __deepcopy__(self, memo: Any) -> None:
+            raise AssertionError("copied")
+
+    model, backend = tiny("vq"), Uncopyable()
+    model.quantizer.all_reduce = model.quantizer.gather = backend.sum
+    twin = copy.deepcopy(model)
+    twin.last_layer.bias.data += 1
+    assert not torch.equal(twin.last_layer.bias, model.last_layer.bias)
+    assert set(model.state_dict()) == set(twin.state_dict())

@@ -1,0 +1,301 @@
+"""Train a VQGAN: images to a grid of codes and back, with a discriminator that makes reconstructions look real.
+
+    python train_vqgan.py                                     # the demonstration, minutes on two cores
+    python train_vqgan.py --image_folder photos/              # one process, debugging
+    torchrun --nproc_per_node 8 train_vqgan.py --image_folder photos/
+    deepspeed train_vqgan.py --deepspeed_config configs/deepspeed/zero2.json --image_folder photos/
+    horovodrun -np 8 python train_vqgan.py --image_folder photos/
+
+All give the same numbers. Run the same command again to resume; see README.md for the run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from training.arguments import ArgumentParser
+from training.converters import (
+    fraction,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+    whole_numbers,
+)
+from training.shared_flags import add_adversary_arguments, add_image_arguments, add_run_arguments
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+    from torch import Tensor
+
+    from data import ImageFeed
+    from models import VQGAN, Discriminator
+
+DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
+# What a resumed run may not change: its weights would not fit, or would mean something else.
+MODEL_ARGUMENTS = (
+    "image_size", "dim", "num_layers", "num_resnet_blocks", "quantizer", "codebook_size", "codebook_dim",
+    "fsq_levels", "vq_cosine", "discr_dim", "discr_layers",
+)  # fmt: skip
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser("train_vqgan.py", "Train a VQGAN.", is_root=distributed.launched_as_root)
+    add_image_arguments(parser, image_size=256, image_size_help="a multiple of 2^num_layers")
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--dim", type=positive_int, default=128, metavar="DIM", help="channels at full resolution; levels double them")
+    add("--num_layers", type=positive_int, default=4, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
+    add("--num_resnet_blocks", type=whole_numbers, default="1", metavar="N[,N...]",
+        help="residual blocks of the coarsest level, or of each level, finest first")
+    add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
+        help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
+    add("--codebook_size", type=positive_int, default=65536, metavar="CODES", help="a power of two for lfq and bsq")
+    add("--codebook_dim", type=positive_int, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")
+    add("--vq_decay", type=fraction, default=0.8, metavar="DECAY", help="of the codebook's moving averages (vq)")
+    add("--vq_cosine", action="store_true", help="nearest entry by angle (vq)")
+    add("--fsq_levels", type=whole_numbers, metavar="N,N...", help="of fsq, instead of those for codebook_size")
+    add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
+
+    add = parser.add_argument_group("generator's loss").add_argument
+    add("--l2_recon_loss", action="store_true", help="mean squared instead of absolute error")
+    add("--commitment_loss_weight", type=non_negative_float, default=0.25, metavar="WEIGHT", help="encoder to codes")
+    add("--entropy_loss_weight", type=non_negative_float, default=0.1, metavar="WEIGHT",
+        help="of H(code of an image patch) - gamma H(code over the batch), nats (lfq, bsq, ibq)")
+    add("--diversity_gamma", type=non_negative_float, default=1.0, metavar="GAMMA", help="in that formula")
+    add("--inv_temperature", type=positive_float, default=100.0, metavar="X", help="of its soft assignment (lfq, bsq)")
+    add("--entropy_anneal_factor", type=positive_float, default=1.0, metavar="FACTOR",
+        help="times the entropy loss's weight at the start")
+    add("--entropy_anneal_steps", type=non_negative_int, default=0, metavar="UPDATES", help="until it is its own")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="of Adam")
+    add("--lr_warmup_steps", type=non_negative_int, default=0, metavar="UPDATES", help="linear, from 0")
+    add("--lr_cosine", action="store_true", help="fall to a tenth along a cosine; constant otherwise")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--lpips_weights", metavar="FILE", help="report LPIPS on the validation split with these weights")
+    add("--fid_weights", metavar="FILE", help="report rFID with these Inception weights (pt_inception-2015-12-05)")
+    # fmt: on
+    add_adversary_arguments(parser)
+    add_run_arguments(parser, output_dir="runs/vqgan", ema_decay=0.995, save_every_n_steps=1000)
+    distributed.add_arguments(parser)
+    return parser
+
+
+def learning_rate(step: int, total_steps: int, peak: float, args: argparse.Namespace) -> float:
+    """Learning rate of update number ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
+    if step < args.lr_warmup_steps:
+        return float(peak * (step + 1) / args.lr_warmup_steps)
+    if not args.lr_cosine:
+        return float(peak)
+    done = (step - args.lr_warmup_steps) / max(total_steps - args.lr_warmup_steps, 1)
+    return float(peak * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))))
+
+
+def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
+    """Weight of the entropy loss at update ``step``: linear from entropy_anneal_factor times its value to its value."""
+    left = max(1 - step / args.entropy_anneal_steps, 0.0) if args.entropy_anneal_steps else 0.0
+    return float(args.entropy_loss_weight * (1 + (args.entropy_anneal_factor - 1) * left))
+
+
+def code_loss(weights: Mapping[str, float], losses: Mapping[str, Tensor]) -> Tensor | float:
+    """Weighted sum of the quantizer's losses; fsq has none."""
+    return sum(weights[name] * loss for name, loss in losses.items())
+
+
+def build_models(args: argparse.Namespace) -> tuple[VQGAN, Discriminator]:
+    """Generator and discriminator with seeded weights, the same on every process, or the generator's from a folder."""
+    import torch
+
+    from models import VQGAN, Discriminator
+
+    torch.manual_seed(args.seed)
+    blocks = [int(number) for number in args.num_resnet_blocks.split(",")]
+    generator = VQGAN(
+        image_size=args.image_size,
+        dim=args.dim,
+        num_layers=args.num_layers,
+        num_resnet_blocks=blocks if len(blocks) > 1 else blocks[0],
+        quantizer=args.quantizer,
+        codebook_size=args.codebook_size,
+        codebook_dim=args.codebook_dim,
+        diversity_gamma=args.diversity_gamma,
+        inv_temperature=args.inv_temperature,
+        fsq_levels=[int(levels) for levels in args.fsq_levels.split(",")] if args.fsq_levels else None,
+        vq_decay=args.vq_decay,
+        vq_cosine=args.vq_cosine,
+    )
+    discriminator = Discriminator(args.discr_dim or args.dim, layers=args.discr_layers)
+    discriminator.check_side(args.image_size)
+    if args.init_from:
+        generator.load_weights_from(args.init_from)
+    return generator, discriminator
+
+
+def evaluate(
+    model: VQGAN, feed: ImageFeed, judges: Mapping[str, Any], backend: distributed.Backend
+) -> tuple[dict[str, float], Tensor]:
+    """Quality over the validation split and all processes, and how often each code was chosen."""
+    import torch
+    from torch.nn import functional as F
+
+    from training.quality import ReconstructionQuality
+
+    quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **judges)
+    was_training = model.training
+    model.eval()  # the quantizer keeps no statistics and asks nobody
+    with torch.no_grad():
+        for images in feed.validation():
+            out = model(images)
+            quality.add(images, out.reconstruction, out.codes, recon_loss=F.l1_loss(out.reconstruction, images))
+    model.train(was_training)
+    return quality.result(backend.sum)
+
+
+def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+    import torch
+    from torch.nn import functional as F
+
+    import data
+    from models.perceptual import load_perceptual
+    from models.published import read_state_dict
+    from training.ema import make_ema
+    from training.fid import inception_features
+    from training.game import Game, Rules
+    from training.images import code_histogram, grid
+    from training.metrics import CodeUsage, code_statistics
+    from training.run import Run
+
+    with backend.agreement():
+        generator, discriminator = (model.to(backend.device) for model in build_models(args))
+        perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device)
+        judges: dict[str, Any] = {}
+        if args.lpips_weights:
+            judges["lpips"] = load_perceptual("lpips", args.lpips_weights, backend.device)
+        if args.fid_weights:
+            judges["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), backend.device)
+    feed = data.ImageFeed(args, backend)
+    with backend.agreement():
+        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(feed.train_set))
+
+    quantizer, last_weight_shape = generator.quantizer, generator.last_layer.weight.shape
+    quantizer.all_reduce, quantizer.gather = backend.sum, backend.gather
+    quantizer.rank, quantizer.world_size = backend.rank, backend.world_size
+    ema = make_ema(generator, args.ema_decay)
+    adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
+    g = backend.wrap(generator, adam(generator.parameters()), name="generator")
+    d = backend.wrap(
+        discriminator,
+        adam(discriminator.parameters()),
+        name="discriminator",
+        max_grad_norm=args.discr_max_grad_norm,
+    )
+    rules = Rules(
+        args.gan_loss, args.gan_weight, args.gan_weight_scale, args.penalty_weight, args.lecam_weight, args.lecam_decay
+    )
+    game = Game(g, d, backend, quantizer=quantizer, last_weight_shape=last_weight_shape, rules=rules,
+                images=lambda micro: data.to_unit_range(micro["images"]))  # fmt: skip
+    run.resume(generator=g, discriminator=d, lecam=game.lecam, ema=ema, bad_samples=feed.bad_samples)
+    if run.is_complete:
+        run.close()
+        return
+    total_steps = run.progress.total_steps
+    run.say(f"{len(feed.train_set)} images to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
+    batch = feed.start(run.progress.samples)
+    shown = feed.preview(args.num_images_save)
+
+    def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        error = F.mse_loss(fake, images) if args.l2_recon_loss else F.l1_loss(fake, images)
+        if perceptual is None:
+            return error, {"recon_loss": error}
+        likeness = perceptual(fake, images)
+        return error + args.perceptual_loss_weight * likeness, {"recon_loss": error, "perceptual_loss": likeness}
+
+    while not run.progress.finished:
+        step = run.progress.step
+        g.lr = learning_rate(step, total_steps, args.learning_rate, args)
+        d.lr = learning_rate(step, total_steps, args.discr_learning_rate or args.learning_rate, args)
+        rate = g.lr  # the one really used, where a configuration overrules the schedule
+        weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
+        images = {"images": batch["images"]}
+        means: dict[str, Tensor] = {}
+        update, reconstructions, codes = game.generator_step(
+            images,
+            means,
+            reconstruction_loss=reconstruction_loss,
+            code_loss=functools.partial(code_loss, weights),
+            is_adversarial=step >= args.discr_start_step,
+            step=step,
+            seed=args.seed,
+        )
+        ema.update(g.gathered)
+        if step >= args.discr_start_step:
+            with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
+            discr_update = game.discriminator_step(images, reconstructions, means, with_penalty=with_penalty)
+        run.advance()
+        stop = backend.stop_requested(run.out_of_time)
+        metrics: dict[str, float] = {}
+        if run.due(args.log_every_n_steps):
+            usage = CodeUsage(generator.num_codes, backend.device)
+            for of_micro_batch in codes:
+                usage.add(of_micro_batch)
+            metrics = {**backend.mean(means), **code_statistics(usage.counts(backend.sum))}
+            metrics |= {"lr": rate, "entropy_loss_weight": weights["entropy"], "grad_norm": float(update.grad_norm)}
+            if step >= args.discr_start_step:
+                metrics["discr_grad_norm"] = float(discr_update.grad_norm)
+            metrics["skipped_updates"] = g.skipped_updates + d.skipped_updates
+        with run.stopwatch.paused():
+            if stop:  # first of all: whoever asks for it may not wait for a validation
+                feed.report_bad_samples(run.say)
+                run.save()
+            if run.due(args.validate_every_n_steps) and len(feed.valid_set):
+                with g.gathered() as online:
+                    candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
+                    for name, candidate in candidates.items():
+                        values, counts = evaluate(candidate, feed, judges, backend)
+                        metrics |= {f"{name}/{key}": value for key, value in values.items()}
+                        run.log_image(f"{name}/codes", code_histogram(counts))
+            if metrics or run.due(args.save_every_n_steps):
+                feed.report_bad_samples(run.say)
+            if metrics:
+                run.log({**metrics, "bad_samples": feed.bad_samples.count})
+            if run.due(args.sample_every_n_steps):
+                with g.gathered() as online:
+                    if backend.is_root:
+                        models = {"online": online, **ema.averages()}
+                        rows = {name: model.decode(model.encode(shown)) for name, model in models.items()}
+                        run.log_sample("reconstructions", grid({"original": shown, **rows}))
+            if run.due(args.save_every_n_steps):
+                run.save()
+        if stop:
+            run.save_and_exit()
+        if not run.progress.finished:
+            batch = feed.next()
+
+    with g.gathered() as online:
+        run.finish(ema.best(online).save_pretrained, run.folder.model_dir)
+    run.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse(argv, demonstration=DEMO_CONFIG)
+
+    from training.run_folder import last_start
+
+    fresh = args.fresh and not distributed.launched_again()
+    try:
+        with distributed.from_args(args, last_start(args.output_dir, fresh)) as backend:
+            train(args, parser.settings(args), backend)
+    except distributed.UserMistake as mistake:
+        parser.error(str(mistake))
+
+
+if __name__ == "__main__":
+    main()

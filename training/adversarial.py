@@ -1,0 +1,156 @@
+"""What a generator and a discriminator are trained by: losses, regularisers, and the weight of one against the other.
+
+Logits are positive where the discriminator takes an image for real. Losses are fp32 means over all logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
+
+
+def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+    """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017; without the 1/2 that some put before)."""
+    return F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean()
+
+
+def hinge_generator_loss(fake_logits: Tensor) -> Tensor:
+    """-mean D(fake), 0-d (Lim & Ye 2017)."""
+    return -fake_logits.float().mean()
+
+
+def bce_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+    """-mean log s(D(real)) - mean log(1 - s(D(fake))) with the logistic function s, 0-d (Goodfellow et al. 2014)."""
+    return F.softplus(-real_logits.float()).mean() + F.softplus(fake_logits.float()).mean()
+
+
+def bce_generator_loss(fake_logits: Tensor) -> Tensor:
+    """-mean log s(D(fake)), 0-d: the non-saturating one (Goodfellow et al. 2014, section 3)."""
+    return F.softplus(-fake_logits.float()).mean()
+
+
+class AdversarialLoss(NamedTuple):
+    """The two sides of a game."""
+
+    discriminator: Callable[[Tensor, Tensor], Tensor]
+    """Of the logits of real and of generated images."""
+    generator: Callable[[Tensor], Tensor]
+    """Of the logits of generated images."""
+
+
+ADVERSARIAL_LOSSES = {
+    "hinge": AdversarialLoss(hinge_discriminator_loss, hinge_generator_loss),
+    "bce": AdversarialLoss(bce_discriminator_loss, bce_generator_loss),
+}
+
+
+class LeCam(nn.Module):
+    """LeCam regulariser (Tseng et al. 2021, section 3.2), clipped as in the authors' code.
+
+    mean relu(D(real) - a_fake)^2 + mean relu(a_real - D(fake))^2, where a_real and a_fake are exponential moving
+    averages of mean D(real) and mean D(fake), corrected for their start from 0 as Adam's are. Its state is these
+    averages: ``state_dict()`` belongs into the checkpoint.
+
+    The loss reads only averages of earlier updates. So it does not depend on how a batch is split, if `update` is
+    called once per update with means over the global batch. 0 before the first.
+
+    Args:
+        decay: Of the averages, in [0, 1).
+
+    Raises:
+        ValueError: another decay.
+    """
+
+    real: Tensor
+    fake: Tensor
+    mass: Tensor
+
+    def __init__(self, decay: float = 0.999) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay {decay} of the LeCam averages: give a number from 0 up to but without 1")
+        self.decay = decay
+        for name in ("real", "fake", "mass"):  # the mass is what averages of the constant 1 would be
+            self.register_buffer(name, torch.zeros(()))
+
+    def forward(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+        """Logits of any shapes -> the regulariser, 0-d."""
+        mass = self.mass.clamp_min(torch.finfo(self.mass.dtype).tiny)
+        from_fake = F.relu(real_logits.float() - self.fake / mass).square().mean()
+        to_real = F.relu(self.real / mass - fake_logits.float()).square().mean()
+        return (from_fake + to_real) * (self.mass > 0)
+
+    @torch.no_grad()
+    def update(self, real_mean: Tensor, fake_mean: Tensor) -> None:
+        """Take in mean D(real) and mean D(fake) of one update, 0-d, over the *global* batch. Means of which one is not
+        finite are left out, both. Nothing waits for the device."""
+        usable = real_mean.isfinite() & fake_mean.isfinite()
+        for average, value in ((self.real, real_mean), (self.fake, fake_mean), (self.mass, torch.ones_like(self.mass))):
+            average.copy_(torch.where(usable, average.lerp(value.to(average), 1 - self.decay), average))
+
+
+def gradient_penalty(discriminator: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """mean (|grad_x sum D(x)| - 1)^2 over the images, 0-d, with a graph to the discriminator's weights.
+
+    The penalty of Gulrajani et al. 2017 at real images; the usual weight, 10, is the caller's. The discriminator runs
+    in fp32, under autocast too, since a gradient of small gradients does not survive half precision.
+
+    Args:
+        discriminator: (b, c, h, w) -> logits. Images must not influence one another's logits.
+        images: (b, c, h, w). No gradient reaches them.
+    """
+    with torch.autocast(images.device.type, enabled=False):
+        x = images.detach().float().requires_grad_()
+        (gradient,) = torch.autograd.grad(discriminator(x).sum(), x, create_graph=True)
+        return (torch.linalg.vector_norm(gradient.flatten(1), dim=1) - 1).square().mean()
+
+
+# A power of two, so that nothing is rounded: the gradient of a mean over many pixels would vanish in fp16.
+_GRADIENT_SCALE = 2.0**12
+
+
+def image_gradient(loss: Tensor, images: Tensor) -> Tensor:
+    """Gradient of a loss (0-d) with respect to images (b, c, h, w), fp32, without a graph of its own."""
+    (gradient,) = torch.autograd.grad(loss * _GRADIENT_SCALE, images)
+    return gradient.float() / _GRADIENT_SCALE
+
+
+def last_layer_gradient(features: Tensor, image_gradient: Tensor, weight_shape: tuple[int, ...]) -> Tensor:
+    """A loss's gradient with respect to the last convolution's weight, without a pass back through the network.
+
+    Args:
+        features: What the convolution takes, (b, i, h, w).
+        image_gradient: The loss's gradient with respect to what it gives, (b, o, h, w).
+        weight_shape: (o, i, k, k), k odd; stride 1 and padding k // 2.
+
+    Returns:
+        fp32, of ``weight_shape``, detached. A sum over the images that were given, as autograd's is.
+
+    Raises:
+        ValueError: a kernel of even side, which has no such padding.
+    """
+    kernel = weight_shape[-1]
+    if kernel % 2 == 0:
+        raise ValueError(f"a last convolution of side {kernel}: only odd sides keep the size of an image")
+    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+        x, gradient = features.float(), image_gradient.float()
+        return conv2d_weight(x, weight_shape, gradient, padding=kernel // 2)
+
+
+def adaptive_weight(nll_gradient: Tensor, gan_gradient: Tensor, cap: float = 1e4, eps: float = 1e-4) -> Tensor:
+    """min(|nll_gradient| / max(|gan_gradient|, eps), cap), 0-d and detached (Esser et al. 2021, equation 7).
+
+    The weight that gives the generator's adversarial loss the same pull on the last layer as the reconstruction has.
+
+    Args:
+        nll_gradient: Gradient of the reconstruction (and perceptual) loss with respect to the last layer's weight.
+        gan_gradient: The same of the adversarial loss. Both already averaged over all processes and the whole batch:
+            averages of weights would not be the weight of one process.
+    """
+    nll_norm, gan_norm = (torch.linalg.vector_norm(g.detach().float()) for g in (nll_gradient, gan_gradient))
+    return (nll_norm / gan_norm.clamp_min(eps)).clamp_max(cap)
