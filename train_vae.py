@@ -199,7 +199,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         temperature = gumbel_temperature(step, args)
         engine.lr = learning_rate(step, args)
         unreadable += batch["bad"]
-        means = torch.zeros(3, device=backend.device)
+        # fp64: the same sum however the batch is spread over processes and micro-batches.
+        means = torch.zeros(3, dtype=torch.float64, device=backend.device)
         for micro in engine.micro_batches({key: batch[key] for key in ("images", "positions")}):
             images = data.to_unit_range(micro["images"])
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
