@@ -153,7 +153,7 @@ class Backend(ABC):
         for rank, theirs in enumerate(collectives.gather_objects(mine, self.comm, self.device)):
             if theirs != mine:
                 raise ValueError(
-                    f"batch, accumulation, processes and parts are {mine} on rank {self.rank} and {theirs} on rank {rank}; "
+                    f"batch, accumulation, processes, parts are {mine} on rank {self.rank}, {theirs} on rank {rank}; "
                     "start all processes with the same flags, and an --output_dir on a disk that all of them see"
                 )
 

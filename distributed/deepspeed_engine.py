@@ -97,7 +97,8 @@ class ZeroEngine(Engine):
             return self.module(*args, **kwargs)
 
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for self._micro_batch, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+        for index, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+            self._micro_batch = index
             yield part
         self._micro_batch = None
 
@@ -123,7 +124,8 @@ class ZeroEngine(Engine):
             if self._stage == 3:
                 self._optimizer.backward_epilogue()  # gives back what this backward pass has gathered
         else:
-            self._backward_through_zero(loss * self._guard.poison(loss, weight * self._backend.world_size), retain_graph)
+            weight = weight * self._backend.world_size  # DeepSpeed averages
+            self._backward_through_zero(loss * self._guard.poison(loss, weight), retain_graph)
         self._backend.watchdog.mark("computing")
 
     def _backward_through_zero(self, loss: Tensor, retain_graph: bool) -> None:

@@ -68,7 +68,8 @@ class ReplicatedEngine(Engine):
             return self.module(*args, **kwargs)
 
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for self._micro_batch, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+        for index, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+            self._micro_batch = index
             yield part
         self._micro_batch = None
 

@@ -20,8 +20,8 @@ from .reducer import BUCKET_BYTES, split_by_size, view_like
 class GradientParts:
     """Stands where ``GradientReducer`` does: any number of ``backward`` per part, ``finish``, ``zero_``.
 
-    The gradients come from ``torch.autograd.grad``, so that whatever listens at the parameters, as DeepSpeed does, hears
-    nothing of them, and none goes to a parameter of another model.
+    The gradients come from ``torch.autograd.grad``, so that whatever listens at the parameters, as DeepSpeed does,
+    hears nothing of them, and none goes to a parameter of another model.
 
     Args:
         parameters: Those that are trained, in full size (ZeRO 3 may empty them later).
