@@ -14,8 +14,8 @@ from .batch import BatchPlan
 
 def split_batch(batch: Mapping[str, Any], plan: BatchPlan, device: torch.device) -> list[dict[str, Any]]:
     """``grad_accum_steps`` consecutive parts of a local batch. Tensors go to the device; lists are cut alike; what is
-    neither is handed on as it is. Where every number of processes is to give the same bits, parts are copies: some
-    matrix products round otherwise where their operands begin at another address modulo 64.
+    neither is handed on as it is. With ``batch_parts``, parts are copies: where one begins in the local batch depends
+    on the number of processes, and products of matrices may round otherwise at another address.
 
     Raises:
         ValueError: a tensor or list does not hold ``local_batch_size`` entries.

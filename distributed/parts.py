@@ -65,14 +65,11 @@ class GradientParts:
     def finish(self) -> None:
         """Sum all parts of all processes into ``gradients``. Collective."""
         for bucket in self._buckets:
-            here = _add_pairs(list(bucket))
+            sums = _add_pairs(list(bucket))
             if self._comm.world_size > 1:
-                gathered = self._comm.all_gather(torch.stack(here))
-                here = _add_pairs([part for parts in gathered for part in parts])
-            for part in here[1:]:
-                here[0] += part
-            if here[0] is not bucket[0]:
-                bucket[0].copy_(here[0])
+                gathered = self._comm.all_gather(torch.stack(sums))
+                sums = _add_pairs([part for parts in gathered for part in parts])
+            bucket[0].copy_(sum(sums[1:], start=sums[0]))
 
     def zero_(self) -> None:
         """Forget all gradients (a parameter that gets none this time counts as zero, on every backend)."""
@@ -80,8 +77,7 @@ class GradientParts:
 
 
 def _add_pairs(parts: list[Tensor]) -> list[Tensor]:
-    """Sums of neighbours, of neighbouring sums and so on, while their number is even; in place."""
+    """Sums of neighbours, of neighbouring sums and so on, while their number is even."""
     while len(parts) % 2 == 0:
-        torch._foreach_add_(parts[0::2], parts[1::2])
-        parts = parts[0::2]
+        parts = list(torch._foreach_add(parts[0::2], parts[1::2]))
     return parts
