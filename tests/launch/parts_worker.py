@@ -1,7 +1,7 @@
 """The contracts and a training of the VAE, one after the other in one job, for the test of --batch_parts.
 
-    torchrun --nproc_per_node 2 tests/launch/parts_worker.py --outputs DIR --batch_parts 4
-    torchrun --nproc_per_node 2 tests/launch/parts_worker.py --outputs DIR --batch_parts 4 --checkpoints OTHER/checkpoints
+    torchrun --nproc_per_node 2 tests/launch/parts_worker.py --batch_parts 4 --outputs DIR
+    torchrun --nproc_per_node 2 tests/launch/parts_worker.py --batch_parts 4 --outputs DIR --checkpoints A/checkpoints
 
 A job starts slowly: one serves several ZeRO stages. With --checkpoints it only goes on from them.
 """
@@ -11,12 +11,9 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
-
-import contract_worker as contracts
+import contract_worker as contracts  # a script finds its neighbours
 import portability_worker as portability
 
 import distributed
