@@ -206,7 +206,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
             out = engine(images, noise=gumbel, temperature=temperature)
             engine.backward(out.loss)
-            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach() / backend.grad_accum_steps
+            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach().double() / backend.grad_accum_steps
         rate = engine.lr  # the one really used, where a configuration overrules the schedule
         update = engine.step()
         ema.update(engine.gathered)
