@@ -59,9 +59,9 @@ class ZeroEngine(Engine):
         # Where the module does not hold full fp32 weights, a plain twin does for as long as somebody reads it.
         self._twin = copy.deepcopy(model) if zero_stage == 3 or weights_are_low_precision else None
         self._empty_twin()
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._parts: GradientParts | None = None
         if self._plan.batch_parts:
-            trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self._parts = GradientParts(trainable, backend.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         if options.compile:
@@ -70,7 +70,7 @@ class ZeroEngine(Engine):
         with _weights_left_alone():
             self._ds, self._optimizer, _, self._scheduler = deepspeed.initialize(
                 model=model,
-                model_parameters=[p for p in model.parameters() if p.requires_grad],
+                model_parameters=trainable,
                 optimizer=None if "optimizer" in config else optimizer,
                 config=runtime,
                 dist_init_required=False,
@@ -172,9 +172,8 @@ class ZeroEngine(Engine):
 
     def _step_unsharded(self) -> tuple[Tensor, Tensor]:
         """ZeRO 0 in fp32 is a plain optimizer, and DeepSpeed would clip with a NaN norm: look before it steps."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in [p for p in self.module.parameters() if p.requires_grad and p.grad is None]:
+            parameter.grad = torch.zeros_like(parameter)
         self._ds._running_engine_step = True  # what step() says while it reduces
         self._ds.allreduce_gradients()
         self._ds._running_engine_step = False
