@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
-# and: lint, bench (speed), parity (the backends' numbers side by side), torture MINUTES=10 (runs killed at random)
+# and: lint, bench (speed), parity (the backends' numbers side by side; the same bits of the full model on your images:
+# parity IMAGES=photos/), torture MINUTES=10 (runs killed at random)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -32,6 +33,7 @@ bench: $(VENV)/.complete
 
 parity: $(VENV)/.complete
 	$(BIN)/python scripts/parity.py --processes 2 4
+	$(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 $(if $(IMAGES),-- --image_folder $(IMAGES))
 
 MINUTES ?= 10
 torture: $(VENV)/.complete

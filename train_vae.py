@@ -160,13 +160,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         step = run.progress.step
         temperature = gumbel_temperature(step, args)
         engine.lr = learning_rate(step, args)
-        means = torch.zeros(3, device=backend.device)
+        # fp64: the same sum however the batch is spread over processes and micro-batches.
+        means = torch.zeros(3, dtype=torch.float64, device=backend.device)
         for micro in engine.micro_batches({key: batch[key] for key in ("images", "positions")}):
             images = data.to_unit_range(micro["images"])
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
             out = engine(images, noise=gumbel, temperature=temperature)
             engine.backward(out.loss)
-            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach() / backend.grad_accum_steps
+            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach().double() / backend.grad_accum_steps
         rate = engine.lr  # the one really used, where a configuration overrules the schedule
         update = engine.step()
         ema.update(engine.gathered)

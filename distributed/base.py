@@ -105,14 +105,16 @@ class Backend(ABC):
         return self.launch.is_restart
 
     def __enter__(self) -> Backend:
-        from .devices import use_deterministic_kernels
+        from .devices import use_deterministic_kernels, use_one_thread
         from .stop import StopRequest
         from .watchdog import Watchdog
 
-        if self.options.deterministic:
+        if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels()
         try:
             self.connect()
+            if self.options.plan.batch_parts and self.device.type == "cpu":
+                use_one_thread()
             self._agree_on_plan()
             self.watchdog = Watchdog(self)
             self._stop = StopRequest(self.comm)
@@ -147,11 +149,11 @@ class Backend(ABC):
         from . import collectives
 
         plan = self.options.plan
-        mine = [plan.global_batch_size, plan.grad_accum_steps, plan.world_size]
+        mine = [plan.global_batch_size, plan.grad_accum_steps, plan.world_size, plan.batch_parts]
         for rank, theirs in enumerate(collectives.gather_objects(mine, self.comm, self.device)):
             if theirs != mine:
                 raise ValueError(
-                    f"batch, accumulation and processes are {mine} on rank {self.rank} and {theirs} on rank {rank}; "
+                    f"batch, accumulation, processes, parts are {mine} on rank {self.rank}, {theirs} on rank {rank}; "
                     "start all processes with the same flags, and an --output_dir on a disk that all of them see"
                 )
 
@@ -187,6 +189,7 @@ class Backend(ABC):
             "batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "grad_accum_steps": plan.grad_accum_steps,
+            "batch_parts": plan.batch_parts,
             "asked_grad_accum_steps": plan.asked_grad_accum_steps or plan.grad_accum_steps,
             "max_grad_norm": self.options.max_grad_norm,
         }
@@ -199,7 +202,9 @@ class Backend(ABC):
             f"{plan.global_batch_size} = {plan.micro_batch_size} x {plan.grad_accum_steps} accumulation x "
             f"{self.world_size} processes"
         )
-        if plan.asked_grad_accum_steps:
+        if plan.batch_parts:
+            text += f"; in {plan.batch_parts} parts, with the same bits on any number of processes"
+        elif plan.asked_grad_accum_steps:
             text += (
                 f" (--grad_accum_steps {plan.asked_grad_accum_steps}, but there are fewer processes than before: more "
                 "accumulation, so that none holds more samples at a time)"

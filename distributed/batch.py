@@ -18,6 +18,8 @@ class BatchPlan:
     world_size: int
     #: What was asked for, where a run goes on with fewer processes and accumulates more instead.
     asked_grad_accum_steps: int | None = None
+    #: Equal parts in which the batch is computed on any number of processes; 0 where that does not matter.
+    batch_parts: int = 0
 
     @property
     def local_batch_size(self) -> int:
@@ -31,29 +33,58 @@ class BatchPlan:
 
 
 def plan_batches(
-    global_batch_size: int, grad_accum_steps: int, world_size: int, last_start: Mapping[str, Any] | None = None
+    global_batch_size: int,
+    grad_accum_steps: int,
+    world_size: int,
+    last_start: Mapping[str, Any] | None = None,
+    batch_parts: int = 0,
 ) -> BatchPlan:
     """The plan, or one line with the arithmetic and the nearest sizes that fit.
 
     ``last_start`` describes the processes that trained this run before. If more of them trained the same batch with the
     same flags, each now gets more samples per update; accumulation grows so that it holds no more of them at a time.
 
+    ``batch_parts`` above 0 fixes the micro-batch, whatever else: every process accumulates over its share of the parts,
+    of which each accumulation step that was asked for gets the same number.
+
     Raises:
-        UserMistake: the batch does not divide by processes x accumulation steps.
+        UserMistake: the batch does not divide by processes x accumulation steps, or the parts do not, or the batch does
+            not divide by the parts.
     """
+    if batch_parts:
+        return _plan_parts(global_batch_size, grad_accum_steps, world_size, batch_parts)
     unit = grad_accum_steps * world_size
     if global_batch_size % unit:
-        below = global_batch_size // unit * unit
-        fits = f"{below} or {below + unit}" if below else f"{unit}"
         raise UserMistake(
             f"--batch_size {global_batch_size} is the number of samples per update over all processes and does not "
             f"divide: {global_batch_size} / ({world_size} processes x {grad_accum_steps} accumulation steps) = "
-            f"{global_batch_size / unit:.12g}; use --batch_size {fits}"
+            f"{global_batch_size / unit:.12g}; use --batch_size {_nearest(global_batch_size, unit)}"
         )
     needed = _needed_steps(global_batch_size, grad_accum_steps, world_size, last_start or {})
     if needed > grad_accum_steps:
         return BatchPlan(global_batch_size, needed, world_size, asked_grad_accum_steps=grad_accum_steps)
     return BatchPlan(global_batch_size, grad_accum_steps, world_size)
+
+
+def _plan_parts(batch_size: int, asked: int, world_size: int, parts: int) -> BatchPlan:
+    unit = asked * world_size
+    if parts % unit:
+        raise UserMistake(
+            f"--batch_parts {parts} does not divide: {parts} / ({world_size} processes x {asked} accumulation steps) = "
+            f"{parts / unit:.12g}; use --batch_parts {_nearest(parts, unit)}"
+        )
+    if batch_size % parts:
+        raise UserMistake(
+            f"--batch_size {batch_size} does not divide into --batch_parts {parts}: {batch_size} / {parts} = "
+            f"{batch_size / parts:.12g}; use --batch_size {_nearest(batch_size, parts)}"
+        )
+    return BatchPlan(batch_size, parts // world_size, world_size, asked_grad_accum_steps=asked, batch_parts=parts)
+
+
+def _nearest(number: int, unit: int) -> str:
+    """The multiples of ``unit`` on both sides."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def _needed_steps(batch_size: int, asked: int, world_size: int, before: Mapping[str, Any]) -> int:

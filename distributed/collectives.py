@@ -62,9 +62,12 @@ def sum_scalars(values: Mapping[str, Any], comm: Communicator, device: torch.dev
 
 
 def sum_tensor(tensor: Tensor, comm: Communicator) -> Tensor:
-    """A new tensor with the sum over the processes; integers are summed as such, half precision in fp32."""
-    work = tensor.detach().clone() if tensor.dtype not in (torch.bfloat16, torch.float16) else tensor.detach().float()
-    if work.dtype == torch.bool:
+    """A new tensor with the sum over the processes; integers are summed as such, floating numbers in fp64 and rounded
+    once, so that the order in which processes are added hardly ever shows."""
+    work = tensor.detach().clone()
+    if tensor.is_floating_point():
+        work = work.double()
+    elif work.dtype == torch.bool:
         work = work.long()
     work = work.contiguous()
     comm.all_reduce_(work, "sum_tensor").wait()

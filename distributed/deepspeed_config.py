@@ -101,6 +101,24 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     args.explicit = frozenset(explicit)
 
 
+def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
+    """The JSON asks for nothing that computes otherwise than the other backends, where all are to give the same bits.
+
+    Raises:
+        UserMistake: an optimizer of its own, weights of low precision, or state on another device.
+    """
+    zero = config.get("zero_optimization", {})
+    found = [f"the optimizer section of {path}"] * ("optimizer" in config)
+    found += [f"bf16.enabled in {path}"] * bool(config.get("bf16", {}).get("enabled"))
+    found += ["fp16"] * (precision == "fp16")
+    found += [f"{key} in {path}" for key in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(key)]
+    if found:
+        raise UserMistake(
+            f"--batch_parts gives the bits of every other backend, but with {found[0]} DeepSpeed computes otherwise "
+            "than they do; leave out one of the two"
+        )
+
+
 def resolve(
     config: dict[str, Any],
     *,

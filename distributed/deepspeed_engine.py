@@ -16,12 +16,13 @@ from .base import Backend
 from .deepspeed_config import resolve
 from .engine_base import Engine
 from .finite import SkipGuard
-from .micro import backward_weight, no_gradients, split_batch
-from .optimizer_state import live_weights
+from .micro import backward_weight, clip_divisor, gradient_norm, no_gradients, split_batch
+from .optimizer_state import live_weights, unfuse
 from .options import Update
+from .parts import GradientParts
 from .precision import autocast
 from .replicas import check_replicas, check_replicas_now_and_then
-from .zero_state import read_zero_optimizer, weight_readers, write_weights, write_zero_optimizer
+from .zero_state import read_zero_optimizer, weight_readers, write_gradients, write_weights, write_zero_optimizer
 
 
 class ZeroEngine(Engine):
@@ -58,13 +59,18 @@ class ZeroEngine(Engine):
         # Where the module does not hold full fp32 weights, a plain twin does for as long as somebody reads it.
         self._twin = copy.deepcopy(model) if zero_stage == 3 or weights_are_low_precision else None
         self._empty_twin()
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parts: GradientParts | None = None
+        if self._plan.batch_parts:
+            self._parts = GradientParts(trainable, backend.comm, self._plan.grad_accum_steps)
+            unfuse(optimizer)
         if options.compile:
             model.compile()
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
         with _weights_left_alone():
             self._ds, self._optimizer, _, self._scheduler = deepspeed.initialize(
                 model=model,
-                model_parameters=[p for p in model.parameters() if p.requires_grad],
+                model_parameters=trainable,
                 optimizer=None if "optimizer" in config else optimizer,
                 config=runtime,
                 dist_init_required=False,
@@ -75,9 +81,10 @@ class ZeroEngine(Engine):
             "optimizer_in_use": type(self._ds.basic_optimizer).__name__,
         }
         self._is_unsharded_fp32 = zero_stage == 0 and not weights_are_low_precision
-        if self._is_unsharded_fp32:
-            self._ds._config.gradient_clipping = 0.0  # _step_unsharded clips
+        if self._is_unsharded_fp32 or self._parts is not None:
+            self._ds._config.gradient_clipping = self._optimizer.clip_grad = 0.0  # this engine clips
         self._is_frozen = self._is_plain = False
+        self._micro_batch: int | None = None
         self._updates = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +99,10 @@ class ZeroEngine(Engine):
             return self.module(*args, **kwargs)
 
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        yield from split_batch(batch, self._plan, self._backend.device)
+        for index, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+            self._micro_batch = index
+            yield part
+        self._micro_batch = None
 
     def backward(
         self,
@@ -110,19 +120,29 @@ class ZeroEngine(Engine):
                 "graph; add the losses and call backward once, or run the forward pass again"
             )
         self._backend.watchdog.mark("backward", update=self._updates)
-        weight = backward_weight(items, total, self._plan.grad_accum_steps, self._backend.world_size)
+        weight = backward_weight(items, total, self._plan)
+        if self._parts is not None:
+            self._parts.backward(loss, self._guard.poison(loss, weight), self._micro_batch, retain_graph)
+            if self._stage == 3:
+                self._optimizer.backward_epilogue()  # gives back what this backward pass has gathered
+        else:
+            weight = weight * self._backend.world_size  # DeepSpeed averages
+            self._backward_through_zero(loss * self._guard.poison(loss, weight), retain_graph)
+        self._backend.watchdog.mark("computing")
+
+    def _backward_through_zero(self, loss: Tensor, retain_graph: bool) -> None:
         if self._stage:
             # ZeRO takes a second backward after one forward for the same one and overwrites; this starts a new one.
             self._optimizer.clear_backward_seen_flag()
-        weighted = loss * self._guard.poison(loss, weight)
-        weighted.register_hook(lambda _: self._ds._backward_prologue())
-        self._ds.backward(weighted, retain_graph=retain_graph, scale_wrt_gas=False)
-        self._backend.watchdog.mark("computing")
+        loss.register_hook(lambda _: self._ds._backward_prologue())
+        self._ds.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self) -> Update:
         self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
         self._backend.about_to_update()
-        if self._is_unsharded_fp32:
+        if self._parts is not None:
+            norm, finite = self._step_with(self._parts)
+        elif self._is_unsharded_fp32:
             norm, finite = self._step_unsharded()
         else:
             self._ds.step()
@@ -137,17 +157,30 @@ class ZeroEngine(Engine):
             check_replicas_now_and_then(self._backend, self.module, self._name, self._updates)
         return Update(norm, ~finite)
 
+    @torch.no_grad()
+    def _step_with(self, parts: GradientParts) -> tuple[Tensor, Tensor]:
+        """The finished gradient, made as it is without DeepSpeed, goes to DeepSpeed's optimizer past its reduction."""
+        parts.finish()
+        norm = gradient_norm(parts.gradients)
+        finite = torch.isfinite(norm)
+        if bool(finite):
+            torch._foreach_div_(parts.gradients, clip_divisor(norm, self._max_grad_norm).float())
+            write_gradients(self._optimizer, self._stage, parts.by_parameter)
+            self._optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
+        parts.zero_()
+        return norm, finite
+
     def _step_unsharded(self) -> tuple[Tensor, Tensor]:
         """ZeRO 0 in fp32 is a plain optimizer, and DeepSpeed would clip with a NaN norm: look before it steps."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in [p for p in self.module.parameters() if p.requires_grad and p.grad is None]:
+            parameter.grad = torch.zeros_like(parameter)
         self._ds._running_engine_step = True  # what step() says while it reduces
         self._ds.allreduce_gradients()
         self._ds._running_engine_step = False
         grads = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in grads]
-        norm = torch.stack(squares).sum().sqrt()
+        norm = gradient_norm(grads)
         finite = torch.isfinite(norm)
         if bool(finite):
             if self._max_grad_norm > 0:

@@ -29,6 +29,12 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
+def use_one_thread() -> None:
+    """From here on PyTorch computes in one CPU thread: a sum that several share depends on how many they are, and
+    launchers differ in what they allow (torchrun says OMP_NUM_THREADS=1, others nothing)."""
+    torch.set_num_threads(1)
+
+
 def use_deterministic_kernels() -> None:
     """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from .base import Backend
 from .engine_base import Engine
 from .finite import SkipGuard
-from .micro import backward_weight, no_gradients, split_batch
-from .optimizer_state import check_names, live_weights, read_optimizer, write_optimizer
+from .micro import backward_weight, clip_divisor, gradient_norm, no_gradients, split_batch
+from .optimizer_state import check_names, live_weights, read_optimizer, unfuse, write_optimizer
 from .options import Update
+from .parts import GradientParts
 from .precision import LossScaler, autocast
 from .reducer import GradientReducer
 from .replicas import check_replicas, check_replicas_now_and_then
@@ -43,10 +44,18 @@ class ReplicatedEngine(Engine):
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in trainable}
         self._scaler = LossScaler(options.precision == "fp16", backend.device)
-        self._reducer = GradientReducer([parameter for _, parameter in trainable], backend.comm, name)
+        parameters = [parameter for _, parameter in trainable]
+        self._reducer: GradientReducer | GradientParts
+        if self._plan.batch_parts:
+            self._reducer = GradientParts(parameters, backend.comm, self._plan.grad_accum_steps)
+            for parameter, gradient in self._reducer.by_parameter.items():
+                parameter.grad = gradient
+            unfuse(optimizer)
+        else:
+            self._reducer = GradientReducer(parameters, backend.comm, name, self._plan.grad_accum_steps)
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
         self._is_frozen = self._is_plain = False
-        self._is_last_micro_batch = False
+        self._micro_batch: int | None = None
         self._updates = 0
         if options.compile:
             model.compile()
@@ -61,11 +70,10 @@ class ReplicatedEngine(Engine):
             return self.module(*args, **kwargs)
 
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        parts = split_batch(batch, self._plan, self._backend.device)
-        for index, part in enumerate(parts):
-            self._is_last_micro_batch = index == len(parts) - 1
+        for index, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+            self._micro_batch = index
             yield part
-        self._is_last_micro_batch = False
+        self._micro_batch = None
 
     def backward(
         self,
@@ -78,25 +86,17 @@ class ReplicatedEngine(Engine):
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
         self._backend.watchdog.mark("backward", update=self._updates)
-        # Dividing by the world size here makes the sum over the processes the mean.
-        weight = backward_weight(items, total, self._plan.grad_accum_steps, self._backend.world_size)
-        weight = weight / self._backend.world_size * self._scaler.scale
-        self._reducer.before_backward(is_last=self._is_last_micro_batch)
-        torch.autograd.backward(loss, self._guard.poison(loss, weight), retain_graph=retain_graph)
+        weight = self._guard.poison(loss, backward_weight(items, total, self._plan) * self._scaler.scale)
+        self._reducer.backward(loss, weight, self._micro_batch, retain_graph)
         self._backend.watchdog.mark("computing")
 
     @torch.no_grad()
     def step(self) -> Update:
         self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
         self._reducer.finish()
-        gradients = self._reducer.gradients
-        # fp64: the sum of millions of squares in fp32 would depend on its order in the fifth digit.
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]
-        norm = torch.stack(squares).sum().sqrt() / self._scaler.scale
+        norm = gradient_norm(self._reducer.gradients) / self._scaler.scale
         finite = torch.isfinite(norm)
-        divisor = self._scaler.scale.double()
-        if self._max_grad_norm > 0:
-            divisor = divisor * ((norm + 1e-6) / self._max_grad_norm).clamp(min=1.0)
+        divisor = clip_divisor(norm, self._max_grad_norm) * self._scaler.scale
         self._update_weights(divisor.float(), finite)
         self._reducer.zero_()
         self._scaler.update(finite)

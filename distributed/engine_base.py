@@ -45,7 +45,8 @@ class Engine(ABC):
         total: int | Tensor | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update.
+        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Other engines' models
+        are to be frozen: what else a loss reaches depends on the backend and on ``--batch_parts``.
 
         Without ``items`` each micro-batch counts the same. With them, ``loss`` is a mean over ``items`` things here
         and the update is the mean over the ``total`` things of all processes and micro-batches.

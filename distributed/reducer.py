@@ -38,19 +38,20 @@ class GradientReducer:
     parameters: list[nn.Parameter]
     comm: Communicator
     name: str
+    micro_batches: int = 1  # per update
     buckets: list[_Bucket] = field(default_factory=list)
     _armed: bool = False
     _next: int = 0  # buckets leave in order: collectives must meet in the same order on every process
 
     def __post_init__(self) -> None:
         # Gradients appear roughly in the reverse order of registration.
-        for group in _split(reversed(self.parameters), BUCKET_BYTES):
+        for group in split_by_size(reversed(self.parameters), BUCKET_BYTES):
             flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
             bucket = _Bucket(flat, len(group))
             self.buckets.append(bucket)
             offset = 0
             for parameter in group:
-                parameter.grad = _view_like(parameter, flat, offset)
+                parameter.grad = view_like(parameter, flat, offset)
                 offset += parameter.numel()
                 if self.comm.world_size > 1:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket))
@@ -64,6 +65,11 @@ class GradientReducer:
         """Forget all gradients (a parameter that gets none this time counts as zero, on every backend)."""
         torch._foreach_zero_(self.gradients)
         self._rewind()
+
+    def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
+        """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: of none of them)."""
+        self.before_backward(is_last=micro_batch == self.micro_batches - 1)
+        torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
 
     def before_backward(self, is_last: bool) -> None:
         """Say whether the coming backward pass is expected to be the last one of this update."""
@@ -108,7 +114,7 @@ class GradientReducer:
             bucket.ready, bucket.handle = 0, None
 
 
-def _split(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
+def split_by_size(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
     """Consecutive groups of one dtype and device, each at most ``limit_bytes`` or one parameter."""
     groups: list[list[nn.Parameter]] = []
     filled = 0
@@ -123,7 +129,7 @@ def _split(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[list[nn
     return groups
 
 
-def _view_like(parameter: nn.Parameter, flat: Tensor, offset: int) -> Tensor:
+def view_like(parameter: nn.Parameter, flat: Tensor, offset: int) -> Tensor:
     """A view of the bucket with the parameter's strides: fused optimizers walk both in memory order."""
     part = flat[offset : offset + parameter.numel()]
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):

@@ -119,6 +119,27 @@ def write_zero_optimizer(
             write(parameter, tensors[name], slot)
 
 
+@torch.no_grad()
+def write_gradients(optimizer: Any, stage: int, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Have the optimizer's next step use these gradients, full size and the same on every process, as they are: no
+    message is exchanged, and nothing is averaged or rounded."""
+    if stage == 0:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+    elif stage == 3:
+        for i, group in enumerate(optimizer.fp16_groups):
+            optimizer.averaged_gradients[i] = [_local_slice(p, gradients[p]) for p in group]
+    else:
+        for i, group in enumerate(optimizer.bit16_groups):
+            flat = torch.zeros_like(optimizer.single_partition_of_fp32_groups[i])
+            for mapping, gradient in [(p._hp_mapping, gradients[p]) for p in group if p._hp_mapping is not None]:
+                source, target = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                flat.narrow(0, target.start, target.numel).copy_(
+                    gradient.flatten().narrow(0, source.start, source.numel)
+                )
+            optimizer.averaged_gradients[i] = [flat]
+
+
 def _flat_partitions(basic: torch.optim.Optimizer, optimizer: Any, stage: int) -> list[tuple[Tensor, dict[str, Any]]]:
     """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
     if stage < 3:

@@ -2,8 +2,10 @@
 
     python scripts/parity.py                                      # make parity
     python scripts/parity.py --processes 4 -- --image_folder photos/ --image_size 128
+    python scripts/parity.py --processes 2 4 --batch_parts 8 -- --image_folder photos/          # the same bits
 
-What follows ``--`` goes to train_vae.py. Ends with exit code 1 if a difference is larger than rounding explains.
+What follows ``--`` goes to train_vae.py. Ends with exit code 1 if a difference is larger than rounding explains; with
+``--batch_parts``, if there is any.
 """
 
 from __future__ import annotations
@@ -54,9 +56,12 @@ def launchers(processes: int, port: int) -> dict[str, list[str]]:
     return commands
 
 
-def run(command: Sequence[str], output: Path) -> list[dict[str, float]]:
-    """Losses and gradient norms of every update of one run."""
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+def run(command: Sequence[str], output: Path, threads: int | None = 1) -> list[dict[str, float]]:
+    """Losses and gradient norms of every update of one run, with so many threads unless the environment says another
+    number; None: as many as each launcher allows."""
+    environment = dict(os.environ)
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
     result = subprocess.run(
         [*command, "--output_dir", str(output)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -76,25 +81,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processes", type=int, nargs="+", default=[2], help="numbers of processes to compare with one"
     )
+    parser.add_argument("--batch_parts", type=int, default=0, help="of train_vae.py: no difference is allowed then")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of train_vae.py")
     args = parser.parse_args(argv)
     flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODEL
+    threads: int | None = 1
+    first_tolerance, last_tolerance = FIRST_TOLERANCE, LAST_TOLERANCE
+    if args.batch_parts:
+        flags = [*flags, "--batch_parts", str(args.batch_parts)]
+        threads, first_tolerance, last_tolerance = None, 0.0, 0.0  # the flag itself has to see to it
+        print(f"--batch_parts {args.batch_parts}: every loss has to have the same bits")
     folder = Path(tempfile.mkdtemp(prefix="parity-"))
     failed = False
     print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}  (relative)")
     try:
         for variant in args.variants:
             script = [str(ROOT / "train_vae.py"), *SHARED, *VARIANTS[variant], *flags]
-            reference = run([sys.executable, *script], folder / variant.replace(" ", "_"))
+            reference = run([sys.executable, *script], folder / variant.replace(" ", "_"), threads)
             for processes in args.processes:
                 for index, (name, launcher) in enumerate(launchers(processes, 29600).items()):
                     extra = ["--zero_stage", name[-1]] if "ZeRO" in name else []
-                    ours = run(
-                        [*launcher, *script, *extra], folder / f"{variant}-{processes}-{index}".replace(" ", "_")
-                    )
+                    output = folder / f"{variant}-{processes}-{index}".replace(" ", "_")
+                    ours = run([*launcher, *script, *extra], output, threads)
                     losses, norms = difference(ours, reference, "loss"), difference(ours, reference, "grad_norm")
-                    ok = losses[0] <= FIRST_TOLERANCE and max(losses) <= LAST_TOLERANCE
+                    ok = losses[0] <= first_tolerance and max(losses) <= last_tolerance
                     failed |= not ok
                     numbers = f"{losses[0]:10.1e} {losses[-1]:10.1e} {max(losses):10.1e} {max(norms):10.1e}"
                     print(f"{name + ', ' + variant:38s} {numbers}   {'ok' if ok else 'DIFFERS'}", flush=True)

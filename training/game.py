@@ -228,4 +228,4 @@ class Game:
 
     def _add(self, means: dict[str, Tensor], **values: Tensor) -> None:
         for name, value in values.items():
-            means[name] = means.get(name, 0) + value.detach().float() / self._processes.grad_accum_steps
+            means[name] = means.get(name, 0) + value.detach().double() / self._processes.grad_accum_steps

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base import Backend, Engine, Options
-from ..deepspeed_config import merge, read_config
+from ..deepspeed_config import check_for_parts, merge, read_config
 from ..launchers import Launch
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class DeepSpeedBackend(Backend):
         self.config: dict[str, Any] = read_config(args.deepspeed_config) if args.deepspeed_config else {}
         self.zero_stage: int = args.zero_stage
         self._asked_stage = self.zero_stage
+        if options.plan.batch_parts:
+            check_for_parts(self.config, options.precision, args.deepspeed_config)
         has_low_precision_weights = bool(self.config.get("bf16", {}).get("enabled")) or options.precision == "fp16"
         if self.zero_stage == 0 and has_low_precision_weights:
             # Stage 0 hides the fp32 weights and their moments, and no checkpoint would hold them. Stage 1 has the same

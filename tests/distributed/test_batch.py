@@ -87,3 +87,46 @@ def test_micro_batches_get_smaller_where_the_old_size_does_not_divide() -> None:
 def test_other_flags_or_a_note_that_cannot_be_read_change_nothing(changes: dict[str, Any]) -> None:
     assert plan_batches(8, 1, 2, before(**changes)).grad_accum_steps == 1
     assert plan_batches(8, 1, 2, {}).grad_accum_steps == 1
+
+
+def test_parts_of_a_batch_are_exact_or_refused() -> None:
+    for batch, accumulation, world in SIZES:
+        for parts in (1, 2, 4, 6, 12):
+            if parts % (accumulation * world) == 0 and batch % parts == 0:
+                plan = plan_batches(batch, accumulation, world, batch_parts=parts)
+                assert plan.micro_batch_size * parts == batch
+                assert plan.grad_accum_steps * world == parts
+                assert plan.grad_accum_steps % accumulation == 0
+            else:
+                with pytest.raises(UserMistake):
+                    plan_batches(batch, accumulation, world, batch_parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        (
+            (8, 2, 4, 4),
+            "--batch_parts 4 does not divide: 4 / (4 processes x 2 accumulation steps) = 0.5; use --batch_parts 8",
+        ),
+        (
+            (24, 1, 3, 8),
+            "--batch_parts 8 does not divide: 8 / (3 processes x 1 accumulation steps) = 2.66666666667; "
+            "use --batch_parts 6 or 9",
+        ),
+        ((10, 1, 2, 4), "--batch_size 10 does not divide into --batch_parts 4: 10 / 4 = 2.5; use --batch_size 8 or 12"),
+    ],
+)
+def test_parts_that_do_not_fit_show_the_arithmetic(sizes: tuple[int, int, int, int], text: str) -> None:
+    batch, accumulation, world, parts = sizes
+    with pytest.raises(UserMistake) as raised:
+        plan_batches(batch, accumulation, world, batch_parts=parts)
+    assert str(raised.value) == text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_parts_fix_the_micro_batch_whatever_ran_before(world_size: int) -> None:
+    noted = before(batch_size=16, micro_batch_size=1, asked_grad_accum_steps=1)
+    plan = plan_batches(16, 1, world_size, noted, batch_parts=8)
+    assert (plan.micro_batch_size, plan.grad_accum_steps) == (2, 8 // world_size)
+    assert plan.asked_grad_accum_steps == 1  # so that a later start without parts may take it up

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from distributed import UserMistake
-from distributed.deepspeed_config import merge, read_config, resolve
+from distributed.deepspeed_config import check_for_parts, merge, read_config, resolve
 
 Parsed = Callable[..., argparse.Namespace]
 Json = dict[str, Any]
@@ -331,3 +332,23 @@ def test_the_configurations_in_the_repository_are_complete_and_fit_together(merg
         assert args.zero_stage == stage
         assert args.precision == ("bf16" if name == "bf16" else "fp32")
         assert "auto" not in strings(resolved(config, zero_stage=stage, precision=args.precision))
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "named"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, "fp32", "the optimizer section of ds.json"),
+        ({"bf16": {"enabled": True}}, "bf16", "bf16.enabled in ds.json"),
+        ({}, "fp16", "with fp16"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "fp32", "offload_optimizer in ds.json"),
+    ],
+)
+def test_what_would_compute_otherwise_is_no_company_for_batch_parts(config: Json, precision: str, named: str) -> None:
+    with pytest.raises(UserMistake, match=re.escape(named)):
+        check_for_parts(config, precision, "ds.json")
+
+
+@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"stage": 3}}, {"bf16": {"enabled": False}}])
+def test_batch_parts_goes_with_any_stage_and_with_bf16_around_fp32_weights(config: Json) -> None:
+    check_for_parts(config, "fp32", "ds.json")
+    check_for_parts(config, "bf16", "ds.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -494,3 +494,46 @@ def test_gathered_is_the_model_itself_where_every_process_has_it_whole(single: S
     engine = make_engine(single(batch_size=BATCH), "SGD")
     with engine.gathered() as full:
         assert full is engine.module
+
+
+@pytest.fixture
+def _any_kernels() -> Iterator[None]:
+    """A backend with --batch_parts wants deterministic ones, for the rest of the process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_any_kernels")
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD with momentum", "RMSprop"])
+def test_two_parts_are_two_micro_batches_bit_for_bit(optimizer: str, max_grad_norm: float, single: Single) -> None:
+    """Two numbers have one sum; more parts are added in another order than micro-batches."""
+    results = []
+    for values in ({"grad_accum_steps": 2}, {"batch_parts": 2}):
+        engine = make_engine(single(max_grad_norm=max_grad_norm, **values), optimizer)
+        losses, norms = engine_loop(engine, range(5), accumulate=2)
+        results.append((losses, norms, engine.state_dict()["weights"], engine.state_dict()["optimizer"]))
+    assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.usefixtures("_any_kernels")
+def test_a_fused_optimizer_steps_unfused_with_parts_and_to_rounding_the_same(single: Single) -> None:
+    results = []
+    for values in ({}, {"batch_parts": 4}):
+        engine = make_engine(single(max_grad_norm=0.05, **values), "fused Adam")
+        accumulate = values.get("batch_parts", 1)
+        losses, norms = engine_loop(engine, range(5), accumulate=accumulate)
+        results.append((losses, norms, dict(engine.module.named_parameters())))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("_any_kernels")
+def test_with_parts_a_gradient_reaches_no_other_engine(single: Single) -> None:
+    backend = single(batch_parts=2)
+    first, second = make_engine(backend, "SGD", name="first"), make_engine(backend, "SGD", seed=1, name="second")
+    before = weights(second.module)
+    first.backward(first(batch(0)).square().mean() + second(batch(0)).square().mean())
+    assert float(first.step().grad_norm) > 0
+    assert float(second.step().grad_norm) == 0
+    for name, parameter in second.module.named_parameters():
+        assert torch.equal(parameter, before[name]), name

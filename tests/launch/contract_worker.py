@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def local(batch: Tensor, backend: Backend) -> Tensor:
     return batch[backend.rank * size : (backend.rank + 1) * size]
 
 
+def shares(engine: Engine, x: Tensor, backend: Backend) -> Iterator[Tensor]:
+    """What is computed at once: the whole local batch, or its parts where the run is cut into them (--batch_parts)."""
+    if not backend.options.plan.batch_parts:
+        yield x.to(backend.device)
+        return
+    for part in engine.micro_batches({"x": x}):
+        yield part["x"]
+
+
 def record(engine: Engine, updates: list[Any], losses: list[float]) -> dict[str, Any]:
     state = engine.state_dict()
     return {
@@ -74,7 +84,7 @@ def plain(backend: Backend, name: str = "plain", *, spoil_update: int | None = N
         inputs = global_batch(update)
         if update == spoil_update:
             inputs[-1, 0] = float("nan")
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float64)
         for part in engine.micro_batches({"x": local(inputs, backend)}):
             loss = engine(part["x"]).square().mean()
             engine.backward(loss)
@@ -86,21 +96,21 @@ def plain(backend: Backend, name: str = "plain", *, spoil_update: int | None = N
 
 
 def several_backwards(backend: Backend) -> dict[str, Any]:
-    """Two losses of one forward, then two more: four backward calls per update, none of them announced."""
+    """Two losses of one forward, then two more: four backward calls per share, none of them announced."""
     model = mlp([7, 11, 3], seed=2)
     engine = backend.wrap(model, adam(model), name="several")
     updates, message = [], ""
     for update in range(UPDATES):
-        x = local(global_batch(update), backend)
-        out = engine(x)
-        try:
-            engine.backward(out.square().mean(), retain_graph=True)
-            engine.backward(out.abs().mean())
-        except RuntimeError as error:
-            message = str(error)
-            engine.backward(out.square().mean() + out.abs().mean())
-        engine.backward(engine(x * 0.5).abs().mean())
-        engine.backward(engine(x + 1).mean())
+        for x in shares(engine, local(global_batch(update), backend), backend):
+            out = engine(x)
+            try:
+                engine.backward(out.square().mean(), retain_graph=True)
+                engine.backward(out.abs().mean())
+            except RuntimeError as error:
+                message = str(error)
+                engine.backward(out.square().mean() + out.abs().mean())
+            engine.backward(engine(x * 0.5).abs().mean())
+            engine.backward(engine(x + 1).mean())
         updates.append(engine.step())
     return {"numbers": record(engine, updates, []), "message": message}
 
@@ -113,9 +123,10 @@ def by_items(backend: Backend) -> dict[str, Any]:
     for update in range(UPDATES):
         kept = [row for row in range(BATCH) if row % 5 != update % 5 and row % 7 != 3]
         total = backend.sum(torch.tensor(float(len([r for r in kept if mine(r, backend)])), device=backend.device))
-        rows = [row for row in kept if mine(row, backend)]
-        x = global_batch(update)[rows].to(backend.device)
-        engine.backward(engine(x).square().mean(), items=len(rows), total=total)
+        is_kept = torch.tensor([[float(row in kept)] for row in range(BATCH)])
+        for share in shares(engine, local(torch.cat([global_batch(update), is_kept], 1), backend), backend):
+            x = share[share[:, -1] > 0, :-1]
+            engine.backward(engine(x).square().mean(), items=len(x), total=total)
         updates.append(engine.step())
     return record(engine, updates, [])
 
@@ -142,7 +153,8 @@ def gan(backend: Backend) -> dict[str, Any]:
                 bottom = torch.autograd.grad(adversarial, fake, retain_graph=True)[0].norm() ** 2
                 squares = backend.mean({"top": top, "bottom": bottom})
                 # Of a part of the batch it would depend on which part that is.
-                is_whole = backend.options.plan.grad_accum_steps == 1
+                plan = backend.options.plan
+                is_whole = plan.grad_accum_steps == 1 and not plan.batch_parts
                 weight = squares["top"] / max(squares["bottom"], 1e-8) if is_whole else 0.5
                 weights.append(weight)
                 g.backward(reconstruction + weight * adversarial)
@@ -178,7 +190,10 @@ def contrastive(backend: Backend) -> dict[str, Any]:
         logits = backend.gather(audio) @ backend.gather(text).T * temperature.exp()
         targets = torch.arange(BATCH, device=backend.device)
         loss = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-        engine.backward(loss)
+        if backend.options.plan.batch_parts:  # here every process computes the loss of the whole batch, once
+            engine.backward(loss, items=1, total=backend.world_size)
+        else:
+            engine.backward(loss)
         updates.append(engine.step())
         losses.append(backend.mean({"loss": loss})["loss"])
     return record(engine, updates, losses)

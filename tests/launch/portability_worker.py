@@ -57,7 +57,9 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, backend: Backend, name: str) -> None:
         self.args, self.backend = args, backend
-        self.model = without_kinks(train_vae.build_model(args))
+        self.model = train_vae.build_model(args)
+        if not args.batch_parts:  # with it there is no other order of summation
+            self.model = without_kinks(self.model)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=args.learning_rate, fused=True)
         self.ema = make_ema(self.model, args.ema_decay)
         self.engine = backend.wrap(self.model, optimizer, name=name)
@@ -72,7 +74,7 @@ class Training:
         mine = range(self.backend.rank * share, (self.backend.rank + 1) * share)
         for step in range(first, end):
             self.engine.lr = train_vae.learning_rate(step, self.args)
-            loss = torch.zeros(())
+            loss = torch.zeros((), dtype=torch.float64)
             batch = {"images": coarse_images(step, self.args)[mine.start : mine.stop], "positions": list(mine)}
             for micro in self.engine.micro_batches(batch):
                 noise = self.noise.gumbel(step, micro["positions"], self.model.noise_shape)
