@@ -84,7 +84,8 @@ class IndexBackpropQuantizer(Quantizer):
         self._mean.clear()
 
     def _observe(self, rows: Tensor) -> None:
-        self._mean.observe((self.codebook(rows) / self.temperature).softmax(1).sum(0), len(rows))
+        # As in `_entropy`, to the bit: softmax(1) would round otherwise.
+        self._mean.observe((self.codebook(rows) / self.temperature).log_softmax(1).exp().sum(0), len(rows))
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logits = self.codebook(rows)
