@@ -100,13 +100,15 @@ def test_without_equal_bits_the_first_updates_agree_to_rounding(trained: Any) ->
     """Two processes that accumulate, and one with the whole batch at once. A code changes by a jump where rounding tips
     a sign, and Adam makes whole steps of tiny gradients: so at a small rate, and up to the third update with the
     discriminator. (At the default rate: with --batch_parts alone.)"""
-    small = ("--learning_rate", "1e-6")
+    # Fewer codes than the batch has vectors: k-means would leave twins otherwise, and which one wins is rounding.
+    small = ("--learning_rate", "1e-6", "--codebook_size", "64", "--fsq_levels", "4,4,4")
     for quantizer in QUANTIZERS:
         ours = lines(trained(Launcher("torchrun", 2), *small, "--grad_accum_steps", "2") / quantizer)
         expected = lines(trained(ONE_PROCESS, *small) / quantizer)
         for line, reference in list(zip(ours, expected, strict=True))[:9]:
-            for key in ("loss", "recon_loss", "grad_norm", "discr_loss", "discr_grad_norm"):
+            for key in ("loss", "recon_loss", "grad_norm", "discr_loss", "discr_grad_norm", "perplexity"):
                 if key in reference:
+                    # 1e-6 and less is seen; 1e-4 leaves room for a sign that tips.
                     assert line[key] == pytest.approx(reference[key], rel=1e-4), (quantizer, key, line["step"])
 
 
