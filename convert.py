@@ -56,6 +56,19 @@ def check_normalization(config: Mapping[str, Any], whose: str) -> None:
         raise ValueError(f"{whose} cannot be told that images are normalised by {config['normalization']}")
 
 
+def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of train_vqgan.py that make a VQGAN with these constructor arguments.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if config["channels"] != 3:
+        raise ValueError(f"train_vqgan.py trains on 3 channels, this model has {config['channels']}")
+    lists = {name: config[name] for name in ("num_resnet_blocks", "fsq_levels") if config[name] is not None}
+    said = {name: value for name, value in config.items() if name not in {*lists, "channels", "fsq_levels"}}
+    return said | {name: ",".join(map(str, values)) for name, values in lists.items()}
+
+
 @dataclass(frozen=True)
 class Script:
     """A training script - one with build_parser, build_model and MODEL_ARGUMENTS - and the model that it trains.
@@ -75,7 +88,10 @@ class Script:
     flags: Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-SCRIPTS = (Script("train_vae", "DiscreteVAE", weights="engine", average="ema", flags=vae_flags),)
+SCRIPTS = (
+    Script("train_vae", "DiscreteVAE", weights="engine", average="ema", flags=vae_flags),
+    Script("train_vqgan", "VQGAN", weights="generator", average="ema", flags=vqgan_flags),
+)
 
 
 def build_parser() -> ArgumentParser:

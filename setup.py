@@ -12,6 +12,7 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8"],
     "wandb": ["wandb>=0.31"],
     "tensorboard": ["tensorboard>=2.18"],
+    "fid": ["torch-fidelity>=0.4"],
     "test": [
         "pytest>=8",
         "pytest-timeout",
@@ -20,6 +21,9 @@ EXTRAS = {
         "scipy",
         "scikit-image",
         "torchvision",
+        "vector-quantize-pytorch>=1.32",
+        "lpips>=0.1.4",
+        "torch-fidelity>=0.4",
         "ruff>=0.14",
         "mypy>=1.18",
         "types-PyYAML",

@@ -109,15 +109,15 @@ def code_loss(weights: Mapping[str, float], losses: Mapping[str, Tensor]) -> Ten
     return sum(weights[name] * loss for name, loss in losses.items())
 
 
-def build_models(args: argparse.Namespace) -> tuple[VQGAN, Discriminator]:
-    """Generator and discriminator with seeded weights, the same on every process, or the generator's from a folder."""
+def build_model(args: argparse.Namespace) -> VQGAN:
+    """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from models import VQGAN, Discriminator
+    from models import VQGAN
 
     torch.manual_seed(args.seed)
     blocks = [int(number) for number in args.num_resnet_blocks.split(",")]
-    generator = VQGAN(
+    model = VQGAN(
         image_size=args.image_size,
         dim=args.dim,
         num_layers=args.num_layers,
@@ -131,11 +131,21 @@ def build_models(args: argparse.Namespace) -> tuple[VQGAN, Discriminator]:
         vq_decay=args.vq_decay,
         vq_cosine=args.vq_cosine,
     )
+    if args.init_from:
+        model.load_weights_from(args.init_from)
+    return model
+
+
+def build_discriminator(args: argparse.Namespace) -> Discriminator:
+    """The discriminator, likewise seeded."""
+    import torch
+
+    from models import Discriminator
+
+    torch.manual_seed(args.seed)
     discriminator = Discriminator(args.discr_dim or args.dim, layers=args.discr_layers)
     discriminator.check_side(args.image_size)
-    if args.init_from:
-        generator.load_weights_from(args.init_from)
-    return generator, discriminator
+    return discriminator
 
 
 def evaluate(
@@ -173,7 +183,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run import Run
 
     with backend.agreement():
-        generator, discriminator = (model.to(backend.device) for model in build_models(args))
+        generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device)
         judges: dict[str, Any] = {}
         if args.lpips_weights:

@@ -14,13 +14,14 @@ from typing import Any
 import benchmarks
 
 from . import machine, report
+from .gan import gan
 from .loading import loading
 from .report import Row
 from .saving import saving
 from .starting import starting
 from .training import memory, scaling, training
 
-BENCHMARKS = ("training", "loading", "scaling", "memory", "saving", "help")
+BENCHMARKS = ("training", "gan", "loading", "scaling", "memory", "saving", "help")
 
 
 def _names(text: str) -> list[str]:
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--rounds {args.rounds}: at least 1")
     run: dict[str, Callable[[], Iterator[Row]]] = {
         "training": lambda: training(args.rounds),
+        "gan": lambda: gan(args.rounds),
         "loading": lambda: loading(args.rounds, args.image_folder),
         "scaling": lambda: scaling(args.rounds),
         "memory": memory,

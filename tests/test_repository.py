@@ -62,7 +62,7 @@ def test_relative_imports_stay_inside_their_leaf() -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 305  # about 250, and more for a second model
+    assert len(path.read_text().splitlines()) <= 320  # about 250; a second model and its steps take 60 more
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

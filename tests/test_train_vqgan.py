@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+import convert
 import data
 import train_vqgan
 from models import VQGAN
@@ -203,9 +204,8 @@ def test_a_start_without_a_terminal_asks_nothing(tmp_path: Path) -> None:
 def test_the_optimizers_walk_their_models_weights_in_order(tmp_path: Path) -> None:
     """A set's order changes from process to process."""
     args = train_vqgan.build_parser().parse(flags(tmp_path))
-    generator, discriminator = train_vqgan.build_models(args)
-    for model in (generator, discriminator):
-        again = train_vqgan.build_models(args)[0 if model is generator else 1]
+    for build in (train_vqgan.build_model, train_vqgan.build_discriminator):
+        model, again = build(args), build(args)
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in again.named_parameters()]
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
@@ -221,6 +221,20 @@ def test_training_starts_from_the_weights_of_another_run(finished: Path, tmp_pat
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (run, finished))
     name = "encoder.0.weight"
     torch.testing.assert_close(ours[name], theirs[name])
+
+
+def test_convert_carries_the_weights_to_a_folder_and_into_a_new_run(finished: Path, tmp_path: Path) -> None:
+    convert.main(["export", str(finished), str(tmp_path / "model"), "--to", "model"])
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == (
+        finished / "model" / "model.safetensors"
+    ).read_bytes()
+    convert.main(["import", str(tmp_path / "model"), str(tmp_path / "more")])
+    start = ["--config", str(tmp_path / "more" / "start.yaml"), "--discr_layers", "2", "--image_folder",
+             "demo:shapes:64", "--batch_size", "8", "--num_workers", "0", "--max_steps", "1",
+             "--learning_rate", "1e-12", "--vq_decay", "0.8", "--ema_decay", "0"]  # fmt: skip
+    train_vqgan.main(start)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "more", finished))
+    torch.testing.assert_close(ours["decoder.0.weight"], theirs["decoder.0.weight"])
 
 
 # Data and mistakes.
@@ -271,5 +285,4 @@ def test_without_images_the_demonstration_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["demo", "base", "imagenet256"])
 def test_every_config_is_understood(name: str) -> None:
     args = train_vqgan.build_parser().parse(["--config", str(ROOT / "configs" / "vqgan" / f"{name}.yaml")])
-    generator, _ = train_vqgan.build_models(args)
-    assert generator.num_codes == args.codebook_size
+    assert train_vqgan.build_model(args).num_codes == args.codebook_size

@@ -32,7 +32,7 @@ def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
     add("--perceptual", type=str.lower, choices=("none", "vgg", "lpips"), default="none",
         help="perceptual loss: VGG16 features or LPIPS; both need weights")
     add("--perceptual_weights", metavar="FILE", help="its weights, where torch.hub's cache does not hold them")
-    add("--perceptual_loss_weight", type=non_negative_float, default=1.0, metavar="WEIGHT")
+    add("--perceptual_loss_weight", type=non_negative_float, default=1.0, metavar="WEIGHT", help="of that loss")
 
     add = parser.add_argument_group("adversary").add_argument
     add("--discr_dim", type=positive_int, metavar="DIM", help="channels of the discriminator (default: --dim)")
@@ -40,12 +40,14 @@ def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
     add("--discr_start_step", type=non_negative_int, default=0, metavar="UPDATES", help="it takes part from then on")
     add("--discr_learning_rate", type=positive_float, metavar="LR", help="(default: --learning_rate)")
     add("--discr_max_grad_norm", type=non_negative_float, metavar="NORM", help="(default: --max_grad_norm)")
-    add("--gan_loss", type=str.lower, choices=("hinge", "bce"), default="hinge")
+    add("--gan_loss", type=str.lower, choices=("hinge", "bce"), default="hinge",
+        help="of both models")
     add("--gan_weight", type=number_or("adaptive"), default="adaptive", metavar="WEIGHT",
         help="of the adversarial loss: a number, or adaptive, as strong as the reconstruction at the last layer")
     add("--gan_weight_scale", type=non_negative_float, default=1.0, metavar="FACTOR", help="times that weight")
     add("--penalty_weight", type=non_negative_float, default=10.0, metavar="WEIGHT", help="of the gradient penalty")
-    add("--apply_grad_penalty_every", type=positive_int, default=4, metavar="UPDATES")
+    add("--apply_grad_penalty_every", type=positive_int, default=4, metavar="UPDATES",
+        help="how often that penalty is computed")
     add("--lecam_weight", type=non_negative_float, default=0.0, metavar="WEIGHT", help="of the LeCam regulariser")
     add("--lecam_decay", type=fraction, default=0.999, metavar="DECAY", help="of its averages")
     # fmt: on
