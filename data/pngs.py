@@ -1,0 +1,103 @@
+"""A folder of PNG images that take the places of others."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .codes import StoredCodes, stays_inside
+from .resumable import explained
+
+_END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+
+
+class PngFolder:
+    """Images below a folder, at the relative paths of the originals.
+
+    Args:
+        folder: Where to write.
+        paths: Relative paths of the originals, by shard and row; the ending becomes .png.
+        num_threads: Threads that compress, at least 1.
+
+    Raises:
+        ValueError: one line, where a path would leave the folder.
+    """
+
+    def __init__(self, folder: Path, paths: Sequence[Sequence[str]], num_threads: int = 1) -> None:
+        names = iter(png_names([path for shard in paths for path in shard]))
+        self._files = [[folder / next(names) for _ in shard] for shard in paths]
+        self._num_threads = num_threads
+
+    def decode(self, codes: StoredCodes, shard: int, batch_size: int, function: Callable[[Tensor], Tensor]) -> None:
+        """Write those images of a shard that are not there, or not complete.
+
+        Args:
+            codes: With the paths of this folder.
+            shard: Which.
+            batch_size: Codes that `function` gets at a time, padded with 0.
+            function: Codes int64 (batch_size, h', w') -> images (batch_size, c, h, w) in [0, 1], on any device.
+
+        Raises:
+            ValueError: one line, where the codes are damaged.
+        """
+        files = self._files[shard]
+        for rows, batch in codes.batches(shard, batch_size):
+            if missing := [row for row in rows if not _is_complete(files[row])]:
+                images = _to_pixels(function(torch.from_numpy(batch)))
+                with ThreadPoolExecutor(self._num_threads) as pool:
+                    list(pool.map(_save, [files[row] for row in missing], images[[r - rows[0] for r in missing]]))
+
+
+def _save(path: Path, pixels: Tensor) -> None:
+    content = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(content, "png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    explained(_replace)(path, content.getvalue())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Whole or not at all if the process is killed. Not synced, which would take most of the time: what a power cut
+    leaves is looked at by the next start."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _to_pixels(images: Tensor) -> Tensor:
+    """Images (b, c, h, w) in [0, 1], c = 3 (RGB) or 4 (RGBA) -> uint8 (b, h, w, c): round(255 x) after clamping."""
+    return (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).contiguous().cpu()
+
+
+def png_names(paths: Sequence[str]) -> list[str]:
+    """Where the image of each path goes: the ending becomes .png. Where two would meet (a.jpg and a.webp) it follows
+    the old ending instead; no two names are equal.
+
+    Raises:
+        ValueError: one line, where a path would leave the folder.
+    """
+    if outside := [path for path in paths if not stays_inside(path)]:
+        raise ValueError(f"the index names {outside[0]!r}, which is no path below a folder")
+    names = [str(PurePosixPath(path).with_suffix(".png")) for path in paths]
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    names = [name if counts[name] == 1 else f"{path}.png" for name, path in zip(names, paths, strict=True)]
+    return names if len(set(names)) == len(names) else [f"{path}.png" for path in paths]
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a PNG is there to its last byte."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(max(0, size - len(_END_OF_A_PNG)))
+            return file.read() == _END_OF_A_PNG
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,250 @@
+"""Write the codes of a folder of images with a trained tokenizer (DiscreteVAE or VQGAN), and make images of codes.
+
+    python tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
+    torchrun --nproc_per_node 8 tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
+    deepspeed tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
+    horovodrun -np 8 python tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
+    python tokenize_images.py --model runs/vqgan/model --decode codes/ --output images/
+
+All give the same bytes, whatever the number of processes and loader workers. Run the same command again to go on after
+an interruption. data/codes.py says what is in codes/, and how to load it in two lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import distributed
+from training.arguments import ArgumentParser
+from training.converters import non_negative_int, positive_int
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+    from torch import Tensor
+
+
+Say = Callable[[str], None]
+ENCODING_ONLY = ("image_size", "images_per_shard", "format", "on_bad_sample", "report")
+
+
+def build_parser() -> ArgumentParser:
+    text = "Write the codes of a folder of images with a trained tokenizer, or make images of codes."
+    parser = ArgumentParser("tokenize_images.py", text, is_root=distributed.launched_as_root)
+    parser.usage = "%(prog)s --model DIR (--image_folder DIR | --decode DIR) --output DIR [flags]"
+    # fmt: off
+    add = parser.add_argument_group("from and to").add_argument
+    add("--model", required=True, metavar="DIR", help="model/ folder of a run of train_vae.py or train_vqgan.py")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--image_folder", metavar="DIR",
+        help="encode this folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
+    source.add_argument("--decode", metavar="DIR", help="make PNG images of the codes in this folder")
+    add("--output", "--output_dir", required=True, metavar="DIR", help="folder to write; what it holds is continued")
+    add("--fresh", action="store_true", help="start over; what the output holds is moved to DIR.old-N")
+
+    add = parser.add_argument_group("encoding").add_argument
+    add("--image_size", type=positive_int, metavar="PIXELS",
+        help="side of the centre crop; default: the model's, and only a VQGAN takes another")
+    add("--images_per_shard", type=positive_int, default=1024, metavar="IMAGES", help="per file of codes")
+    add("--format", choices=("safetensors", "npy"), default="safetensors", help="of the files of codes")
+    add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
+        help="where a file cannot be read: leave it out and name it in the index, or stop")
+    add("--report", action="store_true", help="say at the end how much of the codebook is used")
+
+    add = parser.add_argument_group("computation").add_argument
+    add("--batch_size", type=positive_int, default=32, metavar="IMAGES", help="per forward pass of a process")
+    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass")
+    add("--num_workers", type=non_negative_int, default=2, metavar="N",
+        help="loader processes (encoding) or threads that write (decoding) per process")
+    add("--cpu_threads", type=positive_int, default=1, metavar="N",
+        help="of a process that computes on the CPU; start more processes rather than more threads")
+    # fmt: on
+    distributed.add_arguments(parser)
+    return parser
+
+
+class Tokenizer(NamedTuple):
+    """What both kinds of model can do, in the precision and on the device of the run, and without gradients."""
+
+    config: dict[str, Any]  # "model", the name of its class, and its constructor arguments
+    weights_sha256: str
+    num_codes: int
+    image_size: int
+    channels: int
+    encode: Callable[[Tensor], Tensor]  # images (b, c, h, w) in [0, 1] -> codes int64 (b, h', w')
+    decode: Callable[[Tensor], Tensor]  # and back, about [0, 1]
+
+
+def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
+    """Raises ValueError, in one line, where there is no such model."""
+    import torch
+
+    from data.resumable import sha256_of
+    from models import VQGAN, DiscreteVAE
+    from models.pretrained import read_config, read_headers
+
+    kinds: dict[str, type[VQGAN] | type[DiscreteVAE]] = {"DiscreteVAE": DiscreteVAE, "VQGAN": VQGAN}
+    name, arguments = read_config(folder)
+    if name not in kinds:
+        raise ValueError(f"{folder} holds a {name}; codes are made by a {' or a '.join(kinds)}")
+    sha256 = sha256_of(folder / file for file in sorted(read_headers(folder)))
+    model = kinds[name].from_pretrained(folder).to(backend.device)
+
+    @torch.no_grad()
+    def encode(images: Tensor) -> Tensor:
+        backend.mark("encoding")
+        with backend.autocast():
+            if isinstance(model, VQGAN):
+                return model.encode(images)
+            return model.get_codebook_indices(images).unflatten(1, (model.grid_size, model.grid_size))
+
+    @torch.no_grad()
+    def decode(codes: Tensor) -> Tensor:
+        backend.mark("decoding")
+        codes = codes.to(backend.device)
+        with backend.autocast():
+            return model.decode(codes if isinstance(model, VQGAN) else codes.flatten(1))
+
+    num_codes = model.num_codes if isinstance(model, VQGAN) else model.num_tokens
+    config = {"model": name, **arguments}
+    return Tokenizer(config, sha256, num_codes, model.image_size, model.channels, encode, decode)
+
+
+def grid_of(tokenizer: Tokenizer, image_size: int, backend: distributed.Backend) -> list[int]:
+    """[h', w'] of the codes of images of this size. Raises ValueError, in one line, where the model takes no such."""
+    import torch
+
+    if image_size != tokenizer.image_size and tokenizer.config["model"] == "DiscreteVAE":
+        raise ValueError(f"--image_size {image_size}: this model takes {tokenizer.image_size} alone; leave it out")
+    images = torch.zeros(1, tokenizer.channels, image_size, image_size, device=backend.device)
+    try:
+        return list(tokenizer.encode(images).shape[1:])
+    except ValueError as error:
+        raise ValueError(f"--image_size {image_size} does not fit the model: {error}") from None
+
+
+def computation(args: argparse.Namespace, backend: distributed.Backend, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a forward pass depends on beside its input. With another batch size or number of threads, CPUs were seen to
+    choose other kernels and to give latents that differ by 1e-6, with which a code may flip now and then. Inside of a
+    batch neither the place of an image nor the other images matter: so all batches are padded to one size."""
+    return {
+        "config": tokenizer.config, "weights_sha256": tokenizer.weights_sha256, "batch_size": args.batch_size,
+        "precision": backend.options.precision, "deterministic": args.deterministic, "device": backend.device.type,
+        "cpu_threads": args.cpu_threads if backend.device.type == "cpu" else None,
+    }  # fmt: skip
+
+
+def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
+    """A folder of images to a folder of codes; returns how many shards are left to do after a signal."""
+    import torch
+
+    import data
+    from data.codes import CodeWriter, code_dtype, read_codes
+    from data.resumable import Rounds, explained, open_output
+    from data.sequence import ImageSequence, map_images, names_sha256, relative_names, report_left_out
+    from training.files import hold, write_atomically
+    from training.metrics import code_statistics
+
+    with backend.agreement():
+        tokenizer = load_tokenizer(Path(args.model), backend)
+        image_size = args.image_size or tokenizer.image_size
+        grid = grid_of(tokenizer, image_size, backend)
+        images = data.open_images(args.image_folder, image_size=image_size, channels=tokenizer.channels)
+        names = relative_names(images)
+    settings = {
+        "task": "encode", **computation(args, backend, tokenizer), "num_codes": tokenizer.num_codes, "grid": grid,
+        "dtype": str(code_dtype(tokenizer.num_codes)), "image_size": image_size, "images": len(names),
+        "names_sha256": names_sha256(names), "images_per_shard": args.images_per_shard, "format": args.format,
+    }  # fmt: skip
+    write, folder = explained(write_atomically), Path(args.output)
+    _lock = open_output(folder, settings, backend, write=write, hold=hold, fresh=args.fresh, say=say)
+    writer = CodeWriter(folder, names, settings, write)
+    todo = backend.broadcast_object(writer.unfinished() if backend.is_root else None)
+    log, stop = data.BadSampleLog(len(names)), args.on_bad_sample == "error"
+    known = [bad for shard in range(writer.n_shards) if shard not in todo for bad in writer.bad(shard)]
+    report_left_out(log, known, backend, say, stop=stop)
+
+    ranges = [writer.images_of(shard) for shard in todo[backend.rank :: backend.world_size]]
+    loading = {"num_workers": args.num_workers, "pin_memory": backend.device.type == "cuda"}
+    batches, started = iter(ImageSequence(images, ranges, batch_size=args.batch_size, **loading)), time.perf_counter()
+    rounds = Rounds(todo, backend, lambda n: say(f"encoded {n} of {len(todo)} shards"))
+    for shard in rounds:
+        bad: list[data.BadSample] = []
+        with backend.agreement():
+            if shard is not None:
+                codes, bad = map_images(next(batches), tokenizer.encode, backend.device)
+                writer.write_shard(shard, codes, bad)
+        report_left_out(log, bad, backend, say, stop=stop)
+    seconds = time.perf_counter() - started
+    if rounds.left:
+        return rounds.left
+    with backend.agreement():
+        if backend.is_root:
+            writer.write_index()
+    say(f"{len(names) - log.count} images in {writer.n_shards} shards of codes: {args.output}")
+    if args.report:
+        with backend.agreement():
+            counts = read_codes(folder).counts(range(backend.rank, writer.n_shards, backend.world_size))
+        usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
+        n = sum(map(len, map(writer.images_of, todo)))
+        say(f"{n} images in {seconds:.3g} s, {n / seconds:.3g} images/s; {log.count} files could not be read")
+        say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
+    return 0
+
+
+def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
+    """A folder of codes to a folder of PNG images; returns how many shards are left to do after a signal."""
+    from data.codes import read_codes
+    from data.pngs import PngFolder
+    from data.resumable import Rounds, explained, open_output
+    from training.files import hold, write_atomically
+
+    with backend.agreement():
+        stored = read_codes(args.decode)
+        tokenizer = load_tokenizer(Path(args.model), backend)
+        if stored.index.get("weights_sha256") != tokenizer.weights_sha256:
+            raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
+        pictures = PngFolder(Path(args.output), stored.paths, num_threads=max(1, args.num_workers))
+    settings = {"task": "decode", **computation(args, backend, tokenizer), "index_sha256": stored.sha256}
+    write = explained(write_atomically)
+    _lock = open_output(Path(args.output), settings, backend, write=write, hold=hold, fresh=args.fresh, say=say)
+    n_shards = len(stored.paths)
+    rounds = Rounds(range(n_shards), backend, lambda n: say(f"decoded {n} of {n_shards} shards"))
+    for shard in rounds:
+        with backend.agreement():
+            if shard is not None:
+                pictures.decode(stored, shard, args.batch_size, tokenizer.decode)
+    say(f"{sum(map(len, stored.paths[: n_shards - rounds.left]))} images: {args.output}")
+    return rounds.left
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse(argv)
+    if args.decode and (unused := [f"--{name}" for name in ENCODING_ONLY if name in args.explicit]):
+        parser.error(f"{unused[0]} is for encoding; leave it out beside --decode")
+    args.fresh = args.fresh and not distributed.launched_again()
+    # The layer plans the batches of a training; here none is shared by the processes.
+    no_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
+    layer = {**vars(args), **no_training, "batch_size": 0, "explicit": args.explicit - {"batch_size"}}
+    try:
+        with distributed.from_args(argparse.Namespace(**layer)) as backend:
+            import torch
+
+            from training.run import ASKED_TO_STOP
+
+            torch.set_num_threads(args.cpu_threads)
+            say: Say = functools.partial(print, flush=True) if backend.is_root else (lambda text: None)
+            if shards_left := (decode if args.decode else encode)(args, backend, say):
+                say(f"asked to stop: the same command goes on with the {shards_left} shards that are left")
+                sys.exit(ASKED_TO_STOP)
+    except distributed.UserMistake as mistake:
+        parser.error(str(mistake))
+
+
+if __name__ == "__main__":
+    main()
