@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,11 +149,14 @@ def build_discriminator(args: argparse.Namespace) -> Discriminator:
 
 
 def evaluate(
-    model: VQGAN, feed: ImageFeed, judges: Mapping[str, Any], backend: distributed.Backend
+    model: VQGAN,
+    feed: ImageFeed,
+    error: Callable[[Tensor, Tensor], Tensor],
+    judges: Mapping[str, Any],
+    backend: distributed.Backend,
 ) -> tuple[dict[str, float], Tensor]:
     """Quality over the validation split and all processes, and how often each code was chosen."""
     import torch
-    from torch.nn import functional as F
 
     from training.quality import ReconstructionQuality
 
@@ -163,7 +166,7 @@ def evaluate(
     with torch.no_grad():
         for images in feed.validation():
             out = model(images)
-            quality.add(images, out.reconstruction, out.codes, recon_loss=F.l1_loss(out.reconstruction, images))
+            quality.add(images, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, images))
     model.train(was_training)
     return quality.result(backend.sum)
 
@@ -217,15 +220,19 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return
     total_steps = run.progress.total_steps
     run.say(f"{len(feed.train_set)} images to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
+    if perceptual is None:
+        run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")
     batch = feed.start(run.progress.samples)
     shown = feed.preview(args.num_images_save)
 
+    error = F.mse_loss if args.l2_recon_loss else F.l1_loss
+
     def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        error = F.mse_loss(fake, images) if args.l2_recon_loss else F.l1_loss(fake, images)
+        loss = error(fake, images)
         if perceptual is None:
-            return error, {"recon_loss": error}
+            return loss, {"recon_loss": loss}
         likeness = perceptual(fake, images)
-        return error + args.perceptual_loss_weight * likeness, {"recon_loss": error, "perceptual_loss": likeness}
+        return loss + args.perceptual_loss_weight * likeness, {"recon_loss": loss, "perceptual_loss": likeness}
 
     while not run.progress.finished:
         step = run.progress.step
@@ -268,7 +275,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 with g.gathered() as online:
                     candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
                     for name, candidate in candidates.items():
-                        values, counts = evaluate(candidate, feed, judges, backend)
+                        values, counts = evaluate(candidate, feed, error, judges, backend)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
                         run.log_image(f"{name}/codes", code_histogram(counts))
             if metrics or run.due(args.save_every_n_steps):
@@ -276,7 +283,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             if metrics:
                 run.log({**metrics, "bad_samples": feed.bad_samples.count})
             if run.due(args.sample_every_n_steps):
-                with g.gathered() as online:
+                with g.gathered() as online, torch.no_grad():
                     if backend.is_root:
                         models = {"online": online, **ema.averages()}
                         rows = {name: model.decode(model.encode(shown)) for name, model in models.items()}

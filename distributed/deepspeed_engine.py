@@ -84,6 +84,7 @@ class ZeroEngine(Engine):
         if self._is_unsharded_fp32 or self._parts is not None:
             self._ds._config.gradient_clipping = self._optimizer.clip_grad = 0.0  # this engine clips
         self._is_frozen = self._is_plain = False
+        self._plain_weights_are_cast = weights_are_low_precision and zero_stage < 3
         self._micro_batch: int | None = None
         self._updates = 0
 
@@ -93,6 +94,10 @@ class ZeroEngine(Engine):
         self._backend.watchdog.mark("forward", update=self._updates)
         # Not self._ds(...): that takes every backward through its outputs for a training step's, torch.autograd.grad
         # for an adaptive weight included. Its sharding works through hooks on the module.
+        if self._is_plain and self._plain_weights_are_cast:
+            weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
+            with torch.compiler.set_stance("force_eager"):
+                return torch.func.functional_call(self.module, weights, args, kwargs)
         if self._is_plain:
             return self.module.forward(*args, **kwargs)
         with autocast(self._precision, self._backend.device):

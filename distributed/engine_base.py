@@ -70,7 +70,7 @@ class Engine(ABC):
     @abstractmethod
     def twice_differentiable(self) -> AbstractContextManager[None]:
         """Calls inside run in fp32 and uncompiled, and their weights stay whole until the update, so that gradients of
-        gradients can be taken: for a penalty."""
+        gradients can be taken: for a penalty. (ZeRO 3 with weights of low precision computes in these.)"""
 
     @abstractmethod
     def gathered(self) -> AbstractContextManager[Any]:

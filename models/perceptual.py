@@ -187,6 +187,6 @@ def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
     what = f"the heads of LPIPS 0.1 ({' or '.join(_HEADS_FILES)})" if heads_only else f"VGG16's ({_TRUNK_FILE})"
     places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))
     return (
-        f"--perceptual {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}; "
-        "put the file there, name it with --perceptual_weights, or use --perceptual none"
+        f"the perceptual loss {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}; "
+        "put the file there or name it (--perceptual_weights, --lpips_weights), or do without (--perceptual none)"
     )

@@ -135,13 +135,16 @@ class Game:
             The engine's Update, and the reconstructions and codes of each micro-batch.
         """
         ahead = self._look_ahead(batch, reconstruction_loss, is_adversarial)
+        weight = self._gan_weight(ahead) if ahead else None
         reconstructions, codes = [], []
         for index, images in enumerate(self._micro_batches(self.generator, batch)):
             out = self.generator(images)
             judgement = ahead[index] if ahead else self._judge(out, images, reconstruction_loss, is_adversarial)
             pull, value = judgement.pull_of_reconstruction, judgement.reconstruction
             if is_adversarial:
-                weight = self._gan_weight(ahead or [judgement])
+                if not ahead:
+                    weight = self._gan_weight([judgement])
+                assert weight is not None
                 pull, value = pull + weight * judgement.pull_of_adversarial, value + weight * judgement.adversarial
                 self._add(means, gan_weight=weight, gan_loss=judgement.adversarial)
             of_codes = code_loss(out.losses)
@@ -218,7 +221,8 @@ class Game:
     def _gan_weight(self, judgements: Sequence[_Judgement]) -> Tensor:
         """Of the adversarial loss, for the whole batch, 0-d."""
         if isinstance(self._rules.gan_weight, float):
-            return torch.tensor(self._rules.gan_weight, device=self._processes.device)
+            weight = self._rules.gan_weight * self._rules.gan_weight_scale
+            return torch.tensor(weight, device=self._processes.device)
         gradients = torch.stack([judgement.at_last_layer for judgement in judgements]).double()
         of_batch = self._processes.mean(gradients.mean(0)).float()
         return adaptive_weight(*of_batch) * self._rules.gan_weight_scale

@@ -75,6 +75,6 @@ def levels_of(codebook_size: int) -> tuple[int, ...]:
     if codebook_size not in LEVELS:
         raise ValueError(
             f"codebook_size {codebook_size}: levels are published for {', '.join(map(str, LEVELS))}; use one of these, "
-            "or give levels, such as [8, 5, 5, 5]"
+            "or give the levels themselves, such as 8,5,5,5"
         )
     return LEVELS[codebook_size]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import data
+import data.feed
 import train_vae
 from distributed import Backend
 from training.run import Run
@@ -52,7 +52,7 @@ def watch(backend: Backend, ids: Path, interruption: str, save_every: int) -> No
             wait_for(run.folder.checkpoints_dir / f"step_{saved:08d}")  # updates are shorter here than a save
             interrupt(name, pids)
 
-    data.TrainingStream, Run.advance = Stream, advance_and_write  # type: ignore[misc, method-assign]
+    data.feed.TrainingStream, Run.advance = Stream, advance_and_write  # type: ignore[misc, method-assign]
 
 
 def wait_for(path: Path) -> None:

@@ -225,7 +225,7 @@ def test_weights_that_are_nowhere_are_one_line_with_file_places_and_the_way_out(
 ) -> None:
     if kind == "lpips":
         torch.save(part(published(narrow(kind)), "features"), cache / TRUNK_NAME)
-    with pytest.raises(ValueError, match=r"--perceptual none$") as error:
+    with pytest.raises(ValueError, match=r"--perceptual none\)$") as error:
         load_perceptual(kind, widths=NARROW)
     assert file in str(error.value) and str(cache) in str(error.value) and "\n" not in str(error.value)
 

@@ -136,11 +136,11 @@ def test_updates_equal_the_plain_loop_on_the_whole_batch(backend: Backend, quant
     torch.testing.assert_close(game.lecam.state_dict(), lecam.state_dict(), rtol=1e-5, atol=1e-7)
 
 
-def test_a_fixed_weight_is_used_as_it_is(backend: Backend) -> None:
+def test_a_fixed_weight_is_used_times_its_scale(backend: Backend) -> None:
     generator, discriminator = models()
     start, plain = (copy.deepcopy((generator, discriminator)) for _ in range(2))
     images = torch.rand(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    play(make_game(backend, generator, discriminator, gan_weight=0.25), images)
+    play(make_game(backend, generator, discriminator, gan_weight=0.5, gan_weight_scale=0.5), images)
     plain_update(*plain, images, LeCam(), gan_weight=0.25)
     assert_same_change(start[0], generator, plain[0])
 
