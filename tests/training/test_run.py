@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from training import run as run_module
 from training import stopwatch
@@ -328,3 +329,22 @@ def test_another_seed_is_refused(tmp_path):
     train(tmp_path, stop_at=2)
     with pytest.raises(ValueError, match="--seed was 0 and is now 1"):
         train(tmp_path, "--seed", "1")
+
+
+def test_a_picture_is_written_by_the_root_alone(tmp_path, monkeypatch):
+    """The public VQGAN trainer had every rank write the same file at once."""
+    written = []
+    monkeypatch.setattr("training.run_folder.RunFolder.write_sample", lambda folder, step, png: written.append(step))
+    parser = ArgumentParser("toy.py")
+    add_run_arguments(parser, output_dir=str(tmp_path), batch_size=4)
+    args = parser.parse(["--max_steps", "1"])
+    here = OneProcess()
+    run = Run(args, parser.settings(args), here, model_arguments=(), samples_per_epoch=16)
+    run.resume()
+    here.is_root = False
+    run.log_sample("reconstructions", Image.new("RGB", (4, 4)))
+    assert written == []
+    here.is_root = True
+    run.log_sample("reconstructions", Image.new("RGB", (4, 4)))
+    assert written == [0]
+    run.close()
