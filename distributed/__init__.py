@@ -135,9 +135,9 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
     # A process that is gone makes PyTorch's store print pages of C++ stack, in which the one line that matters drowns.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if args.batch_parts:
-        # MKL's matrix products round otherwise where an operand begins at another address modulo 16 bytes (a third of
-        # small shapes, measured), and ZeRO lays weights end to end. Read at the first product; no slower ("Conditional
-        # numerical reproducibility" in Intel's oneMKL guide).
+        # MKL's matrix products may round otherwise where an operand begins at another address modulo 16 bytes
+        # (measured, most often where there is one row or one column), and ZeRO lays weights end to end. MKL reads this
+        # at its first product ("Conditional numerical reproducibility" in Intel's oneMKL guide).
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     try:
         launch = detect()

@@ -59,9 +59,9 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer step without its fused kernel.
 
     On CPUs that kernel rounds the last numbers of a tensor, those that fill no vector register, unlike the others
-    (measured for Adam with PyTorch 2.15 and AVX-512: exp_avg_sq differs in the last bit of a quarter of them, because
-    the compiler contracts a x b + c there). Which numbers these are depends on how ZeRO cuts the parameters. One
-    elementary operation after the other rounds all of them alike.
+    (measured for Adam with PyTorch 2.15 and AVX-512: a quarter of exp_avg_sq differs where all parameters are that
+    short; a x b + c in one rounding there would explain it). Which numbers these are depends on how ZeRO cuts the
+    parameters. One elementary operation after the other rounds all of them alike (measured too).
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
