@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import data
+import data.feed
 import distributed
 import train_vae
 
@@ -68,7 +69,7 @@ class Contest:
         self._memory: list[list[int]] = []  # by rank
 
     def stream(self, images: data.Images, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
-        """Takes the place of ``data.TrainingStream``. Ends one batch after the last round."""
+        """Takes the place of the feed's ``TrainingStream``. Ends one batch after the last round."""
         stream = _OpenStream(images, subset, **{**loading, "num_workers": 0})
         decoded = list(itertools.islice(stream, _DECODED_BATCHES))
         bare = {name: self._bare_loop(name, decoded) for name in self._sides if name != SCRIPT}
@@ -202,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     with distributed.from_args(args) as backend:
         contest = Contest(args, options, backend)
-        data.TrainingStream = contest.stream  # type: ignore[assignment, misc]
+        data.feed.TrainingStream = contest.stream  # type: ignore[assignment, misc]
         train_vae.train(args, parser.settings(args), backend)
         if backend.is_root:
             options.result.write_text(json.dumps(contest.result()))
