@@ -5,7 +5,6 @@ Each launcher runs ``vqgan_worker.py`` once, which trains with every quantizer.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from launching import Launcher, finish, run, start, worker_pids
-from safetensors.torch import load_file
 from vqgan_worker import QUANTIZERS
+
+from runs import CLOCKS, cut_back, lines, unequal, wait_for_update
 
 ONE_PROCESS = Launcher("python")
 LAUNCHERS = [
@@ -34,19 +33,6 @@ MODEL = ["--image_folder", "demo:shapes:64", "--image_size", "16", "--num_layers
          "--validate_every_n_steps", "0", "--ema_decay", "0.9", "--lecam_weight", "0.1"]  # fmt: skip
 TWENTY = ["--max_steps", "20", "--discr_start_step", "6"]
 SAME_BITS = ["--batch_parts", "4", "--max_grad_norm", "0.5"]
-CLOCKS = {"seconds", "samples_per_second"}
-
-
-def tensors(run_folder: Path) -> dict[str, torch.Tensor]:
-    """Everything of a run's newest checkpoint that all processes share, and its model."""
-    newest = max((run_folder / "checkpoints").glob("step_*"))
-    files = [path for path in newest.glob("*.safetensors") if "random" not in path.name]
-    files.append(run_folder / "model" / "model.safetensors")
-    return {f"{path.name}/{name}": tensor for path in files for name, tensor in load_file(path).items()}
-
-
-def lines(run_folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="session")
@@ -78,9 +64,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_twenty_updates_have_the_bits_of_one_process(launcher: Launcher, trained: Any) -> None:
     """Both models, both optimizers' moments, codebook, LeCam and average, before and after the discriminator starts."""
     for quantizer in QUANTIZERS:
-        ours, expected = (tensors(trained(who, *SAME_BITS) / quantizer) for who in (launcher, ONE_PROCESS))
-        assert set(ours) == set(expected)
-        assert [name for name in expected if not torch.equal(ours[name], expected[name])] == [], quantizer
+        ours, expected = (trained(who, *SAME_BITS) / quantizer for who in (launcher, ONE_PROCESS))
+        assert unequal(ours, expected) == [], quantizer
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
@@ -137,25 +122,4 @@ def test_a_run_that_is_killed_and_moved_has_the_bits_of_one_that_was_left_alone(
     cut_back(folder, 15)
     finished = run(Launcher("horovodrun", 2), "train_vqgan.py", flags)
     assert finished.returncode == 0, finished.output[-4000:]
-    ours, expected = tensors(folder), tensors(trained(ONE_PROCESS, *SAME_BITS) / "vq")
-    assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []
-
-
-def wait_for_update(folder: Path, step: int, began: float) -> None:
-    """Until the log of a job that began then tells of an update."""
-    log = folder / "metrics.jsonl"
-    for _ in range(900):
-        if log.exists() and log.stat().st_mtime > began:
-            told = [json.loads(line) for line in log.read_text().split("\n")[:-1]]
-            if any(line["step"] >= step for line in told) and log.stat().st_mtime > began:
-                return
-        time.sleep(0.1)
-    raise AssertionError("no update in 90 seconds")
-
-
-def cut_back(folder: Path, step: int) -> None:
-    """Set aside checkpoints after ``step``: however long the job took to die, the next one begins before the end."""
-    later = [path for path in (folder / "checkpoints").glob("step_*") if int(path.name[5:]) > step]
-    for path in later:
-        path.rename(folder / f"later-{time.time_ns()}")
-    assert any((folder / "checkpoints").glob("step_*"))
+    assert unequal(folder, trained(ONE_PROCESS, *SAME_BITS) / "vq") == []
