@@ -236,7 +236,18 @@ class Backend(ABC):
         """Concatenation along dimension 0 by rank, sizes may differ; its gradient is that of one process."""
         from . import collectives
 
-        return collectives.gather(tensor, self.comm)
+        self.watchdog.mark("gathering over the processes", collective=True)
+        result = collectives.gather(tensor, self.comm)
+        self.watchdog.mark("computing")
+        return result
+
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        """Around the ring: ``tensor`` goes to the next rank, the previous rank's comes, of ``rows`` rows (shapes may
+        differ in dimension 0). No gradient."""
+        self.watchdog.mark("passing on around the ring", collective=True)
+        result = self.comm.shift(tensor.detach(), rows)
+        self.watchdog.mark("computing")
+        return result
 
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank, on every process."""

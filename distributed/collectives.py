@@ -37,6 +37,11 @@ class Communicator(Protocol):
         """The tensors of all processes, by rank; equal shapes."""
         ...
 
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        """Around the ring: ``tensor`` goes to the next rank, the previous rank's, of ``rows`` rows, is returned. Shapes
+        may differ in dimension 0."""
+        ...
+
 
 class Alone:
     """The communicator of one process."""
@@ -49,6 +54,9 @@ class Alone:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
+
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        return tensor
 
 
 def sum_scalars(values: Mapping[str, Any], comm: Communicator, device: torch.device) -> dict[str, float]:

@@ -61,6 +61,20 @@ class TorchCommunicator:
         dist.all_gather(parts, tensor.contiguous())
         return parts
 
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        arriving = tensor.new_empty((rows, *tensor.shape[1:]))
+        transfers = []
+        # Both ends know a size: where there is nothing to send, nobody waits for it.
+        if tensor.numel():
+            transfers.append(dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world_size))
+        if arriving.numel():
+            transfers.append(dist.P2POp(dist.irecv, arriving, (self.rank - 1) % self.world_size))
+        for transfer in dist.batch_isend_irecv(transfers) if transfers else []:
+            transfer.wait()
+        return arriving
+
 
 def leave_process_group(gracefully: bool) -> None:
     """Destroy the group; after an error without a word to the others, who may be gone."""

@@ -66,8 +66,9 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
                 safe_set_full_fp32_param(tensor, value.to(tensor.device).float())
     if stage in (1, 2):
         optimizer.update_lp_params()
-    elif stage == 3 and optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    elif stage == 3 and (kept_whole := optimizer.persistent_parameters):
+        kept_whole[0].partition(kept_whole)  # what an update has gathered would stay as it is
+        kept_whole[0].all_gather(kept_whole)
 
 
 def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int) -> dict[str, Any]:
@@ -75,6 +76,10 @@ def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn
     if stage == 0:
         return read_optimizer(basic, _names(module))
     step, slots = _slots(basic)
+    if slots and stage in (1, 2):
+        # DeepSpeed does this once, after the first parameter group's first step, when the others have no moments yet.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
     moments = {
         slot: {name: partial(_read_moment, parameter, slot) for parameter, name in _names(module).items()}
         for slot in slots

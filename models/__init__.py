@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from .discrete_vae import DiscreteVAE, VAEOutput
 from .discriminator import Discriminator
+from .mulan import MuLaN, MulanOutput
+from .residual_quantizer import ResidualQuantizer
 from .vqgan import VQGAN, VQGANOutput
 
-__all__ = ["VQGAN", "DiscreteVAE", "Discriminator", "VAEOutput", "VQGANOutput"]
+__all__ = [
+    "VQGAN",
+    "DiscreteVAE",
+    "Discriminator",
+    "MuLaN",
+    "MulanOutput",
+    "ResidualQuantizer",
+    "VAEOutput",
+    "VQGANOutput",
+]

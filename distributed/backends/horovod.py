@@ -85,6 +85,11 @@ class HorovodCommunicator:
         gathered = self._hvd.allgather(tensor.contiguous().unsqueeze(0), name="all_gather")
         return list(gathered.unbind(0))
 
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        to_each = [len(tensor) if rank == (self.rank + 1) % self.world_size else 0 for rank in range(self.world_size)]
+        arrived, _ = self._hvd.alltoall(tensor.contiguous(), to_each, name="shift")
+        return arrived.view(rows, *tensor.shape[1:])
+
 
 class _HorovodHandle:
     def __init__(self, hvd: Any, handle: int) -> None:

@@ -80,6 +80,11 @@ class ThreadCommunicator:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self._meeting.wait_for(self._hand_in(tensor, "all_gather"))
 
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        arrived = self._meeting.wait_for(self._hand_in(tensor, "shift"))[self.rank - 1]
+        assert len(arrived) == rows, f"{len(arrived)} rows came to rank {self.rank} instead of {rows}"
+        return arrived
+
     def _hand_in(self, tensor: Tensor, name: str) -> int:
         number = len(self.calls)
         self.calls.append(name)

@@ -79,6 +79,25 @@ def test_gather_of_one_process_is_the_tensor_itself() -> None:
     assert gather(tensor, Alone()) is tensor
 
 
+@pytest.mark.parametrize("sizes", [[2], [2, 2], [3, 0, 1], [1, 0, 5, 2]], ids=str)
+def test_what_is_shifted_comes_from_the_previous_rank_and_is_home_after_one_round(
+    sizes: list[int], on_ranks: OnRanks
+) -> None:
+    world = len(sizes)
+
+    def work(comm: Communicator) -> Tensor:
+        visiting = part_of(comm.rank, sizes).detach()
+        for step in range(1, world + 1):
+            came_from = (comm.rank - step) % world
+            visiting = comm.shift(visiting, sizes[came_from])
+            assert torch.equal(visiting, part_of(came_from, sizes))
+        return visiting
+
+    assert torch.equal(torch.cat(on_ranks(world, work)), torch.arange(sum(sizes) * 2.0).view(-1, 2).double())
+    alone = part_of(0, [3])
+    assert Alone().shift(alone, 3) is alone
+
+
 @pytest.mark.parametrize(
     ("dtype", "values", "expected"),
     [

@@ -1,0 +1,109 @@
+"""Transformer blocks with normalised queries and keys: pre-norm attention and GEGLU feed-forwards without biases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Logits are this times the cosine of the scaled queries and keys.
+LOGIT_SCALE = 8.0
+
+# Those that take a bias with and without a gradient. PyTorch's choice among all of them depends on whether there is a
+# graph, and features computed without one must have the bits of those computed again with it.
+_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+# Added to a squared length, so that a zero vector has a gradient. Vectors of length 0.1 keep theirs to a relative 5e-7.
+_EPSILON = 1e-8
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """``x`` in fp32, or in fp64 where it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """Vectors (..., d) over sqrt(|x|^2 + 1e-8), in fp32 or fp64: of length 1, and 0 with a finite gradient at 0."""
+    x = at_least_fp32(x)
+    return x * (x.square().sum(dim=-1, keepdim=True) + _EPSILON).rsqrt()
+
+
+class Attention(nn.Module):
+    """Pre-norm self-attention: softmax(8 q.k + bias) v, where q and k are unit vectors times a learned scale.
+
+    Normalising queries and keys bounds the logits (Henry et al. 2020, "Query-key normalization for transformers").
+
+    Args:
+        dim: Width of the input and the output.
+        heads: Heads, each with its own queries, keys and values.
+        dim_head: Width of a head.
+    """
+
+    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(dim, bias=False)
+        self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
+        self.q_scale = nn.Parameter(torch.ones(dim_head))
+        self.k_scale = nn.Parameter(torch.ones(dim_head))
+        self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Tokens (b, n, dim) -> (b, n, dim), without the residual.
+
+        Args:
+            bias: Added to the logits, broadcastable to (b, heads, n, n); -inf hides a key. Each row must keep one.
+        """
+        qkv = self.to_qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        qk, v = l2_normalize(qkv[:, :, :2]), qkv[:, :, 2]
+        q, k = (qk[:, :, 0] * self.q_scale).to(v.dtype), (qk[:, :, 1] * self.k_scale).to(v.dtype)
+        if bias is not None:
+            bias = bias.to(v.dtype)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        with sdpa_kernel(_KERNELS):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=LOGIT_SCALE)
+        return self.to_out(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Pre-norm GEGLU (Shazeer 2020, "GLU variants improve transformer") of inner width int(4 dim 2/3)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        inner = 8 * dim // 3
+        self.norm = nn.LayerNorm(dim, bias=False)
+        self.expand = nn.Linear(dim, 2 * inner, bias=False)
+        self.contract = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (b, n, dim) -> (b, n, dim), without the residual."""
+        values, gates = self.expand(self.norm(x)).chunk(2, dim=-1)
+        return self.contract(values * F.gelu(gates))
+
+
+class Transformer(nn.Module):
+    """``depth`` times attention and feed-forward, each with its residual; no norm at the end.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64) -> None:
+        super().__init__()
+        if min(dim, depth, heads, dim_head) < 1:
+            raise ValueError(
+                f"a transformer of dim {dim}, depth {depth}, heads {heads} and dim_head {dim_head}: "
+                "give numbers of at least 1"
+            )
+        self.attention = nn.ModuleList(Attention(dim, heads, dim_head) for _ in range(depth))
+        self.feed_forward = nn.ModuleList(FeedForward(dim) for _ in range(depth))
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> list[Tensor]:
+        """Tokens (b, n, dim) and the attention's bias -> the output (b, n, dim) of each layer, the last one last."""
+        outputs = []
+        for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
+            x = x + attention(x, bias)
+            x = x + feed_forward(x)
+            outputs.append(x)
+        return outputs

@@ -1,0 +1,156 @@
+"""A transformer over the patches of a spectrogram (Gong et al. 2021, "AST: Audio spectrogram transformer")."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .attention import Transformer
+
+
+class _PreciseLayerNorm(nn.LayerNorm):
+    """Computed in the precision of its input, given in that of its weights: powers are beyond fp16's range."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
+
+
+class PatchEmbedding(nn.Module):
+    """Patches (b, n, p x p) -> (b, n, dim), normalised before and after (Kumar et al. 2023, "Dual PatchNorm")."""
+
+    def __init__(self, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.norm_before = _PreciseLayerNorm(patch_size**2)
+        self.project = nn.Linear(patch_size**2, dim)
+        self.norm_after = nn.LayerNorm(dim)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.norm_after(self.project(self.norm_before(patches)))
+
+
+class RelativePositionBias(nn.Module):
+    """A number for each head and displacement between two patches, given by a small MLP.
+
+    Displacements go in as sign(d) ln(1 + |d|), so that clips longer than those trained on stay near what the MLP has
+    seen (Liu et al. 2022, "Swin transformer V2", section 3.3).
+    """
+
+    def __init__(self, heads: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(2, hidden_dim), nn.SiLU(), nn.Linear(hidden_dim, hidden_dim), nn.SiLU(),
+            nn.Linear(hidden_dim, heads),
+        )  # fmt: skip
+
+    def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
+        """Indices (b, n) of patches in a grid of ``rows`` x ``columns``, row by row -> (b, heads, n, n).
+
+        Entry (i, j) is that of the displacement from patch j to patch i.
+        """
+        device = patches.device
+        dy = torch.arange(1 - rows, rows, device=device)
+        dx = torch.arange(1 - columns, columns, device=device)
+        displacements = torch.stack(torch.meshgrid(dy, dx, indexing="ij"), dim=-1).flatten(0, 1)
+        dtype: torch.dtype = self.mlp[0].weight.dtype  # type: ignore[assignment]
+        displacements = displacements.to(torch.promote_types(dtype, torch.float32))
+        displacements = displacements.sign() * displacements.abs().log1p()
+        table = self.mlp(displacements.to(dtype))
+        # Patch (y, x) has the place y (2 columns - 1) + x; differences of places are distinct, one per displacement.
+        places = patches // columns * (2 * columns - 1) + patches % columns
+        centre = (rows - 1) * (2 * columns - 1) + columns - 1
+        index = places[:, :, None] - places[:, None, :] + centre
+        return F.embedding(index, table).movedim(-1, 1).contiguous()  # one copy, where each layer would make one
+
+
+class AudioTransformer(nn.Module):
+    """Spectrograms (b, bands, frames) to pooled features, of the final output and of layers below it.
+
+    Sides that are no multiples of the patch are cropped to the nearest one below: the highest bands and the last
+    frames are left out.
+
+    Args:
+        dim: Width of the tokens; a multiple of 4, for the positions.
+        depth: Layers.
+        heads, dim_head: Of the attention.
+        patch_size: Side of a patch, in bands and frames.
+        patch_dropout: Share of the patches left out where noise is given.
+        hierarchical_layers: How many layers below the last to pool as well.
+
+    Raises:
+        ValueError: one line that names the argument.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int = 8,
+        dim_head: int = 64,
+        patch_size: int = 16,
+        patch_dropout: float = 0.25,
+        hierarchical_layers: int = 0,
+    ) -> None:
+        super().__init__()
+        if dim % 4:
+            raise ValueError(f"audio_dim {dim} is no multiple of 4, which sine and cosine of two coordinates need")
+        if not 0 <= patch_dropout < 1:
+            raise ValueError(f"patch_dropout {patch_dropout} is not in [0, 1)")
+        self.dim, self.patch_size, self.patch_dropout = dim, patch_size, patch_dropout
+        self.outputs = hierarchical_layers + 1
+        self.embed = PatchEmbedding(patch_size, dim)
+        self.relative_bias = RelativePositionBias(heads, max(32, dim // 4))
+        self.transformer = Transformer(dim, depth, heads, dim_head)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(self.outputs))
+
+    def grid(self, bands: int, frames: int) -> tuple[int, int]:
+        """Rows and columns of patches in a spectrogram."""
+        return bands // self.patch_size, frames // self.patch_size
+
+    def kept(self, patches: int) -> int:
+        """How many of so many patches are left where noise is given; at least one."""
+        return patches - min(int(patches * self.patch_dropout), patches - 1)
+
+    def crop(self, spectrograms: Tensor) -> Tensor:
+        """The part (b, rows x p, columns x p) that fills patches."""
+        rows, columns = self.grid(*spectrograms.shape[1:])
+        return spectrograms[:, : rows * self.patch_size, : columns * self.patch_size]
+
+    def forward(self, spectrograms: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Spectrograms (b, bands, frames) -> (b, 1 + hierarchical_layers, dim), [:, 0] of the final output.
+
+        Args:
+            noise: Uniform (b, patches): in each sample the patches with the smallest are kept. None: all are.
+        """
+        rows, columns = self.grid(*spectrograms.shape[1:])
+        p, count = self.patch_size, rows * columns
+        patches = self.crop(spectrograms).unflatten(2, (columns, p)).unflatten(1, (rows, p))
+        patches = patches.transpose(2, 3).reshape(-1, count, p * p)
+        positions = sincos_positions(rows, columns, self.dim, spectrograms.device)
+        chosen = torch.arange(count, device=spectrograms.device)[None]
+        if noise is None or self.kept(count) == count:
+            positions = positions[None]
+        else:
+            chosen = noise.argsort(dim=1, stable=True)[:, : self.kept(count)]
+            patches = patches.gather(1, chosen[:, :, None].expand(-1, -1, p * p))
+            positions = positions[chosen]
+        x = self.embed(patches)
+        x = x + positions.to(x.dtype)
+        layers = self.transformer(x, self.relative_bias(chosen, rows, columns))
+        # index 0: the last layer
+        pooled = [norm(layers[-1 - i].mean(dim=1)) for i, norm in enumerate(self.norms)]
+        return torch.stack(pooled, dim=1)
+
+
+def sincos_positions(rows: int, columns: int, dim: int, device: torch.device) -> Tensor:
+    """Fixed positions (rows x columns, dim) in fp32: half of the width tells the row, half the column, each as sines
+    and cosines of dim / 4 wavelengths from 2 pi to almost 10000 x 2 pi (Vaswani et al. 2017, section 3.5)."""
+    quarter = dim // 4
+    frequencies = torch.exp(torch.arange(quarter, device=device) * (-math.log(10000) / quarter))
+    y, x = (torch.arange(size, device=device)[:, None] * frequencies for size in (rows, columns))
+    y, x = (torch.cat([angles.sin(), angles.cos()], dim=-1) for angles in (y, x))
+    grid = torch.cat([y[:, None].expand(-1, columns, -1), x[None].expand(rows, -1, -1)], dim=-1)
+    return grid.flatten(0, 1)

@@ -1,0 +1,189 @@
+"""Waveforms to spectrograms, and the masks that hide parts of them from a model that trains."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .attention import at_least_fp32
+
+SPECTROGRAMS = ("log_mel", "power")
+
+# Decibels are relative to a power of 1; the quietest of a clip count as 80 below its loudest.
+_AMIN, _TOP_DB = 1e-10, 80.0
+
+# Loud music has its bands between about -60 and 30 dB, silence is -100 dB.
+_CENTRE_DB, _HALF_RANGE_DB = -20.0, 40.0
+
+# Uniform numbers that the masks of one spectrogram take.
+MASK_NOISE = 4
+
+_LONGEST_FFT = 1 << 16
+
+
+class Spectrogram:
+    """Waveforms (b, n) to log-mel spectrograms or to power spectra.
+
+    Frames are centred on multiples of the hop, the ends padded with silence, the window is a periodic Hann. Always
+    computed in fp32 (fp64 waveforms: fp64), whatever the precision of the model around it; this is no module and its
+    constants no buffers, because some backends cast those.
+
+    Args:
+        sample_rate: In Hz.
+        n_fft: Samples of a frame and its window.
+        hop_length: Samples from one frame to the next.
+        n_mels: Bands.
+        fmin, fmax: Where the lowest band begins and the highest one ends, in Hz; None for half the sample rate.
+        kind: "log_mel": bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]. "power": the
+            n_fft / 2 + 1 squared magnitudes as they are.
+        min_frames: Shorter clips are padded with silence to give so many.
+
+    Raises:
+        ValueError: one line that names the argument.
+    """
+
+    def __init__(
+        self,
+        sample_rate: int = 16000,
+        n_fft: int = 1024,
+        hop_length: int = 160,
+        n_mels: int = 64,
+        fmin: float = 0.0,
+        fmax: float | None = None,
+        kind: str = "log_mel",
+        min_frames: int = 1,
+    ) -> None:
+        if kind not in SPECTROGRAMS:
+            raise ValueError(f"spectrogram {kind!r} is unknown; use {' or '.join(SPECTROGRAMS)}")
+        if not 2 <= n_fft <= _LONGEST_FFT:
+            raise ValueError(f"n_fft {n_fft} is not between 2 and {_LONGEST_FFT} samples")
+        if not 1 <= hop_length <= n_fft:
+            raise ValueError(f"hop_length {hop_length} is not between 1 and n_fft {n_fft}: it would skip samples")
+        fmax = sample_rate / 2 if fmax is None else fmax
+        if not 0 <= fmin < fmax <= sample_rate / 2:
+            raise ValueError(
+                f"fmin {fmin} and fmax {fmax} Hz: they must be in order, and at most half of sample_rate {sample_rate}"
+            )
+        if kind == "log_mel" and not 1 <= n_mels <= n_fft // 2 + 1:
+            raise ValueError(f"n_mels {n_mels} is not between 1 and the {n_fft // 2 + 1} frequencies of n_fft {n_fft}")
+        self.sample_rate, self.n_fft, self.hop_length, self.kind = sample_rate, n_fft, hop_length, kind
+        self.fmin, self.fmax = float(fmin), float(fmax)
+        self.min_samples = (min_frames - 1) * hop_length + n_fft % 2
+        self.bands = n_mels if kind == "log_mel" else n_fft // 2 + 1
+        if kind == "log_mel":
+            _check_bands(sample_rate, n_fft, mel_edges(n_mels, self.fmin, self.fmax))
+        self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def frames(self, samples: int) -> int:
+        """Frames of a clip of so many samples."""
+        padded = max(samples, self.min_samples) + 2 * (self.n_fft // 2)
+        return 1 + (padded - self.n_fft) // self.hop_length
+
+    def __call__(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) in [-1, 1] -> (b, bands, frames), in fp32 or fp64.
+
+        Raises:
+            ValueError: waveforms that are not of two dimensions.
+        """
+        if waveforms.ndim != 2 or not waveforms.is_floating_point():
+            raise ValueError(
+                f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}: give (b, n) floats, mixed to mono"
+            )
+        with torch.autocast(waveforms.device.type, enabled=False):
+            waveforms = at_least_fp32(waveforms)
+            window, filters = self._window_and_filters(waveforms.device, waveforms.dtype)
+            power = self._power(waveforms, window)
+            return power if self.kind == "power" else (_decibels(filters @ power) - _CENTRE_DB) / _HALF_RANGE_DB
+
+    def _power(self, waveforms: Tensor, window: Tensor) -> Tensor:
+        half, missing = self.n_fft // 2, max(0, self.min_samples - waveforms.shape[1])
+        waveforms = F.pad(waveforms, (half, half + missing))
+        spectrum = torch.stft(waveforms, self.n_fft, self.hop_length, window=window, center=False, return_complex=True)
+        return spectrum.real.square() + spectrum.imag.square()
+
+    def _window_and_filters(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(n_fft,) and (bands, n_fft / 2 + 1), made once for each device and dtype."""
+        key = device, dtype
+        if key not in self._constants:
+            with torch.inference_mode(False):  # they will serve in training as well
+                window = torch.hann_window(self.n_fft, periodic=True, dtype=torch.float64, device="cpu")
+                filters = torch.zeros(0, dtype=torch.float64, device="cpu")
+                if self.kind == "log_mel":
+                    filters = mel_filters(self.sample_rate, self.n_fft, self.bands, self.fmin, self.fmax)
+                self._constants[key] = window.to(*key), filters.to(*key)
+        return self._constants[key]
+
+
+def _decibels(power: Tensor) -> Tensor:
+    """10 log10 of powers (b, ...), at most 80 below the largest of each clip."""
+    decibels = 10 * power.clamp(min=_AMIN).log10()
+    loudest = decibels.flatten(1).amax(dim=1)
+    return decibels.maximum((loudest - _TOP_DB)[:, None, None])
+
+
+def mel_edges(n_mels: int, fmin: float, fmax: float) -> list[float]:
+    """The n_mels + 2 frequencies in Hz between which the triangles stand.
+
+    They are evenly spaced on the mel scale of Slaney's Auditory Toolbox (1998): 3/200 mel per Hz up to 1 kHz, above it
+    27 mel for each factor of 6.4.
+    """
+
+    def mel(hz: float) -> float:
+        return 3 * hz / 200 if hz < 1000 else 15 + 27 * math.log(hz / 1000, 6.4)
+
+    def hertz(mels: float) -> float:
+        return mels * 200 / 3 if mels < 15 else 1000 * 6.4 ** ((mels - 15) / 27)
+
+    low, step = mel(fmin), (mel(fmax) - mel(fmin)) / (n_mels + 1)
+    return [hertz(low + band * step) for band in range(n_mels + 2)]
+
+
+def mel_filters(sample_rate: int, n_fft: int, n_mels: int, fmin: float, fmax: float) -> Tensor:
+    """Triangular filters (n_mels, n_fft / 2 + 1) over power spectra, each of area 1 in Hz; fp64 on the CPU."""
+    edges = torch.tensor(mel_edges(n_mels, fmin, fmax), dtype=torch.float64, device="cpu")[:, None]
+    low, centre, high = edges[:-2], edges[1:-1], edges[2:]
+    bins = torch.arange(n_fft // 2 + 1, dtype=torch.float64, device="cpu") * (sample_rate / n_fft)
+    triangles = torch.minimum((bins - low) / (centre - low), (high - bins) / (high - centre)).clamp(min=0)
+    return triangles * 2 / (high - low)
+
+
+def _check_bands(sample_rate: int, n_fft: int, edges: list[float]) -> None:
+    spacing = sample_rate / n_fft
+    for band, (low, high) in enumerate(zip(edges[:-2], edges[2:], strict=True)):
+        if not (math.floor(low / spacing) + 1) * spacing < high:
+            raise ValueError(
+                f"n_mels {len(edges) - 2}: band {band} ({low:.0f} to {high:.0f} Hz) has no frequency of n_fft {n_fft} "
+                f"(every {spacing:.0f} Hz); use fewer bands or a larger n_fft"
+            )
+
+
+def spec_augment(
+    spectrograms: Tensor, noise: Tensor, time_mask_fraction: float, frequency_mask_fraction: float
+) -> Tensor:
+    """Zero one range of frames and one of bands in each spectrogram (Park et al. 2019, "SpecAugment").
+
+    A range has up to floor(fraction x size) rows, each length and each place as likely as another. Fractions are below
+    1, so that a row always remains whatever the noise.
+
+    Args:
+        spectrograms: (b, bands, frames).
+        noise: (b, 4) uniform in [0, 1): length and place in time, length and place in frequency.
+    """
+    _, bands, frames = spectrograms.shape
+    in_time = _range(noise[:, 0], noise[:, 1], frames, time_mask_fraction)
+    in_frequency = _range(noise[:, 2], noise[:, 3], bands, frequency_mask_fraction)
+    return spectrograms.masked_fill(in_time[:, None, :] | in_frequency[:, :, None], 0.0)
+
+
+def _range(length_noise: Tensor, place_noise: Tensor, size: int, fraction: float) -> Tensor:
+    """Uniform noise (b,) twice -> bool (b, size), true in one range."""
+    longest = min(int(fraction * size), size - 1)
+    # Noise that was rounded to half precision can be 1.
+    length = (length_noise.float() * (longest + 1)).floor().clamp(0, longest)
+    places = size - length
+    start = (place_noise.float() * (places + 1)).floor().clamp(min=0).minimum(places)
+    position = torch.arange(size, device=length.device)
+    return (position >= start[:, None]) & (position < (start + length)[:, None])

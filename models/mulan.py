@@ -1,0 +1,268 @@
+"""MuLan: music and the sentences about it in one space (Huang et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention import at_least_fp32, l2_normalize
+from .audio_transformer import AudioTransformer
+from .log_mel import MASK_NOISE, Spectrogram, spec_augment
+from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder
+from .text_transformer import TextTransformer
+
+# The scale of the similarities is at most this (Radford et al. 2021, section 2.5).
+MAX_SCALE = 100.0
+
+# Arguments that may differ between a model and the weights it takes: they are of training, or where it starts.
+_NOT_IN_THE_WEIGHTS = {
+    "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias"
+}  # fmt: skip
+
+
+class MulanOutput(NamedTuple):
+    """What a forward pass gives. h = 1 + hierarchical_layers; h = 0 is the final output, h = i is i layers below."""
+
+    audio: Tensor
+    """(b, h, dim_latent), unit vectors in fp32 or fp64."""
+    text: Tensor
+    """(b, h, dim_latent), likewise."""
+    scale: Tensor
+    """(h,): exp(tau), tau clamped at ln 100; similarities are multiplied by it."""
+    bias: Tensor
+    """(h,): added to the scaled similarities in the sigmoid loss; no other uses it."""
+
+
+class _ClampedExp(torch.autograd.Function):
+    """exp(min(tau, ln 100)), whose gradient stops only where a descent would raise a tau that is beyond already."""
+
+    @staticmethod
+    def forward(ctx: Any, tau: Tensor) -> Tensor:
+        scale = tau.clamp(max=math.log(MAX_SCALE)).exp()
+        ctx.save_for_backward(tau, scale)
+        return scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        tau, scale = ctx.saved_tensors
+        grad = grad * scale
+        return grad.masked_fill((tau > math.log(MAX_SCALE)) & (grad < 0), 0.0)
+
+
+class Latents(nn.Module):
+    """Features of each output of a tower (b, h, dim) -> unit vectors (b, h, dim_latent) in fp32 or fp64.
+
+    Not under autocast: what is rounded here would be a rounding error of the similarities, times the scale.
+    """
+
+    def __init__(self, outputs: int, dim: int, dim_latent: int) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(dim, dim_latent) for _ in range(outputs))
+
+    def forward(self, features: Tensor) -> Tensor:
+        with torch.autocast(features.device.type, enabled=False):
+            dtype: torch.dtype = self.projections[0].weight.dtype  # type: ignore[assignment]
+            pairs = zip(self.projections, features.to(dtype).unbind(dim=1), strict=True)
+            latents = [project(feature) for project, feature in pairs]
+            return l2_normalize(torch.stack(latents, dim=1))
+
+
+class MuLaN(nn.Module):
+    """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
+
+    Args:
+        sample_rate: Of the waveforms, in Hz.
+        clip_seconds: Length of the clips to train on; it sets ``noise_size`` alone, other lengths can be encoded.
+        n_fft, hop_length, n_mels, fmin, fmax: Of the spectrogram; see ``log_mel.Spectrogram``.
+        spectrogram: "log_mel", or "power" for the n_fft / 2 + 1 powers in place of the mel bands.
+        patch_size: Side of a patch, in bands and frames.
+        patch_dropout: Share of the patches left out of each sample while training.
+        time_mask_fraction, frequency_mask_fraction: The longest SpecAugment mask as a share of the side; 0: none.
+        audio_dim, audio_depth: Width (a multiple of 4) and layers of the audio tower.
+        text_dim, text_depth: Width and layers of the text tower.
+        heads, dim_head: Of the attention of both.
+        vocab_size: Of the tokenizer.
+        max_text_tokens: The longest caption.
+        dim_latent: Width of the common space.
+        hierarchical_layers: Layers below the final output, in both towers, that have their own linear map,
+            temperature and bias (Shukor et al. 2022, "ViCHA"); less than either depth.
+        init_temperature: The factor of the similarities at the start, in (0, 100].
+        init_bias: Of the sigmoid loss at the start (Zhai et al. 2023).
+
+    Raises:
+        ValueError: one line that names the argument.
+    """
+
+    def __init__(
+        self,
+        sample_rate: int = 16000,
+        clip_seconds: float = 10.0,
+        n_fft: int = 1024,
+        hop_length: int = 160,
+        n_mels: int = 64,
+        fmin: float = 0.0,
+        fmax: float | None = None,
+        spectrogram: str = "log_mel",
+        patch_size: int = 16,
+        patch_dropout: float = 0.25,
+        time_mask_fraction: float = 0.2,
+        frequency_mask_fraction: float = 0.25,
+        audio_dim: int = 512,
+        audio_depth: int = 6,
+        text_dim: int = 512,
+        text_depth: int = 6,
+        heads: int = 8,
+        dim_head: int = 64,
+        vocab_size: int = 49408,
+        max_text_tokens: int = 256,
+        dim_latent: int = 128,
+        hierarchical_layers: int = 0,
+        init_temperature: float = 10.0,
+        init_bias: float = -10.0,
+    ) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {
+            name: value for name, value in locals().items() if name not in ("self", "__class__")
+        }
+        _check_config(self.config)
+        self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
+        self.clip_samples = round(clip_seconds * sample_rate)
+        self.dim_latent = dim_latent
+        self.frontend = Spectrogram(
+            sample_rate, n_fft, hop_length, n_mels, fmin, fmax, spectrogram, min_frames=patch_size
+        )
+        if self.frontend.bands < patch_size:
+            raise ValueError(f"patch_size {patch_size} is larger than the {self.frontend.bands} bands of a spectrogram")
+        self.audio = AudioTransformer(
+            audio_dim, audio_depth, heads, dim_head, patch_size, patch_dropout, hierarchical_layers
+        )
+        self.text = TextTransformer(
+            text_dim, text_depth, heads, dim_head, vocab_size, max_text_tokens, hierarchical_layers
+        )
+        outputs = hierarchical_layers + 1
+        self.audio_latents = Latents(outputs, audio_dim, dim_latent)
+        self.text_latents = Latents(outputs, text_dim, dim_latent)
+        self.tau = nn.Parameter(torch.full((outputs,), math.log(init_temperature)))
+        self.bias = nn.Parameter(torch.full((outputs,), float(init_bias)))
+
+    @property
+    def noise_size(self) -> int:
+        """Uniform numbers that a sample of clip_seconds takes while training: 4 for the masks, one per patch."""
+        return self._noise_size(self.clip_samples)
+
+    def forward(self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None) -> MulanOutput:
+        """Clips and their captions to unit vectors.
+
+        Args:
+            waveforms: (b, n) in [-1, 1] at sample_rate.
+            tokens: int64 (b, t), t <= max_text_tokens. What they are behind ``lengths`` changes nothing.
+            lengths: int64 (b,), tokens that count.
+            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for neither.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        audio = self._audio_latents(waveforms, noise)
+        text = self._text_latents(tokens, lengths)
+        # A copy: some backends take a weight's memory back after the forward pass.
+        bias = at_least_fp32(self.bias).clone()
+        return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
+
+    def encode_audio(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) in [-1, 1] at sample_rate, of any length -> unit vectors (b, dim_latent)."""
+        return self._audio_latents(waveforms, None)[:, 0]
+
+    def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Tokens int64 (b, t), of which lengths (b,) count -> unit vectors (b, dim_latent)."""
+        return self._text_latents(tokens, lengths)[:, 0]
+
+    def spectrogram(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) -> (b, bands, frames) in fp32 or fp64, what the audio tower looks at: log-mel, about in
+        [-2, 2], or powers from 0."""
+        return self.frontend(waveforms)
+
+    def _audio_latents(self, waveforms: Tensor, noise: Tensor | None) -> Tensor:
+        spectrograms = self.audio.crop(self.frontend(waveforms))
+        if noise is not None:
+            expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
+            if noise.shape != expected:
+                raise ValueError(
+                    f"noise of shape {tuple(noise.shape)}: {expected[0]} clips of {waveforms.shape[1]} samples take "
+                    f"{expected}; train on clips of clip_seconds and use noise_size"
+                )
+            mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
+            spectrograms = spec_augment(spectrograms, mask_noise, self.time_mask_fraction, self.frequency_mask_fraction)
+        return self.audio_latents(self.audio(spectrograms, noise))
+
+    def _text_latents(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        return self.text_latents(self.text(tokens, lengths))
+
+    def _noise_size(self, samples: int) -> int:
+        rows, columns = self.audio.grid(self.frontend.bands, self.frontend.frames(samples))
+        return MASK_NOISE + rows * columns
+
+    # Files.
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``folder``/model.safetensors and config.json, atomically."""
+        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> MuLaN:
+        """The model that ``save_pretrained`` wrote, in eval mode.
+
+        Raises:
+            ValueError: one line, where a file is missing or not of this model.
+        """
+        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
+        try:
+            return build_with_weights(lambda: cls(**config), weights).eval()
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
+
+    def load_weights_from(self, folder: str | Path) -> None:
+        """Take the weights of a ``save_pretrained`` folder.
+
+        Raises:
+            ValueError: one line, naming what differs where the two models do.
+        """
+        other = self.from_pretrained(folder)
+        keys = [key for key in self.config if key not in _NOT_IN_THE_WEIGHTS]
+        differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
+        if differing:
+            raise ValueError(f"the weights in {folder} are of another model; they need {', '.join(differing)}")
+        self.load_state_dict(other.state_dict())
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    for name in ("sample_rate", "n_fft", "hop_length", "n_mels", "patch_size", "audio_dim", "audio_depth", "text_dim",
+                 "text_depth", "heads", "dim_head", "vocab_size", "max_text_tokens", "dim_latent"):  # fmt: skip
+        if type(config[name]) is not int or config[name] < 1:
+            raise ValueError(f"{name} {config[name]!r} is no whole number of at least 1")
+    if type(config["hierarchical_layers"]) is not int or config["hierarchical_layers"] < 0:
+        raise ValueError(f"hierarchical_layers {config['hierarchical_layers']!r} is no whole number of at least 0")
+    depth = min(config["audio_depth"], config["text_depth"])
+    if config["hierarchical_layers"] >= depth:
+        raise ValueError(
+            f"hierarchical_layers {config['hierarchical_layers']}: a tower of {depth} layers has {depth - 1} below its "
+            f"output; use at most {depth - 1} or more layers"
+        )
+    if not 0 < config["clip_seconds"] < math.inf:
+        raise ValueError(f"clip_seconds {config['clip_seconds']} is no positive length")
+    for name in ("patch_dropout", "time_mask_fraction", "frequency_mask_fraction"):
+        if not 0 <= config[name] < 1:
+            raise ValueError(f"{name} {config[name]} is not in [0, 1)")
+    visible = (1 - config["time_mask_fraction"]) * (1 - config["frequency_mask_fraction"])
+    if visible <= config["patch_dropout"]:
+        raise ValueError(
+            f"patch_dropout {config['patch_dropout']}: the largest masks leave {visible:.2g} of a spectrogram, and all "
+            "of that could be dropped; lower it, time_mask_fraction or frequency_mask_fraction"
+        )
+    if not 0 < config["init_temperature"] <= MAX_SCALE:
+        raise ValueError(f"init_temperature {config['init_temperature']} is not in (0, {MAX_SCALE:g}]")
+    if not math.isfinite(config["init_bias"]):
+        raise ValueError(f"init_bias {config['init_bias']} is not finite")

@@ -1,0 +1,81 @@
+"""A bidirectional transformer over the tokens of a caption, read off at a class token (Devlin et al. 2019, "BERT")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .attention import Transformer
+
+_INIT_STD = 0.02
+
+
+class TextTransformer(nn.Module):
+    """Tokens (b, t) to the features at the class token, of the final output and of layers below it.
+
+    Args:
+        dim: Width of the tokens.
+        depth: Layers.
+        heads, dim_head: Of the attention.
+        vocab_size: Tokens are in [0, vocab_size).
+        max_tokens: The longest caption: so many positions are learned.
+        hierarchical_layers: How many layers below the last to read as well.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int = 8,
+        dim_head: int = 64,
+        vocab_size: int = 49408,
+        max_tokens: int = 256,
+        hierarchical_layers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.dim, self.vocab_size, self.max_tokens = dim, vocab_size, max_tokens
+        self.outputs = hierarchical_layers + 1
+        self.tokens = nn.Embedding(vocab_size, dim)
+        self.positions = nn.Embedding(max_tokens, dim)
+        self.cls = nn.Parameter(torch.empty(dim))
+        self.transformer = Transformer(dim, depth, heads, dim_head)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(self.outputs))
+        for weight in (self.tokens.weight, self.positions.weight, self.cls):
+            nn.init.normal_(weight, std=_INIT_STD)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim), [:, 0] of the final output.
+
+        Args:
+            lengths: int64 (b,), tokens of each row that count. What stands behind them is not looked at.
+
+        Raises:
+            ValueError: shapes that do not fit, more than max_tokens columns or, on the CPU, a token outside of the
+                vocabulary. On a GPU to look would be to wait; there the look-up itself stops the process.
+        """
+        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}: give (b, t), (b,)"
+            )
+        if tokens.shape[1] > self.max_tokens:
+            raise ValueError(f"{tokens.shape[1]} columns of tokens; this model takes up to {self.max_tokens}: cut them")
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        counts = place < lengths[:, None]
+        tokens = tokens.where(counts, 0)
+        self._check_vocabulary(tokens)
+        x = self.tokens(tokens) + self.positions(place)
+        x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
+        hidden = torch.zeros(counts.shape, dtype=x.dtype, device=x.device).masked_fill(~counts, float("-inf"))
+        bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden: no row is empty
+        layers = self.transformer(x, bias)
+        read = [norm(layers[-1 - i][:, 0]) for i, norm in enumerate(self.norms)]
+        return torch.stack(read, dim=1)
+
+    def _check_vocabulary(self, tokens: Tensor) -> None:
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+            low, high = (int(extreme) for extreme in tokens.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(
+                    f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size}; "
+                    "tokenizer and model do not belong together"
+                )

@@ -1,0 +1,282 @@
+"""Contrastive updates of toy towers, the losses alone on ragged batches, and Lion's state, under any launcher.
+
+    torchrun --nproc_per_node 2 tests/launch/contrastive_worker.py --output FILE.json
+    deepspeed --num_gpus 2 tests/launch/contrastive_worker.py --output FILE.json --zero_stages 0 1 2 3
+
+The root writes what all processes found. A job starts slowly: one serves every loss, accumulation and ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as --batch_parts has it, which a part of this is
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from lion_pytorch import Lion
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import distributed
+from distributed import Backend, Engine
+from distributed.devices import use_one_thread
+from distributed.engine import ReplicatedEngine
+from training.contrastive import KINDS, Contrastive
+from training.grad_cache import contrastive_update
+
+BATCH, HEADS, DIM = 48, 2, 5  # divides by 1, 2, 3 and 4 processes with 1 or 4 accumulation steps
+RAGGED = [5, 0, 11, 2]  # pairs on each of four processes; fewer processes take as many of the others' too
+LOCAL = 64  # pairs per process where memory is measured
+
+
+class Output(NamedTuple):
+    audio: Tensor
+    text: Tensor
+    scale: Tensor
+    bias: Tensor
+
+
+class Towers(nn.Module):
+    """Odd sizes on purpose: nothing divides by the number of processes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.audio = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, HEADS * DIM))
+        self.text = nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, HEADS * DIM))
+        self.tau, self.bias = nn.Parameter(torch.tensor([0.3, 1.2])), nn.Parameter(torch.tensor([-1.0, -3.0]))
+        self.to(dtype)
+
+    def forward(self, sounds: Tensor, words: Tensor) -> Output:
+        audio, text = (
+            F.normalize(x.unflatten(-1, (HEADS, DIM)), dim=-1) for x in (self.audio(sounds), self.text(words))
+        )
+        return Output(audio, text, self.tau.exp(), self.bias)
+
+
+def global_batch(dtype: torch.dtype) -> dict[str, Tensor]:
+    """With captions that stand there twice, far from one another."""
+    generator = torch.Generator().manual_seed(1)
+    sounds, words = (torch.randn(BATCH, width, generator=generator).to(dtype) for width in (7, 5))
+    return {"sounds": sounds, "words": words, "caption_ids": torch.arange(BATCH) % (BATCH * 3 // 4)}
+
+
+def ragged_pairs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """audio, text, scale, bias, caption ids."""
+    generator, pairs = torch.Generator().manual_seed(2), sum(RAGGED)
+    audio, text = F.normalize(torch.randn(2, pairs, HEADS, DIM, generator=generator, dtype=torch.float64), dim=-1)
+    scale, bias = torch.tensor([4.0, 14.0]), torch.tensor([-1.0, -10.0])
+    return [*(tensor.to(dtype) for tensor in (audio, text, scale, bias)), torch.arange(pairs) * 5 % 13]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)  # the momentum of a first step is the gradient
+
+
+def rows_of(backend: Backend, sizes: list[int]) -> slice:
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    return slice(bounds[backend.rank], bounds[backend.rank + 1])
+
+
+def use_plan(backend: Backend, accumulation: int, parts: int = 0) -> None:
+    """What --grad_accum_steps or --batch_parts would have made of this job."""
+    plan = distributed.plan_batches(BATCH, accumulation, backend.world_size, None, parts)
+    backend.options = dataclasses.replace(backend.options, plan=plan)
+
+
+def updates(backend: Backend, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    """The loss of every kind and the gradients that the optimizer got."""
+    model = Towers(dtype)
+    engine = backend.wrap(model, sgd(model.parameters()), name=f"updates{next(NUMBERS)}")
+    begin, found = engine.state_dict(), {}
+    size = BATCH // backend.world_size
+    batch = {k: v[backend.rank * size : (backend.rank + 1) * size] for k, v in global_batch(dtype).items()}
+    for kind in [*KINDS, "softmax again"]:
+        contrastive = Contrastive(kind.split()[0], backend, **options)
+        result = contrastive_update(
+            engine, backend, contrastive, batch, lambda micro: {"sounds": micro["sounds"], "words": micro["words"]}
+        )
+        engine.step()
+        gradients = engine.state_dict()["optimizer"]["moments"]["momentum_buffer"]
+        found[kind] = {"loss": float(result.loss), **{name: tensor.tolist() for name, tensor in gradients.items()}}
+        engine.load_state_dict(begin)
+    return found
+
+
+NUMBERS = itertools.count()  # engines have distinct names
+
+
+def ragged(backend: Backend) -> dict[str, Any]:
+    """The losses themselves, each process with another number of pairs; by kind, each field as one process has it."""
+    sizes = RAGGED[: backend.world_size - 1]
+    sizes = [*sizes, sum(RAGGED) - sum(sizes)]
+    audio, text, scale, bias, captions = ragged_pairs()
+    own, found = rows_of(backend, sizes), {}
+    for kind in KINDS:
+        contrastive = Contrastive(kind, backend)
+        result = contrastive.value_and_gradients(audio[own], text[own], scale, bias, captions[own])
+        by_rank = backend.gather_objects({name: tensor.tolist() for name, tensor in result._asdict().items()})
+        same = [name for name in result._fields if name not in ("audio_gradient", "text_gradient")]
+        found[kind] = {
+            **{
+                name: list(itertools.chain(*(fields[name] for fields in by_rank)))
+                for name in ("audio_gradient", "text_gradient")
+            },
+            **{name: by_rank[0][name] for name in same},
+            "agree": all(fields[name] == by_rank[0][name] for fields in by_rank for name in same),
+        }
+    return found
+
+
+class _Memory(TorchDispatchMode):
+    """The largest tensor that was made inside, and the most that lived at a time, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = call(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return made
+
+
+def memory(backend: Backend) -> dict[str, list[int]]:
+    """Of every loss, with as many pairs on each process however many those are."""
+    found = {}
+    vectors = F.normalize(torch.ones(LOCAL, 1, 8), dim=-1)
+    for kind in KINDS:
+        with _Memory() as used:
+            Contrastive(kind, backend).value_and_gradients(
+                vectors, vectors, torch.ones(1), torch.ones(1), torch.arange(LOCAL) + LOCAL * backend.rank
+            )
+        found[kind] = [used.largest, used.peak]
+    return found
+
+
+def lion(backend: Backend, makers: dict[str, Callable[..., Engine]]) -> dict[str, Any]:
+    """Lion's state written by each kind of engine goes on in the next one, and the last one's in the first: what
+    differs."""
+    batch = global_batch(torch.float32)["sounds"]
+    size = BATCH // backend.world_size
+    use_plan(backend, 1)
+
+    def train(engine: Engine) -> dict[str, Any]:
+        for part in itertools.chain.from_iterable(
+            engine.micro_batches({"x": batch[backend.rank * size : (backend.rank + 1) * size]}) for _ in range(3)
+        ):
+            engine.backward((engine(part["x"]) - 1).square().mean())
+            engine.step()
+        return engine.state_dict()
+
+    def fresh(make: Callable[..., Engine], seed: int) -> Engine:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+        groups = [
+            {"params": [p for p in model.parameters() if (p.ndim > 1) is is_matrix]} for is_matrix in (True, False)
+        ]
+        groups[0]["weight_decay"] = 0.1
+        return make(model, Lion(groups, lr=1e-2), name=f"lion{next(NUMBERS)}")
+
+    written, ends = {}, {}
+    for name, make in makers.items():
+        engine = fresh(make, 3)
+        written[name] = train(engine)
+        ends[name] = train(engine)
+    found: dict[str, Any] = {"kept": sorted(next(iter(written.values()))["optimizer"]["moments"]), "differences": []}
+    found["type"] = next(iter(written.values()))["optimizer"]["type"]
+    for writer, reader in zip(written, [*list(written)[1:], next(iter(written))], strict=True):
+        engine = fresh(makers[reader], 4)
+        engine.load_state_dict(written[writer])
+        pair = f"{writer} -> {reader}"
+        found["differences"] += [f"{pair}: {d}" for d in _differences(engine.state_dict(), written[writer], 0.0)]
+        # Sums in another order of processes and slices differ in the last bit.
+        found["differences"] += [f"{pair}, later: {d}" for d in _differences(train(engine), ends[writer], 1e-6)]
+    return found
+
+
+def _differences(got: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> Iterator[str]:
+    trees = [{"weights": s["weights"], **s["optimizer"]["moments"]} for s in (got, wanted)]
+    if (got["optimizer"]["step"], got["updates"]) != (wanted["optimizer"]["step"], wanted["updates"]):
+        yield "counts"
+    for slot, tensors in trees[1].items():
+        for name, tensor in tensors.items():
+            if float((trees[0][slot][name] - tensor).abs().max()) > tolerance:
+                yield f"{slot} of {name}"
+
+
+def measure(backend: Backend) -> dict[str, Any]:
+    """Everything that depends on the engine: by accumulation, and in parts."""
+    dtype = torch.float32 if backend.name == "deepspeed" else torch.float64
+    found = {}
+    for accumulation in (1, 4):
+        use_plan(backend, accumulation)
+        found[f"accumulation {accumulation}"] = updates(backend, dtype)
+    if 4 % backend.world_size == 0:
+        use_plan(backend, 1, parts=4)
+        found["parts"] = updates(backend, torch.float32, whole=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--zero_stages", type=int, nargs="*", default=[])
+    parser.add_argument("--grad_accum_steps", type=int, default=1)
+    distributed.add_arguments(parser)
+    parser.set_defaults(
+        batch_size=BATCH,
+        precision="fp32",
+        max_grad_norm=0.0,
+        max_skipped_updates=1,
+        compile=False,
+        explicit=frozenset(),
+    )
+    args = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    with distributed.from_args(args) as backend:
+        use_one_thread()
+        result: dict[str, Any] = {"engines": {}, "ragged": ragged(backend), "memory": memory(backend)}
+        makers: dict[str, Callable[..., Engine]] = {
+            "replicated": lambda model, optimizer, name: ReplicatedEngine(
+                backend, model, optimizer, name=name, max_grad_norm=None
+            )
+        }
+        if args.zero_stages:  # small tensors whole and larger ones sharded, as in a model of useful size
+            backend.config = {"zero_optimization": {"stage3_param_persistence_threshold": 20}}
+        for stage in args.zero_stages or [None]:
+            if stage is not None:
+                backend.zero_stage = stage  # read whenever a model is wrapped
+
+                def make(model: nn.Module, optimizer: Any, name: str, stage: int = stage) -> Engine:
+                    backend.zero_stage = stage
+                    return backend.wrap(model, optimizer, name=name)
+
+                makers[f"zero {stage}"] = make
+            result["engines"]["" if stage is None else f"zero {stage}"] = measure(backend)
+        result["lion"] = lion(backend, makers)
+        if backend.is_root:
+            args.output.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

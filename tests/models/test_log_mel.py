@@ -1,0 +1,190 @@
+"""Spectrograms against librosa's, and masks that leave something to see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import librosa
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.log_mel import Spectrogram, mel_filters, spec_augment
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"sample_rate": 16000, "n_fft": 400, "hop_length": 160, "n_mels": 40},
+    {"sample_rate": 22050, "n_fft": 2048, "hop_length": 512, "n_mels": 128},
+    {"sample_rate": 44100, "n_fft": 2048, "hop_length": 441, "n_mels": 96, "fmin": 30.0, "fmax": 16000.0},
+    {"sample_rate": 48000, "n_fft": 1024, "hop_length": 480, "n_mels": 64, "fmin": 50.0, "fmax": 14000.0},
+    {"sample_rate": 8000, "n_fft": 255, "hop_length": 101, "n_mels": 16, "fmin": 1200.0},
+]
+
+
+def music(sample_rate: int, seconds: float = 0.5) -> np.ndarray:
+    """Two clips (2, n) in fp64: chords that start and end in silence, and noise that is 50 dB softer."""
+    time = np.arange(int(sample_rate * seconds)) / sample_rate
+    chord = np.sin(2 * np.pi * np.outer((220.0, 277.2, 1760.0), time)).sum(axis=0) / 4
+    chord[: len(chord) // 4] = chord[-len(chord) // 4 :] = 0
+    return np.stack([chord, np.random.default_rng(0).normal(size=len(time)) * 3e-3])
+
+
+def librosa_decibels(waveforms: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
+    """librosa's melspectrogram and power_to_db with their defaults, clip by clip, in fp64."""
+    sizes = {"sample_rate": 16000, "n_fft": 1024, "hop_length": 160, "n_mels": 64, **settings}
+    sizes["sr"] = sizes.pop("sample_rate")
+    powers = [librosa.feature.melspectrogram(y=clip, **sizes, dtype=np.float64) for clip in waveforms]
+    return np.stack([librosa.power_to_db(power) for power in powers])
+
+
+def decibels(spectrograms: Tensor) -> np.ndarray:
+    """Back from the range in which a model sees them."""
+    return (40 * spectrograms - 20).numpy()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_log_mel_is_that_of_librosa(settings: dict[str, Any]) -> None:
+    waveforms = music(settings.get("sample_rate", 16000))
+    log_mel = Spectrogram(**settings)(torch.from_numpy(waveforms))
+    assert log_mel.dtype == torch.float64
+    np.testing.assert_allclose(decibels(log_mel), librosa_decibels(waveforms, settings), atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_in_fp32_noise_is_within_a_ten_thousandth_of_a_decibel(settings: dict[str, Any]) -> None:
+    waveforms = music(settings.get("sample_rate", 16000))[1:].astype(np.float32)
+    log_mel = Spectrogram(**settings)(torch.from_numpy(waveforms))
+    assert log_mel.dtype == torch.float32
+    expected = librosa_decibels(waveforms.astype(np.float64), settings)
+    np.testing.assert_allclose(decibels(log_mel), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_filters_are_those_of_librosa(settings: dict[str, Any]) -> None:
+    sizes = {"sample_rate": 16000, "n_fft": 1024, "n_mels": 64, "fmin": 0.0, "fmax": None, **settings}
+    sizes.pop("hop_length", None)
+    sizes["fmax"] = sizes["fmax"] or sizes["sample_rate"] / 2
+    ours = mel_filters(**sizes)
+    theirs = librosa.filters.mel(sr=sizes.pop("sample_rate"), **sizes, dtype=np.float64)
+    np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-15, rtol=1e-9)
+
+
+def test_power_is_the_squared_magnitude_of_librosas_stft() -> None:
+    waveforms = music(16000)
+    power = Spectrogram(n_fft=512, hop_length=128, kind="power")(torch.from_numpy(waveforms))
+    expected = np.abs(librosa.stft(waveforms, n_fft=512, hop_length=128)) ** 2
+    np.testing.assert_allclose(power.numpy(), expected, atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["log_mel", "power"])
+@pytest.mark.parametrize("samples", [0, 1, 159, 160, 511, 1023, 4000, 4800, 16000])
+def test_silence_and_short_clips_give_numbers_in_as_many_frames_as_said(kind: str, samples: int) -> None:
+    spectrogram = Spectrogram(kind=kind)
+    for waveforms in (torch.zeros(2, samples), torch.ones(2, samples)):
+        out = spectrogram(waveforms)
+        assert out.shape == (2, spectrogram.bands, 1 + samples // 160) and out.isfinite().all()
+        assert spectrogram.frames(samples) == out.shape[2]
+    if kind == "log_mel":
+        assert torch.equal(spectrogram(torch.zeros(2, samples)), torch.full(out.shape, -2.0))  # -100 dB
+
+
+def test_a_clip_shorter_than_the_fewest_frames_is_padded_with_silence() -> None:
+    clip = torch.rand(1, 100)
+    longer = torch.nn.functional.pad(clip, (0, 15 * 160 - 100))
+    spectrogram = Spectrogram(min_frames=16)
+    assert spectrogram.frames(100) == 16
+    assert torch.equal(spectrogram(clip), Spectrogram()(longer))
+
+
+def test_a_loud_neighbour_changes_nothing() -> None:
+    """80 dB below its own loudest, not below the batch's."""
+    loud, soft = torch.rand(1, 8000), torch.rand(1, 8000) * 1e-3
+    spectrogram = Spectrogram()
+    torch.testing.assert_close(spectrogram(torch.cat([loud, soft]))[1:], spectrogram(soft), atol=1e-6, rtol=0)
+
+
+def test_it_is_computed_in_fp32_whatever_the_precision_around_it() -> None:
+    spectrogram = Spectrogram()
+    waveforms = torch.from_numpy(music(16000)).to(torch.bfloat16)  # rounded once, so that both get the same
+    expected = spectrogram(waveforms.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(spectrogram(waveforms.float()), expected)
+        assert torch.equal(spectrogram(waveforms), expected)
+    assert torch.equal(spectrogram(waveforms), expected) and expected.dtype == torch.float32
+
+
+def test_what_inference_has_cached_serves_in_training() -> None:
+    spectrogram = Spectrogram()
+    with torch.inference_mode():
+        spectrogram(torch.rand(1, 1000))
+    waveforms = torch.rand(1, 1000, requires_grad=True)
+    spectrogram(waveforms).sum().backward()
+    assert waveforms.grad is not None and waveforms.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"kind": "mfcc"}, "spectrogram 'mfcc'"),
+        ({"n_fft": 1}, "n_fft 1 "),
+        ({"n_fft": 10**9}, "n_fft 1000000000 "),
+        ({"hop_length": 0}, "hop_length 0"),
+        ({"hop_length": 2000}, "hop_length 2000"),
+        ({"fmin": -1.0}, "fmin -1.0"),
+        ({"fmin": 8000.0}, "fmin 8000.0"),
+        ({"fmax": 9000.0}, "fmax 9000.0"),
+        ({"fmin": float("nan")}, "fmin nan"),
+        ({"n_mels": 0}, "n_mels 0"),
+        ({"n_mels": 600}, "n_mels 600"),
+        ({"n_mels": 256}, r"n_mels 256: band 0 \(0 to 23 Hz\) has no frequency of n_fft 512 \(every 31 Hz\)"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_line(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint) as caught:
+        Spectrogram(**{"n_fft": 512, **settings})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("waveforms", [torch.zeros(2, 2, 1600), torch.zeros(1600), torch.zeros(2, 1600).short()])
+def test_stereo_and_integers_are_refused(waveforms: Tensor) -> None:
+    with pytest.raises(ValueError, match="mixed to mono"):
+        Spectrogram()(waveforms)
+
+
+# Masks
+
+
+def masked(noise: Tensor, time: float, frequency: float, bands: int = 32, frames: int = 48) -> Tensor:
+    """bool (b, bands, frames)"""
+    return spec_augment(torch.ones(len(noise), bands, frames), noise, time, frequency) == 0
+
+
+@pytest.mark.parametrize(("time", "frequency"), [(0.2, 0.25), (0.5, 0.5), (0.99, 0.99), (0.0, 0.999)])
+def test_masks_cannot_erase_a_whole_input_in_thousands_of_draws(time: float, frequency: float) -> None:
+    noise = torch.rand(5000, 4, generator=torch.Generator().manual_seed(0))
+    extremes = torch.cartesian_prod(*[torch.tensor([0.0, 0.5, 1 - 2**-24, 1.0])] * 4)  # 1.0: rounded to fp16
+    hidden = masked(torch.cat([noise, extremes]), time, frequency)
+    most = 1 - (1 - time) * (1 - frequency)
+    assert hidden.flatten(1).float().mean(dim=1).max() <= most + 1e-6
+    assert not hidden.flatten(1).all(dim=1).any()
+    assert not hidden.all(dim=2).all(dim=1).any(), "every frequency is gone"
+
+
+def test_a_mask_is_one_range_of_each_side_chosen_for_each_sample() -> None:
+    noise = torch.rand(3000, 4, generator=torch.Generator().manual_seed(0))
+    hidden = masked(noise, 0.25, 0.25)
+    in_time, in_frequency = hidden.all(dim=1), hidden.all(dim=2)
+    assert torch.equal(hidden, in_time[:, None, :] | in_frequency[:, :, None])
+    for ranges, longest in ((in_time, 12), (in_frequency, 8)):
+        starts = (ranges.int().diff(dim=1, prepend=torch.zeros(len(ranges), 1).int()) == 1).sum(dim=1)
+        assert starts.max() == 1
+        lengths = ranges.sum(dim=1).bincount()
+        assert len(lengths) == longest + 1  # 0 to the longest, each as likely as another
+        expected = len(noise) / (longest + 1)
+        assert (lengths - expected).abs().max() < 5 * expected**0.5
+        assert ranges.any(dim=0).all(), "a place that no mask reaches"
+
+
+def test_a_fraction_of_zero_masks_nothing() -> None:
+    assert not masked(torch.rand(100, 4), 0.0, 0.0).any()

@@ -1,0 +1,526 @@
+"""MuLan: what its outputs depend on, and what they must not depend on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from models import MuLaN, MulanOutput
+from models.audio_transformer import AudioTransformer, RelativePositionBias, sincos_positions
+from models.log_mel import spec_augment
+
+# 64 bands x 51 frames: 4 x 3 patches.
+SIZES: dict[str, Any] = {
+    "clip_seconds": 0.5, "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4,
+    "vocab_size": 40, "max_text_tokens": 10, "dim_latent": 6,
+}  # fmt: skip
+
+
+def small(seed: int = 0, **overrides: Any) -> MuLaN:
+    torch.manual_seed(seed)
+    return MuLaN(**{**SIZES, **overrides})
+
+
+def batch(model: MuLaN, size: int = 3, columns: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Waveforms, tokens, lengths and noise, of lengths from 0 up."""
+    draws = torch.Generator().manual_seed(1)
+    waveforms = torch.randn(size, model.clip_samples, generator=draws) * torch.logspace(-3, -1, size)[:, None]
+    tokens = torch.randint(0, model.text.vocab_size, (size, columns), generator=draws)
+    noise = torch.rand(size, model.noise_size, generator=draws)
+    return waveforms, tokens, torch.arange(size) * 2 % (columns + 1), noise
+
+
+def assert_close(one: MulanOutput, other: MulanOutput, atol: float = 2e-6) -> None:
+    for ours, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+# Outputs
+
+
+@pytest.mark.parametrize("hierarchical_layers", [0, 1])
+@pytest.mark.parametrize("spectrogram", ["log_mel", "power"])
+def test_outputs_are_unit_vectors_with_a_scale_and_a_bias_each(spectrogram: str, hierarchical_layers: int) -> None:
+    model = small(spectrogram=spectrogram, hierarchical_layers=hierarchical_layers, init_temperature=20.0)
+    waveforms, tokens, lengths, noise = batch(model)
+    outputs = 1 + hierarchical_layers
+    for out in (model(waveforms, tokens, lengths, noise), model(waveforms, tokens, lengths)):
+        assert out.audio.shape == out.text.shape == (3, outputs, 6)
+        torch.testing.assert_close(out.audio.norm(dim=-1), torch.ones(3, outputs))
+        torch.testing.assert_close(out.text.norm(dim=-1), torch.ones(3, outputs))
+        torch.testing.assert_close(out.scale, torch.full((outputs,), 20.0))
+        assert torch.equal(out.bias, torch.full((outputs,), -10.0))
+    assert torch.equal(model.encode_audio(waveforms), out.audio[:, 0])
+    assert torch.equal(model.encode_text(tokens, lengths), out.text[:, 0])
+
+
+def test_a_spectrogram_shows_what_the_encoder_sees() -> None:
+    model, power = small(), small(spectrogram="power")
+    waveforms = batch(model)[0]
+    assert model.spectrogram(waveforms).shape == (3, 64, 51)
+    assert power.spectrogram(waveforms).shape == (3, 513, 51)
+    assert model.noise_size == 4 + 4 * 3 and power.noise_size == 4 + 32 * 3
+    torch.testing.assert_close(
+        power.spectrogram(waveforms), power.spectrogram(-waveforms), msg="a power has no sign", atol=0, rtol=0
+    )
+
+
+def test_a_clip_and_a_caption_do_not_depend_on_the_batch_around_them() -> None:
+    model = small(hierarchical_layers=1)
+    inputs = batch(model)
+    together = model(*inputs)
+    for row in range(3):
+        alone = model(*(part[row : row + 1] for part in inputs))
+        assert_close(alone, together._replace(audio=together.audio[row, None], text=together.text[row, None]))
+
+
+def test_equal_inputs_and_noise_give_equal_bits_with_and_without_a_graph() -> None:
+    model = small(hierarchical_layers=1)
+    inputs = batch(model)
+    first = model(*inputs)
+    torch.rand(7)  # the global generator is nobody's noise
+    with torch.no_grad():
+        second = model(*inputs)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_text_does_not_depend_on_its_padding() -> None:
+    model = small()
+    _, tokens, lengths, _ = batch(model)
+    expected = model.encode_text(tokens, lengths)
+    garbage = tokens.clone()
+    for row, length in enumerate(lengths):
+        garbage[row, length:] = torch.tensor([-1, 10**6, 3])[torch.arange(8 - length) % 3]
+    assert torch.equal(model.encode_text(garbage, lengths), expected)
+    for columns in (6, 10):  # fewer, but all that count; more
+        other = torch.nn.functional.pad(tokens, (0, max(0, columns - 8)), value=5)[:, :columns]
+        keep = lengths <= columns
+        torch.testing.assert_close(model.encode_text(other, lengths)[keep], expected[keep], atol=1e-6, rtol=0)
+    # ... and on each token that counts.
+    for place in range(4):
+        changed = tokens.clone()
+        changed[2, place] = (changed[2, place] + 1) % 40
+        assert (model.encode_text(changed, lengths)[2] - expected[2]).abs().max() > 1e-4
+
+
+def test_text_is_read_at_a_class_token_that_looks_at_itself_and_at_every_token() -> None:
+    model = small()
+    tower, tokens = model.text, batch(model)[1]
+    x = tower.tokens.weight[tokens] + tower.positions.weight[:8]
+    x = torch.cat([tower.cls.expand(3, 1, -1), x], dim=1)
+    for length in (8, 0):
+        expected = tower.norms[0](tower.transformer(x[:, : 1 + length])[-1][:, 0])
+        read = tower(tokens, torch.full((3,), length))
+        torch.testing.assert_close(read[:, 0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("samples", [0, 100, 2400, 8000, 20011])
+def test_a_clip_of_any_length_is_encoded(samples: int) -> None:
+    model = small()
+    for waveforms in (torch.zeros(2, samples), torch.rand(2, samples)):
+        latents = model.encode_audio(waveforms)
+        assert latents.shape == (2, 6) and latents.isfinite().all()
+
+
+# Depths
+
+
+def test_depth_one_works() -> None:
+    model = small(audio_depth=1, text_depth=1)
+    out = model(*batch(model))
+    (out.audio.sum() + out.text.sum()).backward()
+    assert out.audio.shape == (3, 1, 6)
+
+
+@pytest.mark.parametrize("depths", [(2, 2), (3, 2), (2, 3)])
+def test_hierarchical_layers_of_the_whole_depth_are_a_value_error_and_one_less_works(depths: tuple[int, int]) -> None:
+    audio_depth, text_depth = depths
+    for layers in (2, 3, 10**9):
+        with pytest.raises(ValueError, match=f"hierarchical_layers {layers}: a tower of 2 layers has 1 below"):
+            small(audio_depth=audio_depth, text_depth=text_depth, hierarchical_layers=layers)
+    model = small(audio_depth=audio_depth, text_depth=text_depth, hierarchical_layers=1)
+    assert model(*batch(model)).audio.shape == (3, 2, 6)
+
+
+def test_an_output_below_the_last_is_that_of_a_shallower_model() -> None:
+    deep = small(audio_depth=3, text_depth=3, hierarchical_layers=2)
+    inputs = batch(deep)
+    out = deep(*inputs)
+    for below in (1, 2):
+        shallow = small(seed=1, audio_depth=3 - below, text_depth=3 - below)
+        weights = deep.state_dict()
+        for tower in ("audio", "text"):
+            weights[f"{tower}.norms.0.weight"] = weights[f"{tower}.norms.{below}.weight"]
+            for kind in ("weight", "bias"):
+                name = f"{tower}_latents.projections.{{}}.{kind}"
+                weights[name.format(0)] = weights[name.format(below)]
+        weights["tau"], weights["bias"] = weights["tau"][:1], weights["bias"][:1]
+        shallow.load_state_dict({name: weights[name] for name in shallow.state_dict()})
+        expected = shallow(*inputs)
+        torch.testing.assert_close(out.audio[:, below], expected.audio[:, 0])
+        torch.testing.assert_close(out.text[:, below], expected.text[:, 0])
+
+
+# Patches
+
+
+def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | None) -> Tensor:
+    """(b, n, p x p), as they enter the embedding."""
+    seen: list[Tensor] = []
+    hook = tower.embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    tower(spectrograms, noise)
+    hook.remove()
+    return seen[0]
+
+
+def test_patches_are_squares_of_the_spectrogram_row_by_row_and_the_rest_is_cropped() -> None:
+    tower = AudioTransformer(8, 1, 2, 4, patch_size=4)
+    spectrograms = torch.randn(2, 11, 15)
+    patches = seen_patches(tower, spectrograms, None)
+    assert patches.shape == (2, 2 * 3, 16)
+    for y in range(2):
+        for x in range(3):
+            square = spectrograms[:, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4]
+            assert torch.equal(patches[:, 3 * y + x], square.flatten(1))
+
+
+@pytest.mark.parametrize(("dropout", "kept"), [(0.0, 12), (0.25, 9), (0.3, 9), (0.99, 1)])
+def test_each_sample_keeps_the_patches_of_its_own_smallest_noise(dropout: float, kept: int) -> None:
+    tower = AudioTransformer(8, 1, 2, 4, patch_size=4, patch_dropout=dropout)
+    spectrograms, noise = torch.randn(50, 12, 16), torch.rand(50, 12)
+    every, seen = seen_patches(tower, spectrograms, None), seen_patches(tower, spectrograms, noise)
+    assert seen.shape == (50, kept, 16) and tower.kept(12) == kept
+    chosen = (seen[:, :, None] == every[:, None]).all(dim=-1).any(dim=1)  # bool (b, 12)
+    assert torch.equal(chosen, noise <= noise.sort(dim=1).values[:, kept - 1, None])
+    assert dropout == 0 or len(chosen.unique(dim=0)) > 5, "all samples dropped the same"
+
+
+def test_a_dropped_patch_is_like_a_grid_without_it() -> None:
+    """Positions and relative biases are those of the patches that are kept: no other content reaches the output."""
+    tower = AudioTransformer(8, 2, 2, 4, patch_size=4)
+    spectrograms, noise = torch.randn(2, 8, 16), torch.rand(2, 8)
+    expected = tower(spectrograms, noise)
+    order = noise.argsort(dim=1)
+    changed, kept_changed = spectrograms.clone(), spectrograms.clone()
+    for row in range(2):
+        for target, index in ((changed, order[row, -1]), (kept_changed, order[row, 0])):
+            y, x = divmod(int(index), 4)
+            target[row, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4] = torch.randn(4, 4)
+    assert torch.equal(tower(changed, noise), expected)
+    assert ((tower(kept_changed, noise) - expected).abs().amax(dim=(1, 2)) > 1e-3).all()
+    # The same patches in another order are the same set.
+    shuffled = torch.where(noise <= noise.sort(dim=1).values[:, 5, None], noise.max() - noise, 2.0)
+    torch.testing.assert_close(tower(spectrograms, shuffled), expected, atol=1e-5, rtol=0)
+
+
+def test_where_a_patch_is_matters_without_the_relative_bias_too() -> None:
+    tower = AudioTransformer(8, 2, 2, 4, patch_size=4)
+    torch.nn.init.zeros_(tower.relative_bias.mlp[-1].weight)  # type: ignore[arg-type]
+    spectrograms = torch.randn(2, 8, 16)
+    for dim in (1, 2):
+        assert (tower(spectrograms.roll(4, dims=dim)) - tower(spectrograms)).abs().max() > 1e-3
+
+
+def test_masks_and_dropout_together_never_leave_a_whole_input_erased() -> None:
+    """The largest masks that the constructor lets pass, over thousands of draws and the extremes."""
+    settings: dict[str, Any] = {"time_mask_fraction": 0.5, "frequency_mask_fraction": 0.45, "patch_dropout": 0.25}
+    model = small(**settings, audio_dim=4, audio_depth=1, dim_head=1)
+    noise = torch.rand(4000, model.noise_size, generator=torch.Generator().manual_seed(0))
+    noise[:2000, 0:4:2] = 1 - 2**-24  # the longest masks
+    spectrograms = spec_augment(torch.ones(4000, 64, 48), noise[:, :4], 0.5, 0.45)
+    # The worst of all draws: what is hidden entirely is kept first.
+    hidden = spectrograms.view(-1, 4, 16, 3, 16).amax(dim=(2, 4)).flatten(1)
+    adverse = torch.where(torch.arange(4000)[:, None] % 2 == 0, hidden, noise[:, 4:])
+    with torch.no_grad():
+        seen = seen_patches(model.audio, spectrograms, adverse)
+    assert (seen.amax(dim=(1, 2)) == 1).all()
+    with pytest.raises(ValueError, match=r"patch_dropout 0\.28"):
+        small(**{**settings, "patch_dropout": 0.28})
+
+
+def test_noise_none_neither_masks_nor_drops_even_in_training() -> None:
+    model = small().train()
+    inputs = batch(model)[:3]
+    trained = model(*inputs)
+    assert_close(trained, model.eval()(*inputs), atol=0)
+    assert (trained.audio - model(*batch(model)).audio).abs().max() > 1e-4
+
+
+def test_positions_are_sines_and_cosines_of_row_and_column() -> None:
+    positions = sincos_positions(3, 4, 8, torch.device("cpu"))
+    for row in range(3):
+        for column in range(4):
+            expected = [
+                wave(place / 10000 ** (i / 2))
+                for place in (row, column)
+                for wave in (math.sin, math.cos)
+                for i in (0, 1)
+            ]
+            torch.testing.assert_close(positions[4 * row + column], torch.tensor(expected))
+
+
+def test_relative_bias_is_that_of_each_pair_of_kept_patches() -> None:
+    bias = RelativePositionBias(heads=3, hidden_dim=5).double()
+    patches = torch.tensor([[0, 7, 11, 3], [5, 4, 1, 10]])  # of 3 x 4
+    out = bias(patches, 3, 4)
+    assert out.shape == (2, 3, 4, 4)
+
+    def logarithm(distance: int) -> float:
+        return math.copysign(math.log1p(abs(distance)), distance)
+
+    for sample in range(2):
+        for i, one in enumerate(patches[sample].tolist()):
+            for j, other in enumerate(patches[sample].tolist()):
+                dy, dx = one // 4 - other // 4, one % 4 - other % 4
+                displacement = torch.tensor([logarithm(dy), logarithm(dx)], dtype=torch.float64)
+                torch.testing.assert_close(out[sample, :, i, j], bias.mlp(displacement))
+
+
+# Temperature
+
+
+@pytest.mark.parametrize("tau", [4.7, 100.0, 1e4, math.inf])
+def test_temperature_cannot_overflow(tau: float) -> None:
+    model = small()
+    model.tau.data.fill_(tau)
+    out = model(*batch(model))
+    torch.testing.assert_close(out.scale, torch.tensor([100.0]))
+    logits = out.scale * (out.audio[:, 0] @ out.text[:, 0].T)
+    torch.nn.functional.cross_entropy(logits, torch.arange(3)).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("tau", "upstream", "expected"),
+    [
+        (2.0, 1.0, math.exp(2)),
+        (2.0, -1.0, -math.exp(2)),
+        (4.7, 1.0, 100.0),
+        (4.7, -1.0, 0.0),
+        (4.6, -1.0, -math.exp(4.6)),
+    ],
+)
+def test_the_gradient_of_a_clamped_temperature_stops_only_on_its_way_up(
+    tau: float, upstream: float, expected: float
+) -> None:
+    model = small()
+    model.tau.data.fill_(tau)
+    (model(*batch(model)).scale * upstream).sum().backward()
+    torch.testing.assert_close(model.tau.grad, torch.tensor([expected]))
+
+
+def test_a_temperature_beyond_the_clamp_comes_back_by_descent() -> None:
+    model = small()
+    model.tau.data.fill_(5.0)
+    inputs = batch(model)
+    for _ in range(5):
+        (gradient,) = torch.autograd.grad(model(*inputs).scale.sum(), model.tau)
+        model.tau.data -= 1e-3 * gradient
+    assert float(model(*inputs).scale.detach()) < 100
+
+
+# Gradients and precision
+
+
+def test_every_weight_has_a_finite_gradient_silence_and_an_empty_caption_included() -> None:
+    model = small(hierarchical_layers=1)
+    waveforms, tokens, lengths, noise = batch(model, size=4)
+    waveforms[1] = 0
+    assert lengths[0] == 0
+    out = model(waveforms, tokens, lengths, noise)
+    logits = out.scale[:, None, None] * torch.einsum("ihd,jhd->hij", out.audio, out.text) + out.bias[:, None, None]
+    torch.nn.functional.softplus(logits).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_the_gradient_is_the_slope_in_fp64() -> None:
+    """A central difference along a random direction of all the weights."""
+    model = small(hierarchical_layers=1).double()
+    waveforms, *rest = batch(model)
+    weights = torch.randn(3, 2, 6, dtype=torch.float64), torch.randn(3, 2, 6, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        out = model(waveforms.double(), *rest)
+        assert {part.dtype for part in out} == {torch.float64}
+        return (out.audio * weights[0] + out.text * weights[1]).sum() + (out.scale * out.bias).sum()
+
+    loss().backward()
+    directions = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    products = [
+        directions[name] * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    ]
+    slope = torch.stack([product.sum() for product in products]).sum()
+    original, values = copy.deepcopy(model.state_dict()), []
+    for step in (1e-6, -1e-6):
+        model.load_state_dict({name: original[name] + step * directions[name] for name in original})
+        values.append(loss().detach())
+    torch.testing.assert_close((values[0] - values[1]) / 2e-6, slope, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spectrogram", ["log_mel", "power"])
+def test_a_model_cast_to_half_precision_keeps_its_spectrogram_and_outputs_in_fp32(
+    dtype: torch.dtype, spectrogram: str
+) -> None:
+    """Buffers are cast as well: a filter bank among them would be."""
+    model = small(spectrogram=spectrogram)
+    waveforms, tokens, lengths, noise = batch(model)
+    waveforms[2] = 0.99  # powers beyond fp16's range
+    assert spectrogram == "log_mel" or model.spectrogram(waveforms).max() > 65504
+    seen, expected = model.spectrogram(waveforms), model(waveforms, tokens, lengths, noise)
+    assert not list(model.buffers())
+    model.to(dtype)
+    assert torch.equal(model.spectrogram(waveforms), seen)
+    out = model(waveforms, tokens, lengths, noise)
+    assert {part.dtype for part in out} == {torch.float32}
+    assert_close(out, expected, atol=0.1)
+    (out.audio.sum() + out.text.sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_under_autocast_the_log_mel_and_the_outputs_stay_in_fp32() -> None:
+    model = small()
+    inputs = batch(model)
+    seen, expected = model.spectrogram(inputs[0]), model(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model.spectrogram(inputs[0]), seen)
+        out = model(*inputs)
+    assert {part.dtype for part in out} == {torch.float32}
+    torch.testing.assert_close(out.audio.norm(dim=-1), torch.ones(3, 1))
+    assert_close(out, expected, atol=0.1)
+    assert (out.audio - expected.audio).abs().max() > 0, "nothing was computed in bf16"
+
+
+def test_the_map_to_latents_is_not_rounded_under_autocast() -> None:
+    latents, features = small().audio_latents, torch.randn(3, 1, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = latents(features)
+    assert torch.equal(out, latents(features))
+
+
+def test_forward_never_waits_for_the_device_and_has_shapes_of_its_inputs_alone() -> None:
+    """With tensors that have no values, as on a GPU: whatever asks for one raises."""
+    with FakeTensorMode(), torch.device("cuda"):
+        model = MuLaN(**SIZES, hierarchical_layers=1)
+        out = model(torch.empty(3, 8000), torch.ones(3, 8).long(), torch.ones(3).long(), torch.empty(3, 16))
+    assert out.audio.shape == out.text.shape == (3, 2, 6)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("token", [-1, 40, 10**6])
+def test_a_token_outside_of_the_vocabulary_is_refused_before_the_look_up(token: int) -> None:
+    model = small()
+    with pytest.raises(ValueError, match=f"token {token} is not in the vocabulary of 40"):
+        model.encode_text(torch.tensor([[1, token]]), torch.tensor([2]))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    model = small()
+    waveforms, tokens, lengths, noise = batch(model)
+    with pytest.raises(ValueError, match=r"noise of shape \(3, 15\).*\(3, 16\)"):
+        model(waveforms, tokens, lengths, noise[:, 1:])
+    with pytest.raises(ValueError, match=r"clips of 16000 samples take \(3, 28\)"):
+        model(waveforms.repeat(1, 2), tokens, lengths, noise)
+    with pytest.raises(ValueError, match="mixed to mono"):
+        model(waveforms[:, None], tokens, lengths, noise)
+    with pytest.raises(ValueError, match=r"lengths of shape \(2,\)"):
+        model(waveforms, tokens, lengths[1:], noise)
+    with pytest.raises(ValueError, match="11 columns of tokens; this model takes up to 10"):
+        model.encode_text(torch.zeros(1, 11, dtype=torch.int64), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("sample_rate", (0, 16000.0, "16000")), ("clip_seconds", (0, -1.0, math.nan, math.inf)),
+        ("n_fft", (0, 1, None)),
+        ("hop_length", (0, 5000)), ("n_mels", (0, 600, True)), ("fmin", (-1.0, 8000.0)), ("fmax", (0.0, 9000.0)),
+        ("spectrogram", ("mfcc", None)), ("patch_size", (0, 65)), ("patch_dropout", (-0.1, 1.0, 0.7)),
+        ("time_mask_fraction", (-0.1, 1.0)), ("frequency_mask_fraction", (-0.1, 1.0, math.nan)),
+        ("audio_dim", (0, 18)), ("audio_depth", (0, -1)), ("text_dim", (0, 1.5)), ("text_depth", (0, None)),
+        ("heads", (0,)), ("dim_head", (0,)), ("vocab_size", (0,)), ("max_text_tokens", (0,)), ("dim_latent", (0,)),
+        ("hierarchical_layers", (-1, 2, 0.0)), ("init_temperature", (0.0, 101.0, math.nan)),
+        ("init_bias", (math.inf, math.nan)),
+    ],
+)  # fmt: skip
+def test_an_argument_that_cannot_be_is_named_in_one_line(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=name) as caught:
+            small(**{name: value})
+        assert "\n" not in str(caught.value)
+
+
+# Files
+
+
+def test_a_folder_gives_back_arguments_weights_and_outputs_exactly(tmp_path: Path) -> None:
+    model = small(
+        sample_rate=22050, n_fft=512, hop_length=200, n_mels=32, fmin=20.0, fmax=9000.0, patch_size=8,
+        hierarchical_layers=1, init_temperature=14.0, init_bias=-5.0,
+    )  # fmt: skip
+    model.save_pretrained(tmp_path)
+    loaded = MuLaN.from_pretrained(tmp_path)
+    assert loaded.config == model.config and not loaded.training
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model": "MuLaN", **model.config}
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert_close(loaded(*batch(model)), model(*batch(model)), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model": "VQGAN"}, "holds a VQGAN, not a MuLaN"),
+        ({"vocab_size": 41}, "text.tokens.weight should have shape (41, 12), not (40, 12)"),
+        ({"audio_depth": 10**6}, "many more weights than the file"),
+        ({"vocab_size": 10**12}, "vocab_size 1000000000000 is larger than any dimension"),
+        ({"n_fft": 2**21, "n_mels": 2**20}, "n_fft 2097152 is not between"),
+        ({"clip_seconds": "10"}, "does not hold a MuLaN"),
+        ({"colour": 1}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_a_config_of_another_model_is_an_error(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    small().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError) as caught:
+        MuLaN.from_pretrained(tmp_path)
+    assert complaint in str(caught.value) and str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_names_and_shapes_of_the_weights_stay_what_they_are() -> None:
+    """A file of today is read tomorrow: a change here is a change of format."""
+    shapes = {name: tuple(weight.shape) for name, weight in small(audio_depth=1, text_depth=1).state_dict().items()}
+
+    def layer(tower: str, dim: int) -> dict[str, tuple[int, ...]]:
+        inner = 8 * dim // 3
+        attention, feed_forward = f"{tower}.transformer.attention.0", f"{tower}.transformer.feed_forward.0"
+        return {
+            f"{attention}.norm.weight": (dim,), f"{attention}.to_qkv.weight": (24, dim), f"{attention}.q_scale": (4,),
+            f"{attention}.k_scale": (4,), f"{attention}.to_out.weight": (dim, 8), f"{feed_forward}.norm.weight": (dim,),
+            f"{feed_forward}.expand.weight": (2 * inner, dim), f"{feed_forward}.contract.weight": (dim, inner),
+            f"{tower}.norms.0.weight": (dim,), f"{tower}_latents.projections.0.weight": (6, dim),
+            f"{tower}_latents.projections.0.bias": (6,),
+        }  # fmt: skip
+
+    assert shapes == {
+        **layer("audio", 16), **layer("text", 12), "tau": (1,), "bias": (1,),
+        "audio.embed.norm_before.weight": (256,), "audio.embed.norm_before.bias": (256,),
+        "audio.embed.project.weight": (16, 256), "audio.embed.project.bias": (16,),
+        "audio.embed.norm_after.weight": (16,), "audio.embed.norm_after.bias": (16,),
+        "audio.relative_bias.mlp.0.weight": (32, 2), "audio.relative_bias.mlp.0.bias": (32,),
+        "audio.relative_bias.mlp.2.weight": (32, 32), "audio.relative_bias.mlp.2.bias": (32,),
+        "audio.relative_bias.mlp.4.weight": (2, 32), "audio.relative_bias.mlp.4.bias": (2,),
+        "text.tokens.weight": (40, 12), "text.positions.weight": (10, 12), "text.cls": (12,),
+    }  # fmt: skip

@@ -1,0 +1,248 @@
+"""Contrastive losses over the global batch, and their gradients as one process that holds all of it has them.
+
+For every head h (the final embedding, and intermediate ones: Shukor et al. 2022, ViCHA) the logits of n pairs are
+s_ij = scale_h <audio_hi, text_hj>; the losses of the heads are added.
+
+    softmax     mean_i [-s_ii + (log sum_j exp s_ij + log sum_j exp s_ji) / 2]          Radford et al. 2021, CLIP
+    decoupled   the same, j != i in both sums                                           Yeh et al. 2022, DCL
+    sigmoid     -(1/n) sum_ij log sigmoid(y_ij (s_ij + bias_h)), y = 1 if i = j else -1   Zhai et al. 2023, SigLIP
+
+Nothing here averages over processes: gradients are those of the global loss, to be summed with a weight of 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+KINDS = ("softmax", "decoupled", "sigmoid")
+
+
+class Processes(Protocol):
+    """What the losses ask of the processes that share a batch. Every process calls them in the same order."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, tensor: Tensor) -> Tensor: ...
+    def gather_objects(self, value: Any) -> list[Any]: ...
+    def sum(self, value: Any) -> Any: ...
+    def shift(self, tensor: Tensor, rows: int) -> Tensor: ...
+
+
+class ContrastiveResult(NamedTuple):
+    """A loss and where it pulls. All but the gradients of the embeddings are the same on every process."""
+
+    loss: Tensor  # 0-d, of the global batch, summed over heads
+    audio_gradient: Tensor  # (b, h, d) of the global loss with respect to this process's rows
+    text_gradient: Tensor  # (b, h, d)
+    scale_gradient: Tensor  # (h,) total
+    bias_gradient: Tensor  # (h,) total; zero but for the sigmoid loss
+    spread_audio: Tensor  # 0-d in [0, 1]: variance of the final embeddings, 1 - |their mean|^2; 0: all are the same
+    spread_text: Tensor  # 0-d
+    scale: Tensor  # (h,) as given
+    bias: Tensor  # (h,) as given
+
+
+class _Sums(NamedTuple):
+    """What adds up over the processes."""
+
+    loss: Tensor
+    scale_gradient: Tensor
+    bias_gradient: Tensor
+    audio: Tensor  # (d,) sum of the final embeddings
+    text: Tensor
+
+
+class Contrastive:
+    """One of the losses, over the batch of all processes, whose parts may differ in size and be empty.
+
+    softmax and decoupled: the embeddings are gathered, and each process compares its own rows, in both directions, with
+    those of all. sigmoid: the texts travel around the ring of processes, their gradients with them; what a process
+    holds at a time does not grow with the number of processes.
+
+    Args:
+        kind: "softmax", "decoupled" or "sigmoid".
+        processes: Who shares the batch.
+        mask_duplicates: Pairs i != j with equal captions are no negatives: they stand in no sum.
+        whole: Every process computes the loss of the whole batch, all in the same way: the same bits on any number of
+            processes (for --batch_parts), but work and memory are not shared.
+
+    Raises:
+        ValueError: no such loss.
+    """
+
+    def __init__(self, kind: str, processes: Processes, *, mask_duplicates: bool = True, whole: bool = False) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"there is no contrastive loss {kind!r}; choose one of: {', '.join(KINDS)}")
+        self.kind, self.mask_duplicates, self.whole = kind, mask_duplicates, whole
+        self._processes = processes
+
+    def value_and_gradients(
+        self, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
+    ) -> ContrastiveResult:
+        """The loss of the global batch and its gradients, computed in fp32 (fp64 if ``audio`` is). Collective.
+
+        A pair without any negative counts as a loss of 0 in softmax (where that follows) and decoupled (where an empty
+        sum would pull its embeddings together without end).
+
+        Args:
+            audio: (b, h, d) unit vectors, this process's pairs.
+            text: (b, h, d) unit vectors.
+            scale: (h,), the same on every process.
+            bias: (h,), the same on every process.
+            caption_ids: (b,) int64, equal where captions are.
+
+        Raises:
+            ValueError: shapes that do not fit together.
+        """
+        _check(audio, text, scale, bias, caption_ids)
+        dtype = torch.float64 if audio.dtype == torch.float64 else torch.float32
+        audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
+        with torch.autocast(audio.device.type, enabled=False):
+            if not self.whole:
+                return self._result(self._processes, audio, text, scale, bias, caption_ids)
+            pairs, captions, own = _gather_pairs(self._processes, audio, text, caption_ids)
+            result = self._result(_Alone(), pairs[:, 0], pairs[:, 1], scale, bias, captions)
+            return result._replace(
+                audio_gradient=result.audio_gradient.index_select(0, own),
+                text_gradient=result.text_gradient.index_select(0, own),
+            )
+
+    def _result(
+        self, processes: Processes, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
+    ) -> ContrastiveResult:
+        compute = self._around_the_ring if self.kind == "sigmoid" else self._over_all_rows
+        pairs, sums, audio_gradient, text_gradient = compute(processes, audio, text, scale, bias, caption_ids)
+        spreads = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
+        gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
+        found = (sums.loss, *gradients, *spreads, scale, bias)
+        return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in found))
+
+    def _over_all_rows(
+        self, processes: Processes, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
+    ) -> tuple[int, _Sums, Tensor, Tensor]:
+        """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
+        pairs, captions, own = _gather_pairs(processes, audio, text, caption_ids)
+        # Own rows are compared with all: they get a gradient as either, one here and one from everybody.
+        leaves = [tensor.detach().requires_grad_() for tensor in (torch.stack([audio, text], 1), pairs, scale)]
+        is_own = torch.arange(len(pairs), device=own.device) == own[:, None]
+        left_out = self._duplicates(caption_ids, captions) & ~is_own
+        if self.kind == "decoupled":
+            left_out |= is_own
+        with torch.enable_grad():
+            loss = _row_losses(left_out, *leaves).sum() / len(pairs)
+        of_own, of_all, of_scale = torch.autograd.grad(loss, leaves)
+        *sums, of_all = _sum(
+            processes, loss, of_scale, torch.zeros_like(bias), audio[:, 0].sum(0), text[:, 0].sum(0), of_all
+        )
+        gradient = of_all.index_select(0, own) + of_own
+        return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
+
+    def _around_the_ring(
+        self, processes: Processes, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
+    ) -> tuple[int, _Sums, Tensor, Tensor]:
+        """sigmoid. Returns the size of the global batch, sums over it and gradients."""
+        rank, world_size, sizes = processes.rank, processes.world_size, processes.gather_objects(len(audio))
+        # Sums in fp64: in how many chunks they are made does not show.
+        loss, audio_gradient, of_scale, of_bias = (
+            torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), audio, scale, bias)
+        )
+        visitors, visitors_captions, visitors_gradient = text, caption_ids, torch.zeros_like(audio_gradient)
+        for step in range(world_size):
+            signs = -torch.ones(len(audio), len(visitors), dtype=audio.dtype, device=audio.device)
+            left_out = self._duplicates(caption_ids, visitors_captions)
+            if step == 0:  # at home: the texts of these very sounds
+                signs.fill_diagonal_(1.0)
+                left_out.fill_diagonal_(False)
+            leaves = [tensor.detach().requires_grad_() for tensor in (audio, visitors, scale, bias)]
+            with torch.enable_grad():
+                of_chunk = _sigmoid_losses(signs, left_out, *leaves).sum() / sum(sizes)
+            found = torch.autograd.grad(of_chunk, leaves)
+            for total, part in zip(
+                (loss, audio_gradient, visitors_gradient, of_scale, of_bias), (of_chunk.detach(), *found), strict=True
+            ):
+                total += part
+            arriving = sizes[(rank - step - 1) % world_size]
+            moved = processes.shift(torch.cat([visitors.double(), visitors_gradient], -1), arriving)
+            visitors, visitors_gradient = moved[..., : text.shape[-1]].to(text.dtype), moved[..., text.shape[-1] :]
+            visitors_captions = processes.shift(visitors_captions, arriving)
+        sums = _sum(processes, loss, of_scale, of_bias, audio[:, 0].sum(0), text[:, 0].sum(0))
+        return sum(sizes), _Sums(*sums), audio_gradient, visitors_gradient
+
+    def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Equal captions (rows, columns), themselves included; none where they do not matter."""
+        if self.mask_duplicates:
+            return rows[:, None] == columns
+        return torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
+
+
+def _row_losses(left_out: Tensor, own: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
+    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) among ``pairs`` (n, 2, h, d); ``left_out`` (b, n) says
+    which of those stand in no denominator."""
+    losses = -scale[:, None] * torch.einsum("bhd,bhd->hb", own[:, 0], own[:, 1])
+    for here, there in ((0, 1), (1, 0)):
+        logits = scale[:, None, None] * torch.einsum("bhd,nhd->hbn", own[:, here], pairs[:, there])
+        losses = losses + logits.masked_fill(left_out, -torch.inf).logsumexp(-1) / 2
+    # An empty sum has no logarithm; its gradient, NaN, ends at masked_fill.
+    return torch.where(left_out.all(dim=1), 0.0, losses)
+
+
+def _sigmoid_losses(
+    signs: Tensor, left_out: Tensor, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor
+) -> Tensor:
+    """(h, b, m) of every audio (b, h, d) with every text (m, h, d); ``signs`` and ``left_out`` (b, m) say whether they
+    are a pair, and which do not count."""
+    logits = scale[:, None, None] * torch.einsum("bhd,mhd->hbm", audio, text) + bias[:, None, None]
+    return -F.logsigmoid(signs * logits).masked_fill(left_out, 0.0)
+
+
+def _gather_pairs(
+    processes: Processes, audio: Tensor, text: Tensor, caption_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs (n, 2, h, d) and captions (n,) of all processes, and at which rows (b,) of them one's own are."""
+    pairs = processes.gather(torch.stack([audio, text], 1))
+    ranks = torch.full_like(caption_ids, processes.rank)
+    captions, owners = processes.gather(torch.stack([caption_ids, ranks], 1)).unbind(1)
+    own = (owners < processes.rank).sum() + torch.arange(len(audio), device=audio.device)
+    return pairs, captions, own
+
+
+def _sum(processes: Processes, *tensors: Tensor) -> list[Tensor]:
+    """Each tensor summed over the processes, in fp64, all in one message."""
+    total = processes.sum(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
+    parts = total.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class _Alone:
+    """One process."""
+
+    rank, world_size = 0, 1
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def sum(self, value: Any) -> Any:
+        return value
+
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        return tensor
+
+
+def _check(audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor) -> None:
+    if audio.ndim != 3 or audio.shape != text.shape:
+        raise ValueError(
+            f"audio {tuple(audio.shape)} and text {tuple(text.shape)} must both be (pairs, heads, dimensions)"
+        )
+    pairs, heads, _ = audio.shape
+    if tuple(scale.shape) != (heads,) or tuple(bias.shape) != (heads,):
+        raise ValueError(f"scale {tuple(scale.shape)} and bias {tuple(bias.shape)} must hold one number per head")
+    if tuple(caption_ids.shape) != (pairs,):
+        raise ValueError(f"caption_ids {tuple(caption_ids.shape)} must hold one number for each of the {pairs} pairs")
