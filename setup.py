@@ -13,6 +13,8 @@ EXTRAS = {
     "wandb": ["wandb>=0.31"],
     "tensorboard": ["tensorboard>=2.18"],
     "fid": ["torch-fidelity>=0.4"],
+    "audio": ["soundfile>=0.13", "soxr>=1.0", "open_clip_torch>=3.0", "tokenizers>=0.21"],
+    "lion": ["lion-pytorch>=0.2.5"],
     "test": [
         "pytest>=8",
         "pytest-timeout",
@@ -24,6 +26,8 @@ EXTRAS = {
         "vector-quantize-pytorch>=1.32",
         "lpips>=0.1.4",
         "torch-fidelity>=0.4",
+        "librosa>=0.11",
+        "webdataset>=1.0",
         "ruff>=0.14",
         "mypy>=1.18",
         "types-PyYAML",
@@ -31,7 +35,8 @@ EXTRAS = {
         "types-psutil",
     ],
 }
-EXTRAS["all"] = EXTRAS["deepspeed"] + EXTRAS["wandb"] + EXTRAS["tensorboard"]
+EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["lion"]
+EXTRAS["all"] = [needed for extra in ("deepspeed", "wandb", "tensorboard", "audio", "lion") for needed in EXTRAS[extra]]
 
 setup(
     name="tandem-training",

@@ -6,7 +6,10 @@ from .bad_samples import BadSample, BadSampleLog
 from .feed import ImageFeed, to_unit_range
 from .images import Images, open_images
 from .order import Subset, split
+from .sound_feed import SoundBatch, SoundFeed
+from .sounds import Sounds, open_sounds
 from .stream import Batch, TrainingStream, ValidationStream
+from .tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
     "BadSample",
@@ -14,10 +17,16 @@ __all__ = [
     "Batch",
     "ImageFeed",
     "Images",
+    "SoundBatch",
+    "SoundFeed",
+    "Sounds",
     "Subset",
+    "Tokenizer",
     "TrainingStream",
     "ValidationStream",
     "open_images",
+    "open_sounds",
+    "open_tokenizer",
     "split",
     "to_unit_range",
 ]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .bad_samples import BadSample
-from .images import Images
 from .order import Subset, TrainingOrder, ValidationOrder
 from .workers import START_METHOD, become_worker, signals_held_back
 
@@ -21,6 +20,20 @@ OnBadSample = Literal["replace", "error"]
 _MOST_TRIES = 100
 
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # from every rank; the user set the number
+
+
+class Samples(Protocol):
+    """A numbered set of samples of any kind: `Images`, or sounds with their captions."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
+        """The sample, which depends on the arguments alone. Raises OSError or ValueError where it cannot be read."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """The name by which a user finds the sample: its path."""
+        ...
 
 
 class Batch(TypedDict):
@@ -33,6 +46,15 @@ class Batch(TypedDict):
     bad: list[BadSample]
 
 
+# Loaded samples -> the entries of a batch beside positions, ids and bad.
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+def collate_images(images: Sequence[Tensor]) -> dict[str, Any]:
+    """Images (c, h, w) -> {"images": (b, c, h, w)}."""
+    return {"images": torch.stack(list(images))}
+
+
 class TrainingStream:
     """This rank's part of every global batch, for ever: each epoch is another shuffle of the subset.
 
@@ -40,12 +62,15 @@ class TrainingStream:
     stands where depends on `subset` and `seed` alone. Begins at sample `start_samples` of the endless order, in O(1).
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
-    ValueError ("error"). ValueError too where of min(n, 100) samples in a row none can be read.
+    ValueError ("error"). ValueError too where of min(n, 100) samples in a row none can be read, or the subset is empty.
+
+    Yields a `Batch` where the samples are images; what `collate` gives takes the place of "images" for others, and
+    `noun` is what messages call them.
     """
 
     def __init__(
         self,
-        images: Images,
+        samples: Samples,
         subset: Subset,
         *,
         batch_size: int,
@@ -56,15 +81,19 @@ class TrainingStream:
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
         pin_memory: bool = False,
+        collate: Collate = collate_images,
+        noun: str = "images",
     ) -> None:
         assert batch_size % world_size == 0, (batch_size, world_size)
+        if len(subset) == 0:
+            raise ValueError(f"there are no {noun} to train on: the set is empty")
         share = batch_size // world_size
         local = range(rank * share, (rank + 1) * share)
-        loader = _BatchLoader(images, TrainingOrder(subset, seed), augment=True, on_bad_sample=on_bad_sample)
+        loader = _BatchLoader(samples, TrainingOrder(subset, seed), True, on_bad_sample, collate, noun)
         requests = _Requests(start_samples, batch_size, local)
         self._loader = _data_loader(loader, requests, num_workers, pin_memory, keep_workers=False)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return _batches(self._loader)
 
 
@@ -77,7 +106,7 @@ class ValidationStream:
 
     def __init__(
         self,
-        images: Images,
+        samples: Samples,
         subset: Subset,
         *,
         batch_size: int,
@@ -86,19 +115,21 @@ class ValidationStream:
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
         pin_memory: bool = False,
+        collate: Collate = collate_images,
+        noun: str = "images",
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
         self._n_steps = min(math.ceil(n / batch_size), n // world_size)
         n_parts = self._n_steps * world_size
         requests = [(0, range(n * i // n_parts, n * (i + 1) // n_parts)) for i in range(rank, n_parts, world_size)]
-        loader = _BatchLoader(images, ValidationOrder(subset), augment=False, on_bad_sample=on_bad_sample)
+        loader = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
         self._loader = _data_loader(loader, requests, num_workers, pin_memory, keep_workers=True)
 
     def __len__(self) -> int:
         return self._n_steps
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return _batches(self._loader)
 
 
@@ -119,11 +150,18 @@ class _BatchLoader(Dataset):
     """Loads one batch per request. An error comes back as a value: DataLoader would bury its text in a traceback."""
 
     def __init__(
-        self, images: Images, order: TrainingOrder | ValidationOrder, *, augment: bool, on_bad_sample: OnBadSample
+        self,
+        samples: Samples,
+        order: TrainingOrder | ValidationOrder,
+        augment: bool,
+        on_bad_sample: OnBadSample,
+        collate: Collate,
+        noun: str,
     ) -> None:
-        self._images, self._order, self._augment, self._on_bad_sample = images, order, augment, on_bad_sample
+        self._samples, self._order, self._augment, self._on_bad_sample = samples, order, augment, on_bad_sample
+        self._collate, self._noun = collate, noun
 
-    def __getitem__(self, request: _Request) -> Batch | ValueError:
+    def __getitem__(self, request: _Request) -> dict[str, Any] | ValueError:
         first, positions = request
         bad: dict[int, BadSample] = {}
         try:
@@ -131,28 +169,28 @@ class _BatchLoader(Dataset):
         except ValueError as error:
             return error
         return {
-            "images": torch.stack([image for image, _ in samples]),
+            **self._collate([sample for sample, _ in samples]),
             "positions": list(positions),
             "ids": [index for _, index in samples],
             "bad": list(bad.values()),
         }
 
-    def _load(self, position: int, bad: dict[int, BadSample]) -> tuple[Tensor, int]:
+    def _load(self, position: int, bad: dict[int, BadSample]) -> tuple[Any, int]:
         """The sample at `position` of the order, or the next one there that can be read."""
         tries = min(len(self._order), _MOST_TRIES)
         first_failure: BadSample | None = None
         for skip in range(tries):
             epoch, index = self._order(position, skip)
             try:
-                return self._images.load(index, epoch, self._augment), index
+                return self._samples.load(index, epoch, self._augment), index
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                failure = BadSample(index, self._images.describe(index), reason)
+                failure = BadSample(index, self._samples.describe(index), reason)
             if self._on_bad_sample == "error":
                 raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
             bad[index] = failure
             first_failure = first_failure or failure
-        raise ValueError(f"none of {tries} images could be read: {first_failure}")
+        raise ValueError(f"none of {tries} {self._noun} could be read: {first_failure}")
 
 
 def _data_loader(
@@ -176,13 +214,13 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _batches(loader: DataLoader) -> Iterator[Batch]:
+def _batches(loader: DataLoader) -> Iterator[Any]:
     with signals_held_back():
         results = iter(loader)
     return map(_raised, results)
 
 
-def _raised(batch: Batch | ValueError) -> Batch:
+def _raised(batch: dict[str, Any] | ValueError) -> dict[str, Any]:
     if isinstance(batch, ValueError):
         raise batch
     return batch

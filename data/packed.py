@@ -1,0 +1,30 @@
+"""Many strings in little memory, which forked loader workers share."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable
+
+
+class PackedStrings:
+    """Strings in two flat buffers. A list of str would be copied, page by page, into every loader worker by the mere
+    counting of references."""
+
+    def __init__(self, strings: Iterable[str] = ()) -> None:
+        self._bytes, self._ends = bytearray(), array("q", [0])
+        for string in strings:
+            self.append(string)
+
+    def append(self, string: str) -> None:
+        """One more string; what UTF-8 cannot hold must come from `os.fsdecode`."""
+        self._bytes += os.fsencode(string)
+        self._ends.append(len(self._bytes))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return os.fsdecode(bytes(self._bytes[self._ends[index] : self._ends[index + 1]]))

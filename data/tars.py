@@ -1,0 +1,226 @@
+"""Webdataset tars of sounds, read at random: an index of where each sound and its texts begin is made from the headers
+alone, once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from .packed import PackedStrings
+from .sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, texts_of_file
+from .sound_decoding import ENDINGS, ClipDecoder, Source
+
+_VERSION = 1
+_LONGEST_TEXT = 1 << 20  # bytes
+_BLOCK = tarfile.BLOCKSIZE
+# Columns of the table: where the sound, the .json and the .txt of a sample begin, and their bytes; -1: there is none.
+_KINDS = (ENDINGS, *((ending,) for ending in TEXT_ENDINGS))
+_COLUMNS = 2 * len(_KINDS)
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """The sounds of a tar, in its order: names (n) and where they are, int64 (n, 6)."""
+
+    names: Sequence[str]
+    table: npt.NDArray[np.int64]
+
+
+class Tars:
+    """The sounds of tars in which members of one name, up to the first dot after the folder, are a sample: a sound,
+    and a .json (see `texts_of_object`) or .txt (a caption per line). See `Sounds` for the methods.
+
+    Args:
+        paths: Of the tars, in order.
+        clips: Decodes.
+
+    Raises:
+        ValueError: one line, where a tar is damaged, or none holds a sound, or no sound has a text.
+    """
+
+    def __init__(self, paths: Sequence[str], clips: ClipDecoder) -> None:
+        self._clips, self._paths = clips, list(paths)
+        self.sample_rate, self.clip_samples = clips.sample_rate, clips.clip_samples
+        self._names = PackedStrings()
+        tables = []
+        for path in self._paths:
+            index = open_index(path)
+            tables.append(index.table)
+            for name in index.names:
+                self._names.append(name)
+        self._table = np.concatenate([np.zeros((0, _COLUMNS), np.int64), *tables])
+        self._firsts = np.cumsum([0, *map(len, tables)])
+        if not len(self):
+            raise ValueError(f"no sound ({' '.join(ENDINGS)}) in {_counted(self._paths)}")
+        if not (self._table[:, 2::2] >= 0).any():
+            raise ValueError(f"no sound in {_counted(self._paths)} has a caption, a .json or .txt of the same name")
+        self._last: tuple[int, Texts] | None = None
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+        offset, size = map(int, self._table[index, :2])
+        return self._clips.load(Source(self._path(index), offset, size), index, epoch, augment)
+
+    def captions(self, index: int) -> list[str]:
+        captions = self._read(index).captions
+        if not captions:
+            raise ValueError(NO_CAPTION)
+        return captions
+
+    def label(self, index: int) -> str | None:
+        return self._read(index).label
+
+    def describe(self, index: int) -> str:
+        return f"{self._path(index)}/{self._names[index]}"
+
+    def _path(self, index: int) -> str:
+        return self._paths[int(np.searchsorted(self._firsts, index, side="right")) - 1]
+
+    def _read(self, index: int) -> Texts:
+        if self._last is None or self._last[0] != index:
+            places = self._table[index, 2:].reshape(-1, 2).tolist()
+            found = [
+                (offset, size, ending) for (offset, size), ending in zip(places, TEXT_ENDINGS, strict=True) if size >= 0
+            ]
+            if not found:
+                raise ValueError(f"{NO_CAPTION}: the tar holds neither a .txt nor a .json of its name")
+            offset, size, ending = found[0]
+            with open(self._path(index), "rb", buffering=0) as file:
+                content = os.pread(file.fileno(), min(size, _LONGEST_TEXT), offset)
+            self._last = index, texts_of_file(content, ending)
+        return self._last[1]
+
+
+def open_index(path: str) -> TarIndex:
+    """The index of a tar: from a file beside it or in the user's cache folder, where size and time of change are still
+    those of the tar, else made and, where possible, kept there. Any number of processes may do so at once.
+
+    Raises ValueError, in one line, where the tar cannot be read, is damaged or cut off.
+    """
+    try:
+        status = os.stat(path)
+        key = np.array([_VERSION, status.st_size, status.st_mtime_ns], np.int64)
+        for cache in _cache_files(path):
+            if (index := _load_index(cache, key)) is not None:
+                return index
+        index = scan(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the tar {path!r}: {error.strerror or error}") from None
+    for cache in _cache_files(path):
+        with contextlib.suppress(OSError):
+            _save_index(cache, key, index)
+            break
+    return index
+
+
+def scan(path: str) -> TarIndex:
+    """Make the index of a tar. Of its members only the headers are read.
+
+    Raises ValueError, in one line, where it is damaged or cut off, or two sounds have one name; OSError where it
+    cannot be opened.
+    """
+    samples: dict[str, tuple[str, list[int]]] = {}
+    for name, offset, size in _members(path):
+        folder, _, base = name.rpartition("/")
+        stem, _, _ = base.partition(".")
+        lower = base.lower()
+        kind = next((kind for kind, endings in enumerate(_KINDS) if lower.endswith(endings)), None)
+        if kind is None or base.startswith("."):
+            continue
+        key = f"{folder}/{stem}"
+        sound, places = samples.get(key, ("", [-1] * _COLUMNS))
+        if places[2 * kind + 1] >= 0 and kind == 0:
+            raise ValueError(f"the tar {path!r} holds two sounds of one name, {sound!r} and {name!r}")
+        places[2 * kind : 2 * kind + 2] = offset, size
+        samples[key] = (name if kind == 0 else sound, places)
+    sounds = [(name, places) for name, places in samples.values() if name]
+    table = np.array([places for _, places in sounds], np.int64).reshape(-1, _COLUMNS)
+    return TarIndex([name for name, _ in sounds], table)
+
+
+def _members(path: str) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of every file in a tar."""
+    with open(path, "rb", buffering=0) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (member := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+                    if member.offset_data + (member.size if member.isreg() else 0) > n_bytes:
+                        raise tarfile.ReadError(f"{member.name!r} lies beyond its end")
+                    if member.isreg() and not member.issparse():
+                        yield member.name, member.offset_data, member.size
+                end = tar.offset
+        except (tarfile.TarError, EOFError) as error:
+            raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
+        # tarfile takes whatever is no header for the end; a whole tar ends with a block of zeros.
+        if os.pread(file.fileno(), _BLOCK, min(end, n_bytes)) != bytes(_BLOCK):
+            where = (
+                f"no header at byte {end}" if end < n_bytes else f"it ends at byte {n_bytes} without a mark of the end"
+            )
+            raise ValueError(f"the tar {path!r} is damaged or cut off: {where}")
+
+
+def _cache_files(path: str) -> list[str]:
+    """Where the index of a tar may be kept: beside it, or in the user's cache folder."""
+    folder, name = os.path.split(os.path.abspath(path))
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    number = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
+    return [os.path.join(folder, f".{name}.index.npz"), os.path.join(user, "tandem", "tars", f"{number}.npz")]
+
+
+def _load_index(cache: str, key: npt.NDArray[np.int64]) -> TarIndex | None:
+    """None where there is no such file, or it is another's, or damaged."""
+    try:
+        with np.load(cache, allow_pickle=False) as stored:
+            table, ends, text = stored["table"], stored["ends"], stored["names"].tobytes()
+            if (
+                not np.array_equal(stored["key"], key)
+                or table.shape != (len(ends), _COLUMNS)
+                or table.dtype != np.int64
+            ):
+                return None
+        begins = [0, *ends.tolist()]
+        return TarIndex([os.fsdecode(text[a:b]) for a, b in itertools.pairwise(begins)], table)
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile):
+        return None
+
+
+def _save_index(cache: str, key: npt.NDArray[np.int64], index: TarIndex) -> None:
+    """Write the file whole or not at all. Raises OSError."""
+    encoded = [os.fsencode(name) for name in index.names]
+    content: dict[str, Any] = {
+        "key": key,
+        "table": index.table,
+        "ends": np.cumsum([len(name) for name in encoded], dtype=np.int64),
+        "names": np.frombuffer(b"".join(encoded), np.uint8),
+    }
+    os.makedirs(os.path.dirname(cache), exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(cache), prefix=".index-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            np.savez(file, **content)
+        os.chmod(temporary, 0o644)  # mkstemp's is for its owner alone
+        os.replace(temporary, cache)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _counted(paths: Sequence[str]) -> str:
+    return repr(paths[0]) if len(paths) == 1 else f"{len(paths)} tars, the first {paths[0]!r}"

@@ -1,0 +1,143 @@
+"""From sentences to token numbers: the vocabulary of CLIP, or a tokenizer of Hugging Face from a file."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .missing import required
+
+_NAME_OF_CLIP = "clip"
+
+
+class Tokenizer:
+    """Sentences -> tokens (b, max_text_tokens) and how many of them count; see `open_tokenizer`.
+
+    It crosses to another process by its name: files are read again there, where it was not forked.
+
+    Args:
+        name: What it was opened by.
+        vocab_size: One more than the largest token.
+        max_text_tokens: Columns of tokens.
+        to_ids: A sentence -> its tokens, at most max_text_tokens, those that mark start and end included.
+    """
+
+    def __init__(self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]]) -> None:
+        self.name, self.vocab_size, self.max_text_tokens = name, vocab_size, max_text_tokens
+        self._to_ids = to_ids
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]:
+        """b sentences -> (int64 (b, max_text_tokens), padded with 0; the number of tokens that count, 1 or more each).
+
+        Of a longer sentence, the tokens after max_text_tokens are left out, and a mark of the end takes the last place
+        where the tokenizer has one.
+
+        Raises:
+            ValueError: a sentence holds nothing that the tokenizer knows.
+        """
+        tokens = torch.zeros(len(texts), self.max_text_tokens, dtype=torch.int64)
+        lengths = []
+        for row, text in zip(tokens, texts, strict=True):
+            ids = self._to_ids(text)
+            if not ids:
+                raise ValueError(f"the tokenizer {self.name!r} makes no token of the text {text[:60]!r}")
+            row[: len(ids)] = torch.tensor(ids)
+            lengths.append(len(ids))
+        return tokens, lengths
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Lay the tokenizer's file into a model's folder as tokenizer.json; nothing where it is CLIP's."""
+        if self.name != _NAME_OF_CLIP:
+            shutil.copyfile(self.name, os.path.join(folder, "tokenizer.json"))
+
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, int]]:
+        return open_tokenizer, (self.name, self.max_text_tokens)
+
+
+def open_tokenizer(spec: str, max_text_tokens: int) -> Tokenizer:
+    """Open "clip" (49408 tokens; Radford et al. 2021, from the package open_clip) or a Hugging Face tokenizer.json.
+
+    Raises ValueError, in one line, where a package or the file is missing, or fewer tokens are allowed than mark the
+    start and the end.
+    """
+    if spec == _NAME_OF_CLIP:
+        return _clip(max_text_tokens)
+    return _hugging_face(os.path.expanduser(spec), max_text_tokens)
+
+
+def _clip(max_text_tokens: int) -> Tokenizer:
+    if max_text_tokens < 3:
+        raise ValueError(
+            f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end: use 3 or more"
+        )
+    simple = _simple_tokenizer()
+    start, end = simple.sot_token_id, simple.eot_token_id
+
+    def to_ids(text: str) -> list[int]:
+        return [start, *simple.encode(text)[: max_text_tokens - 2], end]
+
+    return Tokenizer(_NAME_OF_CLIP, simple.vocab_size, max_text_tokens, to_ids)
+
+
+@functools.lru_cache(maxsize=1)
+def _simple_tokenizer() -> Any:
+    """open_clip's tokenizer, from its one file: to import the package takes torchvision, timm and some seconds, and
+    the tokenizer needs nothing of it but the vocabulary beside the file."""
+    package = importlib.util.find_spec("open_clip")
+    folders = package.submodule_search_locations if package else None
+    path = os.path.join(folders[0], "tokenizer.py") if folders else ""
+    if not os.path.isfile(path):
+        raise required("the tokenizer clip", "open_clip_torch")
+    name = f"{__name__}_open_clip"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[name]
+        raise required("the tokenizer clip", error.name or "open_clip_torch") from None
+    return module.SimpleTokenizer()
+
+
+def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no tokenizer {path!r}: give clip, or the path of a Hugging Face tokenizer.json")
+    try:
+        from tokenizers import Tokenizer as Fast
+    except ImportError:
+        raise required("a tokenizer.json", "tokenizers") from None
+    try:
+        fast = Fast.from_file(path)
+        fast.no_padding()
+        fast.enable_truncation(max_text_tokens)  # the marks of start and end stay
+        n_marks = fast.num_special_tokens_to_add(is_pair=False)
+    except BaseException as error:  # the package raises plain Exception, and panics of its Rust code
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"cannot read the tokenizer {path!r}: {reason}; it has to be a Hugging Face tokenizer.json"
+        ) from None
+    if n_marks >= max_text_tokens:
+        raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_marks} marks of start and end")
+    vocab_size = max(fast.get_vocab().values(), default=-1) + 1
+
+    def to_ids(text: str) -> list[int]:
+        try:
+            ids: list[int] = fast.encode(text).ids  # one at a time: batches start threads, which a fork would lose
+        except Exception as error:  # the package has no class of its own for errors
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the tokenizer {path!r} cannot read the text {text[:60]!r}: {reason}") from None
+        return ids
+
+    return Tokenizer(path, vocab_size, max_text_tokens, to_ids)

@@ -1,0 +1,278 @@
+"""The sets of sounds: manifests, folders with texts beside the sounds, and the names by which they are opened."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from data import open_sounds
+
+RATE = 8000
+
+
+def write_sound(path: Path, seconds: float = 1.0, seed: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, np.random.default_rng(seed).uniform(-0.5, 0.5, round(seconds * RATE)), RATE)
+    return path
+
+
+def opened(spec: Path | str, **options):
+    return open_sounds(str(spec), sample_rate=RATE, clip_seconds=0.5, **options)
+
+
+def one_line(spec: Path | str, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        opened(spec, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def bad(sounds, index: int) -> str:
+    """Why there is no sample."""
+    with pytest.raises((ValueError, OSError)) as error:
+        sounds.captions(index)
+        sounds.load(index)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def manifest(path: Path, content: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def listed(sounds) -> list[list[str]]:
+    return [sounds.captions(i) for i in range(len(sounds))]
+
+
+SAME_ROWS = {
+    "set.csv": 'path,caption,label\nclips/a.wav,"a bell, loud",bell\nclips/b.wav,rain,\n',
+    "set.tsv": "path\tcaption\tlabel\nclips/a.wav\ta bell, loud\tbell\nclips/b.wav\train\t\n",
+    "set.jsonl": '{"path": "clips/a.wav", "caption": "a bell, loud", "label": "bell"}\n'
+    '\n{"caption": "rain", "path": "clips/b.wav"}\n',
+}
+SAME_ROWS["set.ndjson"] = SAME_ROWS["set.json"] = SAME_ROWS["set.jsonl"]
+
+
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_manifest_of_every_kind_says_the_same(tmp_path, name):
+    first, second = write_sound(tmp_path / "clips/a.wav", seed=1), write_sound(tmp_path / "clips/b.wav", seed=2)
+    sounds = opened(manifest(tmp_path / name, SAME_ROWS[name]))
+    assert listed(sounds) == [["a bell, loud"], ["rain"]]
+    assert [sounds.label(i) for i in range(2)] == ["bell", None]
+    assert [sounds.describe(i) for i in range(2)] == [str(first), str(second)]
+    expected = torch.from_numpy(soundfile.read(second, dtype="float32")[0])[2000:6000]
+    assert torch.equal(sounds.load(1), expected)
+
+
+def test_paths_are_relative_to_the_manifest_or_absolute(tmp_path, monkeypatch):
+    elsewhere = write_sound(tmp_path / "elsewhere/b.wav")
+    write_sound(tmp_path / "lists/a.wav")
+    manifest(tmp_path / "lists/set.csv", f"path,caption\na.wav,one\n../elsewhere/b.wav,two\n{elsewhere},three\n")
+    monkeypatch.chdir(tmp_path)
+    sounds = opened("lists/set.csv")
+    assert len({sounds.load(i).shape for i in range(3)}) == 1
+    assert torch.equal(sounds.load(1), sounds.load(2))
+
+
+@pytest.mark.parametrize(
+    "written, captions",
+    [
+        ('{"captions": ["one", "two"]}', ["one", "two"]),
+        ('{"captions": "one|two | three"}', ["one", "two", "three"]),
+        ('{"captions": "[\\"one\\", \\"two\\"]"}', ["one", "two"]),
+        ('{"captions": "[music] | [applause]"}', ["[music]", "[applause]"]),
+        ('{"caption": "one", "captions": ["two", "one", " "]}', ["one", "two"]),
+        ('{"caption": " one\\n line\\t"}', ["one line"]),
+        ('{"caption": "half a \\ud83d sign"}', ["half a ? sign"]),
+    ],
+)
+def test_several_captions_of_a_sound_are_told_apart(tmp_path, written, captions):
+    path = manifest(tmp_path / "set.jsonl", json.dumps({"path": "a.wav"})[:-1] + ", " + written[1:])
+    assert listed(opened(path)) == [captions]
+
+
+def test_several_captions_in_a_table(tmp_path):
+    path = manifest(tmp_path / "set.csv", 'path,captions\na.wav,one|two\nb.wav,"[""three"", ""four, five""]"\n')
+    assert listed(opened(path)) == [["one", "two"], ["three", "four, five"]]
+
+
+def test_table_with_a_mark_of_its_byte_order_and_other_line_ends_is_read(tmp_path):
+    path = tmp_path / "set.csv"
+    path.write_bytes("\ufeffpath, caption\r\na.wav,ünïcode\r\n\r\n".encode())
+    assert listed(opened(path)) == [["ünïcode"]]
+
+
+def test_rows_may_be_parts_of_one_long_file(tmp_path):
+    samples = np.arange(10 * RATE) / 2**20
+    soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
+    rows = "path,caption,start_seconds,end_seconds\na.wav,one,2,3\na.wav,two,8,\na.wav,all,,\na.wav,none,11,12\n"
+    sounds = opened(manifest(tmp_path / "set.csv", rows))
+    starts = [float(sounds.load(i)[0]) * 2**20 / RATE for i in range(3)]
+    assert starts == [2.25, 8.75, 4.75]
+    assert all(2 <= float(sounds.load(0, epoch, True)[0]) * 2**20 / RATE <= 2.5 for epoch in range(20))
+    assert "lasts 10 s" in bad(sounds, 3)
+
+
+def test_bad_rows_are_met_when_they_are_loaded(tmp_path):
+    write_sound(tmp_path / "a.wav")
+    (tmp_path / "c.wav").write_text("no sound")
+    sounds = opened(manifest(tmp_path / "set.csv", "path,caption\na.wav,\nb.wav,missing\nc.wav,broken\na.wav,good\n"))
+    assert bad(sounds, 0) == "it has no caption"
+    assert "No such file" in bad(sounds, 1)
+    assert "libsndfile" in bad(sounds, 2)
+    assert sounds.captions(3) == ["good"]
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("a.csv", "", "the columns have to be path and caption (or captions), it has nothing"),
+        ("a.csv", "file,caption\na.wav,one\n", "path and caption (or captions), it has file, caption"),
+        ("a.csv", "path,text\na.wav,one\n", "it has path, text"),
+        ("a.csv", "path,caption\n", "has no rows"),
+        ("a.csv", "path,caption\n\n,,\n", "has no rows"),
+        ("a.csv", "path,caption\na.wav,\nb.wav,\n", "none of the 2 rows"),
+        ("a.csv", "path,caption\na.wav,one\n,two\n", "line 3: it has no \"path\""),
+        ("a.csv", "path,caption\na.wav,a bell, loud\n", '3 cells under 2 columns: captions with a comma stand in "d'),
+        ("a.tsv", "path\tcaption\na.wav\ta bell\tloud\n", "line 2: 3 cells under 2 columns"),
+        ("a.csv", 'path,caption\na.wav,"' + "x" * 200_000, "it is no table: field larger"),
+        ("a.csv", "path,caption,start_seconds\na.wav,one,early\n", "line 2: its start_seconds is 'early'"),
+        ("a.csv", "path,caption,end_seconds\na.wav,one,-1\n", "line 2: its end_seconds is '-1'"),
+        ("a.csv", "path,caption,start_seconds\na.wav,one,nan\n", "line 2: its start_seconds is 'nan'"),
+        ("a.csv", "path,caption,start_seconds,end_seconds\na.wav,one,5,5\n", "line 2: it ends at 5 s, not after"),
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", '{"path": "a.wav", "caption": "one"}\n{"path": "b', "line 2: it is no JSON object"),
+        ("a.json", '[\n{"path": "a.wav", "caption": "one"}\n]', "line 1: it is no JSON object"),
+        ("a.jsonl", '["a.wav", "one"]', "line 1: it is no JSON object"),
+        ("a.jsonl", '{"caption": "one"}', 'line 1: it has no "path"'),
+        ("a.jsonl", '{"path": 5, "caption": "one"}', 'line 1: it has no "path"'),
+        ("a.jsonl", '{"path": "a\\u0000.wav", "caption": "one"}', 'line 1: it has no "path"'),
+        ("a.jsonl", '{"path": "a\\ud83d.wav", "caption": "one"}', 'line 1: it has no "path"'),
+        ("a.jsonl", '{"path": "a.wav", "caption": 5}', "line 1: its caption is neither"),
+        ("a.jsonl", '{"path": "a.wav", "captions": ["one", 2]}', "line 1: its captions is neither"),
+        ("a.jsonl", '{"path": "a.wav", "caption": "one", "end_seconds": true}', "line 1: its end_seconds is True"),
+        ("a.jsonl", '{"path": "a.wav"}', "none of the 1 rows"),
+        ("a.jsonl", "[" * 100_000, "line 1: it is no JSON object"),
+    ],
+)  # fmt: skip
+def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, name, content, expected):
+    path = manifest(tmp_path / name, content)
+    text = one_line(path)
+    assert str(path) in text and expected in text
+
+
+def test_manifest_of_another_encoding_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes("path,caption\na.wav,schön\n".encode("latin-1"))
+    assert "UTF-8" in one_line(path)
+
+
+def test_manifest_is_opened_without_its_sounds(tmp_path):
+    rows = "".join(f"{i}.wav,sound {i}\n" for i in range(1000))
+    assert len(opened(manifest(tmp_path / "a.csv", "path,caption\n" + rows))) == 1000
+
+
+def test_folder_has_its_texts_beside_the_sounds(tmp_path):
+    for name in ("a.wav", "deep/er/b.FLAC", "deep/c.ogg", "d.wav"):
+        write_sound(tmp_path / name)
+    (tmp_path / "a.txt").write_text("one\n\n  two \none\n")
+    (tmp_path / "deep/er/b.json").write_text('{"caption": "three", "label": "bell"}')
+    (tmp_path / "deep/c.json").write_text('{"text": ["four", "five"], "label": 7}')
+    (tmp_path / "d.json").write_text('{"captions": ["six"]}')
+    (tmp_path / "d.txt").write_text("a .json is read before this")
+    (tmp_path / ".hidden.wav").write_text("")
+    sounds = opened(tmp_path)
+    assert [Path(sounds.describe(i)).relative_to(tmp_path).as_posix() for i in range(4)] == [
+        "a.wav", "d.wav", "deep/c.ogg", "deep/er/b.FLAC",
+    ]  # fmt: skip
+    assert listed(sounds) == [["one", "two"], ["six"], ["four", "five"], ["three"]]
+    assert [sounds.label(i) for i in range(4)] == [None, None, "7", "bell"]
+    assert all(sounds.load(i).shape == (RATE // 2,) for i in range(4))
+
+
+def test_folder_is_listed_and_nothing_in_it_is_opened(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.wav").mkdir() if i == 4 else (tmp_path / f"{i}.wav").write_text("no sound")
+        (tmp_path / f"{i}.json").write_text("no json")
+    assert len(opened(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("content", ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}'])
+def test_sound_whose_json_says_nothing_is_bad(tmp_path, content):
+    write_sound(tmp_path / "a.wav")
+    (tmp_path / "a.json").write_text(content)
+    assert "caption" in bad(opened(tmp_path), 0)
+
+
+def test_sound_without_a_text_is_bad_and_the_others_are_not(tmp_path):
+    for name in ("a.wav", "b.wav", "c.wav"):
+        write_sound(tmp_path / name)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "c.txt").write_text("\n")
+    sounds = opened(tmp_path)
+    assert sounds.captions(0) == ["one"]
+    assert bad(sounds, 1) == "it has no caption: there is neither a .txt nor a .json beside it"
+    assert bad(sounds, 2) == "it has no caption"
+
+
+def test_folder_without_captions_says_what_is_missing(tmp_path):
+    write_sound(tmp_path / "birds/a.wav")
+    text = one_line(tmp_path)
+    assert "no sound of the 1" in text and "'birds/a.txt'" in text
+
+
+def test_folder_without_sounds_tells_what_is_read_and_what_is_there(tmp_path):
+    assert "holds 0 other files" in one_line(tmp_path)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "a.mp4").write_text("")
+    text = one_line(tmp_path)
+    assert "holds 2 other files" in text and ".wav .flac .mp3" in text
+
+
+def test_folder_of_tars_and_loose_files_is_refused(tmp_path):
+    write_sound(tmp_path / "a.wav")
+    (tmp_path / "b.tar").write_text("")
+    assert "give the one or the other" in one_line(tmp_path)
+
+
+def test_missing_folder_is_named_and_the_demo_suggested(tmp_path):
+    text = one_line(tmp_path / "sonds")
+    assert str(tmp_path / "sonds") in text and "demo:tones" in text
+
+
+def test_single_sound_is_no_set(tmp_path):
+    assert "is no set of sounds" in one_line(write_sound(tmp_path / "a.wav"))
+
+
+def test_no_name_means_the_demo():
+    sounds = open_sounds(None, sample_rate=8000, clip_seconds=1)
+    assert len(sounds) == 4096 and sounds.describe(3) == "demo:tones[3]"
+    assert (sounds.sample_rate, sounds.clip_samples) == (8000, 8000)
+
+
+@pytest.mark.parametrize("spec", ["demo:shapes", "demo:", "demo:tones:many", "demo:tones:0", "demo:tones:-3"])
+def test_unknown_demo_is_refused(spec):
+    assert "demo:tones" in one_line(spec)
+
+
+@pytest.mark.parametrize("rate, seconds", [(0, 1), (-5, 1), (8000, 0), (8000, -1), (8000, 1e-6)])
+def test_clip_of_no_samples_is_refused(rate, seconds):
+    with pytest.raises(ValueError, match="no sample in a clip"):
+        open_sounds("demo:tones", sample_rate=rate, clip_seconds=seconds)
+
+
+@pytest.mark.parametrize("package", ["soundfile", "soxr"])
+def test_missing_package_says_how_to_install_it_and_the_demo_needs_none(tmp_path, monkeypatch, package):
+    write_sound(tmp_path / "a.wav")
+    monkeypatch.setitem(sys.modules, package, None)
+    text = one_line(tmp_path)
+    assert package in text and 'pip install "tandem-training[audio]"' in text and 'pip install -e ".[audio]"' in text
+    assert open_sounds("demo:tones", sample_rate=8000, clip_seconds=1).load(0).shape == (8000,)

@@ -1,0 +1,303 @@
+"""Webdataset tars: read at random, by an index that is made once from their headers."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import webdataset
+
+import data.tars
+from data import open_sounds
+from data.tars import open_index, scan
+
+RATE = 8000
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def sound(i: int, ending: str = "flac", seconds: float = 1.0) -> bytes:
+    """Noise, so that nothing of it compresses."""
+    content = io.BytesIO()
+    noise = np.random.default_rng(i).uniform(-0.5, 0.5, round(seconds * RATE))
+    soundfile.write(content, noise, RATE, format=ending.upper())
+    return content.getvalue()
+
+
+def shard(path: Path, samples: list[dict]) -> Path:
+    """As people write them; what is no bytes or str is written by its ending."""
+    with webdataset.TarWriter(str(path)) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return path
+
+
+def samples(n: int, first: int = 0, seconds: float = 1.0) -> list[dict]:
+    endings = ("flac", "wav", "ogg", "mp3")
+    return [
+        {
+            "__key__": f"{i:06d}",
+            endings[i % 4]: sound(i, endings[i % 4], seconds),
+            **(
+                {"json": {"caption": f"sound {i}", "label": f"kind {i % 2}"}}
+                if i % 3
+                else {"txt": f"sound {i}\nor {i}"}
+            ),
+        }
+        for i in range(first, first + n)
+    ]
+
+
+def opened(spec: Path | str, seconds: float = 0.5):
+    return open_sounds(str(spec), sample_rate=RATE, clip_seconds=seconds)
+
+
+def test_every_member_is_heard_as_the_file_alone_and_has_its_texts(tmp_path):
+    path, loose = shard(tmp_path / "a.tar", samples(8)), tmp_path / "loose"
+    with tarfile.open(path) as tar:
+        tar.extractall(loose, filter="data")
+    in_tar, files = opened(path), opened(loose)
+    assert len(in_tar) == len(files) == 8
+    for i in range(8):
+        assert torch.equal(in_tar.load(i), files.load(i))
+        assert torch.equal(in_tar.load(i, 3, True), files.load(i, 3, True))
+        assert in_tar.captions(i) == files.captions(i) == ([f"sound {i}"] if i % 3 else [f"sound {i}", f"or {i}"])
+        assert in_tar.label(i) == files.label(i) == (f"kind {i % 2}" if i % 3 else None)
+        assert Path(in_tar.describe(i)).relative_to(path) == Path(files.describe(i)).relative_to(loose)
+
+
+def test_several_tars_are_one_set_in_their_order_however_they_are_named(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number in range(3):
+        shard(folder / f"{number:03d}.tar", samples(4, first=4 * number))
+    (folder / "README.txt").write_text("about the tars")
+    expected = [f"sound {i}" for i in range(12)]
+    for spec in (folder, folder / "*.tar", folder / "{000..002}.tar", folder / "00{0..2}.tar"):
+        sounds = opened(spec)
+        assert [sounds.captions(i)[0] for i in range(len(sounds))] == expected, spec
+    assert len(opened(folder / "{001..002}.tar")) == 8
+    assert len(opened(folder / "00{1..1}.tar")) == 4
+
+
+def test_index_is_kept_beside_the_tar_and_made_once(tmp_path, monkeypatch):
+    path = shard(tmp_path / "a.tar", samples(5))
+    first = opened(path)
+    assert (tmp_path / ".a.tar.index.npz").is_file()
+    monkeypatch.setattr(data.tars, "scan", lambda path: pytest.fail("made a second time"))
+    again = opened(path)
+    assert [again.captions(i) for i in range(5)] == [first.captions(i) for i in range(5)]
+    assert all(torch.equal(again.load(i), first.load(i)) for i in range(5))
+
+
+def test_index_of_another_tar_of_that_name_is_not_used(tmp_path):
+    path = shard(tmp_path / "a.tar", samples(5))
+    opened(path)
+    shard(path, samples(3, first=100))
+    sounds = opened(path)
+    assert [sounds.captions(i)[0] for i in range(len(sounds))] == ["sound 100", "sound 101", "sound 102"]
+
+
+def test_index_of_a_tar_of_the_same_size_that_was_written_later_is_not_used(tmp_path):
+    path = shard(tmp_path / "a.tar", [{"__key__": "x", "wav": sound(0, "wav"), "txt": "one"}])
+    os.utime(path, ns=(0, 10**18))
+    opened(path)
+    size = path.stat().st_size
+    shard(path, [{"__key__": "x", "txt": "two", "wav": sound(0, "wav")}])
+    os.utime(path, ns=(0, 10**18 + 1))
+    assert path.stat().st_size == size
+    assert opened(path).captions(0) == ["two"]
+
+
+def block(path: Path) -> None:
+    """No file can be written at `path`, not by root either."""
+    (path / "occupied").mkdir(parents=True)
+
+
+def test_index_is_kept_in_the_cache_of_the_user_where_the_folder_takes_none(tmp_path, own_cache, monkeypatch):
+    path = shard(tmp_path / "a.tar", samples(5))
+    block(tmp_path / ".a.tar.index.npz")
+    opened(path)
+    assert len(list((own_cache / "tandem" / "tars").glob("*.npz"))) == 1
+    monkeypatch.setattr(data.tars, "scan", lambda path: pytest.fail("made a second time"))
+    assert len(opened(path)) == 5
+
+
+def test_tar_is_read_where_its_index_can_be_kept_nowhere(tmp_path, own_cache):
+    path = shard(tmp_path / "a.tar", samples(5))
+    block(tmp_path / ".a.tar.index.npz")
+    own_cache.write_text("no folder")
+    assert len(opened(path)) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and nothing else", b"no archive" * 50])
+def test_damaged_index_is_made_anew(tmp_path, content):
+    path = shard(tmp_path / "a.tar", samples(5))
+    opened(path)
+    kept = tmp_path / ".a.tar.index.npz"
+    whole = kept.read_bytes()
+    for damaged in (content, whole[: len(whole) // 2]):
+        kept.write_bytes(damaged)
+        assert len(opened(path)) == 5
+        assert kept.stat().st_size == len(whole)
+
+
+def _open_many_times(path: str, queue) -> None:
+    try:
+        for _ in range(10):
+            Path(path).with_name(".a.tar.index.npz").unlink(missing_ok=True)
+            index = open_index(path)
+            assert len(index.names) == len(index.table) == 40
+        queue.put("fine")
+    except BaseException as error:
+        queue.put(repr(error))
+
+
+def test_any_number_of_processes_may_make_the_index_at_once(tmp_path):
+    path = shard(tmp_path / "a.tar", samples(40, seconds=0.05))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    processes = [context.Process(target=_open_many_times, args=(str(path), queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [queue.get() for _ in processes] == ["fine"] * 4
+    for process in processes:
+        process.join()
+    left = {name.name for name in tmp_path.iterdir()} - {"a.tar", "cache"}
+    assert left <= {".a.tar.index.npz"}, "temporary files stayed behind"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts the bytes")
+def test_index_is_made_from_the_headers_alone(tmp_path):
+    path = shard(tmp_path / "a.tar", samples(20, seconds=10))
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    scan(str(path))
+    read = bytes_read() - before
+    # 40 members; webdataset's have a time with fractions, and that takes three blocks of 512 bytes
+    assert read < 40 * 1600 + 2000 < path.stat().st_size / 20
+
+
+def one_line(spec: Path | str) -> str:
+    with pytest.raises(ValueError) as error:
+        opened(spec)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_tar_that_is_cut_off_is_an_error_wherever_it_was_cut(tmp_path):
+    """Also between two members, where `tarfile` sees nothing wrong."""
+    content = shard(tmp_path / "a.tar", samples(4, seconds=0.1)).read_bytes()
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        members = tar.getmembers()
+    last = members[-1]
+    cuts = {m.offset for m in members} | {m.offset + 100 for m in members} | {m.offset_data for m in members}
+    cuts |= {m.offset_data + m.size // 2 for m in members} | {last.offset_data + last.size + 1}
+    end = -(-(last.offset_data + last.size) // 512) * 512
+    assert content[end:] == bytes(len(content) - end) and len(content) >= end + 1024
+    for cut in sorted(cuts | {end}):
+        (tmp_path / "b.tar").write_bytes(content[:cut])
+        text = one_line(tmp_path / "b.tar")
+        assert str(tmp_path / "b.tar") in text and "damaged or cut off" in text, cut
+    (tmp_path / "b.tar").write_bytes(content[: end + 512])
+    assert len(opened(tmp_path / "b.tar")) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"no tar" * 500, bytes(10240)], ids=["empty", "text", "zeros"])
+def test_file_that_is_no_tar_is_named(tmp_path, content):
+    (tmp_path / "a.tar").write_bytes(content)
+    assert str(tmp_path / "a.tar") in one_line(tmp_path / "a.tar")
+
+
+def test_damage_in_the_middle_of_a_tar_is_an_error(tmp_path):
+    path = shard(tmp_path / "a.tar", samples(4))
+    with tarfile.open(path) as tar:
+        at = tar.getmembers()[4].offset
+    content = bytearray(path.read_bytes())
+    content[at : at + 512] = b"\xff" * 512
+    path.write_bytes(content)
+    assert f"no header at byte {at}" in one_line(path)
+
+
+@pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_and_folders_are_read(tmp_path, style):
+    name = "ünïcode/" + "long/" * 40 + "a.b"
+    with tarfile.open(tmp_path / "a.tar", "w", format=style) as tar:
+        for ending, content in (
+            ("wav", sound(0, "wav")),
+            ("json", b'{"text": ["one", "two"]}'),
+            ("tags.txt", b"three"),
+        ):
+            member = tarfile.TarInfo(f"{name}.{ending}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    sounds = opened(tmp_path / "a.tar")
+    assert sounds.captions(0) == ["one", "two"]
+    assert sounds.describe(0) == f"{tmp_path / 'a.tar'}/{name}.wav"
+    assert sounds.load(0).std() > 0.1
+
+
+def test_sound_without_a_text_is_bad_and_the_others_are_not(tmp_path):
+    path = shard(tmp_path / "a.tar", [{"__key__": "0", "wav": sound(0, "wav")}, *samples(3, first=1)])
+    sounds = opened(path)
+    with pytest.raises(ValueError, match="it has no caption"):
+        sounds.captions(0)
+    assert sounds.captions(1) == ["sound 1"]
+
+
+def test_text_that_is_no_json_is_bad(tmp_path):
+    path = shard(tmp_path / "a.tar", [{"__key__": "0", "wav": sound(0, "wav"), "json": b'{"caption": "half'}])
+    with pytest.raises(ValueError, match="caption file") as error:
+        opened(path).captions(0)
+    assert "\n" not in str(error.value)
+
+
+def test_tars_without_sounds_or_without_captions_are_refused(tmp_path):
+    assert "no sound" in one_line(shard(tmp_path / "a.tar", [{"__key__": "0", "txt": "a text"}]))
+    assert "caption" in one_line(shard(tmp_path / "b.tar", [{"__key__": "0", "wav": sound(0, "wav")}]))
+
+
+def test_two_sounds_of_one_name_are_refused(tmp_path):
+    path = shard(tmp_path / "a.tar", [{"__key__": "0", "wav": sound(0, "wav"), "flac": sound(1), "txt": "a"}])
+    assert "two sounds of one name" in one_line(path)
+
+
+def test_tars_that_are_not_there_are_named(tmp_path):
+    shard(tmp_path / "000.tar", samples(4))
+    assert str(tmp_path / "001.tar") in one_line(tmp_path / "{000..003}.tar")
+    assert "{003..001}" in one_line(tmp_path / "{003..001}.tar")
+    assert "x*.tar" in one_line(tmp_path / "x*.tar")
+
+
+def test_compressed_tar_says_what_to_do(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz"):
+        pass
+    assert "decompress" in one_line(tmp_path / "a.tar.gz")
+
+
+def test_brackets_in_the_name_of_a_folder_are_no_pattern(tmp_path):
+    folder = tmp_path / "set [1] {0..1}"
+    folder.mkdir()
+    shard(folder / "a.tar", samples(4))
+    assert len(opened(folder)) == len(opened(folder / "a.tar")) == 4
+
+
+def test_json_of_a_webdataset_writer_is_read(tmp_path):
+    sample = {"__key__": "0", "wav": sound(0, "wav"), "json": json.dumps({"text": "a bell", "tag": ["bell"]}).encode()}
+    assert opened(shard(tmp_path / "a.tar", [sample])).captions(0) == ["a bell"]

@@ -1,0 +1,159 @@
+"""Sentences become the tokens that their vocabularies were published with."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from data import open_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+START, END = 49406, 49407
+# As OpenAI's CLIP gives them.
+PUBLISHED = {
+    "hello world!": [3306, 1002, 256],
+    "a photo of a cat": [320, 1125, 539, 320, 2368],
+    "A  Photo of\na CAT": [320, 1125, 539, 320, 2368],
+}
+
+
+@pytest.mark.parametrize("text", PUBLISHED)
+def test_clip_tokens_are_those_of_clip(text):
+    tokens, lengths = open_tokenizer("clip", 16).encode([text])
+    expected = [START, *PUBLISHED[text], END]
+    assert tokens.shape == (1, 16) and tokens.dtype == torch.int64
+    assert lengths == [len(expected)]
+    assert tokens[0].tolist() == expected + [0] * (16 - len(expected))
+
+
+def test_clip_has_the_vocabulary_of_clip():
+    tokenizer = open_tokenizer("clip", 256)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.max_text_tokens) == ("clip", 49408, 256)
+
+
+def test_longer_text_keeps_its_beginning_and_the_mark_of_the_end():
+    (short, long), lengths = open_tokenizer("clip", 8).encode(["a photo of a cat", "a photo of a cat and a dog"])
+    assert lengths == [7, 8]
+    assert long.tolist() == [START, 320, 1125, 539, 320, 2368, 537, END]
+    assert short.tolist() == [START, 320, 1125, 539, 320, 2368, END, 0]
+
+
+def test_texts_do_not_change_one_another():
+    tokenizer = open_tokenizer("clip", 32)
+    texts = ["a bell", "a much longer sentence about many bells of many churches", "rain"]
+    together, lengths = tokenizer.encode(texts)
+    for row, length, text in zip(together, lengths, texts, strict=True):
+        alone, (same,) = tokenizer.encode([text])
+        assert torch.equal(row, alone[0]) and length == same
+
+
+def test_clip_is_opened_without_what_its_package_imports():
+    program = (
+        "import sys; from data import open_tokenizer; assert open_tokenizer('clip', 8).encode(['hello'])[1] == [3]; "
+        "print({'open_clip', 'timm', 'torchvision', 'tokenizers', 'soundfile', 'soxr'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def hugging_face(path: Path, words: dict[str, int], marks: bool = True) -> str:
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(words, unk_token="[UNK]" if "[UNK]" in words else None)
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if marks:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", words["[CLS]"]), ("[SEP]", words["[SEP]"])]
+        )
+    tokenizer.enable_padding(length=99)  # what the file says of lengths does not count
+    tokenizer.enable_truncation(5)
+    tokenizer.save(str(path))
+    return str(path)
+
+
+WORDS = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "bell": 4, "rings": 5, "loud": 6, "and": 7, "clear": 41}
+
+
+def test_tokenizer_of_hugging_face_is_read_from_its_file(tmp_path):
+    tokenizer = open_tokenizer(hugging_face(tmp_path / "tokenizer.json", WORDS), 8)
+    tokens, lengths = tokenizer.encode(["a bell rings", "a bell rings loud and clear and loud", "a gong"])
+    assert tokens.tolist() == [[1, 3, 4, 5, 2, 0, 0, 0], [1, 3, 4, 5, 6, 7, 41, 2], [1, 3, 0, 2, 0, 0, 0, 0]]
+    assert lengths == [5, 8, 4]
+    assert tokenizer.vocab_size == 42, "the largest token counts, not their number"
+    assert tokenizer.name == str(tmp_path / "tokenizer.json")
+
+
+def test_tokenizer_without_marks_has_none(tmp_path):
+    tokenizer = open_tokenizer(hugging_face(tmp_path / "tokenizer.json", WORDS, marks=False), 3)
+    tokens, lengths = tokenizer.encode(["a bell", "a bell rings loud"])
+    assert tokens.tolist() == [[3, 4, 0], [3, 4, 5]] and lengths == [2, 3]
+
+
+def test_text_of_no_token_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="makes no token of the text ' '"):
+        open_tokenizer(hugging_face(tmp_path / "tokenizer.json", WORDS, marks=False), 8).encode(["bell", " "])
+
+
+def test_text_that_a_tokenizer_cannot_read_is_an_error(tmp_path):
+    words = {word: number for word, number in WORDS.items() if word != "[UNK]"}
+    tokenizer = open_tokenizer(hugging_face(tmp_path / "tokenizer.json", words, marks=False), 8)
+    with pytest.raises(ValueError, match="cannot read the text 'gong'"):
+        tokenizer.encode(["bell", "gong"])
+
+
+@pytest.mark.parametrize("name", ["clip", "tokenizer.json"])
+def test_tokenizer_goes_to_other_processes(tmp_path, name):
+    spec = name if name == "clip" else hugging_face(tmp_path / name, WORDS)
+    tokenizer = open_tokenizer(spec, 6)
+    other = pickle.loads(pickle.dumps(tokenizer))
+    assert torch.equal(other.encode(["a bell rings"])[0], tokenizer.encode(["a bell rings"])[0])
+    assert (other.name, other.vocab_size, other.max_text_tokens) == (spec, tokenizer.vocab_size, 6)
+
+
+def one_line(spec: str, max_text_tokens: int = 8) -> str:
+    with pytest.raises(ValueError) as error:
+        open_tokenizer(spec, max_text_tokens)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_tokenizer_is_named():
+    assert "no tokenizer 'clpi': give clip" in one_line("clpi")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "no json", '{"model": {"type": "none"}}'])
+def test_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    assert str(path) in one_line(str(path))
+
+
+def test_room_for_the_marks_alone_is_refused(tmp_path):
+    assert "--max_text_tokens 1" in one_line("clip", 1)
+    assert "--max_text_tokens 2" in one_line("clip", 2)
+    assert "--max_text_tokens 2" in one_line(hugging_face(tmp_path / "t.json", WORDS), 2)
+
+
+@pytest.mark.parametrize("missing, spec", [("ftfy", "clip"), ("tokenizers", "tokenizer.json")])
+def test_missing_package_says_how_to_install_it(tmp_path, monkeypatch, missing, spec):
+    from data.tokenizers import _simple_tokenizer
+
+    path = spec if spec == "clip" else hugging_face(tmp_path / spec, WORDS)
+    _simple_tokenizer.cache_clear()
+    monkeypatch.setitem(sys.modules, missing, None)
+    text = one_line(path)
+    assert missing in text and 'pip install "tandem-training[audio]"' in text and 'pip install -e ".[audio]"' in text
+
+
+def test_missing_open_clip_says_how_to_install_it(monkeypatch):
+    from data.tokenizers import _simple_tokenizer
+
+    _simple_tokenizer.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "open_clip_torch" in one_line("clip") and "[audio]" in one_line("clip")
