@@ -74,18 +74,21 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
     def parse(
-        self, argv: Sequence[str] | None = None, demonstration: str | os.PathLike[str] | None = None
+        self,
+        argv: Sequence[str] | None = None,
+        demonstration: str | os.PathLike[str] | None = None,
+        data_flag: str = "image_folder",
     ) -> argparse.Namespace:
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
-        Where neither `--config` nor `--image_folder` is said there is nothing to train on yet: the file
+        Where neither `--config` nor the flag that names the data is said there is nothing to train on yet: the file
         `demonstration`, if there is one, then stands for `--config`.
 
         The namespace also carries `explicit`, the frozenset of the dest names that were said in either place.
         Mistakes end the process through `error`.
         """
         said = self._from_command_line(argv)
-        if demonstration and "image_folder" not in said:
+        if demonstration and data_flag not in said:
             said.setdefault("config", os.fspath(demonstration))
         settings = self._from_config_file(said["config"]) if "config" in said else {}
         explicit = {**settings, **said}

@@ -57,6 +57,22 @@ def whole_numbers(text: str) -> str:
     return ",".join(str(non_negative_int(part)) for part in text.split(","))
 
 
+def two_fractions(text: str) -> str:
+    """Two numbers in [0, 1), returned as "a,b"."""
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"expected two numbers with a comma between them, got {text!r}")
+    return ",".join(str(fraction(part)) for part in parts)
+
+
+def templates_with_a_gap(text: str) -> str:
+    """Sentences between `|`, each with a {} in it, returned as they are."""
+    for sentence in text.split("|"):
+        if "{}" not in sentence:
+            raise argparse.ArgumentTypeError(f"expected {{}} for the name in every sentence, got {sentence!r}")
+    return text
+
+
 def number_or(word: str) -> Callable[[str], float | str]:
     """Converter for a number >= 0, or `word` in any case."""
 

@@ -1,0 +1,29 @@
+"""Optimizers of transformers."""
+
+import torch
+from torch import nn
+
+
+def make_optimizer(
+    model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float, lion: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
+
+    Weights of two or more dimensions decay; scales, biases and temperatures do not.
+
+    Raises:
+        ValueError: one line, where the package is missing.
+    """
+    weights = list(model.parameters())
+    groups = [
+        {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
+    ]
+    if not lion:
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    try:
+        from lion_pytorch import Lion
+    except ImportError:
+        raise ValueError('--use_lion needs the package lion-pytorch: pip install -e ".[lion]"') from None
+    optimizer: torch.optim.Optimizer = Lion(groups, lr=lr, betas=betas)
+    return optimizer

@@ -1,0 +1,299 @@
+"""How well a model finds clips by their captions and captions by their clips, over all processes.
+
+The protocol is that of Clotho and AudioCaps, whose clips have five captions each (LAION CLAP, Wu et al. 2023;
+https://dcase.community/challenge2024/task-language-based-audio-retrieval):
+
+- text to audio: every caption of every clip is a query, the clips are the candidates;
+- audio to text: every clip is a query, the distinct captions are the candidates. Recall and median rank take the best
+  of a clip's captions, mAP@10 takes all of them.
+
+What the protocol leaves open, because its captions are all different, is this here: a caption that several clips share
+is right for each of them, and is one candidate; it is as many queries as clips have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+TOP = 10
+_RECALLS = (1, 5, 10)
+
+# Rounding makes scores of equal vectors differ by about 1e-16 sqrt(d). They are ties, which count against the query.
+_TIE = 1e-12
+
+_SCORES_AT_A_TIME = 1 << 22  # 32 MiB in float64
+
+
+class Processes(Protocol):
+    """What the measurement asks of the processes that share it."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, tensor: Tensor) -> Tensor: ...
+    def gather_objects(self, value: Any) -> list[Any]: ...
+    def sum(self, value: Any) -> Any: ...
+
+
+class Pairs(NamedTuple):
+    """Which candidates are right for which queries: int64 (p,) both, sorted by query, without repetition."""
+
+    queries: Tensor
+    candidates: Tensor
+
+
+class RetrievalQuality:
+    """Embeddings of a validation split whose clips are spread over the processes, each on one of them.
+
+    Args:
+        device: Where the embeddings live, in float32, and the scores are computed, in float64.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._audio: list[Tensor] = []
+        self._text: list[Tensor] = []
+        self._ids: list[int] = []
+        self._owners: list[int] = []
+        self._labels: list[Sequence[str | None]] = []
+        self._clips = 0
+
+    def add(
+        self,
+        audio: Tensor,
+        text: Tensor,
+        captions: Sequence[Sequence[str]],
+        labels: Sequence[str | None] | None = None,
+    ) -> None:
+        """Take in a batch of clips.
+
+        Args:
+            audio: Embeddings (b, d); only their direction counts.
+            text: Embeddings (m, d) of all captions, those of the first clip first.
+            captions: Of each clip, m in all; a clip without any is a candidate but no query.
+            labels: Class of each clip, or None where it has none.
+
+        Raises:
+            ValueError: the numbers do not fit together.
+        """
+        count = sum(len(own) for own in captions)
+        labels = [None] * len(audio) if labels is None else list(labels)
+        if len(captions) != len(audio) or len(labels) != len(audio) or len(text) != count:
+            raise ValueError(
+                f"{len(audio)} clips have {len(captions)} lists of captions, {len(labels)} labels, and {len(text)} "
+                f"text embeddings for {count} captions: there must be one of each"
+            )
+        self._owners += [self._clips + row for row, own in enumerate(captions) for _ in own]
+        self._ids += [text_id(caption) for own in captions for caption in own]
+        self._audio.append(audio.detach().float().to(self._device))
+        self._text.append(text.detach().float().to(self._device))
+        self._labels.append(labels)
+        self._clips += len(audio)
+
+    def result(self, processes: Processes) -> dict[str, float]:
+        """Retrieval both ways, the same on every process and for any number of processes. Collective.
+
+        `text_to_audio/` and `audio_to_text/` each with
+
+        - `r1`, `r5`, `r10`: share of queries with a right candidate among the first so many, in [0, 1];
+        - `median_rank` of the best right candidate, from 1, the mean of the middle two for an even number of queries;
+        - `map10`: mean over queries of sum_j [r_j <= 10] j / r_j / min(10, n), where r_j is the rank of the j-th best
+          of the n right candidates;
+        - `chance_r1`: what r1 is on average for an order drawn at random: mean of n / number of candidates;
+
+        and `r10`, the mean of both. A tie counts against the query, so that a model which gives everything the same
+        embedding finds nothing; so does a NaN. NaN where there are no queries.
+        """
+        found = self._gathered(processes)
+        if found is None:
+            nothing = torch.empty(0, 3, dtype=torch.float64)
+            text_to_audio = audio_to_text = _summary(nothing, [])
+        else:
+            audio, text, pairs = found
+            by_text, by_clip = _sorted(pairs.candidates, pairs.queries), pairs
+            times = torch.bincount(by_text.queries, minlength=len(text)).tolist()
+            text_to_audio = _summary(_shared(text, audio, by_text, processes), times)
+            has_caption = torch.bincount(by_clip.queries, minlength=len(audio)).clamp_max(1).tolist()
+            audio_to_text = _summary(_shared(audio, text, by_clip, processes), has_caption)
+        return {
+            **{f"text_to_audio/{name}": value for name, value in text_to_audio.items()},
+            **{f"audio_to_text/{name}": value for name, value in audio_to_text.items()},
+            "r10": (text_to_audio["r10"] + audio_to_text["r10"]) / 2,
+        }
+
+    def _gathered(self, processes: Processes) -> tuple[Tensor, Tensor, Pairs] | None:
+        """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
+        clip; None where there is nothing to rank."""
+        own_dim = self._audio[0].shape[1] if self._audio else 0
+        facts = processes.gather_objects([own_dim, self._clips, len(self._ids)])
+        dim, clips = max(fact[0] for fact in facts), [fact[1] for fact in facts]
+        if not sum(fact[2] for fact in facts):
+            return None
+        own_audio = torch.cat(self._audio) if self._audio else torch.empty(0, dim, device=self._device)
+        own_text = torch.cat(self._text) if self._text else torch.empty(0, dim, device=self._device)
+        ids = torch.tensor(self._ids, dtype=torch.int64, device=self._device)
+        owners = torch.tensor(self._owners, dtype=torch.int64, device=self._device) + sum(clips[: processes.rank])
+        distinct, which = ids.unique(return_inverse=True)
+        sums = torch.zeros(len(distinct), dim, dtype=torch.float64, device=self._device)
+        sums.index_add_(0, which, own_text.double())
+
+        audio = processes.gather(own_audio)
+        ids, owners = processes.gather(ids), processes.gather(owners)
+        distinct, sums = processes.gather(distinct), processes.gather(sums)
+        # The same text may have come out in other bits in another batch: the mean does not ask who saw it first.
+        distinct, rows = distinct.unique(return_inverse=True)
+        text = torch.zeros(len(distinct), dim, dtype=torch.float64, device=self._device).index_add_(0, rows, sums)
+        pairs = _sorted(owners, torch.searchsorted(distinct, ids))
+        return _directions(audio), _directions(text), pairs
+
+    def classes(self, processes: Processes) -> list[str]:
+        """The distinct labels of all clips, sorted. Collective."""
+        own = sorted({label for labels in self._labels for label in labels if label is not None})
+        return sorted(set().union(*processes.gather_objects(own)))
+
+    def zero_shot(self, processes: Processes, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
+        """`zero_shot/top1`, the share of labelled clips that are nearest to their class, and `zero_shot/chance_top1`,
+        one over the number of classes; empty where no clip has a label. Collective.
+
+        Args:
+            class_names: Such as `classes` gives; the same on every process.
+            embeddings: Of the classes (c, d), in that order (`class_embeddings`).
+
+        Raises:
+            ValueError: on every process, where a clip has another label.
+        """
+        known = set(class_names)
+        if unknown := [label for label in self.classes(processes) if label not in known]:
+            raise ValueError(f"the label {unknown[0]!r} is none of the {len(known)} classes: name all of them")
+        hits = [
+            zero_shot_hits(audio, labels, class_names, embeddings.to(self._device))
+            for audio, labels in zip(self._audio, self._labels, strict=True)
+        ]
+        right, labelled = sum(int(of_batch.sum()) for of_batch in hits), sum(len(of_batch) for of_batch in hits)
+        totals = processes.sum({"right": right, "labelled": labelled})
+        if not totals["labelled"]:
+            return {}
+        return {
+            "zero_shot/top1": totals["right"] / totals["labelled"],
+            "zero_shot/chance_top1": 1 / len(class_names),
+        }
+
+
+def text_id(text: str) -> int:
+    """A number in [-2^63, 2^63) that is the same for the same text in every process and run (BLAKE2b)."""
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little", signed=True
+    )
+
+
+def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
+    """Every template with every class's name in the place of {}: all of the first class, then of the second, ...
+
+    Raises:
+        ValueError: one line, where there is no template or one has no {}.
+    """
+    if not templates:
+        raise ValueError("there is no prompt template: give at least one, such as 'the sound of {}'")
+    for template in templates:
+        if "{}" not in template:
+            raise ValueError(f"the prompt template {template!r} has no {{}} where the class's name goes")
+    return [template.replace("{}", name) for name in class_names for template in templates]
+
+
+def class_embeddings(text: Tensor, templates: int) -> Tensor:
+    """Embeddings (c templates, d) of what `prompts` gives -> unit vectors (c, d) float64: means of unit vectors,
+    normalised again. An ensemble over embeddings: Radford et al. 2021 (CLIP), section 3.1.4."""
+    return _directions(_directions(text).reshape(-1, templates, text.shape[1]).mean(1))
+
+
+def zero_shot_hits(
+    audio: Tensor, labels: Sequence[str | None], class_names: Sequence[str], embeddings: Tensor
+) -> Tensor:
+    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,).
+
+    Args:
+        audio: Embeddings (b, d).
+        labels: Of each clip, one of `class_names`, or None.
+        class_names: The classes.
+        embeddings: Of the classes (c, d).
+    """
+    rows = [row for row, label in enumerate(labels) if label is not None]
+    index = {name: number for number, name in enumerate(class_names)}
+    classes = torch.tensor([index[label] for label in labels if label is not None], dtype=torch.int64)
+    right = functional.one_hot(classes, len(class_names)).bool().to(audio.device)
+    return _ranked(_directions(audio[rows]), _directions(embeddings), right)[:, 0] == 1
+
+
+def _directions(vectors: Tensor) -> Tensor:
+    """(..., d) -> unit vectors float64."""
+    return functional.normalize(vectors.double(), dim=-1)
+
+
+def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
+    pairs = torch.stack([queries, candidates]).unique(dim=1)  # a clip may list a caption twice
+    return Pairs(pairs[0].contiguous(), pairs[1].contiguous())
+
+
+def _shared(queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Processes) -> Tensor:
+    """What `_ranked` gives for all queries (q, 3), on the CPU; each process computes a share. Collective."""
+    rank, world_size = processes.rank, processes.world_size
+    start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
+    chunk = max(1, _SCORES_AT_A_TIME // len(candidates))
+    parts = [queries.new_empty(0, 3)]
+    for first in range(start, end, chunk):
+        last = min(first + chunk, end)
+        bounds = torch.searchsorted(pairs.queries, torch.tensor([first, last], device=queries.device)).tolist()
+        own = slice(*bounds)
+        right = torch.zeros(last - first, len(candidates), dtype=torch.bool, device=queries.device)
+        right[pairs.queries[own] - first, pairs.candidates[own]] = True
+        parts.append(_ranked(queries[first:last], candidates, right))
+    return processes.gather(torch.cat(parts)).cpu()
+
+
+def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
+    """Rank of the best right candidate, average precision at 10, and chance of recall at 1 of each query.
+
+    Args:
+        queries: Unit vectors (q, d).
+        candidates: Unit vectors (c, d).
+        right: bool (q, c).
+
+    Returns:
+        float64 (q, 3); of no meaning for a query without a right candidate.
+    """
+    scores = queries @ candidates.T
+    # Every comparison goes against the query: a NaN is the worst of the right ones and the best of the wrong ones.
+    of_right = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
+    of_wrong = scores.nan_to_num_(nan=math.inf).masked_fill_(right, -math.inf)
+    top = min(TOP, len(candidates))
+    best_right, best_wrong = of_right.topk(top).values - _TIE, of_wrong.topk(top).values
+    ranks = 1 + ((of_wrong >= best_right[:, :1]) & ~right).sum(1)
+
+    count = right.sum(1, keepdim=True)
+    place = torch.arange(1, top + 1, device=scores.device)  # among the right ones
+    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)  # no more than 10 are counted
+    precision = torch.where((place <= count) & (place + ahead <= TOP), place / (place + ahead).double(), 0)
+    average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
+    return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)
+
+
+def _summary(ranked: Tensor, times: Sequence[int]) -> dict[str, float]:
+    """Statistics of (q, 3), each query counted so many times. Sums are exact, so that their order does not matter."""
+    rows = [row for row, count in zip(ranked.tolist(), times, strict=True) for _ in range(count)]
+    if not rows:
+        return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)
+    ranks, precisions, chances = zip(*rows, strict=True)
+    ordered, middle = sorted(ranks), len(ranks) // 2
+    return {
+        **{f"r{k}": sum(rank <= k for rank in ranks) / len(ranks) for k in _RECALLS},
+        "median_rank": (ordered[middle] + ordered[-1 - middle]) / 2,
+        "map10": math.fsum(precisions) / len(rows),
+        "chance_r1": math.fsum(chances) / len(rows),
+    }
