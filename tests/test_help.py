@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["train_vae.py", "train_vqgan.py", "tokenize_images.py", "convert.py"]
+SCRIPTS = ["train_vae.py", "train_vqgan.py", "train_mulan.py", "tokenize_images.py", "embed.py", "convert.py"]
 HEAVY = {"torch", "torchvision", "deepspeed", "horovod", "numpy", "PIL", "yaml", "safetensors", "tqdm"}
 
 

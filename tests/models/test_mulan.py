@@ -524,3 +524,14 @@ def test_names_and_shapes_of_the_weights_stay_what_they_are() -> None:
         "audio.relative_bias.mlp.4.weight": (2, 32), "audio.relative_bias.mlp.4.bias": (2,),
         "text.tokens.weight": (40, 12), "text.positions.weight": (10, 12), "text.cls": (12,),
     }  # fmt: skip
+
+
+def test_weights_of_another_shape_are_refused_by_name_and_those_of_another_training_are_taken(tmp_path: Path) -> None:
+    other = small(seed=1, patch_dropout=0.5, clip_seconds=3.0)
+    other.save_pretrained(tmp_path / "other")
+    model = small(seed=0)
+    model.load_weights_from(tmp_path / "other")
+    for name, weight in other.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=f"dim_latent {other.dim_latent}"):
+        small(dim_latent=other.dim_latent + 1).load_weights_from(tmp_path / "other")

@@ -1,0 +1,320 @@
+"""Train MuLan: sounds and sentences into one space, where what belongs together is near.
+
+    python train_mulan.py                                     # the demonstration, minutes on two cores
+    python train_mulan.py --audio_data sounds/                # one process, debugging
+    torchrun --nproc_per_node 8 train_mulan.py --audio_data sounds/
+    deepspeed train_mulan.py --deepspeed_config configs/deepspeed/zero2.json --audio_data sounds/
+    horovodrun -np 8 python train_mulan.py --audio_data sounds/
+
+All give the same numbers: every pair is compared with those of all processes and micro-batches, and the gradient is
+that of one process which holds them all. Run the same command again to resume; see README.md for the run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from training.arguments import ArgumentParser
+from training.converters import (
+    fraction,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+    templates_with_a_gap,
+    two_fractions,
+)
+from training.shared_flags import add_run_arguments, add_sound_arguments
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+    import torch
+    from PIL import Image
+    from torch import Tensor
+
+    from data import SoundFeed, Tokenizer
+    from models import MuLaN
+    from training.contrastive import Contrastive
+
+DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
+# Names that musiclm-pytorch's trainer gives to flags that all scripts have.
+PUBLIC_NAMES = {
+    "max_steps": "num_train_steps", "valid_fraction": "valid_frac", "grad_accum_steps": "grad_accum_every",
+    "save_every_n_steps": "save_model_every",
+}  # fmt: skip
+# What a resumed run may not change: its weights would not fit, or would mean something else.
+MODEL_ARGUMENTS = (
+    "sample_rate", "n_fft", "hop_length", "n_mels", "fmin", "fmax", "spectrogram", "patch_size", "audio_dim",
+    "audio_depth", "text_dim", "text_depth", "heads", "dim_head", "tokenizer", "max_text_tokens", "dim_latent",
+    "hierarchical_layers",
+)  # fmt: skip
+OTHER_MODEL_ARGUMENTS = (
+    "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias"
+)  # fmt: skip
+TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this: few shapes for kernels and compilers
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)
+    add_sound_arguments(parser)
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--audio_dim", type=positive_int, default=512, metavar="DIM", help="width of the audio tower")
+    add("--audio_depth", type=positive_int, default=6, metavar="LAYERS", help="its transformer layers")
+    add("--text_dim", type=positive_int, default=512, metavar="DIM", help="width of the text tower")
+    add("--text_depth", type=positive_int, default=6, metavar="LAYERS", help="its transformer layers")
+    add("--heads", type=positive_int, default=8, metavar="N", help="attention heads of both")
+    add("--dim_head", type=positive_int, default=64, metavar="DIM", help="width of a head")
+    add("--patch_size", type=positive_int, default=16, metavar="BINS", help="side of a patch of the spectrogram")
+    add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION", help="of patches unheard in training")
+    add("--dim_latent", type=positive_int, default=128, metavar="DIM", help="of the common space")
+    add("--init_from", metavar="DIR", help="start from a model/ folder")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",
+        help="contrastive loss; sigmoid takes the same memory on any number of processes")
+    add("--duplicates", type=str.lower, choices=("masked", "negatives"), default="masked",
+        help="sounds of equal captions are left out as negatives of one another, or are negatives")
+    add("--hierarchical_layers", type=non_negative_int, default=0, metavar="LAYERS",
+        help="add the loss of so many layers below the last")
+    add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
+        help="factor of the cosines at the start; learned, at most 100")
+    add("--init_bias", type=float, default=-10.0, metavar="BIAS", help="added to them at the start; learned (sigmoid)")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--learning_rate", "--lr", type=positive_float, default=3e-4, metavar="LR", help="the highest")
+    add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
+        help="linear, from 0; then down to 0 along a cosine")
+    add("--betas", type=two_fractions, default="0.9,0.99", metavar="B1,B2", help="of the optimizer")
+    add("--weight_decay", type=non_negative_float, default=0.01, metavar="DECAY", help="of matrices; not of scales")
+    add("--use_lion", action="store_true", help="Lion in place of AdamW")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--zero_shot_templates", type=templates_with_a_gap, default="{}|the sound of {}|a recording of {}",
+        metavar="TEXT|TEXT...", help="sentences with {} for a label, where the data has labels")
+
+    add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
+        sample_every_n_steps=500, save_every_n_steps=1000, aliases=PUBLIC_NAMES)
+    # fmt: on
+    distributed.add_arguments(parser)
+    return parser
+
+
+def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
+    """Learning rate of update number ``step`` (from 0): linear warm-up, then a cosine down to 0 at the end."""
+    warmup = min(args.lr_warmup_steps, total_steps // 2)
+    if step < warmup:
+        return float(args.learning_rate * (step + 1) / warmup)
+    done = (step - warmup) / max(total_steps - warmup, 1)
+    return float(args.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+def build_model(args: argparse.Namespace, vocab_size: int) -> MuLaN:
+    """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
+    import torch
+
+    from models import MuLaN
+
+    torch.manual_seed(args.seed)
+    names = {*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS} - {"tokenizer"}
+    model = MuLaN(vocab_size=vocab_size, **{name: getattr(args, name) for name in names})
+    if args.init_from:
+        model.load_weights_from(args.init_from)
+    return model
+
+
+def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Texts as the model takes them, without the columns that none of them fills."""
+    import torch
+
+    longest = math.ceil(max(lengths) / TOKENS_AT_A_TIME) * TOKENS_AT_A_TIME
+    return {"tokens": tokens[:, :longest], "lengths": torch.tensor(lengths, device=tokens.device)}
+
+
+def embed_texts(model: MuLaN, texts: Sequence[str], tokenizer: Tokenizer, device: torch.device) -> Tensor:
+    """Sentences -> unit vectors (n, dim_latent)."""
+    tokens, lengths = tokenizer.encode(list(texts))
+    return model.encode_text(**text_inputs(tokens.to(device), lengths))
+
+
+def evaluate(
+    model: MuLaN, feed: SoundFeed, tokenizer: Tokenizer, contrastive: Contrastive, templates: Sequence[str],
+    backend: distributed.Backend,
+) -> dict[str, float]:  # fmt: skip
+    """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
+    import torch
+
+    from training.metrics import Averages
+    from training.retrieval import RetrievalQuality, class_embeddings, prompts
+
+    quality, losses = RetrievalQuality(backend.device), Averages("loss", device=backend.device)
+    with torch.no_grad():
+        for batch in feed.validation():
+            out = model(batch["waveforms"], **text_inputs(batch["tokens"], batch["lengths"]))
+            # Of the batch of all processes, which all of them know: each counts it for its own sounds.
+            found = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
+            losses.add(loss=found.loss.expand(len(out.audio)))
+            texts = [caption for captions in batch["all_captions"] for caption in captions]
+            embedded = embed_texts(model, texts, tokenizer, backend.device)
+            quality.add(out.audio[:, 0], embedded, batch["all_captions"], batch["labels"])
+        values = {**losses.result(backend.sum), **quality.result(backend)}
+        if classes := quality.classes(backend):
+            sentences = embed_texts(model, prompts(classes, templates), tokenizer, backend.device)
+            values |= quality.zero_shot(backend, classes, class_embeddings(sentences, len(templates)))
+    return values
+
+
+def picture(model: MuLaN, shown: Mapping[str, Any], tokenizer: Tokenizer, count: int) -> Image.Image:
+    """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
+    import torch
+
+    from training.sound_pictures import best_matches, side_by_side, similarity_picture, spectrogram_grid
+
+    with torch.no_grad():
+        sounds = model.encode_audio(shown["waveforms"])
+        texts = embed_texts(model, shown["captions"], tokenizer, sounds.device)
+        heard = model.spectrogram(shown["waveforms"][:count])
+    matches = best_matches(sounds[:count], texts, shown["captions"], shown["all_captions"][:count])
+    return side_by_side(spectrogram_grid(heard, matches), similarity_picture(sounds @ texts.T))
+
+
+def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+    import data
+    from training.best import BestModel
+    from training.collapse import CollapseAlarm
+    from training.contrastive import Contrastive
+    from training.ema import make_ema
+    from training.grad_cache import contrastive_update
+    from training.noise import Noise
+    from training.optimizers import make_optimizer
+    from training.run import Run
+
+    # What may fail on one process is agreed on by all, so that none waits for one that has left.
+    with backend.agreement():
+        tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens)
+        model = build_model(args, tokenizer.vocab_size).to(backend.device)
+        first, second = (float(beta) for beta in args.betas.split(","))
+        optimizer = make_optimizer(
+            model, lr=args.learning_rate, betas=(first, second), weight_decay=args.weight_decay, lion=args.use_lion
+        )
+    feed = data.SoundFeed(args, backend, tokenizer)
+    with backend.agreement():
+        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(feed.train_set))
+
+    ema = make_ema(model, args.ema_decay)
+    engine = backend.wrap(model, optimizer, name="mulan")
+    masked = args.duplicates == "masked"
+    contrastive = Contrastive(args.loss, backend, mask_duplicates=masked, whole=args.batch_parts > 0)
+    noise = Noise(args.seed, "patches and masks")
+    compared = "valid/ema/r10" if args.ema_decay else "valid/r10"  # of the model that is kept
+    best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
+    run.resume(engine=engine, ema=ema, best=best, bad_samples=feed.bad_samples)
+    best.catch_up(run.progress.step)
+    if best.failure:
+        run.say(best.failure)
+    if run.is_complete:
+        run.close()
+        return
+    total_steps = run.progress.total_steps
+    templates = args.zero_shot_templates.split("|")
+    warmup = min(args.lr_warmup_steps, total_steps // 2)
+    alarm = CollapseAlarm(args.loss, args.batch_size, warmup, heads=1 + args.hierarchical_layers)
+    run.say(f"{len(feed.train_set)} sounds to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
+    batch = feed.start(run.progress.samples)
+    shown = feed.preview(args.batch_size)
+
+    def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model takes of a micro-batch; the same each time that it is asked for in an update."""
+        chances = noise.uniform(step, micro["positions"], (model.noise_size,), backend.device)
+        texts = text_inputs(micro["tokens"], micro["lengths"])
+        return {"waveforms": micro["waveforms"], **texts, "noise": chances}
+
+    def write_model(module: MuLaN, folder: Path) -> None:
+        module.save_pretrained(folder)
+        tokenizer.save(folder)
+
+    while not run.progress.finished:
+        step = run.progress.step
+        engine.lr = learning_rate(step, total_steps, args)
+        result = contrastive_update(engine, backend, contrastive, batch, inputs)
+        rate = engine.lr  # the one really used, where a configuration overrules the schedule
+        update = engine.step()
+        ema.update(engine.gathered)
+        run.advance()
+        stop = backend.stop_requested(run.out_of_time)
+        metrics: dict[str, float] = {}
+        if run.due(args.log_every_n_steps):
+            metrics = {
+                "loss": float(result.loss),
+                "lr": rate,
+                "temperature": float(result.scale[0]),
+                "bias": float(result.bias[0]),
+                "audio_variance": float(result.spread_audio),
+                "text_variance": float(result.spread_text),
+                "grad_norm": float(update.grad_norm),
+                "skipped_updates": engine.skipped_updates,
+            }
+            if warning := alarm.look(step, metrics["loss"], metrics["audio_variance"], metrics["text_variance"]):
+                run.say(warning)
+        with run.stopwatch.paused():
+            if stop:  # first of all: whoever asks for it may not wait for a validation
+                feed.report_bad_samples(run.say)
+                run.save()
+            if run.due(args.validate_every_n_steps) and len(feed.valid_set):
+                with engine.gathered() as online:
+                    candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
+                    for name, candidate in candidates.items():  # the last one is that which is kept
+                        values = evaluate(candidate, feed, tokenizer, contrastive, templates, backend)
+                        metrics |= {f"{name}/{key}": value for key, value in values.items()}
+                    best.offer(values["r10"], run.progress.step, functools.partial(write_model, ema.best(online)))
+                    if best.failure:
+                        run.say(best.failure)
+            if metrics or run.due(args.save_every_n_steps):
+                feed.report_bad_samples(run.say)
+            if metrics:
+                run.log({**metrics, "bad_samples": feed.bad_samples.count})
+            if run.due(args.sample_every_n_steps):
+                with engine.gathered() as online:
+                    if backend.is_root:
+                        drawn = picture(ema.best(online), shown, tokenizer, args.num_sounds_shown)
+                        run.log_sample("sounds and captions", drawn)
+            if run.due(args.save_every_n_steps):
+                run.save()
+        if stop:
+            run.save_and_exit()
+        if not run.progress.finished:
+            batch = feed.next()
+
+    with engine.gathered() as online:
+        run.finish(functools.partial(write_model, ema.best(online)), run.folder.model_dir)
+    run.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="audio_data")
+    if args.batch_size < 2:
+        parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
+    if args.data_max_length:
+        seconds = args.data_max_length / args.sample_rate
+        if "clip_seconds" in args.explicit and args.clip_seconds != seconds:
+            parser.error(f"--data_max_length is {seconds:g} s, --clip_seconds {args.clip_seconds:g}; give one of them")
+        args.clip_seconds = seconds
+
+    from training.run_folder import last_start
+
+    fresh = args.fresh and not distributed.launched_again()
+    try:
+        with distributed.from_args(args, last_start(args.output_dir, fresh)) as backend:
+            train(args, parser.settings(args), backend)
+    except distributed.UserMistake as mistake:
+        parser.error(str(mistake))
+
+
+if __name__ == "__main__":
+    main()
