@@ -106,6 +106,16 @@ class Quantizer(nn.Module, ABC):
             grid = (z.shape[0], *z.shape[2:])
             return Quantized(rows.unflatten(0, grid).movedim(-1, 1).contiguous(), codes.view(grid), losses)
 
+    @torch.no_grad()
+    def codes(self, z: Tensor) -> Tensor:
+        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit, without its losses. Local.
+
+        Raises:
+            ValueError: z has another number of channels.
+        """
+        with torch.autocast(z.device.type, enabled=False):
+            return self._choose(self._project(self._rows(z))).view(z.shape[0], *z.shape[2:])
+
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Codes (b, ...) int64 in [0, num_codes) -> (b, dim, ...) fp32, bit for bit the `quantized` of forward."""
         return self._look_up(codes).movedim(-1, 1).contiguous()
