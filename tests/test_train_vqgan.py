@@ -267,12 +267,39 @@ def test_truncated_images_are_named_counted_and_replaced(capsys: pytest.CaptureF
         (["--perceptual", "lpips", "--perceptual_weights", "nowhere.pth"], "nowhere.pth"),
         (["--init_from", "nowhere"], "nowhere"),
         (["--image_folder", "nowhere"], "nowhere"),
+        (
+            ["--image_size", "8", "--discr_layers", "1", "--perceptual", "vgg"],
+            "at least 16 x 16 pixels, not 3 of 8 x 8",
+        ),
+        (["--image_size", "8", "--discr_layers", "1", "--lpips_weights", "x.pth"], "at least 16 x 16 pixels"),
+        (["--vq_decay", "0.8"], "--vq_decay has no effect with --quantizer lfq; leave it out, or give --quantizer vq"),
+        (["--vq_cosine", "--quantizer", "FSQ"], "--vq_cosine has no effect with --quantizer fsq"),
+        (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
+        (
+            ["--lpips_weights", "x.pth", "--valid_fraction", "0"],
+            "--lpips_weights has no effect with --valid_fraction 0",
+        ),
+        (["--fid_weights", "x.pth", "--valid_fraction", "0"], "or give --valid_fraction above 0"),
     ],
 )
 def test_a_mistake_gives_one_line(
     said: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert text in refused(capsys, tmp_path / "run", *said)
+
+
+@pytest.mark.parametrize("in_file", ["vq_decay: 0.5\nvq_cosine: true", "quantizer: fsq\nfsq_levels: '4,4,4'"])
+def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: str, tmp_path: Path) -> None:
+    (tmp_path / "vq.yaml").write_text(in_file)
+    run = train(tmp_path / "run", "--config", str(tmp_path / "vq.yaml"), "--quantizer", "bsq", "--max_steps", "1")
+    # What a run leaves names every flag, and is a config as well.
+    again = train(tmp_path / "again", "--config", str(run / "config.yaml"), "--max_steps", "1")
+    assert without_clocks(metrics(again)) == without_clocks(metrics(run))
+
+
+def test_flags_of_a_quantizer_are_taken_beside_a_config_that_chooses_it(tmp_path: Path) -> None:
+    (tmp_path / "vq.yaml").write_text("quantizer: vq")
+    train(tmp_path / "run", "--config", str(tmp_path / "vq.yaml"), "--vq_decay", "0.5", "--max_steps", "1")
 
 
 def test_without_images_the_demonstration_runs(tmp_path: Path) -> None:
