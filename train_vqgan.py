@@ -88,6 +88,13 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+def one_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which equal models are equal: the blocks of the coarsest level alone, the discriminator's width."""
+    blocks = str(settings.get("num_resnet_blocks"))
+    blocks = blocks.removeprefix("0," * blocks.count(","))
+    return {**settings, "num_resnet_blocks": blocks, "discr_dim": settings.get("discr_dim") or settings.get("dim")}
+
+
 def learning_rate(step: int, total_steps: int, peak: float, args: argparse.Namespace) -> float:
     """Learning rate of update number ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
     if step < args.lr_warmup_steps:
@@ -195,7 +202,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             judges["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), backend.device)
     feed = data.ImageFeed(args, backend)
     with backend.agreement():
-        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(feed.train_set))
+        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling,
+                  samples_per_epoch=len(feed.train_set))  # fmt: skip
 
     quantizer, last_weight_shape = generator.quantizer, generator.last_layer.weight.shape
     quantizer.all_reduce, quantizer.gather = backend.sum, backend.gather

@@ -215,6 +215,21 @@ def test_another_model_is_refused_on_resume(capsys: pytest.CaptureFixture[str], 
     assert "--codebook_size was 64 and is now 128" in refused(capsys, tmp_path / "run", "--codebook_size", "128")
 
 
+def test_the_same_model_in_another_spelling_is_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "--max_steps", "1")
+    for step, said in enumerate(
+        (["--num_resnet_blocks", "0,1"], ["--discr_dim", "8"], ["--num_resnet_blocks", "1"]), 2
+    ):
+        train(run, "--max_steps", str(step), *said)
+    whole = train(tmp_path / "whole", "--max_steps", "4")
+    ours, expected = checkpoint(run, 4), checkpoint(whole, 4)
+    assert set(ours) == set(expected) and all(torch.equal(ours[name], expected[name]) for name in ours)
+    assert "--num_resnet_blocks was 1 and is now 1,1;" in refused(capsys, run, "--num_resnet_blocks", "1,1")
+    assert "--discr_dim was None and is now 4;" in refused(capsys, run, "--discr_dim", "4")
+    # Not "--discr_dim was None and is now None" beside it.
+    assert "another run: --dim was 8 and is now 4; use" in refused(capsys, run, "--dim", "4")
+
+
 def test_training_starts_from_the_weights_of_another_run(finished: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "run", "--max_steps", "1", "--quantizer", "vq", "--init_from", str(finished / "model"),
                 "--learning_rate", "1e-12", "--ema_decay", "0")  # fmt: skip
