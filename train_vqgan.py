@@ -88,6 +88,13 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+def one_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which equal models are equal: the blocks of the coarsest level alone, the discriminator's width."""
+    blocks = str(settings.get("num_resnet_blocks"))
+    blocks = blocks.removeprefix("0," * blocks.count(","))
+    return {**settings, "num_resnet_blocks": blocks, "discr_dim": settings.get("discr_dim") or settings.get("dim")}
+
+
 def learning_rate(step: int, total_steps: int, peak: float, args: argparse.Namespace) -> float:
     """Learning rate of update number ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
     if step < args.lr_warmup_steps:
@@ -187,15 +194,16 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device)
+        perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
         judges: dict[str, Any] = {}
         if args.lpips_weights:
-            judges["lpips"] = load_perceptual("lpips", args.lpips_weights, backend.device)
+            judges["lpips"] = load_perceptual("lpips", args.lpips_weights, backend.device, side=args.image_size)
         if args.fid_weights:
             judges["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), backend.device)
     feed = data.ImageFeed(args, backend)
     with backend.agreement():
-        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(feed.train_set))
+        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling,
+                  samples_per_epoch=len(feed.train_set))  # fmt: skip
 
     quantizer, last_weight_shape = generator.quantizer, generator.last_layer.weight.shape
     quantizer.all_reduce, quantizer.gather = backend.sum, backend.gather
@@ -204,10 +212,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     g = backend.wrap(generator, adam(generator.parameters()), name="generator")
     d = backend.wrap(
-        discriminator,
-        adam(discriminator.parameters()),
-        name="discriminator",
-        max_grad_norm=args.discr_max_grad_norm,
+        discriminator, adam(discriminator.parameters()), name="discriminator", max_grad_norm=args.discr_max_grad_norm
     )
     rules = Rules(
         args.gan_loss, args.gan_weight, args.gan_weight_scale, args.penalty_weight, args.lecam_weight, args.lecam_decay
@@ -243,14 +248,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         images = {"images": batch["images"]}
         means: dict[str, Tensor] = {}
         update, reconstructions, codes = game.generator_step(
-            images,
-            means,
-            reconstruction_loss=reconstruction_loss,
-            code_loss=functools.partial(code_loss, weights),
-            is_adversarial=step >= args.discr_start_step,
-            step=step,
-            seed=args.seed,
-        )
+            images, means, reconstruction_loss=reconstruction_loss, code_loss=functools.partial(code_loss, weights),
+            is_adversarial=step >= args.discr_start_step, step=step, seed=args.seed,
+        )  # fmt: skip
         ema.update(g.gathered)
         if step >= args.discr_start_step:
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
@@ -260,8 +260,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         metrics: dict[str, float] = {}
         if run.due(args.log_every_n_steps):
             usage = CodeUsage(generator.num_codes, backend.device)
-            for of_micro_batch in codes:
-                usage.add(of_micro_batch)
+            usage.add(torch.cat(codes))
             metrics = {**backend.mean(means), **code_statistics(usage.counts(backend.sum))}
             metrics |= {"lr": rate, "entropy_loss_weight": weights["entropy"], "grad_norm": float(update.grad_norm)}
             if step >= args.discr_start_step:
@@ -303,6 +302,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
+    parser.refuse_idle(args, ["vq_decay", "vq_cosine"], "quantizer", "vq", args.quantizer == "vq")
+    parser.refuse_idle(args, ["fsq_levels"], "quantizer", "fsq", args.quantizer == "fsq")
+    parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
 
     from training.run_folder import last_start
 

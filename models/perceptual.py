@@ -81,12 +81,7 @@ class PerceptualLoss(nn.Module):
 
     def _activations(self, images: Tensor) -> list[Tensor]:
         """Output of each block's last ReLU, (b, c_i, h / 2^i, w / 2^i) for i = 0 ... 4."""
-        channels, height, width = images.shape[1:]
-        if channels not in (1, 3) or min(height, width) < 2 ** (len(_DEPTHS) - 1):
-            raise ValueError(
-                f"VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels, not {channels} of "
-                f"{height} x {width}; use larger images or --perceptual none"
-            )
+        _check_shape(*images.shape[1:])
         x = (images.float().expand(-1, 3, -1, -1) - self._mean) / self._std
         outputs = []
         for layer in self.features:
@@ -94,6 +89,14 @@ class PerceptualLoss(nn.Module):
                 outputs.append(x)
             x = layer(x)
         return [*outputs, x]
+
+
+def _check_shape(channels: int, height: int, width: int) -> None:
+    if channels not in (1, 3) or min(height, width) < 2 ** (len(_DEPTHS) - 1):
+        raise ValueError(
+            f"VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels, not {channels} of "
+            f"{height} x {width}; use larger images, or do without (--perceptual none, no --lpips_weights)"
+        )
 
 
 def _vgg16_features(widths: Sequence[int]) -> nn.Sequential:
@@ -118,6 +121,7 @@ def load_perceptual(
     weights: str | Path | None = None,
     device: torch.device | str = "cpu",
     *,
+    side: int | None = None,
     widths: Sequence[int] = WIDTHS,
 ) -> PerceptualLoss | None:
     """The perceptual loss with weights from this machine's disk.
@@ -128,18 +132,22 @@ def load_perceptual(
             not in there is looked for in torch.hub's cache. With "lpips" this takes two files, or one with the names
             of both.
         device: Where the network is to live.
+        side: Of the images to come, in pixels; None where it is not known yet.
         widths: Of the network; see `PerceptualLoss`.
 
     Returns:
         None for "none".
 
     Raises:
-        ValueError: one line, where the kind is unknown, or weights are missing, damaged, hostile or of another network.
+        ValueError: one line, where the kind is unknown, images of that side are too small, or weights are missing,
+            damaged, hostile or of another network.
     """
     if kind == "none":
         return None
     if kind not in ("vgg", "lpips"):
         raise ValueError(f"perceptual loss {kind!r} is none of none, vgg, lpips")
+    if side is not None:
+        _check_shape(3, side, side)
     with torch.device("meta"):
         ours = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
     found: dict[str, Tensor] = {}

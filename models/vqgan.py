@@ -149,7 +149,7 @@ class VQGAN(nn.Module):
         Raises:
             ValueError: a height or width that 2^num_layers does not divide.
         """
-        return self.quantizer(self._encode(images)).codes
+        return self.quantizer.codes(self._encode(images))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (b, h', w'), or (b, n) of a square grid row by row -> images fp32 (b, c, h, w), about [0, 1] and not

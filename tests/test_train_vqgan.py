@@ -215,6 +215,21 @@ def test_another_model_is_refused_on_resume(capsys: pytest.CaptureFixture[str], 
     assert "--codebook_size was 64 and is now 128" in refused(capsys, tmp_path / "run", "--codebook_size", "128")
 
 
+def test_the_same_model_in_another_spelling_is_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "--max_steps", "1")
+    for step, said in enumerate(
+        (["--num_resnet_blocks", "0,1"], ["--discr_dim", "8"], ["--num_resnet_blocks", "1"]), 2
+    ):
+        train(run, "--max_steps", str(step), *said)
+    whole = train(tmp_path / "whole", "--max_steps", "4")
+    ours, expected = checkpoint(run, 4), checkpoint(whole, 4)
+    assert set(ours) == set(expected) and all(torch.equal(ours[name], expected[name]) for name in ours)
+    assert "--num_resnet_blocks was 1 and is now 1,1;" in refused(capsys, run, "--num_resnet_blocks", "1,1")
+    assert "--discr_dim was None and is now 4;" in refused(capsys, run, "--discr_dim", "4")
+    # Not "--discr_dim was None and is now None" beside it.
+    assert "another run: --dim was 8 and is now 4; use" in refused(capsys, run, "--dim", "4")
+
+
 def test_training_starts_from_the_weights_of_another_run(finished: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "run", "--max_steps", "1", "--quantizer", "vq", "--init_from", str(finished / "model"),
                 "--learning_rate", "1e-12", "--ema_decay", "0")  # fmt: skip
@@ -267,12 +282,39 @@ def test_truncated_images_are_named_counted_and_replaced(capsys: pytest.CaptureF
         (["--perceptual", "lpips", "--perceptual_weights", "nowhere.pth"], "nowhere.pth"),
         (["--init_from", "nowhere"], "nowhere"),
         (["--image_folder", "nowhere"], "nowhere"),
+        (
+            ["--image_size", "8", "--discr_layers", "1", "--perceptual", "vgg"],
+            "at least 16 x 16 pixels, not 3 of 8 x 8",
+        ),
+        (["--image_size", "8", "--discr_layers", "1", "--lpips_weights", "x.pth"], "at least 16 x 16 pixels"),
+        (["--vq_decay", "0.8"], "--vq_decay has no effect with --quantizer lfq; leave it out, or give --quantizer vq"),
+        (["--vq_cosine", "--quantizer", "FSQ"], "--vq_cosine has no effect with --quantizer fsq"),
+        (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
+        (
+            ["--lpips_weights", "x.pth", "--valid_fraction", "0"],
+            "--lpips_weights has no effect with --valid_fraction 0",
+        ),
+        (["--fid_weights", "x.pth", "--valid_fraction", "0"], "or give --valid_fraction above 0"),
     ],
 )
 def test_a_mistake_gives_one_line(
     said: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert text in refused(capsys, tmp_path / "run", *said)
+
+
+@pytest.mark.parametrize("in_file", ["vq_decay: 0.5\nvq_cosine: true", "quantizer: fsq\nfsq_levels: '4,4,4'"])
+def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: str, tmp_path: Path) -> None:
+    (tmp_path / "vq.yaml").write_text(in_file)
+    run = train(tmp_path / "run", "--config", str(tmp_path / "vq.yaml"), "--quantizer", "bsq", "--max_steps", "1")
+    # What a run leaves names every flag, and is a config as well.
+    again = train(tmp_path / "again", "--config", str(run / "config.yaml"), "--max_steps", "1")
+    assert without_clocks(metrics(again)) == without_clocks(metrics(run))
+
+
+def test_flags_of_a_quantizer_are_taken_beside_a_config_that_chooses_it(tmp_path: Path) -> None:
+    (tmp_path / "vq.yaml").write_text("quantizer: vq")
+    train(tmp_path / "run", "--config", str(tmp_path / "vq.yaml"), "--vq_decay", "0.5", "--max_steps", "1")
 
 
 def test_without_images_the_demonstration_runs(tmp_path: Path) -> None:

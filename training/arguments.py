@@ -84,17 +84,39 @@ class ArgumentParser(argparse.ArgumentParser):
         Where neither `--config` nor the flag that names the data is said there is nothing to train on yet: the file
         `demonstration`, if there is one, then stands for `--config`.
 
-        The namespace also carries `explicit`, the frozenset of the dest names that were said in either place.
+        The namespace also carries `explicit`, the frozenset of the dest names that were said in either place, and
+        `on_command_line`, that of those in `argv`.
         Mistakes end the process through `error`.
         """
         said = self._from_command_line(argv)
+        spoken = frozenset(said)
         if demonstration and data_flag not in said:
             said.setdefault("config", os.fspath(demonstration))
         settings = self._from_config_file(said["config"]) if "config" in said else {}
         explicit = {**settings, **said}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
-        args.explicit = frozenset(explicit)
+        args.explicit, args.on_command_line = frozenset(explicit), spoken
         return args
+
+    def refuse_idle(
+        self, args: argparse.Namespace, flags: Sequence[str], other: str, needed: str, is_met: bool
+    ) -> None:
+        """End with an error where one of `flags` stands on the command line and does nothing in this run.
+
+        A config file may hold what the command line switches off, and config.yaml of a run holds every flag: what
+        they say without effect is let pass.
+
+        Args:
+            args: From `parse`.
+            flags: Dest names.
+            other: Name of the flag on which they depend.
+            needed: The value of `other` with which they have an effect, in words.
+            is_met: Whether `other` has such a value.
+        """
+        idle = [] if is_met else [flag for flag in flags if flag in args.on_command_line]
+        if idle:
+            now = f"--{other} {getattr(args, other)}"
+            self.error(f"--{idle[0]} has no effect with {now}; leave it out, or give --{other} {needed}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name: what config.yaml holds and `--config` reads back.

@@ -63,6 +63,7 @@ class Run:
         settings: Every argument by flag name, for config.yaml.
         processes: Who trains.
         model_arguments: Names of settings that a resumed run may not change.
+        resolve: Gives settings of equal models equal values, whatever their spelling.
         samples_per_epoch: Size of the training split.
 
     Raises:
@@ -77,8 +78,10 @@ class Run:
         *,
         model_arguments: Collection[str],
         samples_per_epoch: int,
+        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
-        self._settings, self._processes, self._model_arguments = settings, processes, model_arguments
+        self._settings, self._processes = settings, processes
+        self._model_arguments, self._resolve = model_arguments, resolve
         # A launcher that starts the processes again gives them the same arguments: they go on.
         fresh = args.fresh and not processes.is_restart
         self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
@@ -139,7 +142,7 @@ class Run:
         # From here on mistakes are the same on every process: what follows is collective itself.
         with here.agreement():
             if latest:
-                self.folder.check_config(self._settings, self._model_arguments)
+                self.folder.check_config(self._settings, self._model_arguments, self._resolve)
             for name, state in states.items():
                 self._parts[name].load_state_dict(state)
             if not self.is_complete:  # else they tell how it was trained

@@ -90,15 +90,30 @@ class RunFolder:
 
         self._on_root(write)
 
-    def check_config(self, config: Mapping[str, Any], model_arguments: Collection[str]) -> None:
+    def check_config(
+        self,
+        config: Mapping[str, Any],
+        model_arguments: Collection[str],
+        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    ) -> None:
         """Refuse to resume with arguments that would change the model, or with another seed.
+
+        Args:
+            config: The present settings.
+            model_arguments: Names in it.
+            resolve: Gives settings of equal models equal values; a key may be absent.
 
         Raises:
             ValueError: one line naming each of `model_arguments` that differs, with both values.
         """
-        self._on_root(lambda: self._check_config(config, model_arguments))
+        self._on_root(lambda: self._check_config(config, model_arguments, resolve))
 
-    def _check_config(self, config: Mapping[str, Any], model_arguments: Collection[str]) -> None:
+    def _check_config(
+        self,
+        config: Mapping[str, Any],
+        model_arguments: Collection[str],
+        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> None:
         path = self.path / "config.yaml"
         try:
             saved = yaml.safe_load(path.read_text())
@@ -107,10 +122,12 @@ class RunFolder:
                 f"cannot resume: {path}: {' '.join(str(error).split())}; restore it, or start over with --fresh"
             ) from None
         saved = saved if isinstance(saved, dict) else {}
+        was, now = resolve(saved), resolve(config)
+        # Where one spelling has come to mean something else, the argument behind it is named.
         differences = [
             f"--{name} was {saved.get(name)} and is now {config[name]}"
             for name in (*model_arguments, *_OF_THE_RUN)
-            if name in config and saved.get(name) != config[name]
+            if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
         ]
         if differences:
             raise ValueError(

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .statistics import AllReduce, GlobalMean
+
 Self = TypeVar("Self", bound="Quantizer")
 
 
@@ -47,6 +49,11 @@ class Quantizer(nn.Module, ABC):
 
     Four attributes say how to reach the other processes; set them before training. They are neither saved nor copied
     by `copy.deepcopy`, which shares them.
+
+    Args:
+        num_codes: Entries of the codebook.
+        dim: Channels of an entry.
+        mean: Of the whole batch, where a loss is a function of one; `_observe` adds to it, the rest is done here.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ()
@@ -60,9 +67,9 @@ class Quantizer(nn.Module, ABC):
     """Where this process stands in what `gather` gives."""
     world_size: int
 
-    def __init__(self, num_codes: int, dim: int) -> None:
+    def __init__(self, num_codes: int, dim: int, mean: GlobalMean | None = None) -> None:
         super().__init__()
-        self.num_codes, self.dim = num_codes, dim
+        self.num_codes, self.dim, self._mean = num_codes, dim, mean
         self.all_reduce = self.gather = of_one_process
         self.rank, self.world_size = 0, 1
 
@@ -84,7 +91,7 @@ class Quantizer(nn.Module, ABC):
 
         The same on every process; it may change from update to update.
         """
-        return False
+        return self._mean is not None
 
     def forward(self, z: Tensor) -> Quantized:
         """z (b, dim, ...) of any floating dtype; computed in fp32, under autocast too.
@@ -95,9 +102,19 @@ class Quantizer(nn.Module, ABC):
             ValueError: z has another number of channels.
         """
         with torch.autocast(z.device.type, enabled=False):
-            rows, codes, losses = self._quantize(self._rows(z))
+            rows, codes, losses = self._quantize(self._project(self._rows(z)))
             grid = (z.shape[0], *z.shape[2:])
             return Quantized(rows.unflatten(0, grid).movedim(-1, 1).contiguous(), codes.view(grid), losses)
+
+    @torch.no_grad()
+    def codes(self, z: Tensor) -> Tensor:
+        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit, without its losses. Local.
+
+        Raises:
+            ValueError: z has another number of channels.
+        """
+        with torch.autocast(z.device.type, enabled=False):
+            return self._choose(self._project(self._rows(z))).view(z.shape[0], *z.shape[2:])
 
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Codes (b, ...) int64 in [0, num_codes) -> (b, dim, ...) fp32, bit for bit the `quantized` of forward."""
@@ -108,11 +125,13 @@ class Quantizer(nn.Module, ABC):
         """Take a micro-batch of the coming update into the statistics of the whole batch. Local."""
         if self.needs_observation:
             with torch.autocast(z.device.type, enabled=False):
-                self._observe(self._rows(z))
+                self._observe(self._project(self._rows(z)))
 
     @torch.no_grad()
     def pool(self) -> None:
         """Make what was observed the statistics of every forward until `after_update`. Collective."""
+        if self._mean is not None:
+            self._mean.pool(self.all_reduce)
 
     @torch.no_grad()
     def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
@@ -123,17 +142,33 @@ class Quantizer(nn.Module, ABC):
             seed: Of the run.
             skipped: 0-d bool, whether the optimizer skipped this update: the codebook stays as it was.
         """
+        if self._mean is not None:
+            self._mean.clear()
+
+    @property
+    def _all_reduce_of_forward(self) -> AllReduce | None:
+        """How a forward reaches the rest of the batch, or None where it asks nobody."""
+        return self.all_reduce if self.is_learning else None
 
     @abstractmethod
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Vectors (n, dim) fp32 -> straight-through entries (n, dim), codes (n,), losses."""
+        """Projected vectors (n, dim) fp32 -> straight-through entries (n, dim), codes (n,), losses."""
+
+    @abstractmethod
+    def _choose(self, rows: Tensor) -> Tensor:
+        """Projected vectors (n, dim) fp32 -> the codes (n,) that `_quantize` gives them."""
 
     @abstractmethod
     def _look_up(self, codes: Tensor) -> Tensor:
         """Codes (...) -> entries (..., dim) fp32."""
 
     def _observe(self, rows: Tensor) -> None:
-        """Vectors (n, dim) fp32 of a micro-batch to come."""
+        """Projected vectors (n, dim) fp32 of a micro-batch to come."""
+
+    def _project(self, rows: Tensor) -> Tensor:
+        """Vectors (n, dim) fp32 -> those that entries are compared with: their directions, where entries have one
+        length; by default themselves."""
+        return rows
 
     def _rows(self, z: Tensor) -> Tensor:
         """(b, dim, ...) -> (n, dim) fp32."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .signs import code_signs
 from .statistics import AllReduce, GlobalMean
 
 
@@ -36,6 +37,35 @@ def batch_entropy(mean: Tensor, expected: Tensor) -> Tensor:
 def negative_log(mean: Tensor) -> Tensor:
     """-ln p in fp32, finite for p = 0. It is dH/dp but for a constant, which no change of a distribution can feel."""
     return -mean.clamp_min(torch.finfo(torch.float32).tiny).log().float()
+
+
+class SoftmaxEntropy:
+    """Entropy loss over K codes with p(c | x) = softmax_c logits / temperature.
+
+    Args:
+        temperature: Above 0.
+        gamma: Weight of H_batch.
+    """
+
+    def __init__(self, temperature: float, gamma: float) -> None:
+        self._temperature, self._gamma, self.mean = temperature, gamma, GlobalMean()
+
+    def observe(self, logits: Tensor) -> None:
+        """Logits (n, K) of a micro-batch to come."""
+        self.mean.observe(self._log_p(logits).exp().sum(0), len(logits))
+
+    def __call__(self, logits: Tensor, all_reduce: AllReduce | None) -> Tensor:
+        """H_sample - gamma H_batch, 0-d, of logits (n, K); `all_reduce` as in `GlobalMean`."""
+        log_p = self._log_p(logits)
+        p = log_p.exp()
+        h_sample = -(p * log_p).sum(1).mean()
+        mean = self.mean(p.detach().sum(0), len(p), all_reduce)
+        h_batch = batch_entropy(mean, (p.mean(0) * negative_log(mean)).sum())
+        return h_sample - self._gamma * h_batch
+
+    def _log_p(self, logits: Tensor) -> Tensor:
+        # p is the exp of this wherever it is summed: softmax(1) rounds otherwise.
+        return (logits / self._temperature).log_softmax(1)
 
 
 # By default H_batch is exact up to 2^18 codes: with 16384 vectors that takes 0.13 s of a CPU for 2^16 codes and 0.53 s
@@ -68,26 +98,18 @@ class SignEntropy:
             raise ValueError(f"bits_per_group {bits_per_group} is not in 1 to 24: 2^24 probabilities are 128 MiB")
         groups = -(-bits // bits_per_group)
         self._sizes = [bits // groups + (index < bits % groups) for index in range(groups)]
-        self._scale, self._gamma, self._mean = scale, gamma, GlobalMean()
+        self._scale, self._gamma, self.mean = scale, gamma, GlobalMean()
 
     def observe(self, x: Tensor) -> None:
         """x (n, d) of a micro-batch to come."""
-        self._mean.observe(_totals(self._halves(self._scale * x)), len(x))
-
-    def pool(self, all_reduce: AllReduce) -> None:
-        """Collective."""
-        self._mean.pool(all_reduce)
-
-    def clear(self) -> None:
-        """Forget the update."""
-        self._mean.clear()
+        self.mean.observe(_totals(self._halves(self._scale * x)), len(x))
 
     def __call__(self, x: Tensor, all_reduce: AllReduce | None) -> Tensor:
         """H_sample - gamma H_batch, 0-d, of x (n, d); `all_reduce` as in `GlobalMean`."""
         logits = self._scale * x
         h_sample = bernoulli_entropy(logits).sum(1).mean()
         halves = self._halves(logits)
-        means = self._mean(_totals(halves), len(x), all_reduce).split([2**size for size in self._sizes])
+        means = self.mean(_totals(halves), len(x), all_reduce).split([2**size for size in self._sizes])
         h_batch = logits.new_zeros(())
         for (left, right), mean in zip(halves, means, strict=True):
             weights = negative_log(mean).view(left.shape[1], right.shape[1])
@@ -111,29 +133,3 @@ def _sign_distribution(logits: Tensor) -> Tensor:
     """(n, g) -> softmax over the 2^g vectors of signs, (n, 2^g), in the order of their codes."""
     signs = code_signs(torch.arange(2 ** logits.shape[1], device=logits.device), logits.shape[1])
     return (logits / 2 @ signs.T).softmax(dim=1)
-
-
-def code_signs(codes: Tensor, bits: int) -> Tensor:
-    """Codes (...) -> their signs (..., bits), -1 or 1 in fp32, the most significant bit first."""
-    shifts = torch.arange(bits - 1, -1, -1, device=codes.device)
-    return ((codes[..., None] >> shifts) & 1).float() * 2 - 1
-
-
-def sign_codes(rows: Tensor) -> Tensor:
-    """Vectors (..., bits) -> int64 codes (...) of their signs; only what is greater than 0 counts as positive."""
-    shifts = torch.arange(rows.shape[-1] - 1, -1, -1, device=rows.device)
-    return ((rows > 0).long() << shifts).sum(-1)
-
-
-def exact_log2(codebook_size: int) -> int:
-    """d of a codebook of 2^d codes.
-
-    Raises:
-        ValueError: no power of two, or less than 2.
-    """
-    if codebook_size < 2 or codebook_size & (codebook_size - 1):
-        below = 1 << max(codebook_size, 2).bit_length() - 1
-        raise ValueError(
-            f"codebook_size {codebook_size} is no power of two, and d signs make 2^d codes; use {below} or {2 * below}"
-        )
-    return codebook_size.bit_length() - 1

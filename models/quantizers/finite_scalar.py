@@ -49,17 +49,28 @@ class FiniteScalarQuantizer(Quantizer):
         self.register_buffer("_place_values", torch.tensor(place_values), persistent=False)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        half_range = (self._levels - 1) * (1 + MARGIN) / 2
-        offset = (self._levels % 2 == 0) / 2  # an even number of levels has no middle one
-        bounded = torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
-        half_width = self._levels // 2
-        # NaN would become an index out of bounds.
-        digits = (bounded.detach().nan_to_num().round().long() + half_width).clamp(min=0).minimum(self._levels - 1)
-        codes = (digits * self._place_values).sum(-1)
-        return straight_through(self._entries(digits), bounded / half_width), codes, {}
+        bounded = self._bounded(rows)
+        digits = self._digits(bounded.detach())
+        return straight_through(self._entries(digits), bounded / (self._levels // 2)), self._code(digits), {}
+
+    def _choose(self, rows: Tensor) -> Tensor:
+        return self._code(self._digits(self._bounded(rows)))
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return self._entries(codes[..., None] // self._place_values % self._levels)
+
+    def _bounded(self, rows: Tensor) -> Tensor:
+        """Channels in units of a level, 0 for level L // 2."""
+        half_range = (self._levels - 1) * (1 + MARGIN) / 2
+        offset = (self._levels % 2 == 0) / 2  # an even number of levels has no middle one
+        return torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
+
+    def _digits(self, bounded: Tensor) -> Tensor:
+        # NaN would become an index out of bounds.
+        return (bounded.nan_to_num().round().long() + self._levels // 2).clamp(min=0).minimum(self._levels - 1)
+
+    def _code(self, digits: Tensor) -> Tensor:
+        return (digits * self._place_values).sum(-1)
 
     def _entries(self, digits: Tensor) -> Tensor:
         half_width = self._levels // 2

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import Quantizer
-from .entropy import batch_entropy, negative_log
-from .statistics import GlobalMean
+from .entropy import SoftmaxEntropy
 
 
 class TrainedCodebook(nn.Module):
@@ -68,24 +67,13 @@ class IndexBackpropQuantizer(Quantizer):
             raise ValueError(f"codebook_size {codebook_size} and dim {dim}: at least 2 entries of 1 channel")
         if temperature <= 0:
             raise ValueError(f"temperature {temperature} has to be greater than 0")
-        super().__init__(codebook_size, dim)
+        entropy = SoftmaxEntropy(temperature, diversity_gamma)
+        super().__init__(codebook_size, dim, entropy.mean)
         self.codebook = TrainedCodebook(codebook_size, dim)
-        self.beta, self.temperature, self.diversity_gamma = beta, temperature, diversity_gamma
-        self._mean = GlobalMean()
-
-    @property
-    def needs_observation(self) -> bool:
-        return True
-
-    def pool(self) -> None:
-        self._mean.pool(self.all_reduce)
-
-    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
-        self._mean.clear()
+        self.beta, self._entropy = beta, entropy
 
     def _observe(self, rows: Tensor) -> None:
-        # As in `_entropy`, to the bit: softmax(1) would round otherwise.
-        self._mean.observe((self.codebook(rows) / self.temperature).log_softmax(1).exp().sum(0), len(rows))
+        self._entropy.observe(self.codebook(rows))
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logits = self.codebook(rows)
@@ -98,15 +86,10 @@ class IndexBackpropQuantizer(Quantizer):
             + F.mse_loss(rows, entries.detach())
             + self.beta * F.mse_loss(entries, rows.detach())
         )
-        return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits)}
+        return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits, self._all_reduce_of_forward)}
 
-    def _entropy(self, logits: Tensor) -> Tensor:
-        log_p = (logits / self.temperature).log_softmax(1)
-        p = log_p.exp()
-        h_sample = -(p * log_p).sum(1).mean()
-        mean = self._mean(p.detach().sum(0), len(p), self.all_reduce if self.is_learning else None)
-        h_batch = batch_entropy(mean, (p.mean(0) * negative_log(mean)).sum())
-        return h_sample - self.diversity_gamma * h_batch
+    def _choose(self, rows: Tensor) -> Tensor:
+        return self.codebook(rows).argmax(1)
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return self.codebook(codes)

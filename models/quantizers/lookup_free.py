@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn import functional as F
 
-from .base import Quantizer, straight_through
-from .entropy import BITS_PER_GROUP, SignEntropy, code_signs, exact_log2, sign_codes
+from .base import Quantizer
+from .corners import Corners
+from .entropy import BITS_PER_GROUP
+from .signs import exact_log2, sign_codes
 
 
 class LookupFreeQuantizer(Quantizer):
@@ -27,7 +28,7 @@ class LookupFreeQuantizer(Quantizer):
         ValueError: a codebook size that is no power of two, or another value out of range.
     """
 
-    loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
+    loss_names: ClassVar[tuple[str, ...]] = Corners.loss_names
 
     def __init__(
         self,
@@ -37,30 +38,25 @@ class LookupFreeQuantizer(Quantizer):
         diversity_gamma: float = 1.0,
         bits_per_group: int = BITS_PER_GROUP,
     ) -> None:
-        super().__init__(codebook_size, exact_log2(codebook_size))
-        self._entropy = SignEntropy(self.dim, 4 * inv_temperature, diversity_gamma, bits_per_group)
-
-    @property
-    def needs_observation(self) -> bool:
-        return True
-
-    def pool(self) -> None:
-        self._entropy.pool(self.all_reduce)
-
-    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
-        self._entropy.clear()
+        dim = exact_log2(codebook_size)
+        corners = Corners(
+            dim,
+            1.0,
+            inv_temperature=inv_temperature,
+            diversity_gamma=diversity_gamma,
+            bits_per_group=bits_per_group,
+        )
+        super().__init__(codebook_size, dim, corners.entropy.mean)
+        self._corners = corners
 
     def _observe(self, rows: Tensor) -> None:
-        self._entropy.observe(rows)
+        self._corners.entropy.observe(rows)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        codes = sign_codes(rows)
-        entries = self._look_up(codes)
-        losses = {
-            "commitment": F.mse_loss(rows, entries),
-            "entropy": self._entropy(rows, self.all_reduce if self.is_learning else None),
-        }
-        return straight_through(entries, rows), codes, losses
+        return self._corners.quantize(rows, self._all_reduce_of_forward)
+
+    def _choose(self, rows: Tensor) -> Tensor:
+        return sign_codes(rows)
 
     def _look_up(self, codes: Tensor) -> Tensor:
-        return code_signs(codes, self.dim)
+        return self._corners.look_up(codes)

@@ -61,7 +61,7 @@ class VectorQuantizer(Quantizer):
             raise ValueError(f"decay {decay} and revive_below {revive_below}: decay is in [0, 1), the other in [0, 1]")
         super().__init__(codebook_size, dim)
         self.decay, self.cosine, self.revive_below = decay, cosine, revive_below
-        codebook = self._normalize(torch.randn(codebook_size, dim))
+        codebook = self._project(torch.randn(codebook_size, dim))
         self.register_buffer("codebook", codebook)
         self.register_buffer("code_counts", torch.ones(codebook_size))
         self.register_buffer("code_sums", codebook.clone())
@@ -120,7 +120,7 @@ class VectorQuantizer(Quantizer):
         """Codebook and averages after the update's counts (K,) and sums (K, d)."""
         counts = self.code_counts.lerp(counts, 1 - self.decay)
         sums = self.code_sums.lerp(sums, 1 - self.decay)
-        return self._normalize(sums / self._smoothed(counts)[:, None]), counts, sums
+        return self._project(sums / self._smoothed(counts)[:, None]), counts, sums
 
     def _smoothed(self, counts: Tensor) -> Tensor:
         total = counts.sum()
@@ -149,18 +149,20 @@ class VectorQuantizer(Quantizer):
         return torch.where(is_here[:, None], vectors[local.clamp(0, len(vectors) - 1)].double(), 0.0)
 
     def _observe(self, rows: Tensor) -> None:
-        self._observed.append(self._normalize(rows))
+        self._observed.append(rows)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        rows = self._normalize(rows)
         if self.is_learning and not self.is_initialized:
             self._initialize(rows.detach())
-        codes = nearest(rows.detach(), self.codebook)
+        codes = self._choose(rows.detach())
         if self.is_learning:
             self._vectors.append(rows.detach())
             self._codes.append(codes)
         entries = self._look_up(codes)
         return straight_through(entries, rows), codes, {"commitment": F.mse_loss(rows, entries)}
+
+    def _choose(self, rows: Tensor) -> Tensor:
+        return nearest(rows, self.codebook)
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return self.codebook[codes]
@@ -169,7 +171,7 @@ class VectorQuantizer(Quantizer):
     def _initialize(self, rows: Tensor) -> None:
         """Entries from k-means of the vectors (n, d) of all processes, unless one is not finite. Collective."""
         vectors = self.gather(rows)
-        centres, counts = kmeans(vectors, self.num_codes, normalize=self._normalize)
+        centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
         # Equal already, if all processes computed alike; the mean is, in any case.
         packed = self.all_reduce(torch.cat([centres, counts[:, None]], dim=1).double()) / self.world_size
         centres, counts = packed[:, :-1].float(), packed[:, -1].float()
@@ -182,5 +184,5 @@ class VectorQuantizer(Quantizer):
             old.copy_(torch.where(is_finite, new, old))
         self.initialized |= is_finite
 
-    def _normalize(self, vectors: Tensor) -> Tensor:
-        return F.normalize(vectors, dim=-1) if self.cosine else vectors
+    def _project(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=-1) if self.cosine else rows

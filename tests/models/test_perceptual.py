@@ -151,8 +151,16 @@ def test_grey_images_are_compared_as_grey_colour_images(kind: str) -> None:
 @pytest.mark.parametrize(("channels", "size"), [(4, 32), (3, 15)])
 def test_images_that_vgg_cannot_take_are_an_error(channels: int, size: int) -> None:
     images = some_images(channels=channels, size=size)
-    with pytest.raises(ValueError, match=f"not {channels} of {size} x {size}; use larger images or --perceptual none"):
+    with pytest.raises(ValueError, match=f"not {channels} of {size} x {size}; use larger images, or do without"):
         narrow("vgg")(images, images)
+
+
+def test_images_that_will_be_too_small_are_an_error_before_any_weights_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"not 3 of 15 x 15; .*no --lpips_weights"):
+        load_perceptual("vgg", "mine.pth", side=15)
+    torch.save(published(narrow("vgg")), tmp_path / "mine.pth")
+    assert load_perceptual("vgg", tmp_path / "mine.pth", side=16, widths=NARROW) is not None
+    assert load_perceptual("none", side=15) is None
 
 
 def test_sixteen_pixels_are_enough() -> None:

@@ -14,7 +14,7 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import QUANTIZERS, Quantizer, make_quantizer
+from models.quantizers import QUANTIZERS, Quantizer, entropy, make_quantizer
 
 SMALL: dict[str, dict[str, Any]] = {
     "lfq": {"codebook_size": 64},
@@ -107,6 +107,38 @@ def test_without_training_or_without_gradients_nobody_is_asked_and_nothing_recor
     quantizer.eval()(some_z(quantizer))
     with torch.no_grad():
         quantizer.train()(some_z(quantizer))
+    assert all(torch.equal(before[key], value) for key, value in quantizer.state_dict().items())
+    if name == "vq":
+        with pytest.raises(RuntimeError, match="without a forward"):
+            quantizer.after_update(1, 0)
+
+
+@all_quantizers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_alone_are_those_of_forward_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    quantizer = small(name).eval()
+    z = some_z(quantizer, size=9).to(dtype)
+    z[0, :, 0] = math.nan
+    with torch.autocast("cpu", torch.bfloat16):
+        codes = quantizer.codes(z)
+    assert codes.dtype == torch.int64 and torch.equal(codes, quantizer(z).codes)
+
+
+@all_quantizers
+def test_codes_alone_take_no_entropy_ask_nobody_and_record_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needless(*_: Any) -> Tensor:
+        raise AssertionError("no entropy was asked for")
+
+    for kind in (entropy.SignEntropy, entropy.SoftmaxEntropy):
+        monkeypatch.setattr(kind, "__call__", needless)
+    quantizer = small(name).train()
+    if "entropy" in quantizer.loss_names:
+        with pytest.raises(AssertionError, match="no entropy"):
+            quantizer(some_z(quantizer))
+    quantizer.all_reduce = quantizer.gather = forbidden
+    before = copy.deepcopy(quantizer.state_dict())
+    codes = quantizer.codes(some_z(quantizer).requires_grad_())
+    assert codes.shape == (4, 3, 3) and not codes.requires_grad
     assert all(torch.equal(before[key], value) for key, value in quantizer.state_dict().items())
     if name == "vq":
         with pytest.raises(RuntimeError, match="without a forward"):

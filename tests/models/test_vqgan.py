@@ -115,6 +115,18 @@ def test_an_adaptive_weight_needs_no_pass_through_the_model() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_encoding_stops_at_the_codes(quantizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(quantizer).eval()
+    expected = model(images()).codes
+
+    def needless(*_: Any) -> None:
+        raise AssertionError("losses and entries are not asked for")
+
+    monkeypatch.setattr(type(model.quantizer), "_quantize", needless)
+    assert torch.equal(model.encode(images()), expected)
+
+
 @pytest.mark.parametrize("side", [(16, 16), (8, 24)])
 def test_any_size_that_divides_is_taken(side: tuple[int, int]) -> None:
     model = tiny().eval()

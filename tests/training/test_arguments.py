@@ -103,6 +103,19 @@ def test_defaults_apply_and_nothing_is_explicit(parser):
     assert args.explicit == frozenset()
 
 
+def test_a_flag_that_does_nothing_is_an_error_on_the_command_line_and_let_pass_in_a_file(parser, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("max_steps: 3\nbatch_size: 9")
+    args = parser.parse(["--config", str(tmp_path / "c.yaml"), "--batch_size", "8"])
+    assert args.explicit == {"config", "max_steps", "batch_size"} and args.on_command_line == {"config", "batch_size"}
+    parser.refuse_idle(args, ["max_steps"], "learning_rate", "above 1", False)
+    parser.refuse_idle(args, ["batch_size"], "learning_rate", "above 1", True)
+    with pytest.raises(SystemExit) as raised:
+        parser.refuse_idle(args, ["max_steps", "batch_size"], "max_steps", "above 4", False)
+    assert raised.value.code == 2
+    line = "error: --batch_size has no effect with --max_steps 3; leave it out, or give --max_steps above 4"
+    assert line in capsys.readouterr().err
+
+
 def test_a_flag_said_at_its_default_is_explicit(parser):
     assert parser.parse(["--batch_size", "8", "--no-flip"]).explicit == {"batch_size", "flip"}
     assert parser.parse(["--tag", "a", "--tag", "b"]).tag == ["a", "b"]

@@ -134,6 +134,22 @@ def test_other_model_arguments_are_named_with_both_values(tmp_path):
     assert "batch_size" not in str(error.value)
 
 
+def test_arguments_that_mean_the_same_are_the_same_and_those_that_do_not_are_named_as_spelled(tmp_path):
+    def width_or_dim(settings):
+        return {**settings, "width": settings.get("width") or settings.get("dim")}
+
+    run, names = begun(tmp_path), ("dim", "width")
+    run.write_config({"dim": 8, "width": None})
+    for same in ({"dim": 8, "width": 8}, {"dim": 8, "width": None}):
+        run.check_config(same, names, width_or_dim)
+    with pytest.raises(ValueError, match="as another run: --width was None and is now 4;"):
+        run.check_config({"dim": 8, "width": 4}, names, width_or_dim)
+    with pytest.raises(ValueError, match="as another run: --dim was 8 and is now 4;"):
+        run.check_config({"dim": 4, "width": None}, names, width_or_dim)
+    with pytest.raises(ValueError, match="as another run: --width was None and is now 8;"):
+        run.check_config({"dim": 8, "width": 8}, names)
+
+
 @pytest.mark.parametrize("content", [None, "a: [", "\x00"])
 def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content):
     run = begun(tmp_path)
