@@ -20,16 +20,24 @@ class _PreciseLayerNorm(nn.LayerNorm):
 
 
 class PatchEmbedding(nn.Module):
-    """Patches (b, n, p x p) -> (b, n, dim), normalised before and after (Kumar et al. 2023, "Dual PatchNorm")."""
+    """Patches (b, n, p x p) -> (b, n, dim), normalised before and after (Kumar et al. 2023, "Dual PatchNorm").
+
+    The first norm takes away how loud a patch is, and with it whether a sound fades or swells; mean and standard
+    deviation of the patch therefore go around it, as asinh, which is the identity for small ones and a logarithm for
+    powers.
+    """
 
     def __init__(self, patch_size: int, dim: int) -> None:
         super().__init__()
         self.norm_before = _PreciseLayerNorm(patch_size**2)
         self.project = nn.Linear(patch_size**2, dim)
+        self.levels = nn.Linear(2, dim, bias=False)
         self.norm_after = nn.LayerNorm(dim)
 
     def forward(self, patches: Tensor) -> Tensor:
-        return self.norm_after(self.project(self.norm_before(patches)))
+        deviations, means = torch.std_mean(patches, dim=-1, correction=0)
+        levels = torch.stack([means, deviations], dim=-1).asinh().to(self.levels.weight.dtype)
+        return self.norm_after(self.project(self.norm_before(patches)) + self.levels(levels))
 
 
 class RelativePositionBias(nn.Module):

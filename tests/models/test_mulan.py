@@ -518,6 +518,7 @@ def test_names_and_shapes_of_the_weights_stay_what_they_are() -> None:
         **layer("audio", 16), **layer("text", 12), "tau": (1,), "bias": (1,),
         "audio.embed.norm_before.weight": (256,), "audio.embed.norm_before.bias": (256,),
         "audio.embed.project.weight": (16, 256), "audio.embed.project.bias": (16,),
+        "audio.embed.levels.weight": (16, 2),
         "audio.embed.norm_after.weight": (16,), "audio.embed.norm_after.bias": (16,),
         "audio.relative_bias.mlp.0.weight": (32, 2), "audio.relative_bias.mlp.0.bias": (32,),
         "audio.relative_bias.mlp.2.weight": (32, 32), "audio.relative_bias.mlp.2.bias": (32,),
@@ -535,3 +536,13 @@ def test_weights_of_another_shape_are_refused_by_name_and_those_of_another_train
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)
     with pytest.raises(ValueError, match=f"dim_latent {other.dim_latent}"):
         small(dim_latent=other.dim_latent + 1).load_weights_from(tmp_path / "other")
+
+
+def test_the_model_hears_how_loud_a_patch_is() -> None:
+    """A steady tone, fading and swelling: the norm of each patch alone would leave little between them."""
+    model = small()
+    embed = model.audio.embed
+    patch = torch.randn(1, 1, model.config["patch_size"] ** 2)
+    quiet, loud = embed(0.5 * patch - 1), embed(0.5 * patch + 1)
+    assert (quiet - loud).norm() > 0.3 * loud.norm()
+    torch.testing.assert_close(embed.norm_before(0.5 * patch - 1), embed.norm_before(0.5 * patch + 1))
