@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
     if args.data_max_length:
         seconds = args.data_max_length / args.sample_rate
-        if "clip_seconds" in args.explicit and args.clip_seconds != seconds:
+        if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
             parser.error(f"--data_max_length is {seconds:g} s, --clip_seconds {args.clip_seconds:g}; give one of them")
         args.clip_seconds = seconds
 

@@ -65,13 +65,17 @@ class CaptionedSounds:
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> CaptionedSound:
         """With `augment` clip and caption are drawn from (seed, epoch, index), else they are the first and the middle.
 
-        Raises OSError or ValueError where the sound or its caption cannot be read.
+        Raises OSError or ValueError where the sound or its caption cannot be read; without `augment`, where any of its
+        captions or its label cannot.
         """
         captions = self.sounds.captions(index)
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
+        label = self.sounds.label(index)
+        if not augment:  # a validation reads all of them: what cannot be is known here, where the sound is named
+            self.tokenizer.encode([*captions, *([label] if label else [])])
         waveform = self.sounds.load(index, epoch, augment)
-        return CaptionedSound(waveform, tokens, length, caption, captions, self.sounds.label(index))
+        return CaptionedSound(waveform, tokens, length, caption, captions, label)
 
     def describe(self, index: int) -> str:
         return self.sounds.describe(index)

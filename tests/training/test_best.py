@@ -245,3 +245,21 @@ def test_a_mistake_in_the_writer_is_no_disk_failure(tmp_path):
     with pytest.raises(ZeroDivisionError):
         best_of(tmp_path).offer(1.0, 1, lambda folder: 1 / 0)
     assert best_of(tmp_path).offer(1.0, 2, model(1.0)) and names(tmp_path) == ["best"]
+
+
+def test_a_model_of_the_checkpoints_own_update_counts_where_it_is_better_and_no_later_one(tmp_path):
+    """A run that was asked to stop saves before it validates; one that was killed repeats what it had validated."""
+    best_of(tmp_path).offer(0.5, 4, model(0.5))
+    for step, state, expected in [
+        (4, {"value": 0.2, "step": 2}, (0.5, 4)),
+        (4, {"value": None, "step": None}, (0.5, 4)),
+        (3, {"value": 0.2, "step": 2}, (0.2, 2)),
+        (4, {"value": 0.6, "step": 2}, (0.6, 2)),
+    ]:
+        best = best_of(tmp_path)
+        best.load_state_dict(state)
+        best.catch_up(step)
+        assert (best.value, best.step) == expected
+    other = BestModel(tmp_path, is_root=True, metric="valid/ema/r10")  # which is not compared with it
+    other.catch_up(4)
+    assert other.value is None and names(tmp_path) == ["best"]
