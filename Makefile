@@ -20,8 +20,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python train_vae.py --config configs/vae/demo.yaml
 	@echo "look at $$(ls runs/vae-demo/samples/*.png | tail -n 1): originals, soft and hard reconstructions"
 
+# Test files side by side: most of a launch is waiting for imports and for the other processes.
+JOBS ?= 2
 test: $(VENV)/.complete
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .
@@ -33,6 +35,7 @@ bench: $(VENV)/.complete
 
 parity: $(VENV)/.complete
 	$(BIN)/python scripts/parity.py --processes 2 4
+	$(BIN)/python scripts/parity.py --processes 2 4 --script train_mulan.py
 	$(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 $(if $(IMAGES),-- --image_folder $(IMAGES))
 
 MINUTES ?= 10

@@ -18,6 +18,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         "setuptools>=77",
         "psutil",
         "scipy",

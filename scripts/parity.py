@@ -3,8 +3,9 @@
     python scripts/parity.py                                      # make parity
     python scripts/parity.py --processes 4 -- --image_folder photos/ --image_size 128
     python scripts/parity.py --processes 2 4 --batch_parts 8 -- --image_folder photos/          # the same bits
+    python scripts/parity.py --script train_mulan.py
 
-What follows ``--`` goes to train_vae.py. Ends with exit code 1 if a difference is larger than rounding explains; with
+What follows ``--`` goes to the script. Ends with exit code 1 if a difference is larger than rounding explains; with
 ``--batch_parts``, if there is any.
 """
 
@@ -23,18 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
-SMALL_MODEL = [
-    "--image_size",
-    "32",
-    "--num_tokens",
-    "128",
-    "--emb_dim",
-    "32",
-    "--hidden_dim",
-    "32",
-    "--num_layers",
-    "2",
-]
+SMALL_MODELS = {
+    "train_vae.py": "--image_size 32 --num_tokens 128 --emb_dim 32 --hidden_dim 32 --num_layers 2",
+    "train_mulan.py": "--audio_data demo:tones:256 --sample_rate 8000 --clip_seconds 1 --n_fft 256 --hop_length 64 "
+    "--n_mels 32 --patch_size 8 --audio_dim 32 --audio_depth 2 --text_dim 32 --text_depth 2 --heads 2 --dim_head 16 "
+    "--dim_latent 16 --max_text_tokens 24 --lr_warmup_steps 5 --valid_fraction 0.05",
+}
 SHARED = ["--batch_size", "8", "--max_steps", "20", "--epochs", "1000", "--seed", "0", "--log_every_n_steps", "1",
           "--save_every_n_steps", "0", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0",
           "--num_workers", "0"]  # fmt: skip
@@ -81,11 +76,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processes", type=int, nargs="+", default=[2], help="numbers of processes to compare with one"
     )
-    parser.add_argument("--batch_parts", type=int, default=0, help="of train_vae.py: no difference is allowed then")
+    parser.add_argument("--script", choices=list(SMALL_MODELS), default="train_vae.py", help="what to train")
+    parser.add_argument("--batch_parts", type=int, default=0, help="of the script: no difference is allowed then")
+    parser.add_argument("--launchers", default="", help="only those whose names hold this text, such as 'ZeRO 3'")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of train_vae.py")
+    parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of the script")
     args = parser.parse_args(argv)
-    flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODEL
+    flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODELS[args.script].split()
     threads: int | None = 1
     first_tolerance, last_tolerance = FIRST_TOLERANCE, LAST_TOLERANCE
     if args.batch_parts:
@@ -97,10 +94,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}  (relative)")
     try:
         for variant in args.variants:
-            script = [str(ROOT / "train_vae.py"), *SHARED, *VARIANTS[variant], *flags]
+            script = [str(ROOT / args.script), *SHARED, *VARIANTS[variant], *flags]
             reference = run([sys.executable, *script], folder / variant.replace(" ", "_"), threads)
             for processes in args.processes:
                 for index, (name, launcher) in enumerate(launchers(processes, 29600).items()):
+                    if args.launchers not in name:
+                        continue
                     extra = ["--zero_stage", name[-1]] if "ZeRO" in name else []
                     output = folder / f"{variant}-{processes}-{index}".replace(" ", "_")
                     ours = run([*launcher, *script, *extra], output, threads)
