@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from launching import Launcher, finish, run, start, worker_pids
 from mulan_worker import VARIANTS
-
-from runs import CLOCKS, cut_back, lines, unequal, wait_for_update
+from run_outputs import CLOCKS, cut_back, lines, unequal, wait_for_update
 
 ONE_PROCESS = Launcher("python")
 LAUNCHERS = [

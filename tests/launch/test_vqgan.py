@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 from launching import Launcher, finish, run, start, worker_pids
+from run_outputs import CLOCKS, cut_back, lines, unequal, wait_for_update
 from vqgan_worker import QUANTIZERS
-
-from runs import CLOCKS, cut_back, lines, unequal, wait_for_update
 
 ONE_PROCESS = Launcher("python")
 LAUNCHERS = [
