@@ -33,13 +33,12 @@ from training.converters import (
 from training.shared_flags import add_run_arguments, add_sound_arguments
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
-    import torch
     from PIL import Image
-    from torch import Tensor
 
     from data import SoundFeed, Tokenizer
     from models import MuLaN
     from training.contrastive import Contrastive
+    from training.embedder import Embedder
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
 # Names that musiclm-pytorch's trainer gives to flags that all scripts have.
@@ -50,13 +49,13 @@ PUBLIC_NAMES = {
 # What a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (
     "sample_rate", "n_fft", "hop_length", "n_mels", "fmin", "fmax", "spectrogram", "patch_size", "audio_dim",
-    "audio_depth", "text_dim", "text_depth", "heads", "dim_head", "tokenizer", "max_text_tokens", "dim_latent",
+    "audio_depth", "text_dim", "text_depth", "heads", "dim_head", "max_text_tokens", "dim_latent",
     "hierarchical_layers",
 )  # fmt: skip
 OTHER_MODEL_ARGUMENTS = (
     "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias"
 )  # fmt: skip
-TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this: few shapes for kernels and compilers
+PAIRS_SHOWN = 64  # in a picture of similarities
 
 
 def build_parser() -> ArgumentParser:
@@ -114,71 +113,53 @@ def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> floa
     return float(args.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
-def build_model(args: argparse.Namespace, vocab_size: int) -> MuLaN:
+def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
     from models import MuLaN
 
     torch.manual_seed(args.seed)
-    names = {*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS} - {"tokenizer"}
-    model = MuLaN(vocab_size=vocab_size, **{name: getattr(args, name) for name in names})
+    names = (*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)
+    model = MuLaN(vocab_size=tokenizer.vocab_size, **{name: getattr(args, name) for name in names})
     if args.init_from:
+        tokenizer.require_same(args.init_from)
         model.load_weights_from(args.init_from)
     return model
 
 
-def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-    """Texts as the model takes them, without the columns that none of them fills."""
-    import torch
-
-    longest = math.ceil(max(lengths) / TOKENS_AT_A_TIME) * TOKENS_AT_A_TIME
-    return {"tokens": tokens[:, :longest], "lengths": torch.tensor(lengths, device=tokens.device)}
-
-
-def embed_texts(model: MuLaN, texts: Sequence[str], tokenizer: Tokenizer, device: torch.device) -> Tensor:
-    """Sentences -> unit vectors (n, dim_latent)."""
-    tokens, lengths = tokenizer.encode(list(texts))
-    return model.encode_text(**text_inputs(tokens.to(device), lengths))
-
-
 def evaluate(
-    model: MuLaN, feed: SoundFeed, tokenizer: Tokenizer, contrastive: Contrastive, templates: Sequence[str],
+    embedder: Embedder, feed: SoundFeed, contrastive: Contrastive, templates: Sequence[str],
     backend: distributed.Backend,
 ) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
-    import torch
-
     from training.metrics import Averages
     from training.retrieval import RetrievalQuality, class_embeddings, prompts
 
     quality, losses = RetrievalQuality(backend.device), Averages("loss", device=backend.device)
-    with torch.no_grad():
-        for batch in feed.validation():
-            out = model(batch["waveforms"], **text_inputs(batch["tokens"], batch["lengths"]))
-            # Of the batch of all processes, which all of them know: each counts it for its own sounds.
-            found = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
-            losses.add(loss=found.loss.expand(len(out.audio)))
-            texts = [caption for captions in batch["all_captions"] for caption in captions]
-            embedded = embed_texts(model, texts, tokenizer, backend.device)
-            quality.add(out.audio[:, 0], embedded, batch["all_captions"], batch["labels"])
-        values = {**losses.result(backend.sum), **quality.result(backend)}
-        if classes := quality.classes(backend):
-            sentences = embed_texts(model, prompts(classes, templates), tokenizer, backend.device)
-            values |= quality.zero_shot(backend, classes, class_embeddings(sentences, len(templates)))
+    for batch in feed.validation():
+        out = embedder.pairs(batch)
+        # Of the batch of all processes, which all of them know: each counts it for its own sounds.
+        found = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
+        losses.add(loss=found.loss.expand(len(out.audio)))
+        texts = [caption for captions in batch["all_captions"] for caption in captions]
+        quality.add(out.audio[:, 0], embedder.texts(texts), batch["all_captions"], batch["labels"])
+    values = {**losses.result(backend.sum), **quality.result(backend, mark=lambda: backend.mark("ranking"))}
+    if classes := quality.classes(backend):
+        names = class_embeddings(embedder.texts(prompts(classes, templates)), len(templates))
+        values |= quality.zero_shot(backend, classes, names)
     return values
 
 
-def picture(model: MuLaN, shown: Mapping[str, Any], tokenizer: Tokenizer, count: int) -> Image.Image:
+def picture(embedder: Embedder, shown: Mapping[str, Any], count: int) -> Image.Image:
     """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
     import torch
 
     from training.sound_pictures import best_matches, side_by_side, similarity_picture, spectrogram_grid
 
+    sounds, texts = embedder.sounds(shown["waveforms"]), embedder.texts(shown["captions"])
     with torch.no_grad():
-        sounds = model.encode_audio(shown["waveforms"])
-        texts = embed_texts(model, shown["captions"], tokenizer, sounds.device)
-        heard = model.spectrogram(shown["waveforms"][:count])
+        heard = embedder.model.spectrogram(shown["waveforms"][:count])
     matches = best_matches(sounds[:count], texts, shown["captions"], shown["all_captions"][:count])
     return side_by_side(spectrogram_grid(heard, matches), similarity_picture(sounds @ texts.T))
 
@@ -189,6 +170,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.collapse import CollapseAlarm
     from training.contrastive import Contrastive
     from training.ema import make_ema
+    from training.embedder import Embedder, text_inputs
     from training.grad_cache import contrastive_update
     from training.noise import Noise
     from training.optimizers import make_optimizer
@@ -197,7 +179,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     # What may fail on one process is agreed on by all, so that none waits for one that has left.
     with backend.agreement():
         tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens)
-        model = build_model(args, tokenizer.vocab_size).to(backend.device)
+        model = build_model(args, tokenizer).to(backend.device)
         first, second = (float(beta) for beta in args.betas.split(","))
         optimizer = make_optimizer(
             model, lr=args.learning_rate, betas=(first, second), weight_decay=args.weight_decay, lion=args.use_lion
@@ -213,7 +195,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     noise = Noise(args.seed, "patches and masks")
     compared = "valid/ema/r10" if args.ema_decay else "valid/r10"  # of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
-    run.resume(engine=engine, ema=ema, best=best, bad_samples=feed.bad_samples)
+    run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best, bad_samples=feed.bad_samples)
     best.catch_up(run.progress.step)
     if best.failure:
         run.say(best.failure)
@@ -223,16 +205,20 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     total_steps = run.progress.total_steps
     templates = args.zero_shot_templates.split("|")
     warmup = min(args.lr_warmup_steps, total_steps // 2)
-    alarm = CollapseAlarm(args.loss, args.batch_size, warmup, heads=1 + args.hierarchical_layers)
+    alarm = CollapseAlarm(after_steps=warmup)
     run.say(f"{len(feed.train_set)} sounds to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
     batch = feed.start(run.progress.samples)
-    shown = feed.preview(args.batch_size)
+    shown = feed.preview(PAIRS_SHOWN)
 
     def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
         """What the model takes of a micro-batch; the same each time that it is asked for in an update."""
         chances = noise.uniform(step, micro["positions"], (model.noise_size,), backend.device)
         texts = text_inputs(micro["tokens"], micro["lengths"])
         return {"waveforms": micro["waveforms"], **texts, "noise": chances}
+
+    def embedder(module: MuLaN) -> Embedder:
+        rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # as many as in training
+        return Embedder(module, tokenizer, rows, backend.device)
 
     def write_model(module: MuLaN, folder: Path) -> None:
         module.save_pretrained(folder)
@@ -253,13 +239,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 "loss": float(result.loss),
                 "lr": rate,
                 "temperature": float(result.scale[0]),
-                "bias": float(result.bias[0]),
+                **({"bias": float(result.bias[0])} if args.loss == "sigmoid" else {}),
                 "audio_variance": float(result.spread_audio),
                 "text_variance": float(result.spread_text),
                 "grad_norm": float(update.grad_norm),
                 "skipped_updates": engine.skipped_updates,
             }
-            if warning := alarm.look(step, metrics["loss"], metrics["audio_variance"], metrics["text_variance"]):
+            variances = metrics["audio_variance"], metrics["text_variance"]
+            if warning := alarm.look(run.progress.step, metrics["loss"], float(result.collapsed), *variances):
                 run.say(warning)
         with run.stopwatch.paused():
             if stop:  # first of all: whoever asks for it may not wait for a validation
@@ -269,7 +256,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 with engine.gathered() as online:
                     candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
                     for name, candidate in candidates.items():  # the last one is that which is kept
-                        values = evaluate(candidate, feed, tokenizer, contrastive, templates, backend)
+                        values = evaluate(embedder(candidate), feed, contrastive, templates, backend)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
                     best.offer(values["r10"], run.progress.step, functools.partial(write_model, ema.best(online)))
                     if best.failure:
@@ -281,7 +268,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             if run.due(args.sample_every_n_steps):
                 with engine.gathered() as online:
                     if backend.is_root:
-                        drawn = picture(ema.best(online), shown, tokenizer, args.num_sounds_shown)
+                        drawn = picture(embedder(ema.best(online)), shown, args.num_sounds_shown)
                         run.log_sample("sounds and captions", drawn)
             if run.due(args.save_every_n_steps):
                 run.save()

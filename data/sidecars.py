@@ -16,6 +16,7 @@ from .sound_decoding import ENDINGS, ClipDecoder, Source
 TEXT_ENDINGS = (".json", ".txt")  # where there are both, the first is read
 _LONGEST_TEXT = 1 << 20  # bytes
 NO_CAPTION = "it has no caption"
+_MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
 
 
 class Texts(NamedTuple):
@@ -48,9 +49,11 @@ class SoundFolder:
             stem = os.path.splitext(self._sounds[index])[0]
             self._texts.append(next((texts[ending][stem] for ending in TEXT_ENDINGS if stem in texts[ending]), ""))
         if not any(self._texts[index] for index in range(len(self._texts))):
+            manifests = sorted(name for name in os.listdir(folder) if name.lower().endswith(_MANIFESTS))
+            instead = f"; or give the manifest, {os.path.join(folder, manifests[0])!r}" if manifests else ""
             raise ValueError(
                 f"no sound of the {len(self._sounds)} in {folder!r} has a caption: beside {self._sounds[0]!r} there "
-                f"has to be {os.path.splitext(self._sounds[0])[0] + '.txt'!r} (a caption per line) or a .json"
+                f"has to be {os.path.splitext(self._sounds[0])[0] + '.txt'!r} (a caption per line) or a .json{instead}"
             )
         self._last: tuple[int, Texts] | None = None
 

@@ -149,10 +149,12 @@ class SoundFeed:
             waveforms, tokens, lengths, captions, all_captions and labels, as in `SoundBatch`.
         """
         batch = self._preview
-        shown: dict[str, Any] = {key: self._processes.gather(batch[key])[:count] for key in ("waveforms", "tokens")}
+        # Those alone that are shown go around: of a large batch, the rest is many times as much.
+        first = sum(position < count for position in batch["positions"])
+        shown: dict[str, Any] = {key: self._processes.gather(batch[key][:first]) for key in ("waveforms", "tokens")}
         for key in ("lengths", "captions", "all_captions", "labels"):
-            parts = self._processes.gather_objects(batch[key])
-            shown[key] = [value for part in parts for value in part][:count]
+            parts = self._processes.gather_objects(batch[key][:first])
+            shown[key] = [value for part in parts for value in part]
         return shown
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from .missing import required
 
 _NAME_OF_CLIP = "clip"
+FILE = "tokenizer.json"
 
 
 class Tokenizer:
@@ -28,11 +29,19 @@ class Tokenizer:
         vocab_size: One more than the largest token.
         max_text_tokens: Columns of tokens.
         to_ids: A sentence -> its tokens, at most max_text_tokens, those that mark start and end included.
+        content: Of its file; empty for CLIP's, which comes with a package.
     """
 
-    def __init__(self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        max_text_tokens: int,
+        to_ids: Callable[[str], list[int]],
+        content: bytes = b"",
+    ) -> None:
         self.name, self.vocab_size, self.max_text_tokens = name, vocab_size, max_text_tokens
-        self._to_ids = to_ids
+        self._to_ids, self._content = to_ids, content
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]:
         """b sentences -> (int64 (b, max_text_tokens), padded with 0; the number of tokens that count, 1 or more each).
@@ -55,8 +64,34 @@ class Tokenizer:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Lay the tokenizer's file into a model's folder as tokenizer.json; nothing where it is CLIP's."""
-        if self.name != _NAME_OF_CLIP:
-            shutil.copyfile(self.name, os.path.join(folder, "tokenizer.json"))
+        if self._content:
+            with open(os.path.join(folder, FILE), "wb") as file:
+                file.write(self._content)
+
+    def require_same(self, model_folder: str | os.PathLike[str]) -> None:
+        """Raise ValueError, in one line, where a model's folder holds another tokenizer's file, or none beside this."""
+        path = os.path.join(model_folder, FILE)
+        theirs = b""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                theirs = file.read()
+        if theirs != self._content:
+            raise ValueError(
+                f"the model in {os.fspath(model_folder)} was trained with another tokenizer than {self.name}: give "
+                f"--tokenizer {path if theirs else _NAME_OF_CLIP}"
+            )
+
+    def state_dict(self) -> dict[str, str]:
+        """What a checkpoint keeps: the digest of the file, not its path."""
+        return {"sha256": hashlib.sha256(self._content or self.name.encode()).hexdigest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError, in one line, where a checkpoint was trained with another tokenizer."""
+        if dict(state) != self.state_dict():
+            raise ValueError(
+                f"the checkpoint was trained with another tokenizer than --tokenizer {self.name}: its words would mean "
+                "something else; give the old one, another --output_dir, or --fresh to start over"
+            )
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, int]]:
         return open_tokenizer, (self.name, self.max_text_tokens)
@@ -117,7 +152,9 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     except ImportError:
         raise required("a tokenizer.json", "tokenizers") from None
     try:
-        fast = Fast.from_file(path)
+        with open(path, "rb") as file:
+            content = file.read()
+        fast = Fast.from_str(content.decode())
         fast.no_padding()
         fast.enable_truncation(max_text_tokens)  # the marks of start and end stay
         n_marks = fast.num_special_tokens_to_add(is_pair=False)
@@ -140,4 +177,4 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
             raise ValueError(f"the tokenizer {path!r} cannot read the text {text[:60]!r}: {reason}") from None
         return ids
 
-    return Tokenizer(path, vocab_size, max_text_tokens, to_ids)
+    return Tokenizer(path, vocab_size, max_text_tokens, to_ids, content)

@@ -45,6 +45,7 @@ class ContrastiveResult(NamedTuple):
     spread_text: Tensor  # 0-d
     scale: Tensor  # (h,) as given
     bias: Tensor  # (h,) as given
+    collapsed: Tensor  # 0-d: what the loss of these pairs is where every sound is equally near to every text
 
 
 class _Sums(NamedTuple):
@@ -55,6 +56,7 @@ class _Sums(NamedTuple):
     bias_gradient: Tensor
     audio: Tensor  # (d,) sum of the final embeddings
     text: Tensor
+    collapsed: Tensor  # of one head
 
 
 class Contrastive:
@@ -119,7 +121,7 @@ class Contrastive:
         pairs, sums, audio_gradient, text_gradient = compute(processes, audio, text, scale, bias, caption_ids)
         spreads = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
-        found = (sums.loss, *gradients, *spreads, scale, bias)
+        found = (sums.loss, *gradients, *spreads, scale, bias, sums.collapsed * len(scale))
         return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in found))
 
     def _over_all_rows(
@@ -136,8 +138,11 @@ class Contrastive:
         with torch.enable_grad():
             loss = _row_losses(left_out, *leaves).sum() / len(pairs)
         of_own, of_all, of_scale = torch.autograd.grad(loss, leaves)
+        # Equal scores s: -s + log sum_j exp s. Of 512 decoupled pairs 6.236, where runs get stuck.
+        compared = (~left_out).sum(dim=1).clamp(min=1)
+        collapsed = compared.double().log().sum() / len(pairs)
         *sums, of_all = _sum(
-            processes, loss, of_scale, torch.zeros_like(bias), audio[:, 0].sum(0), text[:, 0].sum(0), of_all
+            processes, loss, of_scale, torch.zeros_like(bias), audio[:, 0].sum(0), text[:, 0].sum(0), collapsed, of_all
         )
         gradient = of_all.index_select(0, own) + of_own
         return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
@@ -148,8 +153,8 @@ class Contrastive:
         """sigmoid. Returns the size of the global batch, sums over it and gradients."""
         rank, world_size, sizes = processes.rank, processes.world_size, processes.gather_objects(len(audio))
         # Sums in fp64: in how many chunks they are made does not show.
-        loss, audio_gradient, of_scale, of_bias = (
-            torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), audio, scale, bias)
+        loss, compared, audio_gradient, of_scale, of_bias = (
+            torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), scale.sum(), audio, scale, bias)
         )
         visitors, visitors_captions, visitors_gradient = text, caption_ids, torch.zeros_like(audio_gradient)
         for step in range(world_size):
@@ -158,6 +163,7 @@ class Contrastive:
             if step == 0:  # at home: the texts of these very sounds
                 signs.fill_diagonal_(1.0)
                 left_out.fill_diagonal_(False)
+            compared += (~left_out).sum()
             leaves = [tensor.detach().requires_grad_() for tensor in (audio, visitors, scale, bias)]
             with torch.enable_grad():
                 of_chunk = _sigmoid_losses(signs, left_out, *leaves).sum() / sum(sizes)
@@ -169,9 +175,13 @@ class Contrastive:
             arriving = sizes[(rank - step - 1) % world_size]
             moved = processes.shift(torch.cat([visitors.double(), visitors_gradient], -1), arriving)
             visitors, visitors_gradient = moved[..., : text.shape[-1]].to(text.dtype), moved[..., text.shape[-1] :]
-            visitors_captions = processes.shift(visitors_captions, arriving)
-        sums = _sum(processes, loss, of_scale, of_bias, audio[:, 0].sum(0), text[:, 0].sum(0))
-        return sum(sizes), _Sums(*sums), audio_gradient, visitors_gradient
+            if step + 1 < world_size:
+                visitors_captions = processes.shift(visitors_captions, arriving)
+        sums = _Sums(*_sum(processes, loss, of_scale, of_bias, audio[:, 0].sum(0), text[:, 0].sum(0), compared))
+        # Equal scores, and the bias that is best for them: the entropy of a coin that is a pair as often as they are.
+        pairs, others = sum(sizes), sums.collapsed - sum(sizes)
+        entropy = -pairs * (pairs / sums.collapsed).log() - torch.special.xlogy(others, others / sums.collapsed)
+        return pairs, sums._replace(collapsed=entropy / pairs), audio_gradient, visitors_gradient
 
     def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Equal captions (rows, columns), themselves included; none where they do not matter."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -97,7 +97,7 @@ class RetrievalQuality:
         self._labels.append(labels)
         self._clips += len(audio)
 
-    def result(self, processes: Processes) -> dict[str, float]:
+    def result(self, processes: Processes, mark: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Retrieval both ways, the same on every process and for any number of processes. Collective.
 
         `text_to_audio/` and `audio_to_text/` each with
@@ -119,9 +119,9 @@ class RetrievalQuality:
             audio, text, pairs = found
             by_text, by_clip = _sorted(pairs.candidates, pairs.queries), pairs
             times = torch.bincount(by_text.queries, minlength=len(text)).tolist()
-            text_to_audio = _summary(_shared(text, audio, by_text, processes), times)
+            text_to_audio = _summary(_shared(text, audio, by_text, processes, mark), times)
             has_caption = torch.bincount(by_clip.queries, minlength=len(audio)).clamp_max(1).tolist()
-            audio_to_text = _summary(_shared(audio, text, by_clip, processes), has_caption)
+            audio_to_text = _summary(_shared(audio, text, by_clip, processes, mark), has_caption)
         return {
             **{f"text_to_audio/{name}": value for name, value in text_to_audio.items()},
             **{f"audio_to_text/{name}": value for name, value in audio_to_text.items()},
@@ -241,13 +241,17 @@ def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
     return Pairs(pairs[0].contiguous(), pairs[1].contiguous())
 
 
-def _shared(queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Processes) -> Tensor:
-    """What `_ranked` gives for all queries (q, 3), on the CPU; each process computes a share. Collective."""
+def _shared(
+    queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Processes, mark: Callable[[], None]
+) -> Tensor:
+    """What `_ranked` gives for all queries (q, 3), on the CPU; each process computes a share, and calls `mark` now and
+    then, a sign of life. Collective."""
     rank, world_size = processes.rank, processes.world_size
     start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
     chunk = max(1, _SCORES_AT_A_TIME // len(candidates))
     parts = [queries.new_empty(0, 3)]
     for first in range(start, end, chunk):
+        mark()
         last = min(first + chunk, end)
         bounds = torch.searchsorted(pairs.queries, torch.tensor([first, last], device=queries.device)).tolist()
         own = slice(*bounds)

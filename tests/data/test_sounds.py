@@ -276,3 +276,10 @@ def test_missing_package_says_how_to_install_it_and_the_demo_needs_none(tmp_path
     text = one_line(tmp_path)
     assert package in text and 'pip install "tandem-training[audio]"' in text and 'pip install -e ".[audio]"' in text
     assert open_sounds("demo:tones", sample_rate=8000, clip_seconds=1).load(0).shape == (8000,)
+
+
+def test_a_folder_without_captions_that_holds_a_manifest_names_it(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.zeros(800, np.float32), 8000)
+    (tmp_path / "all.csv").write_text("path,caption\na.wav,nothing\n")
+    with pytest.raises(ValueError, match=r"or give the manifest, '.*all\.csv'"):
+        open_sounds(str(tmp_path), sample_rate=8000, clip_seconds=0.1)

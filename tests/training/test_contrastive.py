@@ -179,6 +179,55 @@ def test_collapsed_embeddings_lose_the_logarithm_of_the_number_of_candidates(pai
         assert float(result.spread_audio) == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("captions", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 2, 1, 0, 3], [0, 0, 0, 0, 0, 0, 1]])
+def test_the_collapsed_value_is_the_loss_of_equal_embeddings(kind: str, captions: list[int]) -> None:
+    """Repeated captions are no negatives, and there is less to lose. Of the sigmoid loss: with the best bias."""
+    same, ids = torch.ones(7, 2, 4, dtype=torch.float64) / 2, torch.tensor(captions)
+    biases = torch.linspace(-12, -4, 801, dtype=torch.float64) if kind == "sigmoid" else torch.zeros(1).double()
+    scales = torch.full((2,), 7.0, dtype=torch.float64)
+    results = [shared(kind, [same, same, scales, bias.expand(2), ids], [3, 0, 4])[1] for bias in biases]
+    least = min(float(result.loss) for result in results)
+    # The scan meets the best bias to 0.005, where the loss is flat.
+    assert float(results[0].collapsed) == pytest.approx(least, rel=1e-4 if kind == "sigmoid" else 1e-12)
+
+
+def test_a_collapsed_decoupled_loss_of_512_is_the_6_236_at_which_runs_get_stuck() -> None:
+    same = torch.ones(512, 1, 4) / 2
+    (result,) = shared("decoupled", [same, same, torch.ones(1), torch.ones(1), torch.arange(512)], [512])
+    assert float(result.collapsed) == pytest.approx(6.236, abs=5e-4)
+    assert float(result.loss) == pytest.approx(float(result.collapsed), rel=1e-6)
+
+
+def test_who_shares_the_batch_is_asked_when_it_is_shared_and_not_when_the_loss_is_made() -> None:
+    """Not in the constructor: processes may connect after it (musiclm-pytorch samples their state there)."""
+    processes = _Late()
+    contrastive = Contrastive("decoupled", processes)
+    processes.rank, processes.world_size = 0, 1
+    audio = torch.nn.functional.normalize(torch.randn(4, 1, 3), dim=-1)
+    result = contrastive.value_and_gradients(audio, audio, torch.ones(1), torch.ones(1), torch.arange(4))
+    assert result.loss.isfinite()
+
+
+class _Late:
+    """Processes that are not there yet: nothing is known of them until somebody says it."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def sum(self, value: Any) -> Any:
+        return value
+
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        return tensor
+
+
 def test_sigmoid_loss_in_closed_form() -> None:
     """Orthogonal pairs: n of them at s + b, n (n - 1) others at b."""
     n, s, b = 4, 3.0, -2.0

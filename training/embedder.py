@@ -1,0 +1,65 @@
+"""Embeddings outside of training: of a validation batch, of sentences; so many at a time, whatever is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this: few shapes for kernels and compilers
+_TEXTS_AT_A_TIME = 256
+
+
+class Tokenizer(Protocol):
+    """Sentences -> tokens (b, t), and how many of each count."""
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]: ...
+
+
+def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Tokens (b, t) as a model takes them, without columns that none of the texts fills: tokens and lengths (b,)."""
+    longest = math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
+    return {"tokens": tokens[:, :longest], "lengths": torch.tensor(lengths, device=tokens.device)}
+
+
+class Embedder:
+    """Two towers without noise or gradients, on a few rows at a time: a validation needs no more memory than training.
+
+    Args:
+        model: A `MuLaN`, with its `encode_audio` and `encode_text`.
+        tokenizer: Its own.
+        rows: Sounds in one forward pass: the size of a micro-batch.
+        device: Of the model.
+    """
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device) -> None:
+        self.model, self._tokenizer, self._rows, self._device = model, tokenizer, rows, device
+
+    @torch.no_grad()
+    def pairs(self, batch: Mapping[str, Any]) -> Any:
+        """What the model gives for the pairs of a batch: waveforms (b, n), tokens (b, t), lengths."""
+        outs = []
+        for start in range(0, len(batch["waveforms"]), self._rows):
+            rows = slice(start, start + self._rows)
+            outs.append(
+                self.model(batch["waveforms"][rows], **text_inputs(batch["tokens"][rows], batch["lengths"][rows]))
+            )
+        audio, text = (torch.cat([getattr(out, name) for out in outs]) for name in ("audio", "text"))
+        return outs[0]._replace(audio=audio, text=text)
+
+    @torch.no_grad()
+    def sounds(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) -> unit vectors (b, d)."""
+        return torch.cat([self.model.encode_audio(part) for part in waveforms.split(self._rows)])
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Sentences -> unit vectors (n, d)."""
+        parts = []
+        for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+            tokens, lengths = self._tokenizer.encode(list(texts[start : start + _TEXTS_AT_A_TIME]))
+            parts.append(self.model.encode_text(**text_inputs(tokens.to(self._device), lengths)))
+        return torch.cat(parts)
