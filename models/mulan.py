@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
-from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder
+from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
 from .text_transformer import TextTransformer
 
 # The scale of the similarities is at most this (Radford et al. 2021, section 2.5).
@@ -230,12 +230,7 @@ class MuLaN(nn.Module):
         Raises:
             ValueError: one line, naming what differs where the two models do.
         """
-        other = self.from_pretrained(folder)
-        keys = [key for key in self.config if key not in _NOT_IN_THE_WEIGHTS]
-        differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
-        if differing:
-            raise ValueError(f"the weights in {folder} are of another model; they need {', '.join(differing)}")
-        self.load_state_dict(other.state_dict())
+        take_weights(self, folder, _NOT_IN_THE_WEIGHTS)
 
 
 def _check_config(config: dict[str, Any]) -> None:

@@ -68,6 +68,25 @@ def load_pretrained_folder(folder: Path, model: str) -> tuple[dict[str, Any], di
     return config, weights
 
 
+def take_weights(model: Any, folder: str | Path, may_differ: Collection[str]) -> None:
+    """Give ``model`` the weights of a folder that its class saved.
+
+    Args:
+        model: With ``config`` and ``from_pretrained``.
+        folder: Of ``save_pretrained``.
+        may_differ: Arguments that the weights do not depend on.
+
+    Raises:
+        ValueError: one line, naming the other arguments that differ.
+    """
+    other = model.from_pretrained(folder)
+    keys = [key for key in model.config if key not in may_differ]
+    differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != model.config[key]]
+    if differing:
+        raise ValueError(f"the weights in {folder} are of another model; they need {', '.join(differing)}")
+    model.load_state_dict(other.state_dict())
+
+
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """Name of the model's class and its constructor arguments, unchecked.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder
+from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
 from .quantizers import make_quantizer
 
 _SLOPE = 0.1  # of every LeakyReLU
@@ -202,12 +202,7 @@ class VQGAN(nn.Module):
         Raises:
             ValueError: one line, naming what differs where the two models do.
         """
-        other = self.from_pretrained(folder)
-        keys = [key for key in self.config if key not in _NOT_IN_THE_WEIGHTS]
-        differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
-        if differing:
-            raise ValueError(f"the weights in {folder} are of another model; they need {', '.join(differing)}")
-        self.load_state_dict(other.state_dict())
+        take_weights(self, folder, _NOT_IN_THE_WEIGHTS)
 
 
 class ResBlock(nn.Module):
