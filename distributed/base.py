@@ -110,7 +110,7 @@ class Backend(ABC):
         from .watchdog import Watchdog
 
         if self.options.deterministic or self.options.plan.batch_parts:
-            use_deterministic_kernels()
+            use_deterministic_kernels(compiled=self.options.compile)
         try:
             self.connect()
             if self.options.plan.batch_parts and self.device.type == "cpu":

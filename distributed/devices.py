@@ -35,9 +35,16 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def use_deterministic_kernels() -> None:
-    """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility)."""
+def use_deterministic_kernels(compiled: bool = False) -> None:
+    """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility).
+
+    Args:
+        compiled: What torch.compile makes is to do so too.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.use_deterministic_algorithms(True)
+    if compiled:
+        torch.use_deterministic_algorithms(True)
+    else:  # the same, without the import of Inductor: seconds of every start
+        torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that costs a pass per tensor
     torch.backends.cudnn.benchmark = False

@@ -1,13 +1,15 @@
 """Runs every contract of the distributed layer on toy models, under whatever launcher started it.
 
-    torchrun --nproc_per_node 2 tests/launch/contract_worker.py --output result.json [distributed flags]
+    torchrun --nproc_per_node 2 tests/launch/contract_worker.py --outputs result.json [distributed flags]
 
-The root writes what it measured; the test compares it with the same file written by one process.
+The root writes what it measured; the test compares it with the same file written by one process. A job starts slowly:
+one serves several ZeRO stages, with a file for each.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -270,9 +272,28 @@ def collectives(backend: Backend) -> dict[str, Any]:
     }
 
 
+def measured(backend: Backend) -> dict[str, Any]:
+    result = {
+        "plain": plain(backend),
+        "skipped": plain(backend, "skipped", spoil_update=3),
+        "several_backwards": several_backwards(backend),
+        "by_items": by_items(backend),
+        "gan": gan(backend),
+        "contrastive": contrastive(backend),
+        "reloaded": reloaded(backend),
+        "refused": refused(backend),
+        "collectives": collectives(backend),
+        "description": backend.describe(),
+    }
+    by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
+    result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--outputs", type=Path, nargs="+", required=True)
+    parser.add_argument("--zero_stages", type=int, nargs="*", default=[], help="one per output")
     parser.add_argument("--grad_accum_steps", type=int, default=1)
     distributed.add_arguments(parser)
     parser.set_defaults(
@@ -286,22 +307,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with distributed.from_args(args) as backend:
-        result = {
-            "plain": plain(backend),
-            "skipped": plain(backend, "skipped", spoil_update=3),
-            "several_backwards": several_backwards(backend),
-            "by_items": by_items(backend),
-            "gan": gan(backend),
-            "contrastive": contrastive(backend),
-            "reloaded": reloaded(backend),
-            "refused": refused(backend),
-            "collectives": collectives(backend),
-            "description": backend.describe(),
-        }
-        by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
-        result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
-        if backend.is_root:
-            args.output.write_text(json.dumps(result))
+        gc.freeze()  # DeepSpeed collects garbage at every wrap
+        for output, stage in itertools.zip_longest(args.outputs, args.zero_stages):
+            if stage is not None:
+                backend.zero_stage = stage  # read whenever a model is wrapped
+            result = measured(backend)
+            if backend.is_root:
+                output.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ stages.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--zero_stages", type=int, nargs="*", default=[], help="one per output")
     args = parser.parse()
     with distributed.from_args(args) as backend:
+        gc.freeze()  # DeepSpeed collects garbage at every wrap
         for output, stage in itertools.zip_longest(args.outputs, args.zero_stages):
             if stage is not None:
                 backend.zero_stage = stage  # read whenever a model is wrapped

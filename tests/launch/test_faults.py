@@ -113,7 +113,7 @@ def test_replicas_that_drift_apart_end_the_run_naming_tensor_and_rank(launcher: 
 
 def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fresh(tmp_path: Path) -> None:
     launcher = Launcher("torchrun", 2)
-    command = [*ENDLESS, "--output_dir", str(tmp_path), "--fresh", "--max_steps", "400", "--save_every_n_steps", "1"]
+    command = [*ENDLESS, "--output_dir", str(tmp_path), "--fresh", "--max_steps", "150", "--save_every_n_steps", "1"]
     process = start(launcher, "train_vae.py", command, launcher_flags=["--max-restarts", "1"])
     deadline = time.monotonic() + 120
     while len(lines(tmp_path)) < 5 and process.poll() is None and time.monotonic() < deadline:
@@ -122,7 +122,7 @@ def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fre
     finished = finish(process, timeout_seconds=180)
     assert finished.returncode == 0, finished.output
     assert "resumed from" in finished.output and "starting over" not in finished.output
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 401))
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 151))
 
 
 def test_fewer_processes_go_on_with_the_same_batch_by_accumulating_more(tmp_path: Path) -> None:
