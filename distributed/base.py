@@ -115,6 +115,8 @@ class Backend(ABC):
             self.connect()
             if self.options.plan.batch_parts and self.device.type == "cpu":
                 use_one_thread()
+            if self.options.compile:
+                self._keep_collectives_out_of_graphs()
             self._agree_on_plan()
             self.watchdog = Watchdog(self)
             self._stop = StopRequest(self.comm)
@@ -210,6 +212,14 @@ class Backend(ABC):
                 "accumulation, so that none holds more samples at a time)"
             )
         return text
+
+    def _keep_collectives_out_of_graphs(self) -> None:
+        """A model that calls them in its forward would have the counters of the watchdog compiled in with them, as
+        constants, and be compiled again at every update."""
+        import torch
+
+        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.shift):
+            setattr(self, collective.__name__, torch.compiler.disable(collective))
 
     # Collectives: every process calls them; the rank test lives inside.
 

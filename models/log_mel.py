@@ -94,7 +94,7 @@ class Spectrogram:
             )
         with torch.autocast(waveforms.device.type, enabled=False):
             waveforms = at_least_fp32(waveforms)
-            window, filters = self._window_and_filters(waveforms.device, waveforms.dtype)
+            window, filters = self.prepare(waveforms.device, waveforms.dtype)
             power = self._power(waveforms, window)
             return power if self.kind == "power" else (_decibels(filters @ power) - _CENTRE_DB) / _HALF_RANGE_DB
 
@@ -104,8 +104,8 @@ class Spectrogram:
         spectrum = torch.stft(waveforms, self.n_fft, self.hop_length, window=window, center=False, return_complex=True)
         return spectrum.real.square() + spectrum.imag.square()
 
-    def _window_and_filters(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(n_fft,) and (bands, n_fft / 2 + 1), made once for each device and dtype."""
+    def prepare(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """The window (n_fft,) and the filters (bands, n_fft / 2 + 1), made once for each device and dtype."""
         key = device, dtype
         if key not in self._constants:
             with torch.inference_mode(False):  # they will serve in training as well

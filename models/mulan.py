@@ -149,6 +149,11 @@ class MuLaN(nn.Module):
         self.tau = nn.Parameter(torch.full((outputs,), math.log(init_temperature)))
         self.bias = nn.Parameter(torch.full((outputs,), float(init_bias)))
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As that of any module."""
+        self.frontend.prepare(self.tau.device)  # made in a graph, they would have it compiled a second time
+        super().compile(*args, **kwargs)
+
     @property
     def noise_size(self) -> int:
         """Uniform numbers that a sample of clip_seconds takes while training: 4 for the masks, one per patch."""
