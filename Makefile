@@ -11,6 +11,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# $(call needs_3_10,what to do): a line of Python that ends with one line where it runs in an older one.
+needs_3_10 = 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or later is needed, %s is %d.%d: $(1)" % ((sys.executable,) + sys.version_info[:2]))'
 
 .PHONY: venv demo test lint bench parity torture clean
 
@@ -21,7 +23,7 @@ demo: $(VENV)/.installed
 	@echo "look at $$(ls runs/vae-demo/samples/*.png | tail -n 1): originals, soft and hard reconstructions"
 
 # Test files side by side: most of a launch is waiting for imports and for the other processes.
-JOBS ?= 2
+JOBS ?= 3
 test: $(VENV)/.complete
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
@@ -44,6 +46,8 @@ torture: $(VENV)/.complete
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml
+	@if test -x $(BIN)/python; then $(BIN)/python -c $(call needs_3_10,remove $(VENV) and run make again); \
+	else $(PYTHON) -c $(call needs_3_10,name another with make PYTHON=...); fi
 	@echo "installing PyTorch and a few small packages into $(VENV): some minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --editable .
@@ -52,7 +56,7 @@ $(VENV)/.installed: setup.py pyproject.toml
 # Every backend and every test dependency.
 $(VENV)/.complete: $(VENV)/.installed scripts/install_horovod.sh
 	@echo "installing DeepSpeed, the trackers, the tests' tools and Horovod: some minutes more"
-	@$(PIP) --editable .[all,test]
+	@$(PIP) --editable ".[all,test]"
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then scripts/install_horovod.sh $(BIN)/python; \
 	else echo "Python 3.12 or later: no Horovod, and none of its tests"; fi
 	@touch $@

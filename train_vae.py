@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from training.arguments import ArgumentParser
-from training.converters import non_negative_float, positive_float, positive_int
+from training.converters import non_negative_float, non_negative_int, positive_float, positive_int
 from training.shared_flags import add_image_arguments, add_run_arguments
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
@@ -30,6 +30,12 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments a
 MODEL_ARGUMENTS = (
     "image_size", "num_tokens", "emb_dim", "num_layers", "num_resnet_blocks", "hidden_dim", "transparent"
 )  # fmt: skip
+# The model's parameters, as its messages say them -> the flags that give them.
+FLAGS = {
+    "num_tokens": "--num_tokens", "codebook_dim": "--emb_dim", "num_layers": "--num_layers",
+    "num_resnet_blocks": "--num_resnet_blocks", "hidden_dim": "--hidden_dim", "channels 3": "no --transparent",
+    "channels 4": "--transparent",
+}  # fmt: skip
 SCHEDULE_EVERY_N_STEPS = 100
 
 
@@ -41,7 +47,8 @@ def build_parser() -> ArgumentParser:
     add("--transparent", action="store_true", help="RGBA instead of RGB")
     add("--num_tokens", type=positive_int, default=8192, metavar="CODES", help="size of the codebook")
     add("--num_layers", type=positive_int, default=3, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
-    add("--num_resnet_blocks", type=int, default=2, metavar="N", help="residual blocks on the coarsest grid")
+    add("--num_resnet_blocks", type=non_negative_int, default=2, metavar="N",
+        help="residual blocks on the coarsest grid")
     add("--emb_dim", type=positive_int, default=512, metavar="DIM", help="width of a codebook entry")
     add("--hidden_dim", type=positive_int, default=256, metavar="DIM", help="channels of the convolutions")
     add("--init_from", metavar="FILE", help="start from the weights of a vae-final.pt or a model/ folder")
@@ -62,6 +69,20 @@ def build_parser() -> ArgumentParser:
     add_run_arguments(parser, output_dir="runs/vae")
     distributed.add_arguments(parser)
     return parser
+
+
+def refuse_contradictions(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """End with one line where flags do not go together."""
+    side, halvings, layers = args.image_size, args.image_size.bit_length() - 1, args.num_layers
+    if halvings < layers:
+        parser.error(f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; raise it or lower that")
+    if side != 1 << halvings:
+        parser.error(f"--image_size {side} is not a power of two; use {1 << halvings} or {2 << halvings}")
+    if args.reinmax and not args.straight_through:
+        parser.error("--reinmax refines the gradient of --straight_through; give both")
+    if args.starting_temp < args.temp_min:
+        start, lowest = f"--starting_temp {args.starting_temp}", f"--temp_min {args.temp_min}"
+        parser.error(f"{start} is below {lowest}, the lowest temperature; raise the one or lower the other")
 
 
 def gumbel_temperature(step: int, args: argparse.Namespace) -> float:
@@ -99,7 +120,13 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
         kl_div_loss_weight=args.kl_loss_weight,
     )
     if args.init_from:
-        model.load_weights_from(args.init_from)
+        try:
+            model.load_weights_from(args.init_from)
+        except ValueError as error:
+            before, needed, differing = str(error).partition("; they need ")  # a path before it stays as it is
+            for name, flag in FLAGS.items():
+                differing = differing.replace(name, flag)
+            raise ValueError(before + needed + differing) from None
     return model
 
 
@@ -220,6 +247,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
+    refuse_contradictions(parser, args)
 
     from training.run_folder import last_start
 

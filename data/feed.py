@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -84,9 +85,19 @@ class Feed:
         self._batches = iter(stream)
         with self._processes.agreement():
             batch = next(self._batches)
-            preview = next(iter(self._validation)) if len(self.valid_set) else batch
+            self._beginning = iter(self._validation) if len(self.valid_set) else iter([batch])
+            preview = next(self._beginning)
         self._unreported += batch["bad"] if preview is batch else batch["bad"] + preview["bad"]
         return batch, preview
+
+    def further_previews(self, count: int) -> list[Any]:
+        """Right after `start`, once: what follows its first batch of validation until `count` samples are there over
+        all processes together; nothing where there is no validation. Ends here, on all processes, as `start` does."""
+        n_steps = self._validation.steps_holding(count)
+        with self._processes.agreement():
+            previews = list(itertools.islice(self._beginning, max(n_steps - 1, 0)))
+        self._unreported += [sample for preview in previews for sample in preview["bad"]]
+        return previews
 
     def next(self) -> Any:
         """The next batch of the order."""
@@ -142,8 +153,7 @@ class ImageFeed:
         """Begin at a position of the endless order of samples; the first batch. Ends here, on all processes, where
         nothing can be read."""
         batch: Batch
-        batch, preview = self._feed.start(start_samples)
-        self._preview = preview["images"]
+        batch, self._preview = self._feed.start(start_samples)
         return batch
 
     def next(self) -> Batch:
@@ -156,9 +166,15 @@ class ImageFeed:
         return (self._on_device(batch["images"]) for batch in self._feed.validation())
 
     def preview(self, count: int) -> Tensor:
-        """Images (count, c, h, w) in [0, 1] on the device, the same on every process and at every start: the first of
-        the validation split, or of this start's first batch where there is none."""
-        return self._processes.gather(self._on_device(self._preview))[:count]
+        """Images (n, c, h, w) in [0, 1] on the device, n <= count, the same on every process: the first of the
+        validation split, the same at every start, or of this start's first batch where there is none. Called right
+        after `start`, once."""
+        parts = []
+        for batch in [self._preview, *self._feed.further_previews(count)]:
+            # Those alone that are shown go around: of a large batch, the rest is many times as much.
+            first = sum(position < count for position in batch["positions"])
+            parts.append(self._processes.gather(self._on_device(batch["images"][:first])))
+        return torch.cat(parts)
 
     def _on_device(self, images: Tensor) -> Tensor:
         return to_unit_range(images.to(self._processes.device, non_blocking=True))

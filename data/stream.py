@@ -120,7 +120,7 @@ class ValidationStream:
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
-        self._n_steps = min(math.ceil(n / batch_size), n // world_size)
+        self._n, self._n_steps = n, min(math.ceil(n / batch_size), n // world_size)
         n_parts = self._n_steps * world_size
         requests = [(0, range(n * i // n_parts, n * (i + 1) // n_parts)) for i in range(rank, n_parts, world_size)]
         loader = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
@@ -128,6 +128,10 @@ class ValidationStream:
 
     def __len__(self) -> int:
         return self._n_steps
+
+    def steps_holding(self, count: int) -> int:
+        """How many steps it takes until the first `count` samples have come, or all, where there are fewer."""
+        return -(-min(count, self._n) * self._n_steps // max(self._n, 1))  # step i ends at sample n (i + 1) / n_steps
 
     def __iter__(self) -> Iterator[Any]:
         return _batches(self._loader)

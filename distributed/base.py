@@ -121,8 +121,12 @@ class Backend(ABC):
             self.watchdog = Watchdog(self)
             self._stop = StopRequest(self.comm)
             self._stop.install()
+        except UserMistake:  # of all processes alike
+            raise
         except Exception as error:
             text = f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {_first_line(error)}"
+            if isinstance(error, ImportError) and self.install_hint:
+                text += f"; install it again with `{self.install_hint}`"
             if not self.is_root:  # the root may be fine, and waiting: this process has to speak
                 print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr, flush=True)
             raise UserMistake(text) from error

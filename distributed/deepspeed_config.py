@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .errors import UserMistake
 
 AUTO = "auto"
+
+# The keys that "DeepSpeed Configuration JSON" documents (deepspeed.ai, 2026).
+SECTIONS = frozenset({
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "data_types", "dump_state", "elasticity", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "hybrid_engine",
+    "memory_breakdown", "optimizer", "prescale_gradients", "progressive_layer_drop", "scheduler",
+    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "torch_autocast",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+})  # fmt: skip
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -27,7 +42,31 @@ def read_config(path: str) -> dict[str, Any]:
         raise UserMistake(f"--deepspeed_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserMistake(f"--deepspeed_config {path} holds a {type(config).__name__}, not an object {{...}}")
+    for key in config.keys() - SECTIONS:
+        # DeepSpeed passes over what it does not know. It may know more than we do: only what is nearly right is wrong.
+        if similar := difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.8):
+            raise UserMistake(f"{key} in {path} is no key of DeepSpeed's; did you mean {similar[0]}?")
     return config
+
+
+@contextlib.contextmanager
+def refusals(path: str | None) -> Iterator[None]:
+    """What DeepSpeed says inside of the JSON in ``path``, in one line; without one, its errors are not the user's.
+
+    Raises:
+        UserMistake: alike on every process.
+    """
+    try:
+        yield
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        if path is None:
+            raise
+        found = getattr(error, "errors", None)  # of pydantic
+        if callable(found):
+            said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found())
+        else:
+            said = " ".join(str(error).split()) or type(error).__name__
+        raise UserMistake(f"DeepSpeed refuses --deepspeed_config {path}: {said[:300]}") from error
 
 
 def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:

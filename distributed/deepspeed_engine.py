@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Backend
-from .deepspeed_config import resolve
+from .deepspeed_config import refusals, resolve
 from .engine_base import Engine
 from .finite import SkipGuard
 from .micro import backward_weight, clip_divisor, gradient_norm, no_gradients, split_batch
@@ -38,6 +38,7 @@ class ZeroEngine(Engine):
         *,
         name: str,
         max_grad_norm: float | None,
+        config_path: str | None = None,
     ) -> None:
         options = backend.options
         check_replicas(model, "before training", backend.gather_objects)
@@ -67,7 +68,7 @@ class ZeroEngine(Engine):
         if options.compile:
             model.compile()
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
-        with _weights_left_alone():
+        with _weights_left_alone(), refusals(config_path):
             self._ds, self._optimizer, _, self._scheduler = deepspeed.initialize(
                 model=model,
                 model_parameters=trainable,

@@ -7,8 +7,12 @@ import os
 import torch
 
 
-def local_device(local_rank: int) -> torch.device:
+def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     """The process's own GPU, or the CPU on a machine without one.
+
+    Args:
+        local_rank: Of the processes on this machine.
+        launcher: Who started them. ``srun --gpus-per-task 1`` shows each its own GPU alone.
 
     Raises:
         ValueError: more processes than GPUs on this machine.
@@ -16,6 +20,8 @@ def local_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if launcher == "srun" and count == 1:
+        local_rank = 0
     if local_rank >= count:
         raise ValueError(
             f"process {local_rank + 1} on a machine with {count} visible GPU{'s' * (count > 1)}; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -26,6 +27,8 @@ HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
 SILENT_SECONDS = 60.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
 EXIT_CODE = 1
+_SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")  # of Gloo's own C++
+_LONGEST_TEXT = 200
 
 
 @dataclass
@@ -210,4 +213,7 @@ def _reachable_name(backend: Backend) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    """Without the places in Gloo's sources, cut between two words."""
+    text = _SOURCE_PLACE.sub("", str(error)).strip() or type(error).__name__
+    line = text.splitlines()[0].rstrip()
+    return line if len(line) <= _LONGEST_TEXT else line[:_LONGEST_TEXT].rsplit(" ", 1)[0] + " ..."

@@ -46,9 +46,8 @@ find_python() {
     local wanted=${1:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
     wanted=${wanted:-python3}
     # Only made absolute: following the link of a virtual environment's python would lead out of it.
-    wanted=$(command -v "$wanted") || fail "no such Python: ${1:-$wanted}. Give one: scripts/install_horovod.sh .venv/bin/python"
-    [[ $wanted == /* ]] || wanted=$PWD/$wanted
-    python=$wanted
+    python=$(command -v "$wanted") || fail "no such Python: $wanted. Give one: scripts/install_horovod.sh .venv/bin/python"
+    [[ $python == /* ]] || python=$PWD/$python
 }
 
 check_environment() {
@@ -263,6 +262,7 @@ SOURCE
 main() {
     [[ $# -le 1 ]] || fail "one argument at most, the Python to install for; got: $*"
     [[ $variant_wanted =~ ^(auto|cpu|nccl)$ ]] || fail "HOROVOD_VARIANT=$variant_wanted: give auto, cpu or nccl"
+    [[ -z ${HOROVOD_SDIST:-} || -f $HOROVOD_SDIST ]] || fail "HOROVOD_SDIST=$HOROVOD_SDIST: no such file"
     find_python "$@"
     check_environment
     # PyTorch's own header says which standard it insists on: C++17 up to 2.13, C++20 since.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import data
+import distributed
 import train_vae
 from models import DiscreteVAE
 from training.noise import Noise
@@ -225,6 +227,16 @@ def test_the_picture_shows_originals_soft_and_hard_reconstructions_at_true_brigh
             shown = picture[top : top + side, left : left + side].astype(int)
             expected = (image.clamp(0, 1) * 255).round().permute(1, 2, 0).numpy().astype(int)
             assert np.abs(shown - expected).max() <= (row > 0)  # one grey level where a rounding may go either way
+
+
+def test_the_picture_shows_as_many_images_as_were_asked_for_and_not_a_batch(tmp_path: Path) -> None:
+    run = train(tmp_path, "--valid_fraction", "0.25", "--num_images_save", "11", "--max_steps", "1")
+    picture = np.asarray(Image.open(run / "samples" / "step_00000001.png"))
+    side, gap = 16, 2
+    for column, image in enumerate(images_of(finished_args(run), "valid")[:11]):
+        left = picture.shape[1] - (11 - column) * (side + gap)
+        shown = picture[gap : gap + side, left : left + side]
+        assert np.array_equal(shown, (image * 255).round().permute(1, 2, 0).numpy().astype(np.uint8)), column
 
 
 WEIGHTS = {
@@ -435,6 +447,47 @@ def test_another_model_on_resume_is_an_error_that_names_the_argument(
     assert files(tmp_path) == before
 
 
+# Flags that do not go together.
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (["--image_size", "100"], "--image_size 100 is not a power of two; use 64 or 128"),
+        (["--image_size", "8", "--num_layers", "4"], "--image_size 8 is less than 2^num_layers for --num_layers 4"),
+        (["--num_layers", "1000000000000"], "--image_size 16 is less than 2^num_layers for --num_layers 1000000000000"),
+        (["--reinmax"], "--reinmax refines the gradient of --straight_through; give both"),
+        (["--num_resnet_blocks", "-1"], "--num_resnet_blocks: "),
+        (["--starting_temp", "0.3"], "--starting_temp 0.3 is below --temp_min 0.5, "),
+        (["--temp_min", "2"], "--starting_temp 1.0 is below --temp_min 2.0, "),
+        (["--starting_temp", "0.3", "--temp_min", "0.31"], "raise the one or lower the other"),
+    ],
+    ids=str,
+)
+def test_flags_that_contradict_each_other_are_refused_by_name_before_anything_starts(
+    said: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "from_args", lambda *_: pytest.fail("a backend was started"))
+    assert text in refused(capsys, tmp_path / "run", *said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_temperatures_in_a_config_file_are_compared_with_those_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("temp_min: 0.8")
+    line = refused(capsys, tmp_path / "run", "--config", str(tmp_path / "config.yaml"), "--starting_temp", "0.7")
+    assert "--starting_temp 0.7 is below --temp_min 0.8, " in line
+
+
+@pytest.mark.parametrize("said", [[], ["--starting_temp", "0.5"], ["--starting_temp", "0.3", "--temp_min", "0.3"],
+                                  ["--image_size", "8", "--num_layers", "3"], ["--straight_through", "--reinmax"]],
+                         ids=str)  # fmt: skip
+def test_flags_that_go_together_are_let_pass(said: list[str]) -> None:
+    parser = train_vae.build_parser()
+    train_vae.refuse_contradictions(parser, parser.parse(said))
+
+
 # --init_from
 
 
@@ -449,18 +502,38 @@ def test_init_from_takes_the_weights_of_either_format(source: str, finished: Pat
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        (["--num_tokens", "32"], "num_tokens 16"),
-        (["--hidden_dim", "4", "--num_layers", "1"], "num_layers 2, hidden_dim 8"),
-        (["--transparent"], "channels 3"),
+        (["--num_tokens", "32"], "--num_tokens 16"),
+        (["--hidden_dim", "4", "--num_layers", "1"], "--num_layers 2, --hidden_dim 8"),
+        (["--emb_dim", "8", "--num_resnet_blocks", "0"], "--emb_dim 6, --num_resnet_blocks 1"),
+        (["--transparent"], "no --transparent"),
     ],
     ids=str,
 )
-def test_init_from_another_model_names_what_differs(
+def test_init_from_another_model_names_the_flags_that_differ(
     source: str, said: list[str], named: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refused(capsys, tmp_path, "--init_from", str(finished / source), *said)
-    assert str(finished / source) in line
-    assert all(part in line for part in named.split(", "))
+    before, _, differing = line.partition("; they need ")
+    assert str(finished / source) in before
+    # The normalization has a value per channel, and no flag.
+    assert differing.partition(", normalization")[0] == named
+
+
+def test_init_from_does_not_translate_a_path(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "codebook_dim 6"
+    shutil.copytree(finished / "model", folder)
+    line = refused(capsys, tmp_path / "run", "--init_from", str(folder), "--emb_dim", "8")
+    assert str(folder) in line and line.endswith("; they need --emb_dim 6")
+
+
+def test_init_from_a_model_with_alpha_says_that_it_is_transparent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_vae.build_model(parsed(tmp_path, "--transparent")).save_pretrained(tmp_path / "rgba")
+    line = refused(capsys, tmp_path / "run", "--init_from", str(tmp_path / "rgba"))
+    assert "; they need --transparent, " in line
 
 
 def test_init_from_a_file_that_is_not_there_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

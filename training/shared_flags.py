@@ -22,7 +22,8 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
         help="folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
     add("--image_size", type=positive_int, default=image_size, metavar="PIXELS", help=image_size_help)
     add("--random_flip", action="store_true", help="mirror half of the training images")
-    add("--num_images_save", type=positive_int, default=4, metavar="N", help="images in a sample grid")
+    add("--num_images_save", type=positive_int, default=4, metavar="N",
+        help="images in a sample grid; without a validation split at most a batch")
     # fmt: on
 
 

@@ -25,7 +25,7 @@ class DDPBackend(Backend):
         from ..devices import local_device
         from ..torch_comm import TorchCommunicator, init_process_group
 
-        self.device = local_device(self.local_rank)
+        self.device = local_device(self.local_rank, self.launch.launcher)
         init_process_group(self.launch, self.device, self.options.timeout_minutes)
         self.comm = TorchCommunicator()
 

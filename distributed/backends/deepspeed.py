@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import Backend, Engine, Options
 from ..deepspeed_config import check_for_parts, merge, read_config
+from ..errors import UserMistake
 from ..launchers import Launch
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class DeepSpeedBackend(Backend):
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch, options, args)
-        self.config: dict[str, Any] = read_config(args.deepspeed_config) if args.deepspeed_config else {}
+        self._config_path: str | None = args.deepspeed_config
+        self.config: dict[str, Any] = read_config(self._config_path) if self._config_path else {}
         self.zero_stage: int = args.zero_stage
         self._asked_stage = self.zero_stage
         if options.plan.batch_parts:
@@ -82,7 +84,12 @@ class DeepSpeedBackend(Backend):
         logger.setLevel("WARNING")
         # An extension for inference on CPUs, which would take minutes to compile at the first start on a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.device = local_device(self.local_rank)
+        self.device = local_device(self.local_rank, self.launch.launcher)
+        if self.device.type == "cpu" and self.options.precision == "fp16":
+            raise UserMistake(
+                "fp16 is DeepSpeed's own mode, which needs a GPU; on the CPU use --precision bf16 or fp32, or another "
+                "backend such as torchrun"
+            )
         init_process_group(self.launch, self.device, self.options.timeout_minutes)
         deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
         self.comm = TorchCommunicator()
@@ -112,7 +119,14 @@ class DeepSpeedBackend(Backend):
         from ..deepspeed_engine import ZeroEngine
 
         engine = ZeroEngine(
-            self, self.config, self.zero_stage, model, optimizer, name=name, max_grad_norm=max_grad_norm
+            self,
+            self.config,
+            self.zero_stage,
+            model,
+            optimizer,
+            name=name,
+            max_grad_norm=max_grad_norm,
+            config_path=self._config_path,
         )
         self.resolved[name] = engine.resolved_config
         return engine

@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..base import Backend, Engine
+from ..errors import UserMistake
 from ..launchers import Launch
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ class HorovodBackend(Backend):
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher == "horovodrun"
 
+    @classmethod
+    def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
+        if launch.launcher in ("torchrun", "deepspeed") and launch.world_size > 1:
+            raise UserMistake(
+                f"--distributed_backend horovod, but {launch.launcher} started {launch.world_size} processes, which "
+                "Horovod does not see; start the script with horovodrun, or leave the choice to auto"
+            )
+
     def connect(self) -> None:
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; without fusion there is nothing to wait for
@@ -47,7 +56,7 @@ class HorovodBackend(Backend):
                 "start the script with horovodrun"
             )
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
-        self.device = local_device(self.local_rank)
+        self.device = local_device(self.local_rank, self.launch.launcher)
         if self.device.type == "cuda" and not hvd.nccl_built():
             raise RuntimeError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
         self.comm = HorovodCommunicator(hvd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -105,6 +106,32 @@ def test_single_among_several_processes_is_refused(
     start(monkeypatch, launcher)
     with pytest.raises(UserMistake, match=f"{launcher} started 2 processes"):
         distributed.from_args(parsed("--distributed_backend", "single"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_horovod_under_a_launcher_that_it_does_not_see_is_refused(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+) -> None:
+    start(monkeypatch, launcher)
+    monkeypatch.setattr(backends.all_backends()["horovod"], "is_available", lambda: True)
+    with pytest.raises(UserMistake, match=f"{launcher} started 2 processes, .* start the script with horovodrun"):
+        distributed.from_args(parsed("--distributed_backend", "horovod"))
+
+
+@pytest.mark.parametrize("name", ["horovod", "deepspeed"])
+def test_an_installation_that_is_broken_says_how_to_repair_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+) -> None:
+    chosen = backends.all_backends()[name]
+
+    def broken(_: distributed.Backend) -> None:
+        raise ImportError("libtorch.so: undefined symbol _ZN2at")
+
+    monkeypatch.setattr(chosen, "is_available", lambda: True)
+    monkeypatch.setattr(chosen, "connect", broken)
+    hint = re.escape(chosen.install_hint)
+    with pytest.raises(UserMistake, match=f"undefined symbol _ZN2at; install it again with `{hint}`"):
+        distributed.from_args(parsed("--distributed_backend", name)).__enter__()
 
 
 def test_single_under_torchrun_with_one_process_is_fine(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:

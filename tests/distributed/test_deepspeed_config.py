@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distributed import UserMistake
-from distributed.deepspeed_config import check_for_parts, merge, read_config, resolve
+from distributed.deepspeed_config import check_for_parts, merge, read_config, refusals, resolve
 
 Parsed = Callable[..., argparse.Namespace]
 Json = dict[str, Any]
@@ -352,3 +352,36 @@ def test_what_would_compute_otherwise_is_no_company_for_batch_parts(config: Json
 def test_batch_parts_goes_with_any_stage_and_with_bf16_around_fp32_weights(config: Json) -> None:
     check_for_parts(config, "fp32", "ds.json")
     check_for_parts(config, "bf16", "ds.json")
+
+
+# What DeepSpeed itself would pass over, or meet with a page of text.
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"), [("zero_optimizatoin", "zero_optimization"), ("bfloat16", ""), ("fp 16", "fp16")]
+)
+def test_a_key_that_is_nearly_right_is_refused_and_another_is_left_to_deepspeed(
+    key: str, meant: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({key: {}, "of_the_future": 1}))
+    if meant:
+        with pytest.raises(UserMistake, match=f"^{key} in {path} is no key .* did you mean {meant}\\?$"):
+            read_config(str(path))
+    else:
+        assert read_config(str(path)) == {key: {}, "of_the_future": 1}
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/deepspeed").glob("*.json")), ids=lambda path: path.name)
+def test_every_key_of_the_published_files_is_known(path: Path) -> None:
+    read_config(str(path))
+
+
+def test_what_deepspeed_refuses_in_a_json_is_one_line_and_without_one_an_error_of_ours() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    said = r"^DeepSpeed refuses --deepspeed_config ds\.json: stagee: Extra inputs"
+    with pytest.raises(UserMistake, match=said), refusals("ds.json"):
+        DeepSpeedZeroConfig(stagee=1)
+    with pytest.raises(AssertionError, match="Foo"), refusals(None):
+        raise AssertionError("Foo is not an optimizer")

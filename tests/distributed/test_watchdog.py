@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -152,3 +153,42 @@ def test_one_process_has_no_thread_and_explains_only_what_stops_training(single:
     assert dog.explain(stopped) is stopped
     assert dog.explain(None) is None and dog.explain(RuntimeError("anything")) is None
     dog.stop()
+
+
+GLOO = (  # PyTorch 2.15's, word for word
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:30598: Connection "
+    "reset by peer. This is typically caused by a remote worker hanging or bugs in the application. Check the logs of "
+    "the remote worker before reporting an error."
+)
+
+
+def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog = job(2).watchdog
+    dog._thread = threading.Thread()
+    monkeypatch.setattr(dog, "_find_lost", lambda: "lost contact with rank 1 at update 5 (forward)")
+    told = dog.explain(RuntimeError(GLOO))
+    assert str(told).startswith(
+        "rank 0: lost contact with rank 1 at update 5 (forward) (Read error [127.0.0.1]:30598: Connection reset by"
+    )
+    assert ".cc" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("all [../gloo/pair.cc:598] lost\nmore", "all lost"),
+        ("lost [../gloo/pair.cc:598]\nmore", "lost"),
+        ("[/gloo/a.h:1]\n", "RuntimeError"),
+        ("", "RuntimeError"),
+        ("no place [1] nor [a b.cc:3]", "no place [1] nor [a b.cc:3]"),
+        ("word " * 40, "word " * 39 + "word"),
+        ("word " * 41, "word " * 39 + "word ..."),
+        ("letters " * 26, "letters " * 24 + "letters ..."),
+        ("a " + "letters " * 26, "a " + "letters " * 23 + "letters ..."),
+        ("x" * 300, "x" * 200 + " ..."),
+    ],
+)
+def test_an_error_is_told_in_one_line_that_ends_with_a_word(text: str, line: str) -> None:
+    assert watchdog._first_line(RuntimeError(text)) == line

@@ -56,6 +56,11 @@ MISTAKES: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         ["--deepspeed_config", write(tmp / "d.json", json.dumps({"train_batch_size": 16})), "--batch_size", "8"],
         "contradicts train_batch_size: 16",
     ),
+    "misspelt setting in the JSON": lambda tmp: (
+        ["--deepspeed_config", write(tmp / "d.json", json.dumps({"zero_optimization": {"stagee": 1}}))],
+        "d.json: stagee",
+    ),
+    "fp16 of DeepSpeed on a CPU": lambda tmp: (["--deepspeed", "--precision", "fp16"], "needs a GPU"),
     "output_dir cannot be written": lambda tmp: (["--output_dir", unwritable(tmp)], "a_file"),
     "unknown flag": lambda tmp: (["--lerning_rate", "1"], "--learning_rate"),
 }
