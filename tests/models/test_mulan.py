@@ -133,13 +133,13 @@ def test_a_clip_of_any_length_is_encoded(samples: int) -> None:
 # Depths
 
 
-def test_a_compiled_model_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_is_traced_once() -> None:
     torch._dynamo.reset()
     model = small()
     model.compile(backend="eager")
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    for _ in range(2):
-        assert_close(model(*batch(model)), small()(*batch(model)))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            assert_close(model(*batch(model)), small()(*batch(model)))
 
 
 def test_depth_one_works() -> None:
