@@ -142,20 +142,22 @@ class SoundFeed:
         return (self._on_device(batch) for batch in self._feed.validation())
 
     def preview(self, count: int) -> dict[str, Any]:
-        """The first sounds of the validation split, or of this start's first batch where there is none: at most `count`
-        and at most a batch, the same on every process and at every start.
+        """At most `count` sounds, the same on every process: the first of the validation split, the same at every
+        start, or of this start's first batch where there is none. Called right after `start`, once.
 
         Returns:
             waveforms, tokens, lengths, captions, all_captions and labels, as in `SoundBatch`.
         """
-        batch = self._preview
-        # Those alone that are shown go around: of a large batch, the rest is many times as much.
-        first = sum(position < count for position in batch["positions"])
-        shown: dict[str, Any] = {key: self._processes.gather(batch[key][:first]) for key in ("waveforms", "tokens")}
-        for key in ("lengths", "captions", "all_captions", "labels"):
-            parts = self._processes.gather_objects(batch[key][:first])
-            shown[key] = [value for part in parts for value in part]
-        return shown
+        tensors: dict[str, list[Tensor]] = {"waveforms": [], "tokens": []}
+        lists: dict[str, list[Any]] = {"lengths": [], "captions": [], "all_captions": [], "labels": []}
+        for batch in [self._preview, *map(self._on_device, self._feed.further_previews(count))]:
+            # Those alone that are shown go around: of a large batch, the rest is many times as much.
+            first = sum(position < count for position in batch["positions"])
+            for key, parts in tensors.items():
+                parts.append(self._processes.gather(batch[key][:first]))
+            for key, values in lists.items():
+                values += [value for part in self._processes.gather_objects(batch[key][:first]) for value in part]
+        return {key: torch.cat(parts) for key, parts in tensors.items()} | lists
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
         """Say what any process could not read since the last call, each file once. Collective.

@@ -196,6 +196,17 @@ def test_preview_is_the_beginning_of_validation_or_of_the_first_batch(intact, va
             assert shown[key] == expected[key][:count]
 
 
+def test_preview_goes_on_beyond_a_batch_to_the_end_of_validation(intact):
+    opened = feed(intact, valid_fraction=0.5)
+    opened.start(0)
+    shown, batches = opened.preview(100), list(opened.validation())
+    assert len(batches) > 1 and len(shown["waveforms"]) == len(opened.valid_set)
+    for key in ("waveforms", "tokens"):
+        assert torch.equal(shown[key], torch.cat([batch[key] for batch in batches]))
+    for key in ("captions", "lengths", "all_captions", "labels"):
+        assert shown[key] == [value for batch in batches for value in batch[key]]
+
+
 def test_preview_of_several_processes_is_that_of_one(intact):
     class Second(Alone):
         """The second of two processes, which knows what the first one has."""

@@ -99,23 +99,20 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(parsed: Parsed, capsy
     assert all(name in error for name in ("auto", "single", "ddp", "deepspeed", "horovod"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "horovodrun", "srun", "mpirun"])
-def test_single_among_several_processes_is_refused(
-    launcher: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+@pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [
+        *(("single", launcher) for launcher in ("torchrun", "deepspeed", "horovodrun", "srun", "mpirun")),
+        *(("horovod", launcher) for launcher in ("torchrun", "deepspeed")),
+    ],
+)
+def test_a_backend_that_does_not_see_the_other_processes_is_refused(
+    backend: str, launcher: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
 ) -> None:
     start(monkeypatch, launcher)
-    with pytest.raises(UserMistake, match=f"{launcher} started 2 processes"):
-        distributed.from_args(parsed("--distributed_backend", "single"))
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_horovod_under_a_launcher_that_it_does_not_see_is_refused(
-    launcher: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
-) -> None:
-    start(monkeypatch, launcher)
-    monkeypatch.setattr(backends.all_backends()["horovod"], "is_available", lambda: True)
-    with pytest.raises(UserMistake, match=f"{launcher} started 2 processes, .* start the script with horovodrun"):
-        distributed.from_args(parsed("--distributed_backend", "horovod"))
+    monkeypatch.setattr(backends.all_backends()[backend], "is_available", lambda: True)
+    with pytest.raises(UserMistake, match=f"{launcher} started 2 processes.* start the script with"):
+        distributed.from_args(parsed("--distributed_backend", backend))
 
 
 @pytest.mark.parametrize("name", ["horovod", "deepspeed"])

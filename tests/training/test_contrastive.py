@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,31 +202,12 @@ def test_a_collapsed_decoupled_loss_of_512_is_the_6_236_at_which_runs_get_stuck(
 
 def test_who_shares_the_batch_is_asked_when_it_is_shared_and_not_when_the_loss_is_made() -> None:
     """Not in the constructor: processes may connect after it (musiclm-pytorch samples their state there)."""
-    processes = _Late()
+    processes: Any = SimpleNamespace(gather=lambda tensor: tensor, sum=lambda value: value)
     contrastive = Contrastive("decoupled", processes)
     processes.rank, processes.world_size = 0, 1
     audio = torch.nn.functional.normalize(torch.randn(4, 1, 3), dim=-1)
     result = contrastive.value_and_gradients(audio, audio, torch.ones(1), torch.ones(1), torch.arange(4))
     assert result.loss.isfinite()
-
-
-class _Late:
-    """Processes that are not there yet: nothing is known of them until somebody says it."""
-
-    rank: int
-    world_size: int
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def sum(self, value: Any) -> Any:
-        return value
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        return tensor
 
 
 def test_sigmoid_loss_in_closed_form() -> None:
