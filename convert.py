@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.arguments import ArgumentParser
+from training.flags.parser import ArgumentParser
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
-    from models.pretrained import Headers
+    from models.files.pretrained import Headers
 
 CHECKSUMS_BROKEN = 1  # exit code
 # PyTorch's words for those of safetensors.
@@ -132,8 +132,8 @@ def build_parser() -> ArgumentParser:
 
 def find(path: Path) -> tuple[str, Path]:
     """What is at ``path`` ("file", "checkpoint" or "model"), and where: a run stands for its newest checkpoint."""
-    from models.pretrained import CONFIG_FILE
-    from training.checkpoint import Checkpoints
+    from models.files.pretrained import CONFIG_FILE
+    from training.checkpoints.store import Checkpoints
 
     for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
         if file.is_file():
@@ -149,8 +149,8 @@ def find(path: Path) -> tuple[str, Path]:
 
 def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parts and meta of a checkpoint; its tensors are read where they are looked at, and all of them to ``verify``."""
-    from models.pretrained import one_line
-    from training.checkpoint import read_checkpoint
+    from models.files.pretrained import one_line
+    from training.checkpoints.store import read_checkpoint
 
     try:
         if odd := [path.name for path in folder.iterdir() if not path.is_file()]:
@@ -188,7 +188,7 @@ def load_checkpoint(folder: Path, which: str) -> Any:
     """The model in a checkpoint: "ema", "online", or "best", which is the average where there is one."""
     from torch import Tensor
 
-    from models.pretrained import build_with_weights, check_arguments, one_line
+    from models.files.pretrained import build_with_weights, check_arguments, one_line
 
     script, args = arguments_of(Path(os.path.abspath(folder)).parent.parent)
     module = importlib.import_module(script.module)
@@ -210,7 +210,7 @@ def load_checkpoint(folder: Path, which: str) -> Any:
 def load_model(path: Path, which: str) -> Any:
     """The model at ``path``, whatever form it has there."""
     import models
-    from models.pretrained import read_config
+    from models.files.pretrained import read_config
 
     kind, where = find(path)
     if kind == "checkpoint":
@@ -230,7 +230,7 @@ def load_model(path: Path, which: str) -> Any:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    from models.pretrained import printable
+    from models.files.pretrained import printable
 
     kind, where = find(Path(args.path))
     if kind == "checkpoint":
@@ -282,7 +282,7 @@ def headers_of(weights: Mapping[Any, Any]) -> Headers:
 
 
 def describe_model_folder(folder: Path) -> dict[str, Any]:
-    from models.pretrained import CONFIG_FILE, read_config, read_headers
+    from models.files.pretrained import CONFIG_FILE, read_config, read_headers
 
     name, arguments = read_config(folder)
     files = read_headers(folder)
@@ -297,7 +297,7 @@ def describe_model_folder(folder: Path) -> dict[str, Any]:
 
 def describe_dalle_file(path: Path) -> dict[str, Any]:
     from models.discrete_vae import DALLE_HPARAMS
-    from models.pretrained import load_dalle_file
+    from models.files.pretrained import load_dalle_file
 
     hparams, weights = load_dalle_file(path, DALLE_HPARAMS)
     return {
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except (ValueError, OSError) as error:
-        from models.pretrained import printable
+        from models.files.pretrained import printable
 
         parser.error(printable(" ".join(str(error).split())))
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import distributed
-from training.arguments import ArgumentParser
-from training.converters import non_negative_int, positive_int
+from training.flags.converters import non_negative_int, positive_int
+from training.flags.parser import ArgumentParser
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from torch import Tensor
@@ -87,8 +87,8 @@ def build_parser() -> ArgumentParser:
 
 def load(kind: type[Model], folder: str, backend: distributed.Backend) -> tuple[Model, dict[str, Any]]:
     """A model on the device of the run, and what identifies it. Raises ValueError where there is no such model."""
-    from data.resumable import sha256_of
-    from models.pretrained import read_config, read_headers
+    from data.stores.resumable import sha256_of
+    from models.files.pretrained import read_config, read_headers
 
     model = kind.from_pretrained(folder).to(backend.device)
     name, arguments = read_config(Path(folder))
@@ -103,7 +103,7 @@ def embedders(
     no other changes its last bit -> (d,). Both come in fp32 on the CPU."""
     import torch
 
-    from data.search import tokens_of_query
+    from data.stores.search import tokens_of_query
 
     @torch.no_grad()
     def of_clips(waveforms: Tensor) -> Tensor:
@@ -134,11 +134,11 @@ def computation(args: argparse.Namespace, backend: distributed.Backend) -> dict[
 def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
     """A folder of sounds to an index; returns how many shards are left to do after a signal."""
     import data
-    from data.embeddings import EmbeddingWriter
-    from data.long_sounds import ClipSequence, embed_sounds, open_long_sounds
-    from data.resumable import Rounds, explained, open_output
-    from data.sequence import names_sha256, report_left_out
-    from data.sound_decoding import ClipDecoder
+    from data.images.sequence import names_sha256, report_left_out
+    from data.sounds.decoding import ClipDecoder
+    from data.sounds.long_sounds import ClipSequence, embed_sounds, open_long_sounds
+    from data.stores.embeddings import EmbeddingWriter
+    from data.stores.resumable import Rounds, explained, open_output
     from models import MuLaN
     from training.files import hold, write_atomically
 
@@ -184,8 +184,8 @@ def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: S
     """Codebooks learned from an index, by the root alone: the same for any number of processes."""
     import torch
 
-    from data.embeddings import read_embeddings
-    from data.resumable import explained, open_output
+    from data.stores.embeddings import read_embeddings
+    from data.stores.resumable import explained, open_output
     from models import ResidualQuantizer
     from training.files import hold, write_atomically
 
@@ -213,9 +213,9 @@ def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say
     """The codes of all that is in an index; returns how many shards are left to do after a signal."""
     import torch
 
-    from data.codes import code_dtype
-    from data.embeddings import CODES, ShardFolder, read_embeddings
-    from data.resumable import Rounds, explained, open_output
+    from data.stores.codes import code_dtype
+    from data.stores.embeddings import CODES, ShardFolder, read_embeddings
+    from data.stores.resumable import Rounds, explained, open_output
     from models import ResidualQuantizer
     from training.files import hold, write_atomically
 
@@ -246,10 +246,10 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     """The best matches of each query, by the root alone."""
     import torch
 
-    from data.embeddings import read_embeddings
-    from data.long_sounds import file_embedder, is_sound
-    from data.search import Answer, read_queries
-    from data.sound_decoding import ClipDecoder
+    from data.sounds.decoding import ClipDecoder
+    from data.sounds.long_sounds import file_embedder, is_sound
+    from data.stores.embeddings import read_embeddings
+    from data.stores.search import Answer, read_queries
     from models import MuLaN, ResidualQuantizer
 
     with backend.agreement():
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with distributed.from_args(argparse.Namespace(**layer)) as backend:
             import torch
 
-            from training.run import ASKED_TO_STOP
+            from training.run.run import ASKED_TO_STOP
 
             torch.set_num_threads(args.cpu_threads)
             report = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)

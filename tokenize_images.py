@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from training.arguments import ArgumentParser
-from training.converters import non_negative_int, positive_int
+from training.flags.converters import non_negative_int, positive_int
+from training.flags.parser import ArgumentParser
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from torch import Tensor
@@ -83,9 +83,9 @@ def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
     """Raises ValueError, in one line, where there is no such model."""
     import torch
 
-    from data.resumable import sha256_of
+    from data.stores.resumable import sha256_of
     from models import VQGAN, DiscreteVAE
-    from models.pretrained import read_config, read_headers
+    from models.files.pretrained import read_config, read_headers
 
     kinds: dict[str, type[VQGAN] | type[DiscreteVAE]] = {"DiscreteVAE": DiscreteVAE, "VQGAN": VQGAN}
     name, arguments = read_config(folder)
@@ -143,11 +143,11 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     import torch
 
     import data
-    from data.codes import CodeWriter, code_dtype, read_codes
-    from data.resumable import Rounds, explained, open_output
-    from data.sequence import ImageSequence, map_images, names_sha256, relative_names, report_left_out
+    from data.images.sequence import ImageSequence, map_images, names_sha256, relative_names, report_left_out
+    from data.stores.codes import CodeWriter, code_dtype, read_codes
+    from data.stores.resumable import Rounds, explained, open_output
     from training.files import hold, write_atomically
-    from training.metrics import code_statistics
+    from training.measures.averages import code_statistics
 
     with backend.agreement():
         tokenizer = load_tokenizer(Path(args.model), backend)
@@ -198,9 +198,9 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
     """A folder of codes to a folder of PNG images; returns how many shards are left to do after a signal."""
-    from data.codes import read_codes
-    from data.pngs import PngFolder
-    from data.resumable import Rounds, explained, open_output
+    from data.stores.codes import read_codes
+    from data.stores.pngs import PngFolder
+    from data.stores.resumable import Rounds, explained, open_output
     from training.files import hold, write_atomically
 
     with backend.agreement():
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with distributed.from_args(argparse.Namespace(**layer)) as backend:
             import torch
 
-            from training.run import ASKED_TO_STOP
+            from training.run.run import ASKED_TO_STOP
 
             torch.set_num_threads(args.cpu_threads)
             say: Say = functools.partial(print, flush=True) if backend.is_root else (lambda text: None)

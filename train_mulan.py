@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.arguments import ArgumentParser
-from training.converters import (
+from training.flags.converters import (
     fraction,
     non_negative_float,
     non_negative_int,
@@ -30,15 +29,16 @@ from training.converters import (
     templates_with_a_gap,
     two_fractions,
 )
-from training.shared_flags import add_run_arguments, add_sound_arguments
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_run_arguments, add_sound_arguments
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from PIL import Image
 
     from data import SoundFeed, Tokenizer
     from models import MuLaN
-    from training.contrastive import Contrastive
-    from training.embedder import Embedder
+    from training.measures.embedder import Embedder
+    from training.objectives.contrastive import Contrastive
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
 # Names that musiclm-pytorch's trainer gives to flags that all scripts have.
@@ -133,8 +133,8 @@ def evaluate(
     backend: distributed.Backend,
 ) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
-    from training.metrics import Averages
-    from training.retrieval import RetrievalQuality, class_embeddings, prompts
+    from training.measures.averages import Averages
+    from training.measures.retrieval import RetrievalQuality, class_embeddings, prompts
 
     quality, losses = RetrievalQuality(backend.device), Averages("loss", device=backend.device)
     for batch in feed.validation():
@@ -155,7 +155,7 @@ def picture(embedder: Embedder, shown: Mapping[str, Any], count: int) -> Image.I
     """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
     import torch
 
-    from training.sound_pictures import best_matches, side_by_side, similarity_picture, spectrogram_grid
+    from training.pictures.sounds import best_matches, side_by_side, similarity_picture, spectrogram_grid
 
     sounds, texts = embedder.sounds(shown["waveforms"]), embedder.texts(shown["captions"])
     with torch.no_grad():
@@ -166,15 +166,15 @@ def picture(embedder: Embedder, shown: Mapping[str, Any], count: int) -> Image.I
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import data
-    from training.best import BestModel
-    from training.collapse import CollapseAlarm
-    from training.contrastive import Contrastive
     from training.ema import make_ema
-    from training.embedder import Embedder, text_inputs
-    from training.grad_cache import contrastive_update
+    from training.measures.collapse import CollapseAlarm
+    from training.measures.embedder import Embedder, text_inputs
     from training.noise import Noise
+    from training.objectives.contrastive import Contrastive
+    from training.objectives.grad_cache import contrastive_update
     from training.optimizers import make_optimizer
-    from training.run import Run
+    from training.run.best import BestModel
+    from training.run.run import Run
 
     # What may fail on one process is agreed on by all, so that none waits for one that has left.
     with backend.agreement():
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--data_max_length is {seconds:g} s, --clip_seconds {args.clip_seconds:g}; give one of them")
         args.clip_seconds = seconds
 
-    from training.run_folder import last_start
+    from training.run.folder import last_start
 
     fresh = args.fresh and not distributed.launched_again()
     try:

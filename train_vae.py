@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.arguments import ArgumentParser
-from training.converters import non_negative_float, non_negative_int, positive_float, positive_int
-from training.shared_flags import add_image_arguments, add_run_arguments
+from training.flags.converters import non_negative_float, non_negative_int, positive_float, positive_int
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_image_arguments, add_run_arguments
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from torch import Tensor
@@ -136,7 +136,7 @@ def evaluate(
     """Noise-free loss and quality of hard reconstructions over the validation split and all processes; code counts."""
     import torch
 
-    from training.quality import ReconstructionQuality
+    from training.measures.reconstruction import ReconstructionQuality
 
     quality = ReconstructionQuality(model.num_tokens, backend.device)
     with torch.no_grad():
@@ -160,9 +160,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     import data
     from training.ema import make_ema
-    from training.images import code_histogram, grid
     from training.noise import Noise
-    from training.run import Run
+    from training.pictures.images import code_histogram, grid
+    from training.run.run import Run
 
     # What may fail on one process is agreed on by all, so that none waits for one that has left.
     with backend.agreement():
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse(argv)
     refuse_contradictions(parser, args)
 
-    from training.run_folder import last_start
+    from training.run.folder import last_start
 
     fresh = args.fresh and not distributed.launched_again()
     try:

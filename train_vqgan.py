@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.arguments import ArgumentParser
-from training.converters import (
+from training.flags.converters import (
     fraction,
     non_negative_float,
     non_negative_int,
@@ -28,7 +27,8 @@ from training.converters import (
     positive_int,
     whole_numbers,
 )
-from training.shared_flags import add_adversary_arguments, add_image_arguments, add_run_arguments
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_adversary_arguments, add_image_arguments, add_run_arguments
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from torch import Tensor
@@ -165,7 +165,7 @@ def evaluate(
     """Quality over the validation split and all processes, and how often each code was chosen."""
     import torch
 
-    from training.quality import ReconstructionQuality
+    from training.measures.reconstruction import ReconstructionQuality
 
     quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **judges)
     was_training = model.training
@@ -183,14 +183,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from torch.nn import functional as F
 
     import data
+    from models.files.published import read_state_dict
     from models.perceptual import load_perceptual
-    from models.published import read_state_dict
     from training.ema import make_ema
-    from training.fid import inception_features
-    from training.game import Game, Rules
-    from training.images import code_histogram, grid
-    from training.metrics import CodeUsage, code_statistics
-    from training.run import Run
+    from training.measures.averages import CodeUsage, code_statistics
+    from training.measures.fid import inception_features
+    from training.objectives.adversaries import Game, Rules
+    from training.pictures.images import code_histogram, grid
+    from training.run.run import Run
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.refuse_idle(args, ["fsq_levels"], "quantizer", "fsq", args.quantizer == "fsq")
     parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
 
-    from training.run_folder import last_start
+    from training.run.folder import last_start
 
     fresh = args.fresh and not distributed.launched_again()
     try:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import distributed
 from models import VQGAN, Discriminator
 from models.quantizers import make_quantizer
-from training.adversarial import gradient_penalty
-from training.game import Game, Rules
+from training.objectives.adversarial import gradient_penalty
+from training.objectives.adversaries import Game, Rules
 
 from .jobs import ROOT
 from .report import Goal, Row

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import distributed
-from training.checkpoint import Checkpoints
+from training.checkpoints.store import Checkpoints
 
 from .report import Goal, Row
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .bad_samples import BadSample, BadSampleLog
 from .feed import ImageFeed, to_unit_range
-from .images import Images, open_images
+from .images.sets import Images, open_images
 from .order import Subset, split
-from .sound_feed import SoundBatch, SoundFeed
-from .sounds import Sounds, open_sounds
+from .sounds.captioned import SoundBatch, SoundFeed
+from .sounds.sets import Sounds, open_sounds
 from .stream import Batch, TrainingStream, ValidationStream
 from .tokenizers import Tokenizer, open_tokenizer
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .bad_samples import BadSample, BadSampleLog
-from .images import open_images
+from .images.sets import open_images
 from .order import split
 from .stream import Batch, Collate, Samples, TrainingStream, ValidationStream, collate_images
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from .packed import PackedStrings
-from .sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, texts_of_file
-from .sound_decoding import ENDINGS, ClipDecoder, Source
+from .sounds.decoding import ENDINGS, ClipDecoder, Source
+from .sounds.sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, texts_of_file
 
 _VERSION = 1
 _LONGEST_TEXT = 1 << 20  # bytes

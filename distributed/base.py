@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from .engine_base import Engine
+from .engines.base import Engine
 from .errors import TrainingStopped, UserMistake
 from .options import Options
 
@@ -296,7 +296,7 @@ class Backend(ABC):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of an engine's forward, for calls that go past it (``engine.module(...)`` while frozen)."""
-        from .precision import autocast
+        from .engines.precision import autocast
 
         return autocast(self.options.precision, self.device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .discrete_vae import DiscreteVAE, VAEOutput
 from .discriminator import Discriminator
 from .mulan import MuLaN, MulanOutput
-from .residual_quantizer import ResidualQuantizer
+from .quantizers.residual import ResidualQuantizer
 from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .pretrained import (
+from .files.pretrained import (
     build_with_weights,
     load_dalle_file,
     load_pretrained_folder,

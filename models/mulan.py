@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
+from .files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
-from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
 from .text_transformer import TextTransformer
 
 # The scale of the similarities is at most this (Radford et al. 2021, section 2.5).

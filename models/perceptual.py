@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .pretrained import build_with_weights
-from .published import read_state_dict
+from .files.pretrained import build_with_weights
+from .files.published import read_state_dict
 
 # Simonyan & Zisserman 2015, configuration D: channels of the five blocks, and convolutions in each.
 WIDTHS = (64, 128, 256, 512, 512)

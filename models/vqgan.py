@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
+from .files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
 from .quantizers import make_quantizer
 
 _SLOPE = 0.1  # of every LeakyReLU

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.run import Run
+from training.run.run import Run
 
 RUN = {
     "batch_size": 8, "epochs": 100, "num_workers": 0, "log_every_n_steps": 1, "validate_every_n_steps": 0,

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 import data
 import embed
 import training.files
-from data.long_sounds import clip_starts, read_clips
-from data.resumable import sha256_of
-from data.search import TopRows
-from data.sound_decoding import ClipDecoder
+from data.sounds.decoding import ClipDecoder
+from data.sounds.long_sounds import clip_starts, read_clips
+from data.stores.resumable import sha256_of
+from data.stores.search import TopRows
 from models import VQGAN, MuLaN, ResidualQuantizer
 
 RATE, CLIP = 4000, 2000  # half a second

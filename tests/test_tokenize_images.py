@@ -20,10 +20,10 @@ from torch import Tensor
 import data
 import tokenize_images
 import training.files
-from data.codes import code_dtype, read_codes
-from data.pngs import png_names
+from data.stores.codes import code_dtype, read_codes
+from data.stores.pngs import png_names
 from models import VQGAN, DiscreteVAE
-from training.metrics import code_statistics
+from training.measures.averages import code_statistics
 
 SIZE = 16
 NAMES = ["a.png", "b.jpg", "cats/1.webp", "cats/2.png", "cats/old/3.jpeg", "d.bmp", "e.png", "z/f.png", "z/g.png"]
@@ -333,7 +333,7 @@ def test_a_finished_folder_is_not_computed_again(
 ) -> None:
     expected = files(encode(model, photos, tmp_path / "codes"))
     before = stamps(tmp_path / "codes", "codes-*")
-    monkeypatch.setattr(data.folder.ImageFolder, "load", None)
+    monkeypatch.setattr(data.images.folder.ImageFolder, "load", None)
     encode(model, photos, tmp_path / "codes")
     assert stamps(tmp_path / "codes", "codes-*") == before and files(tmp_path / "codes") == expected
 
@@ -497,7 +497,7 @@ def with_line(folder: Path, **changes: Any) -> None:
     first, *rest = lines(folder)
     text = "".join(json.dumps(line) + "\n" for line in [{**first, **changes}, *rest])
     (folder / "index.jsonl").write_text(text)
-    with_index(folder, lines_sha256=data.codes.hashlib.sha256(text.encode()).hexdigest())
+    with_index(folder, lines_sha256=data.stores.codes.hashlib.sha256(text.encode()).hexdigest())
 
 
 def with_index(folder: Path, **changes: Any) -> None:
@@ -508,7 +508,7 @@ def with_shard(folder: Path, codes: np.ndarray) -> None:
     """Other content of the first shard, with the checksum to it."""
     path = folder / "codes-00000.safetensors"
     save_file({"codes": codes}, path)
-    sha256 = data.codes.sha256_of([path])
+    sha256 = data.stores.codes.sha256_of([path])
     with_index(folder, shards=[{**index(folder)["shards"][0], "sha256": sha256}, *index(folder)["shards"][1:]])
 
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 import data
 import train_mulan
 from models import MuLaN
-from training.embedder import Embedder
+from training.measures.embedder import Embedder
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {

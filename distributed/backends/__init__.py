@@ -18,6 +18,6 @@ def all_backends() -> dict[str, type[Backend]]:
         found += [
             value
             for value in vars(module).values()
-            if isinstance(value, type) and issubclass(value, Backend) and value.__module__ == module.__name__
+            if isinstance(value, type) and issubclass(value, Backend) and value.__module__.startswith(module.__name__)
         ]
     return {backend.name: backend for backend in sorted(found, key=lambda backend: backend.launch_order)}

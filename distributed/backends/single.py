@@ -40,6 +40,6 @@ class SingleBackend(Backend):
         name: str = "model",
         max_grad_norm: float | None = None,
     ) -> Engine:
-        from ..engine import ReplicatedEngine
+        from ..engines.replicated import ReplicatedEngine
 
         return ReplicatedEngine(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)

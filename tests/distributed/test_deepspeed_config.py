@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distributed import UserMistake
-from distributed.deepspeed_config import check_for_parts, merge, read_config, refusals, resolve
+from distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
 
 Parsed = Callable[..., argparse.Namespace]
 Json = dict[str, Any]

@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distributed
 from distributed import Backend, Engine
 from distributed.devices import use_one_thread
-from distributed.engine import ReplicatedEngine
-from training.contrastive import KINDS, Contrastive
-from training.grad_cache import contrastive_update
+from distributed.engines.replicated import ReplicatedEngine
+from training.objectives.contrastive import KINDS, Contrastive
+from training.objectives.grad_cache import contrastive_update
 
 BATCH, HEADS, DIM = 48, 2, 5  # divides by 1, 2, 3 and 4 processes with 1 or 4 accumulation steps
 RAGGED = [5, 0, 11, 2]  # pairs on each of four processes; fewer processes take as many of the others' too

@@ -24,7 +24,7 @@ import torch
 import data.feed
 import train_vae
 from distributed import Backend
-from training.run import Run
+from training.run.run import Run
 
 
 def watch(backend: Backend, ids: Path, interruption: str, save_every: int) -> None:

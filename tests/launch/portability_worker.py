@@ -27,7 +27,7 @@ import data
 import distributed
 import train_vae
 from distributed import Backend
-from training.checkpoint import Checkpoints
+from training.checkpoints.store import Checkpoints
 from training.ema import make_ema
 from training.noise import Noise
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import VQGAN
-from training.adversarial import last_layer_gradient
+from training.objectives.adversarial import last_layer_gradient
 
 QUANTIZERS = ("lfq", "vq", "fsq", "bsq", "ibq")
 

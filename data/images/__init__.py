@@ -1,0 +1,1 @@
+"""Images: sets of them, how they are decoded and augmented, and the demonstration demo:shapes."""

@@ -1,0 +1,228 @@
+"""From a sound file to a clip of fixed length, reading no more of the file than the clip needs.
+
+Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection: about 150 kB
+more. MP3 has no table of where what is: everything before the clip is read, though not decoded. (Measured for 10 s out
+of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) The length of an MP3 file of variable bit rate
+whose header does not state it is a guess, and what lies behind that is never heard. What is cut off of an Ogg file
+cannot be noticed; other files are bad where the clip is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from ..hashing import Draws
+from ..missing import required
+
+ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
+SAMPLE_RATES = (1_000, 1_000_000)  # a file that states another one is damaged
+
+_MARGIN = 256  # samples, of the lower of two rates, that the filter of soxr's "HQ" needs on both sides
+_LOUDEST = 10.0  # of a file of floats, which should stay in [-1, 1]
+# Frames. By so much a length may be wrong that no header states, but the size of the file; and so long the decoder is
+# wrong after a jump, because a packet (of 1152 frames) borrows bits from as many as 9 before it.
+_MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
+_CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
+_UNKNOWN_SIZE = 0x7FFF0000  # what writes into a pipe states a size like 2^31 - 1 or 2^32 - 1 bytes
+
+Array = npt.NDArray[np.float32]
+
+
+class Source(NamedTuple):
+    """A sound file, or the part of a file, in bytes, that is one."""
+
+    path: str
+    offset: int = 0
+    size: int | None = None
+
+
+class ClipDecoder:
+    """Cuts clips out of sound files.
+
+    Args:
+        sample_rate: Of the clips, in Hz.
+        clip_samples: Their length.
+        seed: Of where they are cut in training.
+    """
+
+    def __init__(self, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
+        self.sample_rate, self.clip_samples, self.seed = sample_rate, clip_samples, seed
+
+    def load(
+        self,
+        source: Source,
+        index: int,
+        epoch: int = 0,
+        augment: bool = False,
+        start_seconds: float = 0.0,
+        end_seconds: float = math.inf,
+    ) -> Tensor:
+        """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
+        end_seconds: anywhere, drawn from (seed, epoch, index), with `augment`, else in the middle. What is shorter than
+        a clip is repeated until it fills one. Floats beyond [-1, 1] are clipped.
+
+        Raises OSError where the file cannot be opened and ValueError, in one line, where it cannot be decoded there.
+        """
+        draws = Draws("crop", self.seed, epoch, index)
+        choose: Callable[[int], int] = draws.below if augment else _middle
+        with open(source.path, "rb", buffering=0) as file:
+            whole = os.fstat(file.fileno()).st_size
+            if (whole if source.size is None else source.size) == 0:
+                raise ValueError("the file is empty")
+            window = None if source.size is None else FileWindow(file, source.offset, source.size)
+            try:
+                with _quiet_worker():
+                    clip = self._decode(file.fileno() if window is None else window, choose, start_seconds, end_seconds)
+            except RuntimeError as error:  # libsndfile's
+                reason = " ".join(str(getattr(error, "error_string", error)).split())
+                clip, failure = None, ValueError(f"libsndfile cannot read it: {reason}")
+            if window is not None and window.error:
+                raise window.error
+            if clip is None:
+                raise failure
+        return torch.from_numpy(clip)
+
+    def _decode(self, file: Any, choose: Callable[[int], int], start_seconds: float, end_seconds: float) -> Array:
+        import soundfile
+
+        with soundfile.SoundFile(file, closefd=False) as sound:
+            _require_sound(sound)
+            rate = sound.samplerate
+            first = min(round(start_seconds * rate), sound.frames)
+            last = round(min(end_seconds * rate, sound.frames))
+            if first >= last:
+                raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {start_seconds:g} s")
+            needed = -(-self.clip_samples * rate // self.sample_rate)
+            grid = _grid(rate, self.sample_rate)
+            begin = first + grid * choose(max(0, last - first - needed) // grid + 1)
+            n = min(needed, last - first)
+            margin = 0 if rate == self.sample_rate else math.ceil(_MARGIN * max(1.0, rate / self.sample_rate))
+            run_up = max(margin, _MP3_RUN_UP if sound.format == "MP3" else 0)
+            before = min(-(-run_up // grid), begin // grid) * grid
+            after = min(margin, sound.frames - begin - n)
+            samples = _read_mono(sound, begin - before, before + n + after)
+        return self._fitted(samples, rate, before, n)
+
+    def _fitted(self, samples: Array, rate: int, before: int, n: int) -> Array:
+        """Samples with margins, of which n from `before` on are the clip -> (clip_samples,) in [-1, 1]."""
+        wanted = min(self.clip_samples, max(1, n * self.sample_rate // rate))
+        if rate != self.sample_rate:
+            import soxr
+
+            samples = soxr.resample(samples, rate, self.sample_rate, quality="HQ")
+        start = round(before * self.sample_rate / rate)
+        clip = samples[start : start + wanted]
+        if len(clip) < wanted:  # at the end of a file: rounding, or an MP3 file shorter than it seemed
+            clip = np.pad(clip, (0, wanted - len(clip)))
+        if wanted < self.clip_samples:
+            clip = np.resize(clip, self.clip_samples)  # repeats it
+        return np.ascontiguousarray(np.clip(clip, -1, 1), np.float32)
+
+
+def require_decoders() -> None:
+    """Raise ValueError, in one line, where a package that decoding needs is missing. Loader workers that are forked
+    later need not import them again."""
+    try:
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+    except ImportError as error:
+        raise required("reading sound files", error.name or "soundfile") from None
+
+
+class FileWindow(io.RawIOBase):
+    """Bytes offset .. offset + size - 1 of an open file, as a file that can only be read. `error` is what the file
+    system said, where it said something: C code that calls this cannot pass it on."""
+
+    def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
+        self._descriptor, self._offset, self._size, self._at = file.fileno(), offset, size, 0
+        self.error: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        n = min(len(buffer), self._size - self._at)
+        if n <= 0:
+            return 0
+        try:
+            content = os.pread(self._descriptor, n, self._offset + self._at)
+        except OSError as error:
+            self.error = error
+            return 0
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+@contextlib.contextmanager
+def _quiet_worker() -> Iterator[None]:
+    """In a loader worker, nothing is written to stderr meanwhile: the decoder of MP3 remarks on every jump."""
+    if get_worker_info() is None:  # other threads of the main process may have something to say
+        yield
+        return
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+def _middle(n: int) -> int:
+    return (n - 1) // 2
+
+
+def _grid(rate: int, target: int) -> int:
+    """Frames between the places where a clip may begin: those at which a sample of the resampled file lies, so that a
+    clip is a part of it, unless they are more than 1/20 s apart."""
+    step = rate // math.gcd(rate, target)
+    return step if step <= rate // 20 else 1
+
+
+def _require_sound(sound: Any) -> None:
+    if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
+        raise ValueError(f"it states a sample rate of {sound.samplerate} Hz")
+    if sound.frames <= 0:
+        raise ValueError("it holds no sound")
+    if (cut := _CUT_SHORT.search(sound.extra_info)) and int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE:
+        raise ValueError(f"it is cut off: {cut[2]} bytes of sound, where its header states {cut[1]}")
+
+
+def _read_mono(sound: Any, first: int, n: int) -> Array:
+    """Frames first .. first + n - 1, (n,), the mean of all channels; of an MP3 file perhaps a little less."""
+    sound.seek(first)
+    frames = sound.read(n, dtype="float32", always_2d=True)
+    if len(frames) < n - (_MP3_ESTIMATE if sound.format == "MP3" else 0) or not len(frames):
+        ended, stated = (first + len(frames)) / sound.samplerate, sound.frames / sound.samplerate
+        raise ValueError(f"it is cut off: it ends after {ended:g} s, where its header states {stated:g} s")
+    mono: Array = frames[:, 0] if frames.shape[1] == 1 else frames.mean(axis=1)
+    loudest = float(np.abs(mono).max())
+    if not math.isfinite(loudest):
+        raise ValueError("it holds samples that are no numbers (NaN or infinite)")
+    if loudest > _LOUDEST:
+        raise ValueError(f"its samples reach {loudest:g}, where those of a file of floats are in [-1, 1]")
+    return mono

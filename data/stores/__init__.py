@@ -1,0 +1,1 @@
+"""What is written from data: folders of codes, embeddings and images that a killed command goes on filling."""

@@ -1,0 +1,107 @@
+"""The rows of a matrix that are nearest to queries, and how to show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ..tokenizers import open_tokenizer
+
+
+class TopRows:
+    """For each of the queries (m, d) the `count` rows of the largest inner product among all rows that were added; of
+    equal ones the first. Exact: every row is looked at.
+
+    Products are summed in fp64 and rounded to fp32, which is their exact value but for that rounding. So neither the
+    rows added with a row nor the other queries matter, and equal rows have equal products.
+    """
+
+    rows: npt.NDArray[np.int64]
+    """(m, k), the best first; k = count, or how many there were."""
+    cosines: npt.NDArray[np.float32]
+    """(m, k), of unit vectors."""
+
+    def __init__(self, queries: npt.NDArray[np.float32], count: int) -> None:
+        self._queries, self._count, self._seen = queries.astype(np.float64), count, 0
+        self.rows = np.zeros((len(queries), 0), np.int64)
+        self.cosines = np.zeros((len(queries), 0), np.float32)
+
+    def add(self, vectors: npt.NDArray[np.float32]) -> None:
+        """The next rows (n, d)."""
+        found = (self._queries @ vectors.astype(np.float64).T).astype(np.float32)
+        numbers = np.broadcast_to(np.arange(self._seen, self._seen + len(vectors)), found.shape)
+        cosines, rows = np.hstack([self.cosines, found]), np.hstack([self.rows, numbers])
+        # Equals stand in the order of their rows, and a stable sort leaves them so.
+        best = np.argsort(-cosines, axis=1, kind="stable")[:, : self._count]
+        self.cosines, self.rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
+        self._seen += len(vectors)
+
+
+class Match(NamedTuple):
+    """A file that was found: its rank from 1 on, its cosine to the query, its path."""
+
+    rank: int
+    cosine: float
+    path: str
+
+
+class Answer(NamedTuple):
+    """What was found for a query; its codes, where there is a quantizer."""
+
+    query: str
+    matches: Sequence[Match]
+    codes: Sequence[int] = ()
+
+    def as_table(self) -> str:
+        """For people: the query, its codes, and a line per match. Bytes of a path that are no text are escaped."""
+        codes = [f"codes {' '.join(map(str, self.codes))}"] if self.codes else []
+        lines = [f"{match.rank:4d}  {match.cosine:6.3f}  {match.path}" for match in self.matches]
+        text = "\n".join([self.query, *codes, "rank  cosine  path", *lines, ""])
+        return text.encode(errors="backslashreplace").decode()
+
+    def as_json(self) -> str:
+        """For programs, in one line."""
+        fields: dict[str, Any] = {"query": self.query, "matches": [match._asdict() for match in self.matches]}
+        return json.dumps({**fields, "codes": list(self.codes)} if self.codes else fields)
+
+
+def read_queries(said: Sequence[str], path: str | None) -> list[str]:
+    """The queries that were said, then those of a file, one per line; empty ones are passed over.
+
+    Raises:
+        ValueError: one line, where the file cannot be read or no query is left.
+    """
+    queries = list(said)
+    if path is not None:
+        try:
+            queries += Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise ValueError(
+                f"cannot read the queries in {path}: {getattr(error, 'strerror', None) or error}"
+            ) from None
+    queries = [query.strip() for query in queries if query.strip()]
+    if not queries:
+        raise ValueError("there is no query: what was given is empty")
+    return queries
+
+
+def tokens_of_query(text: str, tokenizer: str, max_text_tokens: int, vocab_size: int) -> Tensor:
+    """The tokens (1, t) of a sentence, by a tokenizer that `open_tokenizer` knows.
+
+    Raises:
+        ValueError: one line, where there is no such tokenizer, or it is not that of a model with this vocabulary.
+    """
+    opened = open_tokenizer(tokenizer, max_text_tokens)
+    if opened.vocab_size != vocab_size:
+        raise ValueError(
+            f"the model was trained on {vocab_size} tokens, but the tokenizer {opened.name} has {opened.vocab_size}: "
+            "put the tokenizer.json that it was trained with into its folder"
+        )
+    tokens, (length,) = opened.encode([text])
+    return tokens[:, :length]

@@ -1,0 +1,7 @@
+"""DeepSpeed: the backend, its engine, the JSON that it reads, and its sharded state."""
+
+from __future__ import annotations
+
+from .backend import DeepSpeedBackend
+
+__all__ = ["DeepSpeedBackend"]

@@ -1,0 +1,153 @@
+"""DeepSpeed, ZeRO 0 to 3, over NCCL or (DS_ACCELERATOR=cpu) Gloo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...base import Backend, Engine, Options
+from ...errors import UserMistake
+from ...launchers import Launch
+from .config import check_for_parts, merge, read_config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class DeepSpeedBackend(Backend):
+    name = "deepspeed"
+    launch_order = 20
+    install_hint = "pip install -e .[deepspeed]"
+
+    def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
+        super().__init__(launch, options, args)
+        self._config_path: str | None = args.deepspeed_config
+        self.config: dict[str, Any] = read_config(self._config_path) if self._config_path else {}
+        self.zero_stage: int = args.zero_stage
+        self._asked_stage = self.zero_stage
+        if options.plan.batch_parts:
+            check_for_parts(self.config, options.precision, args.deepspeed_config)
+        has_low_precision_weights = bool(self.config.get("bf16", {}).get("enabled")) or options.precision == "fp16"
+        if self.zero_stage == 0 and has_low_precision_weights:
+            # Stage 0 hides the fp32 weights and their moments, and no checkpoint would hold them. Stage 1 has the same
+            # numbers.
+            self.zero_stage = 1
+        self.resolved: dict[str, dict[str, Any]] = {}  # by engine, DeepSpeed's own defaults included
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return importlib.util.find_spec("deepspeed") is not None
+
+    @classmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        return launch.launcher == "deepspeed" or cls.flag_said(args) is not None
+
+    @classmethod
+    def flag_said(cls, args: argparse.Namespace) -> str | None:
+        if args.deepspeed_config:
+            return "--deepspeed_config"
+        if args.deepspeed:
+            return "--deepspeed"
+        return "--zero_stage" if args.zero_stage else None  # a config.yaml read back says 0
+
+    @classmethod
+    def add_arguments(cls, parser: Any) -> None:
+        parser.add_argument("--deepspeed", action="store_true", help="use DeepSpeed, as its own launcher's scripts do")
+        parser.add_argument(
+            "--deepspeed_config",
+            metavar="FILE",
+            help="a DeepSpeed JSON; fills what the command line leaves at its default, and must not contradict it",
+        )
+        parser.add_argument("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage without a JSON")
+
+    @classmethod
+    def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
+        if args.deepspeed_config:
+            merge(args, read_config(args.deepspeed_config), launch.world_size)
+
+    def connect(self) -> None:
+        import torch
+
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+        import deepspeed
+        from deepspeed.utils import logger
+
+        from ...devices import local_device
+        from ...torch_comm import TorchCommunicator, init_process_group
+
+        logger.setLevel("WARNING")
+        # An extension for inference on CPUs, which would take minutes to compile at the first start on a machine.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.device = local_device(self.local_rank, self.launch.launcher)
+        if self.device.type == "cpu" and self.options.precision == "fp16":
+            raise UserMistake(
+                "fp16 is DeepSpeed's own mode, which needs a GPU; on the CPU use --precision bf16 or fp32, or another "
+                "backend such as torchrun"
+            )
+        init_process_group(self.launch, self.device, self.options.timeout_minutes)
+        deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
+        self.comm = TorchCommunicator()
+        self._command = _parent_of(os.getppid())
+
+    def stop_requested(self, here: bool = False) -> bool:
+        # The `deepspeed` command ends at a signal without handing it on to the processes that it started.
+        is_orphan = self.launch.launcher == "deepspeed" and _parent_of(os.getppid()) != self._command
+        return super().stop_requested(here or is_orphan)
+
+    def disconnect(self, gracefully: bool) -> None:
+        from ...torch_comm import leave_process_group
+
+        leave_process_group(gracefully)
+        # DeepSpeed's objects hold groups for as long as the process lives. Their threads still let go of the last
+        # tensors, and one that does so while the interpreter goes down aborts the process.
+        time.sleep(0.2)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "model",
+        max_grad_norm: float | None = None,
+    ) -> Engine:
+        from .engine import ZeroEngine
+
+        engine = ZeroEngine(
+            self,
+            self.config,
+            self.zero_stage,
+            model,
+            optimizer,
+            name=name,
+            max_grad_norm=max_grad_norm,
+            config_path=self._config_path,
+        )
+        self.resolved[name] = engine.resolved_config
+        return engine
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.resolved}
+
+    def summary(self) -> str:
+        said = [super().summary(), f"ZeRO stage {self.zero_stage}"]
+        if self.zero_stage != self._asked_stage:
+            said[-1] += " (instead of 0, which cannot save the fp32 weights behind weights of low precision)"
+        if "optimizer" in self.config:
+            said.append(f"optimizer {self.config['optimizer'].get('type')} of the JSON instead of the script's")
+        if "scheduler" in self.config:
+            said.append("learning rate by the scheduler of the JSON instead of the script's schedule")
+        return "; ".join(said)
+
+
+def _parent_of(process: int) -> int | None:
+    """Its parent's id; None where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,229 @@
+"""A DeepSpeed JSON meets the command line: it fills what was left at its default, and never contradicts silently."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import UserMistake
+
+AUTO = "auto"
+
+# The keys that "DeepSpeed Configuration JSON" documents (deepspeed.ai, 2026).
+SECTIONS = frozenset({
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "data_types", "dump_state", "elasticity", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "hybrid_engine",
+    "memory_breakdown", "optimizer", "prescale_gradients", "progressive_layer_drop", "scheduler",
+    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "torch_autocast",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+})  # fmt: skip
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        UserMistake: missing, unreadable, not JSON, not an object, or a key said twice.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+    except OSError as error:
+        raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserMistake(f"--deepspeed_config {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserMistake(f"--deepspeed_config {path} holds a {type(config).__name__}, not an object {{...}}")
+    for key in config.keys() - SECTIONS:
+        # DeepSpeed passes over what it does not know. It may know more than we do: only what is nearly right is wrong.
+        if similar := difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.8):
+            raise UserMistake(f"{key} in {path} is no key of DeepSpeed's; did you mean {similar[0]}?")
+    return config
+
+
+@contextlib.contextmanager
+def refusals(path: str | None) -> Iterator[None]:
+    """What DeepSpeed says inside of the JSON in ``path``, in one line; without one, its errors are not the user's.
+
+    Raises:
+        UserMistake: alike on every process.
+    """
+    try:
+        yield
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        if path is None:
+            raise
+        found = getattr(error, "errors", None)  # of pydantic
+        if callable(found):
+            said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found())
+        else:
+            said = " ".join(str(error).split()) or type(error).__name__
+        raise UserMistake(f"DeepSpeed refuses --deepspeed_config {path}: {said[:300]}") from error
+
+
+def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
+    """Fill ``args`` from the JSON where the command line said nothing.
+
+    Raises:
+        UserMistake: a value of the wrong kind, or two that disagree; the line names both.
+    """
+    path = args.deepspeed_config
+    explicit = set(getattr(args, "explicit", ()))
+    said = {flag: f"--{flag} {getattr(args, flag)}" for flag in explicit if hasattr(args, flag)}
+
+    def fill(flag: str, key: str, value: Any) -> None:
+        if value is None or not hasattr(args, flag):
+            return
+        if flag in said and getattr(args, flag) != value:
+            raise UserMistake(f"{said[flag]} contradicts {key}: {value} in {path}; say it once, or the same in both")
+        said.setdefault(flag, f"{key}: {value}")
+        explicit.add(flag)
+        setattr(args, flag, value)
+
+    def section(name: str, of: dict[str, Any] = config) -> dict[str, Any]:
+        found = of.get(name, {})
+        if not isinstance(found, dict):
+            raise UserMistake(f"{name} in {path} is {found!r}, an object {{...}} was expected")
+        return found
+
+    def number(key: str, of: dict[str, Any], kind: type, least: float, label: str = "") -> Any:
+        value = of.get(key)
+        if value is None or value == AUTO:
+            return None
+        fits = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
+        if not fits or value < least:
+            what = "a whole number" if kind is int else "a number"
+            raise UserMistake(f"{label or key} in {path} is {value!r}, {what} of at least {least:g} was expected")
+        return value
+
+    fill("grad_accum_steps", "gradient_accumulation_steps", number("gradient_accumulation_steps", config, int, 1))
+    fill("batch_size", "train_batch_size", number("train_batch_size", config, int, 1))
+    micro = number("train_micro_batch_size_per_gpu", config, int, 1)
+    if micro is not None:
+        per_step = micro * world_size
+        if "batch_size" in said and "grad_accum_steps" not in said and args.batch_size % per_step == 0:
+            args.grad_accum_steps = args.batch_size // per_step
+        arithmetic = f"train_micro_batch_size_per_gpu ({micro} x {args.grad_accum_steps} x {world_size} processes)"
+        fill("batch_size", arithmetic, per_step * args.grad_accum_steps)
+    fill("max_grad_norm", "gradient_clipping", number("gradient_clipping", config, float, 0))
+
+    enabled = {}
+    for name in ("bf16", "fp16"):
+        value = section(name).get("enabled")
+        if value not in (None, AUTO) and not isinstance(value, bool):
+            raise UserMistake(f"{name}.enabled in {path} is {value!r}, true or false was expected")
+        if value is False and "precision" in said and args.precision == name:
+            raise UserMistake(f"{said['precision']} contradicts {name}.enabled: false in {path}; say it once")
+        enabled[name] = value is True
+    if all(enabled.values()):
+        raise UserMistake(f"bf16.enabled and fp16.enabled are both true in {path}; choose one")
+    for name in [name for name, on in enabled.items() if on]:
+        fill("precision", f"{name}.enabled", name)
+
+    if "optimizer" in config and not isinstance(section("optimizer").get("type"), str):
+        raise UserMistake(f"optimizer in {path} names no type, such as AdamW")
+    section("scheduler")
+    rate = number("lr", section("params", section("optimizer")), float, 0, "optimizer.params.lr")
+    fill("learning_rate", "optimizer.params.lr", rate)
+    stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
+    if stage is not None and stage > 3:
+        raise UserMistake(f"zero_optimization.stage {stage} in {path}: ZeRO has stages 0, 1, 2 and 3")
+    fill("zero_stage", "zero_optimization.stage", stage)
+    args.explicit = frozenset(explicit)
+
+
+def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
+    """The JSON asks for nothing that computes otherwise than the other backends, where all are to give the same bits.
+
+    Raises:
+        UserMistake: an optimizer of its own, weights of low precision, or state on another device.
+    """
+    zero = config.get("zero_optimization", {})
+    found = [f"the optimizer section of {path}"] * ("optimizer" in config)
+    found += [f"bf16.enabled in {path}"] * bool(config.get("bf16", {}).get("enabled"))
+    found += ["fp16"] * (precision == "fp16")
+    found += [f"{key} in {path}" for key in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(key)]
+    if found:
+        raise UserMistake(
+            f"--batch_parts gives the bits of every other backend, but with {found[0]} DeepSpeed computes otherwise "
+            "than they do; leave out one of the two"
+        )
+
+
+def resolve(
+    config: dict[str, Any],
+    *,
+    world_size: int,
+    global_batch_size: int,
+    zero_stage: int,
+    precision: str,
+    max_grad_norm: float,
+    learning_rate: float,
+    parameter_count: int,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """The whole configuration that DeepSpeed gets: no ``auto``, and nothing left to a default that has changed before.
+
+    Accumulation stays with our engine (any number of backward calls add up), so DeepSpeed sees one step per update.
+    """
+    full = _without_auto(config)
+    full.update(
+        train_batch_size=global_batch_size,
+        train_micro_batch_size_per_gpu=global_batch_size // world_size,
+        gradient_accumulation_steps=1,
+        managed_gradient_accumulation=False,
+        gradient_clipping=max_grad_norm,
+        zero_allow_untested_optimizer=True,
+        zero_force_ds_cpu_optimizer=False,
+    )
+    full.setdefault("steps_per_print", 2**31)
+    zero = full.setdefault("zero_optimization", {})
+    zero["stage"] = zero_stage
+    if zero_stage == 1:
+        zero["overlap_comm"] = False  # gradients leave once, in step()
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        # DeepSpeed's default buffers hold 500 million elements, however small the model is.
+        if bucket not in zero:
+            zero[bucket] = min(500_000_000, -(-parameter_count // 128) * 128)  # DeepSpeed wants it aligned
+    bf16, fp16 = full.setdefault("bf16", {}), full.setdefault("fp16", {})
+    # --precision bf16 alone is autocast around fp32 weights, as on every backend; the JSON may ask for bf16 weights.
+    bf16.setdefault("enabled", False)
+    bf16["check_grad_overflow"] = True  # a non-finite update is skipped in every precision
+    fp16["enabled"] = precision == "fp16"
+    if optimizer := full.get("optimizer"):
+        params = optimizer.setdefault("params", {})
+        params.setdefault("lr", learning_rate)
+        if str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
+            params.setdefault("adam_w_mode", True)
+            params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's kernel, not of PyTorch's
+            if on_cpu:
+                params.setdefault("torch_adam", True)  # DeepSpeed's fused kernel needs a GPU
+    return dict(full)
+
+
+def _without_auto(value: Any) -> Any:
+    """A copy without the keys whose value is left to us, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
+    return [_without_auto(inner) for inner in value if inner != AUTO] if isinstance(value, list) else value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key!r} stands twice")
+        result[key] = value
+    return result

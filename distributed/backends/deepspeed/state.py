@@ -1,0 +1,192 @@
+"""Neutral state in and out of ZeRO: full fp32 weights and moments by parameter name, whatever the stage.
+
+Weights and moments of ZeRO 1-2 live in flat fp32 partitions, those of ZeRO 3 in one padded slice per parameter and
+rank. Every function here is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from ...engines.optimizer_state import check_moments, check_names, neutral_state, read_optimizer, write_optimizer
+
+
+def shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Full shapes of weights and persistent buffers by name; ZeRO 3 leaves empty tensors in the module."""
+    return {name: getattr(t, "ds_shape", t.shape) for name, t in _state_tensors(module).items()}
+
+
+def weight_readers(module: nn.Module, stage: int) -> dict[str, Callable[[], Tensor]]:
+    """By name, functions that fetch the full fp32 weight, or a persistent buffer as it is, without a copy where there
+    is nothing to gather."""
+    return {name: partial(_read_weight, tensor, stage) for name, tensor in _state_tensors(module).items()}
+
+
+def _read_weight(tensor: Tensor, stage: int) -> Tensor:
+    full = None
+    if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        full = safe_get_full_fp32_param(tensor)
+    elif hasattr(tensor, "ds_id"):
+        full = _gather_frozen(tensor)
+    full = (tensor if full is None else full).detach()
+    return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
+
+
+@torch.no_grad()
+def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mapping[str, Tensor]) -> None:
+    """Set masters, then refresh whatever copies the forward pass reads.
+
+    Raises:
+        ValueError: a weight is missing, unexpected or of another shape.
+    """
+    check_names("weight", weights, shapes(module))
+    for name, tensor in _state_tensors(module).items():
+        value = weights[name]
+        if stage == 3 and isinstance(tensor, nn.Parameter):
+            local = _local_slice(tensor, value)
+            tensor.ds_tensor.data.copy_(local)  # type: ignore[attr-defined]
+            if tensor.requires_grad:
+                safe_set_local_fp32_param(tensor, local)
+        else:
+            tensor.data.copy_(value)
+            if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                safe_set_full_fp32_param(tensor, value.to(tensor.device).float())
+    if stage in (1, 2):
+        optimizer.update_lp_params()
+    elif stage == 3 and (kept_whole := optimizer.persistent_parameters):
+        kept_whole[0].partition(kept_whole)  # what an update has gathered would stay as it is
+        kept_whole[0].all_gather(kept_whole)
+
+
+def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int) -> dict[str, Any]:
+    """As ``optimizer_state.read_optimizer``; functions fetch the moments that are sharded."""
+    if stage == 0:
+        return read_optimizer(basic, _names(module))
+    step, slots = _slots(basic)
+    if slots and stage in (1, 2):
+        # DeepSpeed does this once, after the first parameter group's first step, when the others have no moments yet.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    moments = {
+        slot: {name: partial(_read_moment, parameter, slot) for parameter, name in _names(module).items()}
+        for slot in slots
+    }
+    return neutral_state(basic, step, moments)
+
+
+def _read_moment(parameter: Tensor, slot: str) -> Tensor:
+    return safe_get_full_optimizer_state(parameter, slot).detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def write_zero_optimizer(
+    basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int, state: Mapping[str, Any]
+) -> None:
+    """Create the moments that ZeRO would create at its first step, then fill them.
+
+    Raises:
+        ValueError: a moment is missing, unexpected or of another shape.
+    """
+    if stage == 0:
+        write_optimizer(basic, _names(module), state)
+        return
+    names = _names(module)
+    check_moments(basic, state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
+    basic.state.clear()
+    if stage in (1, 2):
+        optimizer._hp_optimizer_states_linked = False  # what was linked before is gone
+    if not state["moments"]:
+        return
+    for flat, group in _flat_partitions(basic, optimizer, stage):
+        on_device = group.get("fused") or group.get("capturable")
+        step = torch.tensor(float(state["step"]), device=flat.device if on_device else torch.device("cpu"))
+        slots = {slot: torch.zeros_like(flat) for slot in state["moments"]}
+        basic.state[flat] = {"step": step, **slots} if state["step"] else slots  # SGD counts no steps
+    if stage in (1, 2):
+        optimizer._lazy_init_hp_params_optimizer_state()
+    write: Callable[[Any, Tensor, str], None]
+    write = _write_local if stage == 3 else safe_set_full_optimizer_state
+    for slot, tensors in state["moments"].items():
+        for parameter, name in names.items():
+            write(parameter, tensors[name], slot)
+
+
+@torch.no_grad()
+def write_gradients(optimizer: Any, stage: int, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Have the optimizer's next step use these gradients, full size and the same on every process, as they are: no
+    message is exchanged, and nothing is averaged or rounded."""
+    if stage == 0:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+    elif stage == 3:
+        for i, group in enumerate(optimizer.fp16_groups):
+            optimizer.averaged_gradients[i] = [_local_slice(p, gradients[p]) for p in group]
+    else:
+        for i, group in enumerate(optimizer.bit16_groups):
+            flat = torch.zeros_like(optimizer.single_partition_of_fp32_groups[i])
+            for mapping, gradient in [(p._hp_mapping, gradients[p]) for p in group if p._hp_mapping is not None]:
+                source, target = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                flat.narrow(0, target.start, target.numel).copy_(
+                    gradient.flatten().narrow(0, source.start, source.numel)
+                )
+            optimizer.averaged_gradients[i] = [flat]
+
+
+def _flat_partitions(basic: torch.optim.Optimizer, optimizer: Any, stage: int) -> list[tuple[Tensor, dict[str, Any]]]:
+    """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
+    if stage < 3:
+        return [(flat, group) for group in basic.param_groups for flat in group["params"]]
+    # ZeRO 3 puts them into the groups for the moment of the step only.
+    groups = optimizer.sub_group_to_group_id
+    return [(flat, basic.param_groups[groups[i]]) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
+
+
+def _write_local(parameter: Any, value: Tensor, slot: str) -> None:
+    safe_set_local_optimizer_state(parameter, _local_slice(parameter, value), slot)
+
+
+def _local_slice(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's slice of a full tensor at ZeRO 3, padded where the size does not divide."""
+    size = parameter.ds_tensor.numel()
+    start = size * torch.distributed.get_rank()
+    part = value.flatten()[start : start + size]  # only this part is read from the file behind it
+    local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
+    local[: part.numel()] = part
+    return local
+
+
+def _gather_frozen(parameter: Any) -> Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def _slots(basic: torch.optim.Optimizer) -> tuple[int, list[str]]:
+    step, slots = 0, []
+    for state in basic.state.values():
+        step = max(step, int(state.get("step", 0)))
+        slots = [slot for slot, value in state.items() if slot != "step" and isinstance(value, Tensor)]
+    return step, slots
+
+
+def _names(module: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _state_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers themselves, not copies, by name."""
+    return dict(module.state_dict(keep_vars=True))

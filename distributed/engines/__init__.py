@@ -1,0 +1,1 @@
+"""How a model is spread: the contract Engine, the engine that keeps a full replica per process, and their parts."""

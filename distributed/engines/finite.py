@@ -1,0 +1,105 @@
+"""Updates with non-finite values: skipped by everybody, counted without waiting for the host, explained at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TrainingStopped
+
+
+class SkipGuard:
+    """Counts skipped updates and stops the run after ``limit`` in a row, naming rank and tensor.
+
+    The decision itself is the gradient norm's: it is non-finite on every process as soon as one process has one
+    non-finite gradient (a non-finite loss poisons its gradients), so all of them agree without a further message.
+    On an accelerator the count is read one update late, so that the host never waits for it.
+    """
+
+    def __init__(
+        self, model: nn.Module, limit: int, device: torch.device, gather_objects: Callable[[Any], list[Any]]
+    ) -> None:
+        self._model, self._limit, self._device, self._gather = model, limit, device, gather_objects
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+        self._reading: tuple[Tensor, Any] | None = None  # a copy on its way to the host
+        self._findings: list[str] = []
+        self._hooks: list[Any] = []
+        if limit <= 1:
+            self._watch()
+
+    def poison(self, loss: Tensor, factor: Tensor | float) -> Tensor:
+        """The gradient to start backward with: ``factor``, or NaN where the loss is not finite."""
+        if self._hooks and not bool(torch.isfinite(loss.detach()).all()):
+            self._findings.insert(0, f"the loss is {loss.detach().float().mean().item()}")
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, device=loss.device)  # filled there: a copy would wait for the device
+        factor = factor.to(loss.dtype)
+        return torch.where(torch.isfinite(loss.detach()), factor, torch.nan)
+
+    def after_update(self, finite: Tensor, update: int) -> None:
+        """Take note of update number ``update``; ``finite`` is a bool tensor, the same on every process.
+
+        Raises:
+            TrainingStopped: ``limit`` updates in a row were skipped.
+        """
+        self._in_a_row = torch.where(finite, 0, self._in_a_row + 1)
+        self.total += ~finite
+        in_a_row = self._read()
+        if in_a_row >= max(self._limit, 1):
+            self._stop(in_a_row, update)
+        if in_a_row and not self._hooks:
+            self._watch()
+        elif not in_a_row and self._limit > 1:
+            self._unwatch()
+        self._findings = []
+
+    def _read(self) -> int:
+        if self._device.type == "cpu":
+            return int(self._in_a_row)
+        if self._hooks:  # already in trouble: exactness before speed
+            return int(self._in_a_row)
+        value = 0
+        if self._reading is not None:
+            copy, event = self._reading
+            event.synchronize()  # an update old: long done, and read at the same update on every process
+            value = int(copy)
+        copy = torch.empty((), dtype=torch.int64, pin_memory=True)
+        copy.copy_(self._in_a_row, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._reading = (copy, event)
+        return value
+
+    def _watch(self) -> None:
+        """From now on look at each local gradient before it meets the other processes' ones."""
+        self._reading = None
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._finder(name)))
+
+    def _unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _finder(self, name: str) -> Callable[[Tensor], None]:
+        def find(grad: Tensor) -> None:
+            # The first in backward order is nearest to the cause.
+            if not self._findings and not bool(torch.isfinite(grad).all()):
+                kind = "nan" if bool(torch.isnan(grad).any()) else "inf"
+                self._findings.append(f"the gradient of {name} holds {kind}")
+
+        return find
+
+    def _stop(self, in_a_row: int, update: int) -> None:
+        by_rank = self._gather(self._findings[:1])
+        found = [f"rank {rank}: {what[0]}" for rank, what in enumerate(by_rank) if what]
+        raise TrainingStopped(
+            f"{in_a_row} updates in a row were skipped because of non-finite values, the last at update {update}: "
+            + ("; ".join(found) or "only the sum over the processes is not finite")
+            + ". The weights are those of the last good update; try a lower learning rate, --max_grad_norm, or fp32"
+        )

@@ -1,0 +1,83 @@
+"""Gradients of one model, kept apart by part of the batch and added in an order that depends on the parts alone.
+
+``--batch_parts N`` cuts each update's batch into N equal parts wherever they run. What a sum of fp32 numbers rounds to
+depends on the order of its additions, so the order is fixed: neighbours are added in pairs, the pairs in pairs, and so
+on while their number is even; what remains is added from the left. A process holds consecutive parts. It makes those
+sums whose terms it has, and the rest are made of what all have gathered: the same additions, whoever does them. So the
+result has the same bits on every number of processes, and rounds as an fp32 sum does. (A sum in fp64 would need no
+order only as long as it happens to be exact: not where parts differ in size by more than 2^29, or cancel.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives import Communicator
+from .reducer import BUCKET_BYTES, split_by_size, view_like
+
+
+class GradientParts:
+    """Stands where ``GradientReducer`` does: any number of ``backward`` per part, ``finish``, ``zero_``.
+
+    The gradients come from ``torch.autograd.grad``, so that whatever listens at the parameters, as DeepSpeed does,
+    hears nothing of them, and none goes to a parameter of another model.
+
+    Args:
+        parameters: Those that are trained, in full size (ZeRO 3 may empty them later).
+        parts: How many of the batch's parts are this process's.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], comm: Communicator, parts: int) -> None:
+        self.parameters, self._comm = parameters, comm
+        self._buckets: list[Tensor] = []  # (parts, numbers)
+        self._views: dict[nn.Parameter, list[Tensor]] = {}
+        for group in split_by_size(reversed(parameters), BUCKET_BYTES):
+            bucket = group[0].new_zeros(parts, sum(p.numel() for p in group), requires_grad=False)
+            self._buckets.append(bucket)
+            offset = 0
+            for parameter in group:
+                self._views[parameter] = [view_like(parameter, flat, offset) for flat in bucket]
+                offset += parameter.numel()
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """After ``finish``: every gradient of this model, in few flat tensors."""
+        return [bucket[0] for bucket in self._buckets]
+
+    @property
+    def by_parameter(self) -> dict[nn.Parameter, Tensor]:
+        """The same numbers, as views in the parameters' shapes."""
+        return {parameter: views[0] for parameter, views in self._views.items()}
+
+    def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
+        """Add d loss / d parameter x ``gradient``, of part number ``micro_batch`` of this process (None: of none of
+        them; it counts to the first)."""
+        found = torch.autograd.grad(
+            loss, self.parameters, gradient, retain_graph=retain_graph, allow_unused=True, materialize_grads=False
+        )
+        part = micro_batch or 0
+        pairs = [(self._views[p][part], g) for p, g in zip(self.parameters, found, strict=True) if g is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [g.detach() for _, g in pairs])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum all parts of all processes into ``gradients``. Collective."""
+        for bucket in self._buckets:
+            sums = _add_pairs(list(bucket))
+            if self._comm.world_size > 1:
+                gathered = self._comm.all_gather(torch.stack(sums))
+                sums = _add_pairs([part for parts in gathered for part in parts])
+            bucket[0].copy_(sum(sums[1:], start=sums[0]))
+
+    def zero_(self) -> None:
+        """Forget all gradients (a parameter that gets none this time counts as zero, on every backend)."""
+        torch._foreach_zero_(self._buckets)
+
+
+def _add_pairs(parts: list[Tensor]) -> list[Tensor]:
+    """Sums of neighbours, of neighbouring sums and so on, while their number is even."""
+    while len(parts) % 2 == 0:
+        parts = list(torch._foreach_add(parts[0::2], parts[1::2]))
+    return parts

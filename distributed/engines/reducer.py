@@ -1,0 +1,137 @@
+"""Gradients of one model, summed over the processes in fixed flat buckets while the backward pass still runs.
+
+One implementation serves every backend that replicates the model, so that all of them add the same numbers in the
+same order. The buckets never depend on timing or on an earlier update: a resumed run sums exactly as an
+uninterrupted one. (PyTorch's DistributedDataParallel reorders its buckets after the first update; Horovod fuses
+tensors as they happen to arrive.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives import Communicator, Handle
+
+BUCKET_BYTES = 25 * 2**20  # large enough to fill a link, small enough to start early: PyTorch DDP's default
+
+
+@dataclass
+class _Bucket:
+    flat: Tensor
+    parameters: int
+    ready: int = 0
+    handle: Handle | None = None
+
+
+@dataclass
+class GradientReducer:
+    """``parameter.grad`` becomes a view into a bucket and stays one: zero, accumulate, sum.
+
+    Any number of backward passes may run per update. ``arm()`` announces that the next one is the last, which lets
+    full buckets leave early; a backward pass that comes after all is still added correctly.
+    """
+
+    parameters: list[nn.Parameter]
+    comm: Communicator
+    name: str
+    micro_batches: int = 1  # per update
+    buckets: list[_Bucket] = field(default_factory=list)
+    _armed: bool = False
+    _next: int = 0  # buckets leave in order: collectives must meet in the same order on every process
+
+    def __post_init__(self) -> None:
+        # Gradients appear roughly in the reverse order of registration.
+        for group in split_by_size(reversed(self.parameters), BUCKET_BYTES):
+            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
+            bucket = _Bucket(flat, len(group))
+            self.buckets.append(bucket)
+            offset = 0
+            for parameter in group:
+                parameter.grad = view_like(parameter, flat, offset)
+                offset += parameter.numel()
+                if self.comm.world_size > 1:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket))
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The flat buckets: every gradient of this model, few tensors."""
+        return [bucket.flat for bucket in self.buckets]
+
+    def zero_(self) -> None:
+        """Forget all gradients (a parameter that gets none this time counts as zero, on every backend)."""
+        torch._foreach_zero_(self.gradients)
+        self._rewind()
+
+    def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
+        """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: of none of them)."""
+        self.before_backward(is_last=micro_batch == self.micro_batches - 1)
+        torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
+
+    def before_backward(self, is_last: bool) -> None:
+        """Say whether the coming backward pass is expected to be the last one of this update."""
+        if self._next:  # buckets have left already: keep their sum once, on the root, and add to it
+            self.finish()
+            if self.comm.rank != 0:
+                torch._foreach_zero_(self.gradients)
+        self._rewind()
+        self._armed = is_last
+
+    def finish(self) -> None:
+        """Every bucket summed over the processes, here and now."""
+        self._launch(lambda bucket: True)
+        for bucket in self.buckets:
+            assert bucket.handle is not None
+            bucket.handle.wait()
+        self._armed = False
+
+    def _on_gradient(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            if not self._armed:
+                return
+            if bucket.handle is not None:
+                raise RuntimeError(
+                    "a gradient was computed twice in one backward pass (reentrant checkpointing?); "
+                    "use torch.utils.checkpoint with use_reentrant=False"
+                )
+            bucket.ready += 1
+            self._launch(lambda b: b.ready == b.parameters)
+
+        return hook
+
+    def _launch(self, is_ready: Callable[[_Bucket], bool]) -> None:
+        while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
+            bucket = self.buckets[self._next]
+            bucket.handle = self.comm.all_reduce_(bucket.flat, f"{self.name}.gradients.{self._next}")
+            self._next += 1
+
+    def _rewind(self) -> None:
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.ready, bucket.handle = 0, None
+
+
+def split_by_size(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
+    """Consecutive groups of one dtype and device, each at most ``limit_bytes`` or one parameter."""
+    groups: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (parameter.dtype, parameter.device)
+        if not same or filled + size > limit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(parameter)
+        filled += size
+    return groups
+
+
+def view_like(parameter: nn.Parameter, flat: Tensor, offset: int) -> Tensor:
+    """A view of the bucket with the parameter's strides: fused optimizers walk both in memory order."""
+    part = flat[offset : offset + parameter.numel()]
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)

@@ -1,0 +1,233 @@
+"""From files of every kind to the same square picture."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from data.images.decoding import decode_image
+
+LEFT, RIGHT = (200, 60, 20), (30, 90, 220)
+GREY_LEFT, GREY_RIGHT = 200, 40
+
+
+def halves(left, right, mode: str, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    """The left half of one colour, the right half of another."""
+    image = Image.new(mode, size, left)
+    image.paste(right, (size[0] // 2, 0, *size))
+    return image
+
+
+def photo(width: int, height: int) -> Image.Image:
+    """Noise with the 1/f spectrum of natural images."""
+    rng = np.random.default_rng(0)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None, :])
+    frequency[0, 0] = 1
+    channels = [np.fft.ifft2(np.fft.fft2(rng.normal(size=(height, width))) / frequency).real for _ in range(3)]
+    luma = channels[0]
+    pixels = np.stack([luma + 0.3 * c for c in channels], -1)
+    return Image.fromarray((128 + 45 * (pixels - pixels.mean()) / pixels.std()).clip(0, 255).astype(np.uint8))
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    squared_error = (a.double() - b.double()).square().mean().item()
+    return 10 * math.log10(255**2 / squared_error) if squared_error else math.inf
+
+
+def assert_halves(picture: Tensor, left: tuple[int, ...], right: tuple[int, ...], tolerance: int) -> None:
+    """Away from the edge between the halves, where JPEG and the filter mix them."""
+    size = picture.shape[-1]
+    for colour, half in ((left, picture[..., : size // 2 - 2]), (right, picture[..., size // 2 + 2 :])):
+        expected = torch.tensor(colour).view(-1, 1, 1)
+        assert (half.int() - expected).abs().max() <= tolerance, (half[:, 0, 0], colour)
+
+
+def sixteen_bits() -> Image.Image:
+    pixels = np.full((64, 64), GREY_LEFT * 257, np.uint16)
+    pixels[:, 32:] = GREY_RIGHT * 257
+    return Image.fromarray(pixels)
+
+
+GREYS = ((GREY_LEFT,) * 3, (GREY_RIGHT,) * 3)
+COLOUR_CASES = {
+    "RGB.jpg": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6),
+    "RGB.jpeg": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6),
+    "RGB.png": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
+    "RGB.webp": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6),
+    "RGB.bmp": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
+    "palette.png": (halves(LEFT, RIGHT, "RGB").quantize(2), (LEFT, RIGHT), 2),
+    "palette.bmp": (halves(LEFT, RIGHT, "RGB").quantize(2), (LEFT, RIGHT), 2),
+    "CMYK.jpg": (halves(LEFT, RIGHT, "RGB").convert("CMYK"), (LEFT, RIGHT), 6),
+    "grey.jpg": (halves(GREY_LEFT, GREY_RIGHT, "L"), GREYS, 2),
+    "grey.png": (halves(GREY_LEFT, GREY_RIGHT, "L"), GREYS, 0),
+    "grey_16_bits.png": (sixteen_bits(), GREYS, 0),
+    "1_bit.png": (halves(1, 0, "1"), ((255,) * 3, (0,) * 3), 0),
+    "RGBA.png": (halves((*LEFT, 255), (*RIGHT, 255), "RGBA"), (LEFT, RIGHT), 0),
+    "grey_alpha.png": (halves((GREY_LEFT, 255), (GREY_RIGHT, 255), "LA"), GREYS, 0),
+}
+
+
+@pytest.mark.parametrize("name", COLOUR_CASES)
+def test_every_mode_and_format_gives_its_colours(tmp_path, name):
+    image, (left, right), tolerance = COLOUR_CASES[name]
+    image.save(tmp_path / name, quality=95)
+    picture = decode_image(str(tmp_path / name), 32, 3)
+    assert picture.shape == (3, 32, 32) and picture.dtype == torch.uint8 and picture.is_contiguous()
+    assert_halves(picture, left, right, tolerance)
+    with_alpha = decode_image(str(tmp_path / name), 32, 4)
+    assert torch.equal(with_alpha[:3], picture)
+    assert (with_alpha[3] == 255).all()
+
+
+@pytest.mark.parametrize("name", ["RGBA.png", "RGBA.webp", "grey_alpha.png", "palette.png", "colour_key.png"])
+def test_transparency_is_kept_with_4_channels_and_shows_white_with_3(tmp_path, name):
+    path = tmp_path / name
+    left, options = LEFT, {}
+    if name.startswith("RGBA"):
+        image, options = halves((*LEFT, 255), (*RIGHT, 0), "RGBA"), {"lossless": True}
+    elif name.startswith("grey"):
+        image, left = halves((GREY_LEFT, 255), (GREY_RIGHT, 0), "LA"), (GREY_LEFT,) * 3
+    elif name.startswith("palette"):
+        image = halves(0, 1, "P")
+        image.putpalette([*LEFT, *RIGHT])
+        options = {"transparency": 1}
+    else:
+        image, options = halves(LEFT, RIGHT, "RGB"), {"transparency": RIGHT}
+    image.save(path, **options)
+    assert_halves(decode_image(str(path), 32, 3), left, (255, 255, 255), 0)
+    alpha = decode_image(str(path), 32, 4)[3:]
+    assert_halves(alpha, (255,), (0,), 0)
+
+
+def test_colour_of_transparent_pixels_does_not_bleed(tmp_path):
+    halves((0, 0, 255, 255), (255, 0, 0, 0), "RGBA", (68, 68)).save(tmp_path / "a.png")
+    picture = decode_image(str(tmp_path / "a.png"), 31, 4)
+    assert ((picture[3] > 0) & (picture[3] < 255)).any()  # the edge falls inside a pixel
+    assert (picture[0] == 0).all()
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(tmp_path, orientation, ending):
+    image = photo(60, 40)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / f"a.{ending}", exif=exif, quality=95)
+    ImageOps.exif_transpose(Image.open(tmp_path / f"a.{ending}")).save(tmp_path / "upright.png")
+    picture = decode_image(str(tmp_path / f"a.{ending}"), 30, 3)
+    upright = decode_image(str(tmp_path / "upright.png"), 30, 3)
+    assert psnr(picture, upright) > 45  # rounding: rows are filtered before columns
+
+
+def test_exif_orientation_is_applied_to_a_jpeg_of_reduced_scale(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: upright is a quarter turn clockwise
+    photo(60, 40).save(tmp_path / "plain.jpg")
+    photo(60, 40).save(tmp_path / "turned.jpg", exif=exif)
+    plain, turned = (decode_image(str(tmp_path / f"{name}.jpg"), 20, 3) for name in ("plain", "turned"))
+    assert torch.equal(turned, plain.rot90(-1, (1, 2)))
+
+
+@pytest.mark.parametrize("size", [(96, 32), (32, 96)])
+def test_centre_is_cropped(tmp_path, size):
+    pixels = np.zeros((size[1], size[0], 3), np.uint8)
+    pixels[..., 0] = 255
+    left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
+    pixels[top : top + 32, left : left + 32] = (0, 255, 0)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    picture = decode_image(str(tmp_path / "a.png"), 32, 3)
+    assert (picture == torch.tensor([0, 255, 0]).view(3, 1, 1)).all()
+
+
+def test_small_image_is_enlarged(tmp_path):
+    Image.new("RGB", (5, 7), LEFT).save(tmp_path / "a.png")
+    assert_halves(decode_image(str(tmp_path / "a.png"), 32, 3), LEFT, LEFT, 0)
+
+
+def test_resize_equals_pillows_antialiased_resize(tmp_path):
+    image = photo(80, 60)
+    image.save(tmp_path / "a.png")
+    reference = np.asarray(image.crop((10, 0, 70, 60)).resize((20, 20), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    picture = decode_image(str(tmp_path / "a.png"), 20, 3)
+    # but for its outer pixels, whose filter may look beyond the crop
+    assert torch.equal(picture[:, :, 1:-1], torch.from_numpy(reference.copy())[:, :, 1:-1])
+
+
+def reduced_and_full(folder: Path, image: Image.Image, size: int) -> tuple[Tensor, Tensor]:
+    """The picture of a JPEG, and of a lossless copy of the JPEG's full decode."""
+    image.save(folder / "a.jpg", quality=90)
+    Image.open(folder / "a.jpg").save(folder / "full.png")
+    return decode_image(str(folder / "a.jpg"), size, 3), decode_image(str(folder / "full.png"), size, 3)
+
+
+@pytest.mark.parametrize("width, height, size", [(375, 281, 128), (375, 281, 100), (500, 375, 64), (513, 400, 32)])
+def test_jpeg_decoded_at_reduced_scale_looks_like_the_full_decode(tmp_path, width, height, size):
+    reduced, full = reduced_and_full(tmp_path, photo(width, height), size)
+    assert 35 < psnr(reduced, full) < math.inf  # on such noise, harder than photographs, which reach 43
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_jpeg_decoded_at_exactly_the_size_is_truer_than_the_full_decode(tmp_path, size):
+    image = photo(256, 256)
+    reduced, full = reduced_and_full(tmp_path, image, size)
+    truth = torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.LANCZOS))).permute(2, 0, 1)
+    assert psnr(reduced, truth) > psnr(full, truth)
+
+
+def damaged(path: Path, how: str) -> None:
+    photo(64, 64).save(path.with_suffix(".png" if how == "broken stream" else ".jpg"))
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[:1000])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "no image":
+        path.write_text("<html>404 Not Found</html>")
+    elif how == "PostScript":
+        path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+    elif how == "broken stream":
+        content = bytearray(path.with_suffix(".png").read_bytes())
+        content[41:43] = bytes(2)  # zlib's header
+        path.write_bytes(content)
+    elif how == "bomb":
+        header, data = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0), b"IDAT"
+        chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, data)]
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "no image", "PostScript", "broken stream", "bomb"])
+def test_broken_content_is_a_value_error_of_one_line(tmp_path, how):
+    path = tmp_path / "a.jpg"
+    damaged(path, how)
+    with pytest.raises(ValueError) as error:
+        decode_image(str(path), 16, 3)
+    text = str(error.value)
+    assert text and "\n" not in text
+    assert {"empty": "the file is empty", "bomb": "bomb", "truncated": "truncated", "PostScript": "none of JPEG"}.get(
+        how, ""
+    ) in text
+
+
+def test_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        decode_image(str(tmp_path / "gone.jpg"), 16, 3)
+
+
+def test_content_counts_and_not_the_name(tmp_path):
+    halves(LEFT, RIGHT, "RGB").save(tmp_path / "a.png")
+    (tmp_path / "a.png").rename(tmp_path / "a.jpg")
+    assert_halves(decode_image(str(tmp_path / "a.jpg"), 32, 3), LEFT, RIGHT, 0)
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp"])
+def test_broken_metadata_does_not_make_a_bad_picture(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    Image.new("RGB", (32, 32), LEFT).save(path, exif=b"Exif\0\0garbage", quality=95)
+    assert_halves(decode_image(str(path), 16, 3), LEFT, LEFT, 6)

@@ -1,0 +1,143 @@
+"""demo:shapes: the pictures are what their captions say, everywhere the same."""
+
+from __future__ import annotations
+
+import colorsys
+import hashlib
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import open_images
+from data.images.shapes import COLOURS, SHAPES, SIZES
+
+ROOT = Path(__file__).resolve().parents[3]
+# of an outline of radius 1, from elementary geometry; of the crescent see below
+AREAS = {
+    "circle": math.pi,
+    "ring": math.pi * (1 - 0.44**2),
+    "square": 1.64**2,
+    "diamond": 2 / 1.4,
+    "triangle": 1.75**2 / 2,
+    "star": 5 * 0.45 * math.sin(math.pi / 5),
+    "cross": 2 * 1.9 * 0.64 - 0.64**2,
+}
+PLACES = {
+    "top left": (0.25, 0.25),
+    "at the top": (0.5, 0.25),
+    "top right": (0.75, 0.25),
+    "on the left": (0.25, 0.5),
+    "in the centre": (0.5, 0.5),
+    "on the right": (0.75, 0.5),
+    "bottom left": (0.25, 0.75),
+    "at the bottom": (0.5, 0.75),
+    "bottom right": (0.75, 0.75),
+}
+HUES = {"red": 0, "orange": 30, "yellow": 50, "green": 135, "cyan": 184, "blue": 225, "purple": 275, "pink": 330}
+PHRASE = re.compile(rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
+
+
+def crescent_area() -> float:
+    """A circle of radius 1 less its lens with one of radius r at distance d."""
+    r, d = 0.85, 0.55
+    a, b = math.acos((d**2 + 1 - r**2) / (2 * d)), math.acos((d**2 + r**2 - 1) / (2 * d * r))
+    lens = a + r**2 * b - 0.5 * math.sqrt((-d + 1 + r) * (d + 1 - r) * (d - 1 + r) * (d + 1 + r))
+    return math.pi - lens
+
+
+def digest(n: int = 8, **options) -> str:
+    images = open_images("demo:shapes", image_size=32, **options)
+    return hashlib.sha256(b"".join(images.load(i).numpy().tobytes() for i in range(n))).hexdigest()
+
+
+def test_pictures_are_the_same_in_every_process():
+    program = "from test_shapes import digest; print(digest())"
+    path = [str(ROOT), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path}; {program}"]
+    other = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert other.stdout.strip() == digest()
+
+
+def test_pictures_depend_on_seed_and_index():
+    assert digest(seed=0) == digest(seed=0) != digest(seed=1)
+    images = open_images("demo:shapes:50", image_size=16)
+    assert len({images.load(i).numpy().tobytes() for i in range(50)}) == 50
+
+
+def test_number_of_images_changes_none_of_them():
+    few, many = (open_images(f"demo:shapes:{n}", image_size=16) for n in (5, 5000))
+    assert all(torch.equal(few.load(i), many.load(i)) for i in range(5))
+    assert [few.caption(i) for i in range(5)] == [many.caption(i) for i in range(5)]
+
+
+def test_colours_have_the_hue_of_their_name():
+    for name, colour in COLOURS.items():
+        hue = 360 * colorsys.rgb_to_hsv(*(channel / 255 for channel in colour))[0]
+        assert abs((hue - HUES[name] + 180) % 360 - 180) < 12, name
+
+
+def test_captions_are_true():
+    """The pixels of the named colour lie at the named place, and their area is that of the named shape and size."""
+    size = 192
+    images = open_images("demo:shapes", image_size=size)
+    areas = AREAS | {"crescent": crescent_area()}
+    y, x = np.mgrid[0:size, 0:size] / size
+    seen = set()
+    for index in range(120):
+        picture = images.load(index).numpy().astype(int)
+        phrases = PHRASE.findall(images.caption(index))
+        assert 1 <= len(phrases) <= 3
+        for size_name, colour, shape, place in phrases:
+            near = np.maximum(abs(x - PLACES[place][0]), abs(y - PLACES[place][1])) < 0.25
+            distance = np.abs(picture - np.array(COLOURS[colour])[:, None, None]).max(0)
+            area = ((distance < 50) & near).sum() / size**2
+            # sizes vary by 4%, so areas by 8%; the next size is 26% away; pixels on the outline are of mixed colours
+            assert area / (areas[shape] * SIZES[size_name] ** 2) == pytest.approx(1, abs=0.16), images.caption(index)
+            seen.update([size_name, colour, shape, place])
+    assert seen == {*SIZES, *COLOURS, *SHAPES, *PLACES}
+
+
+def test_caption_reads_as_a_sentence():
+    images = open_images("demo:shapes", image_size=16)
+    captions = [images.caption(i) for i in range(200)]
+    one = rf"{PHRASE.pattern}"
+    sentence = re.compile(rf"{one}(?:(?:, {one})? and {one})?".replace("(small", "(?:small").replace("(red", "(?:red"))
+    assert all(sentence.fullmatch(caption) for caption in captions)
+    assert not any(re.search(r"\ba orange|\ban [^o]", caption) for caption in captions)
+
+
+def test_one_scene_looks_the_same_at_every_size():
+    small, large = (open_images("demo:shapes", image_size=size) for size in (32, 128))
+    for index in range(10):
+        averaged = torch.nn.functional.avg_pool2d(large.load(index).float(), 4)
+        error = (small.load(index).float() - averaged).abs()
+        assert error.mean() < 1.0
+        assert error.max() < 90  # at edges, where one pixel's cover is estimated
+
+
+def test_edges_are_antialiased():
+    images = open_images("demo:shapes", image_size=64)
+    index = next(i for i in range(1000) if re.fullmatch("a (large )?red circle [a-z ]+", images.caption(i)))
+    picture = images.load(index).int()
+    redness = picture[0] - picture[1]  # 174 inside, about 0 outside
+    between = ((redness > 35) & (redness < 140)).sum().item()
+    circumference = 2 * math.pi * images.items(index)[0].radius * 64
+    assert 0.35 * circumference < between < 1.2 * circumference
+
+
+def test_alpha_is_opaque():
+    with_alpha, plain = (open_images("demo:shapes", image_size=16, channels=c).load(3) for c in (4, 3))
+    assert torch.equal(with_alpha[:3], plain)
+    assert (with_alpha[3] == 255).all()
+
+
+def test_index_beyond_the_end_is_an_error():
+    images = open_images("demo:shapes:10", image_size=16)
+    with pytest.raises(IndexError):
+        images.load(10)

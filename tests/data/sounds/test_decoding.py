@@ -1,0 +1,347 @@
+"""Clips out of sound files: what is heard is what was written, and no more is read than that."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+import torch
+
+from data.sounds.decoding import ClipDecoder, FileWindow, Source
+
+RATE = 16000
+
+
+def sine(hertz: float, seconds: float, rate: int, amplitude: float = 0.5) -> np.ndarray:
+    return amplitude * np.sin(2 * math.pi * hertz * np.arange(round(seconds * rate)) / rate)
+
+
+def written(path: Path, samples: np.ndarray, rate: int = RATE, **options) -> Source:
+    with soundfile.SoundFile(path, "w", rate, 1 if samples.ndim == 1 else samples.shape[1], **options) as file:
+        for start in range(0, len(samples), rate):  # libsndfile crashes on long writes of Vorbis
+            file.write(samples[start : start + rate])
+    return Source(str(path))
+
+
+def ramp(path: Path, seconds: float, rate: int = RATE) -> Source:
+    """Sample i is i / 2^20, which says where a clip was cut."""
+    return written(path, np.arange(round(seconds * rate)) / 2**20, rate, subtype="FLOAT")
+
+
+def place(clip: torch.Tensor) -> int:
+    start = round(float(clip[0]) * 2**20)
+    assert torch.equal(clip, (start + torch.arange(len(clip))) / 2**20), "not one piece"
+    return start
+
+
+def found(clip: np.ndarray, whole: np.ndarray) -> int:
+    """Where a clip is in a file: the maximum of their correlation."""
+    n = 1 << (2 * len(whole)).bit_length()
+    correlation = np.fft.irfft(np.fft.rfft(whole, n) * np.fft.rfft(clip, n).conj(), n)
+    return int(np.argmax(correlation[: len(whole) - len(clip) + 1]))
+
+
+FORMATS = [
+    ("wav", "PCM_U8", 0.01),
+    ("wav", "PCM_16", 1e-4),
+    ("wav", "PCM_24", 1e-4),
+    ("wav", "PCM_32", 1e-4),
+    ("wav", "FLOAT", 1e-4),
+    ("wav", "DOUBLE", 1e-4),
+    ("aiff", "PCM_16", 1e-4),
+    ("flac", "PCM_16", 1e-4),
+    ("flac", "PCM_24", 1e-4),
+    ("ogg", "VORBIS", 0.02),
+    ("opus", "OPUS", 0.05),
+    ("mp3", "MPEG_LAYER_III", 0.02),
+]
+
+
+@pytest.mark.parametrize("ending, subtype, tolerance", FORMATS)
+def test_sine_of_every_format_is_that_sine(tmp_path, ending, subtype, tolerance):
+    """The middle of it: after a jump a decoder of MP3 is silent for some frames, which must not be heard."""
+    container = {"opus": "OGG"}.get(ending, ending.upper())
+    rate = 48000 if ending == "opus" else 44100
+    source = written(tmp_path / f"a.{ending}", sine(440, 5, rate), rate, format=container, subtype=subtype)
+    clip = ClipDecoder(RATE, RATE).load(source, 0)
+    assert clip.shape == (RATE,) and clip.dtype == torch.float32 and clip.is_contiguous()
+    expected = sine(440, 5, RATE)[2 * RATE : 3 * RATE]  # the middle second of five
+    assert np.abs(clip.numpy() - expected).max() < tolerance
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 16000, 22050, 32000, 44100, 48000, 96000])
+def test_sine_keeps_its_frequency_at_every_sample_rate_up_to_the_edges_of_the_clip(tmp_path, rate):
+    source = written(tmp_path / "a.wav", sine(1000, 5, rate), rate, subtype="FLOAT")
+    clip = ClipDecoder(RATE, RATE).load(source, 0).numpy()
+    assert np.abs(clip - sine(1000, 5, RATE)[2 * RATE : 3 * RATE]).max() < 1e-4
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+@pytest.mark.parametrize("ending", ["wav", "flac"])
+def test_clip_is_a_part_of_the_whole_file_resampled(tmp_path, rate, ending):
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 3 * rate)
+    source = written(tmp_path / f"a.{ending}", noise, rate)
+    whole = soxr.resample(soundfile.read(source.path, dtype="float32")[0], rate, RATE, quality="HQ")
+    decoder = ClipDecoder(RATE, RATE // 4)
+    for epoch in range(5):
+        clip = decoder.load(source, 0, epoch, augment=True).numpy()
+        at = found(clip, whole)
+        assert np.abs(whole[at : at + len(clip)] - clip).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "ending, options",
+    [("ogg", {}), ("mp3", {}), ("mp3", {"bitrate_mode": "VARIABLE", "compression_level": 0.3})],
+    ids=str,
+)
+def test_clip_of_a_lossy_file_is_a_part_of_the_whole_file(tmp_path, ending, options):
+    rate = 44100
+    noise = np.random.default_rng(0).normal(0, 0.003, 6 * rate).cumsum().clip(-0.9, 0.9)
+    source = written(tmp_path / f"a.{ending}", noise, rate, **options)
+    whole = soundfile.read(source.path, dtype="float32")[0].clip(-1, 1)
+    for epoch in range(6):
+        clip = ClipDecoder(rate, 6000).load(source, 0, epoch, augment=True).numpy()
+        at = found(np.diff(clip), np.diff(whole))  # their slow waves are alike everywhere
+        assert np.abs(whole[at : at + 6000] - clip).max() < 1e-4
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 44101, 48000, 15999, 16001])
+@pytest.mark.parametrize("seconds", [0.01, 0.999, 1.0, 1.001, 2.5])
+def test_clip_has_its_exact_length_whatever_the_rates(tmp_path, rate, seconds):
+    source = written(tmp_path / "a.wav", sine(300, seconds, rate), rate)
+    for clip_samples in (RATE, 15999, 7):
+        decoder = ClipDecoder(RATE, clip_samples)
+        assert decoder.load(source, 0).shape == (clip_samples,)
+        assert decoder.load(source, 0, 1, augment=True).shape == (clip_samples,)
+
+
+def test_stereo_files_are_mixed_down_not_stacked(tmp_path):
+    left, right = sine(300, 1, RATE), sine(500, 1, RATE)
+    source = written(tmp_path / "a.wav", np.stack([left, right], 1), subtype="FLOAT")
+    clip = ClipDecoder(RATE, RATE).load(source, 0)
+    assert clip.shape == (RATE,)
+    assert np.abs(clip.numpy() - (left + right) / 2).max() < 1e-6
+
+
+def test_six_channels_are_averaged_too(tmp_path):
+    channels = np.stack([np.full(RATE, 0.1 * i) for i in range(6)], 1)
+    clip = ClipDecoder(RATE, RATE).load(written(tmp_path / "a.flac", channels), 0)
+    assert np.allclose(clip, 0.25, atol=1e-3)
+
+
+def test_clip_of_validation_is_always_the_middle(tmp_path):
+    source = ramp(tmp_path / "a.wav", 10)
+    decoder = ClipDecoder(RATE, 2 * RATE)
+    assert [place(decoder.load(source, index, epoch)) for index in (0, 7) for epoch in (0, 3)] == [4 * RATE] * 4
+
+
+def test_clips_of_training_are_drawn_by_seed_epoch_and_index_from_all_of_the_file(tmp_path):
+    source = ramp(tmp_path / "a.wav", 10)
+
+    def places(seed: int, index: int = 0) -> list[int]:
+        return [place(ClipDecoder(RATE, RATE, seed).load(source, index, epoch, True)) for epoch in range(60)]
+
+    drawn = places(0)
+    assert drawn == places(0)
+    assert len({tuple(drawn), tuple(places(1)), tuple(places(0, index=1))}) == 3
+    assert 0 <= min(drawn) < RATE and 8 * RATE < max(drawn) <= 9 * RATE
+    assert len(set(drawn)) > 50
+
+
+def test_last_place_of_a_file_can_be_drawn(tmp_path):
+    source = written(tmp_path / "a.wav", np.arange(6) / 8, subtype="FLOAT")
+    firsts = {float(ClipDecoder(RATE, 4).load(source, 0, epoch, True)[0]) for epoch in range(40)}
+    assert firsts == {0.0, 0.125, 0.25}
+
+
+def test_clip_of_a_part_stays_in_that_part(tmp_path):
+    source = ramp(tmp_path / "a.wav", 20)
+    decoder = ClipDecoder(RATE, RATE)
+    drawn = [place(decoder.load(source, 0, epoch, True, 10.0, 12.5)) for epoch in range(30)]
+    assert min(drawn) >= 10 * RATE and max(drawn) <= 11.5 * RATE and len(set(drawn)) > 20
+    assert place(decoder.load(source, 0, start_seconds=10.0, end_seconds=12.0)) == 10.5 * RATE
+    assert place(decoder.load(source, 0, start_seconds=18.0, end_seconds=99.0)) == 18.5 * RATE
+
+
+def test_part_shorter_than_a_clip_is_repeated_and_nothing_beside_it_is_heard(tmp_path):
+    clip = ClipDecoder(RATE, RATE).load(ramp(tmp_path / "a.wav", 5), 0, start_seconds=2.0, end_seconds=2.25)
+    assert all(place(part) == 2 * RATE for part in clip.split(RATE // 4))
+
+
+def test_short_sound_is_repeated_until_it_fills_the_clip(tmp_path):
+    sound = np.random.default_rng(0).uniform(-0.5, 0.5, 3000)
+    source = written(tmp_path / "a.wav", sound, subtype="FLOAT")
+    for augment in (False, True):
+        clip = ClipDecoder(RATE, 10000).load(source, 0, 5, augment).numpy()
+        assert np.array_equal(clip, np.concatenate([sound, sound, sound, sound[:1000]]).astype(np.float32))
+
+
+def test_short_sound_of_another_rate_is_repeated_at_its_true_length(tmp_path):
+    source = written(tmp_path / "a.wav", sine(440, 0.5, 44100), 44100, subtype="FLOAT")
+    clip = ClipDecoder(RATE, 2 * RATE).load(source, 0).numpy()
+    assert np.array_equal(clip[:8000], clip[8000:16000]) and np.array_equal(clip[:8000], clip[24000:])
+    assert np.abs(clip[500:7500] - sine(440, 0.5, RATE)[500:7500]).max() < 1e-4
+
+
+def test_floats_beyond_one_are_clipped(tmp_path):
+    source = written(tmp_path / "a.wav", np.array([0.5, 1.7, -3.0, -0.25]), subtype="FLOAT")
+    assert ClipDecoder(RATE, 4).load(source, 0).tolist() == [0.5, 1.0, -1.0, -0.25]
+
+
+def test_resampled_square_wave_stays_within_one(tmp_path):
+    source = written(tmp_path / "a.wav", np.sign(sine(100, 1, 44100) + 1e-9) * 0.999, 44100)
+    assert ClipDecoder(RATE, RATE).load(source, 0).abs().max() <= 1
+
+
+def reason(source: Source, **options) -> str:
+    with pytest.raises((ValueError, OSError)) as error:
+        ClipDecoder(RATE, RATE).load(source, 0, **options)
+    assert "\n" not in str(error.value) and str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_float_file_with_a_value_that_is_no_number_is_bad(tmp_path, value):
+    samples = sine(440, 1, RATE)
+    samples[5000] = value
+    assert "no numbers" in reason(written(tmp_path / "a.wav", samples, subtype="FLOAT"))
+
+
+def test_float_file_of_integers_that_were_not_scaled_is_bad(tmp_path):
+    assert "reach 16000" in reason(written(tmp_path / "a.wav", sine(440, 1, RATE, 16000), subtype="FLOAT"))
+
+
+def test_missing_file_is_an_os_error_that_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ClipDecoder(RATE, RATE).load(Source(str(tmp_path / "nowhere.wav")), 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"no sound but words " * 100, bytes(5000)], ids=["empty", "text", "zeros"])
+@pytest.mark.parametrize("ending", ["wav", "mp3", "flac", "ogg"])
+def test_file_that_is_no_sound_is_bad(tmp_path, content, ending):
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(content)
+    text = reason(Source(str(path)))
+    assert text == "the file is empty" if not content else text.startswith("libsndfile cannot read it: ")
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "aiff"])
+def test_sound_of_no_samples_is_bad(tmp_path, ending):
+    assert reason(written(tmp_path / f"a.{ending}", np.zeros(0)))
+
+
+@pytest.mark.parametrize("ending", ["wav", "aiff", "flac", "mp3"])
+def test_file_that_is_cut_off_is_bad_where_the_clip_is_missing(tmp_path, ending):
+    source = written(tmp_path / f"a.{ending}", np.random.default_rng(0).uniform(-0.5, 0.5, 10 * RATE))
+    content = Path(source.path).read_bytes()
+    Path(source.path).write_bytes(content[: len(content) // 3])
+    text = reason(source)
+    assert "cut off" in text or text.startswith("libsndfile cannot read it: ")
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "ogg", "mp3", "opus"])
+@pytest.mark.parametrize("kept", [1, 20, 45, 60, 200])
+def test_header_that_is_cut_off_is_bad(tmp_path, ending, kept):
+    container = {"opus": "OGG"}.get(ending, ending.upper())
+    options = {"format": container} | ({"subtype": "OPUS"} if ending == "opus" else {})
+    source = written(tmp_path / f"a.{ending}", sine(440, 2, RATE), **options)
+    Path(source.path).write_bytes(Path(source.path).read_bytes()[:kept])
+    assert reason(source)
+
+
+def test_part_beyond_the_end_is_bad(tmp_path):
+    assert reason(ramp(tmp_path / "a.wav", 5), start_seconds=7.5) == "it lasts 5 s, and its clip begins at 7.5 s"
+
+
+@pytest.mark.parametrize("stated", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000])
+def test_wav_that_was_written_into_a_pipe_states_no_size_and_is_good(tmp_path, stated):
+    source = written(tmp_path / "a.wav", sine(440, 1, RATE))
+    content = bytearray(Path(source.path).read_bytes())
+    at = content.index(b"data") + 4
+    content[at : at + 4] = struct.pack("<I", stated)
+    Path(source.path).write_bytes(content)
+    assert np.abs(ClipDecoder(RATE, RATE).load(source, 0).numpy() - sine(440, 1, RATE)).max() < 1e-3
+
+
+def test_mp3_without_a_header_of_its_length_is_read_to_its_end(tmp_path):
+    """Its length is then an estimate, which may be too long by a part of a frame or two."""
+    path = tmp_path / "a.mp3"
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 3 * 44100)
+    soundfile.write(path, noise, 44100, bitrate_mode="CONSTANT", compression_level=0.2)
+    content = path.read_bytes()
+    second = content.index(content[:2], 100)
+    path.write_bytes(content[second:])
+    with soundfile.SoundFile(path) as file:
+        assert len(file.read()) < file.frames
+    clip = ClipDecoder(44100, 4 * 44100).load(Source(str(path)), 0)
+    assert clip[10000:100000].std() > 0.2 and clip[-40000:].std() > 0.2
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts the bytes")
+@pytest.mark.parametrize("inside", [False, True], ids=["file", "part of a file"])
+@pytest.mark.parametrize("ending", ["wav", "flac"])
+def test_clip_of_a_long_file_reads_little_more_than_the_clip(tmp_path, ending, inside):
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 300 * RATE)
+    source = written(tmp_path / f"a.{ending}", noise)
+    content = Path(source.path).read_bytes()
+    if inside:
+        path = tmp_path / "b.tar"
+        path.write_bytes(b"x" * 12345 + content + b"y" * 54321)
+        source = Source(str(path), 12345, len(content))
+    decoder = ClipDecoder(RATE, 10 * RATE)
+    expected = decoder.load(source, 0)
+    before = bytes_read()
+    clip = decoder.load(source, 0)
+    read = bytes_read() - before
+    assert torch.equal(clip, expected)
+    clip_bytes = len(content) / 30
+    assert clip_bytes * 0.9 < read < clip_bytes + 60_000 < len(content) / 10
+
+
+def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
+    for ending in ("wav", "flac", "ogg", "mp3"):
+        source = written(tmp_path / f"a.{ending}", sine(440, 3, RATE))
+        content = Path(source.path).read_bytes()
+        path = tmp_path / f"{ending}.tar"
+        path.write_bytes(b"x" * 700 + content + b"y" * 700)
+        clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Source(str(path), 700, len(content)))]
+        assert torch.equal(*clips), ending
+
+
+def test_error_of_the_disk_is_passed_on_from_inside_a_tar(tmp_path, monkeypatch):
+    source = written(tmp_path / "a.wav", sine(440, 3, RATE))
+    size = Path(source.path).stat().st_size
+
+    def broken(*_: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.pread", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        ClipDecoder(RATE, RATE).load(Source(source.path, 0, size), 0)
+
+
+def test_window_behaves_as_a_file_of_its_own(tmp_path):
+    content = random.Random(0).randbytes(500)
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 77 + content + b"y" * 50)
+    draws = random.Random(1)
+    with open(path, "rb", buffering=0) as file:
+        window, reference = FileWindow(file, 77, 500), io.BytesIO(content)
+        for _ in range(300):
+            n, whence = draws.randrange(300), draws.choice([0, 1, 2])
+            offset = {0: n, 1: draws.randrange(5), 2: -n}[whence]
+            assert window.seek(offset, whence) == reference.seek(offset, whence)
+            assert window.read(n) == reference.read(n)
+            assert window.tell() == reference.tell()

@@ -1,0 +1,88 @@
+"""The dynamic loss scale against its recurrence, and what autocast leaves alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from distributed.engines.precision import LossScaler, autocast
+
+CPU = torch.device("cpu")
+
+
+def recurrence(finite: list[bool], scale: float, growth_interval: int) -> list[float]:
+    """Micikevicius et al. 2018, section 3.2, one update after the other."""
+    scales, good = [], 0
+    for ok in finite:
+        good = good + 1 if ok else 0
+        if not ok:
+            scale = max(scale / 2, 1.0)
+        elif good == growth_interval:
+            scale, good = min(scale * 2, 2.0**24), 0
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize("initial", [2.0**16, 2.0**24, 4.0])
+@pytest.mark.parametrize("growth_interval", [1, 2, 5])
+def test_the_scale_follows_the_recurrence(initial: float, growth_interval: int) -> None:
+    draw = random.Random(growth_interval)
+    finite = [draw.random() < 0.7 for _ in range(200)] + [False] * 40 + [True] * 200
+    scaler = LossScaler(True, CPU, initial=initial, growth_interval=growth_interval)
+    scales = []
+    for ok in finite:
+        scaler.update(torch.tensor(ok))
+        scales.append(float(scaler.scale))
+    assert scales == recurrence(finite, initial, growth_interval)
+
+
+def test_the_scale_starts_at_two_to_the_sixteen() -> None:
+    assert float(LossScaler(True, CPU).scale) == 2.0**16
+
+
+def test_a_disabled_scaler_is_one_for_ever_and_has_no_state() -> None:
+    scaler = LossScaler(False, CPU)
+    scaler.update(torch.tensor(False))
+    assert float(scaler.scale) == 1.0 and scaler.state_dict() == {}
+    scaler.load_state_dict({"scale": 8.0, "finite_in_a_row": 3})
+    assert float(scaler.scale) == 1.0
+
+
+def test_a_reloaded_scaler_goes_on_where_the_saved_one_was() -> None:
+    finite = [True, False, True, True, True, True, False, True, True, True]
+    whole, first = (LossScaler(True, CPU, growth_interval=3) for _ in range(2))
+    for ok in finite:
+        whole.update(torch.tensor(ok))
+    for ok in finite[:5]:
+        first.update(torch.tensor(ok))
+    second = LossScaler(True, CPU, growth_interval=3)
+    second.load_state_dict(first.state_dict())
+    for ok in finite[5:]:
+        second.update(torch.tensor(ok))
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_the_state_of_another_backends_scaler_which_counts_nothing_is_accepted() -> None:
+    scaler = LossScaler(True, CPU)
+    scaler.load_state_dict({"scale": 1024.0})  # what the DeepSpeed engine saves
+    assert scaler.state_dict() == {"scale": 1024.0, "finite_in_a_row": 0}
+
+
+def test_a_run_that_had_no_scale_starts_with_the_default() -> None:
+    scaler = LossScaler(True, CPU)
+    scaler.load_state_dict({})  # saved in fp32
+    assert float(scaler.scale) == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_products_run_in_the_chosen_precision_and_sums_in_fp32(precision: str, dtype: torch.dtype) -> None:
+    weight = torch.ones(3, 3)
+    with autocast(precision, CPU):
+        product = weight @ weight
+        assert product.dtype == dtype
+        assert torch.nn.functional.mse_loss(product, weight).dtype == torch.float32
+    assert weight.dtype == torch.float32

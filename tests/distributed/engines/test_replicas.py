@@ -1,0 +1,81 @@
+"""Are the copies of a model the same, bit for bit?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distributed import TrainingStopped
+from distributed.engines.replicas import check_replicas, checksums
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def make(dtype: torch.dtype) -> Tensor:
+    return (torch.arange(12).view(3, 4) % 2).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_of_every_entry_counts(dtype: torch.dtype) -> None:
+    before = checksums({"x": make(dtype)})["x"]
+    for entry in range(12):
+        for bit in range(8 if dtype != torch.bool else 1):
+            changed = make(dtype)
+            changed.view(-1).view(torch.uint8)[entry * changed.element_size()] ^= 1 << bit
+            assert checksums({"x": changed})["x"] != before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_layout_does_not_count(dtype: torch.dtype) -> None:
+    tensor = make(dtype)
+    assert checksums({"x": tensor.T.contiguous().T}) == checksums({"x": tensor})
+
+
+def test_nan_zero_dimensions_empty_and_none_at_all() -> None:
+    tensors = {"nan": torch.tensor([torch.nan]), "scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3)}
+    assert checksums(tensors) == checksums({name: tensor.clone() for name, tensor in tensors.items()})
+    assert checksums({}) == {}
+
+
+@pytest.mark.parametrize("n", [5, 1024, 1025, 5000])
+def test_entries_that_changed_places_count(n: int) -> None:
+    tensor = torch.randperm(n).float()
+    before = checksums({"x": tensor})
+    for one, other in [(0, 1), (0, n - 1), (1, n // 2), (n // 3, 2 * n // 3)]:
+        swapped = tensor.clone()
+        swapped[[one, other]] = tensor[[other, one]]
+        assert checksums({"x": swapped}) != before
+
+
+def test_minus_zero_is_not_zero() -> None:
+    assert checksums({"x": torch.tensor([0.0])}) != checksums({"x": torch.tensor([-0.0])})
+
+
+def gathered(*replicas: nn.Module) -> Callable[[Any], list[Any]]:
+    """What an exchange between ranks that hold these replicas gives."""
+    return lambda own: [checksums(dict(replica.state_dict())) for replica in replicas]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def test_equal_replicas_pass() -> None:
+    check_replicas(model(), "at start", gathered(model(), model(), model()))
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "1.running_mean", "1.num_batches_tracked"])
+def test_the_tensor_and_the_ranks_that_differ_are_named(name: str) -> None:
+    others = [model() for _ in range(4)]
+    for rank in (1, 3):
+        others[rank].state_dict()[name].view(-1)[0] += 1
+    with pytest.raises(TrainingStopped) as raised:
+        check_replicas(model(), "before training", gathered(*others))
+    assert str(raised.value) == (
+        f"before training, {name} on rank 1 is not what it is on rank 0 (differing ranks: [1, 3])"
+    )

@@ -1,0 +1,88 @@
+"""A state copied while training goes on."""
+
+import threading
+
+import pytest
+import torch
+
+from training.checkpoints.snapshot import Snapshot
+
+
+def taken(parts: dict, **options) -> Snapshot:
+    snapshot = Snapshot(parts, **options)
+    snapshot.finish()
+    return snapshot
+
+
+def test_a_finished_snapshot_follows_no_later_change():
+    weight, rates = torch.zeros(3), [1.0]
+    snapshot = taken({"model": {"weight": weight, "settings": {"rates": rates}}})
+    weight.add_(1)
+    rates[0] = 2.0
+    assert snapshot.tensors["model"]["weight"].tolist() == [0, 0, 0]
+    assert snapshot.values == {"model": {"settings": {"rates": [1.0]}}}
+
+
+def test_values_are_taken_at_once_and_tensors_when_finished():
+    weight, rates = torch.zeros(1), [1.0]
+    snapshot = Snapshot({"model": {"weight": weight, "rates": rates}})
+    weight.add_(1)
+    rates[0] = 2.0
+    snapshot.finish()
+    assert snapshot.tensors["model"]["weight"].tolist() == [1] and snapshot.values["model"]["rates"] == [1.0]
+
+
+def test_wait_returns_when_the_copies_are_there():
+    snapshot = Snapshot({"model": {"weight": torch.ones(2)}})
+    marks: list[int] = []
+    timer = threading.Timer(1.5, snapshot.finish)
+    timer.start()
+    snapshot.wait(lambda: marks.append(1))
+    assert snapshot.tensors["model"]["weight"].tolist() == [1, 1]
+    assert marks, "a wait that takes long gives signs of life"
+    timer.join()
+
+
+def test_a_copy_that_fails_lets_the_training_go_on():
+    snapshot = Snapshot({"model": {"weight": torch.ones(2)}})
+    snapshot._to_copy = [("no such part", "weight", torch.ones(2))]
+    with pytest.raises(KeyError):
+        snapshot.finish()
+    snapshot.wait()
+
+
+def test_memory_of_an_older_snapshot_is_taken_over_where_it_fits():
+    first = taken({"model": {"same": torch.zeros(4), "other": torch.zeros(4), "gone": torch.zeros(1)}})
+    addresses = {name: tensor.data_ptr() for name, tensor in first.tensors["model"].items()}
+    second = taken(
+        {"model": {"same": torch.ones(4), "other": torch.ones(5), "half": torch.ones(4).half()}}, reuse=first
+    )
+    assert second.tensors["model"]["same"].data_ptr() == addresses["same"]
+    assert second.tensors["model"]["same"].tolist() == [1, 1, 1, 1]
+    assert second.tensors["model"]["other"].tolist() == [1] * 5 and set(second.tensors["model"]) == {
+        "same",
+        "other",
+        "half",
+    }
+
+
+def test_sharded_tensors_are_fetched_one_by_one_in_order_on_every_process():
+    order: list[str] = []
+
+    def fetch(name: str) -> torch.Tensor:
+        order.append(name)
+        return torch.ones(2)
+
+    parts = {"model": {"b": lambda: fetch("b"), "a": {"c": lambda: fetch("c")}}}
+    assert set(taken(parts).tensors["model"]) == {"b", "a/c"}
+    assert taken(parts, keep=False).tensors == {"model": {}}
+    assert order == ["b", "c"] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_the_gpu_is_told_next_does_not_show():
+    weight = torch.zeros(10_000_000, device="cuda")
+    snapshot = Snapshot({"model": {"weight": weight}})
+    weight.add_(1)
+    snapshot.finish()
+    assert snapshot.tensors["model"]["weight"].abs().max() == 0 and snapshot.tensors["model"]["weight"].is_pinned()

@@ -1,0 +1,247 @@
+"""A checkpoint is whole or not there."""
+
+import json
+import math
+import os
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from training import files
+from training.checkpoints import store as checkpoint
+from training.checkpoints.format import write_folder
+from training.checkpoints.store import Checkpoints, read_checkpoint
+
+
+@pytest.fixture
+def checkpoints(tmp_path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", keep=2, is_root=True)
+
+
+def save(checkpoints: Checkpoints, step: int, parts: dict, meta: dict) -> None:
+    checkpoints.save(step, parts, meta)
+    checkpoints.wait()
+    assert checkpoints.failure is None
+
+
+def parts(value: float = 1.0) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {
+            "encoder.0.weight": torch.full((2, 3), value),
+            "half": torch.ones(2, dtype=torch.bfloat16),
+            "empty": {},
+        },
+        "optimizer": {
+            "step": 12,
+            "learning_rate": 1e-3,
+            "moments": {"encoder.0.weight": {"exp_avg": torch.randn(2, 3, generator=generator), "count": 3}},
+            "betas": [0.9, 0.999],
+        },
+        "random": {"rank_0": generator.get_state(), "seed": 2**63, "name": "gumbel", "none": None, "on": True},
+        "ema": {},
+    }
+
+
+def assert_same(one, other) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_what_is_loaded_is_what_was_saved(checkpoints):
+    save(checkpoints, 12, parts(), {"samples": 96, "loss": math.inf})
+    loaded, meta = checkpoints.load(checkpoints.latest(), expected=list(parts()))
+    assert_same(loaded, parts())
+    assert meta == {"samples": 96, "loss": math.inf}
+
+
+def test_views_strides_and_shared_tensors_are_saved_by_value(checkpoints):
+    base = torch.arange(12.0).reshape(3, 4)
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    saved = {"model": {"row": base[1], "transposed": base.T, "again": base, "image": image, "scalar": torch.tensor(3)}}
+    save(checkpoints, 1, saved, {})
+    assert_same(checkpoints.load(checkpoints.latest())[0], saved)
+
+
+def test_files_are_plain_and_their_sums_can_be_checked_with_coreutils(checkpoints):
+    save(checkpoints, 100, parts(), {})
+    folder = checkpoints.latest()
+    assert folder.name == "step_00000100"
+    assert {file.name for file in folder.iterdir()} == {
+        "model.safetensors", "optimizer.safetensors", "random.safetensors", "ema.safetensors",
+        "state.json", "SHA256SUMS",
+    }  # fmt: skip
+    command = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert result.stdout.count(": OK") == 5
+
+
+def test_keys_must_be_strings_that_can_be_joined(checkpoints):
+    for key in (3, "a/b"):
+        with pytest.raises(AssertionError, match="must be a string without '/'"):
+            save(checkpoints, 1, {"model": {key: torch.zeros(1)}}, {})
+
+
+def test_only_the_newest_are_kept(checkpoints):
+    for step in (9, 10, 100, 101):
+        save(checkpoints, step, parts(step), {"step": step})
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step_00000100", "step_00000101"]
+    assert (checkpoints.folder / "latest").read_text() == "step_00000101\n"
+    assert checkpoints.load(checkpoints.latest())[1] == {"step": 101}
+
+
+def test_a_step_that_is_saved_already_is_left_as_it_is(checkpoints):
+    save(checkpoints, 1, parts(1.0), {"n": 1})
+    save(checkpoints, 1, parts(2.0), {"n": 2})
+    assert checkpoints.load(checkpoints.latest())[1] == {"n": 1}
+
+
+def test_no_checkpoint_is_none(checkpoints):
+    assert checkpoints.latest() is None
+    checkpoints.folder.mkdir()
+    (checkpoints.folder / "step_1 copy").mkdir()
+    (checkpoints.folder / ".unfinished-step_00000007").mkdir()
+    assert checkpoints.latest() is None
+
+
+def test_off_the_root_nothing_is_written_and_every_process_waits(tmp_path):
+    waited = []
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, is_root=False, barrier=lambda: waited.append(1))
+    fetched = []
+    save(checkpoints, 1, {"model": {"sharded": lambda: fetched.append(1) or torch.zeros(1)}}, {})
+    assert not checkpoints.folder.exists() and waited == [1]
+    assert fetched == [1], "gathering is collective"
+
+
+def test_everything_is_synced_before_the_rename_and_the_rename_after_it(checkpoints, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, os.rename
+
+    def watched_fsync(descriptor):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", watched_fsync)
+    monkeypatch.setattr(checkpoint.os, "rename", lambda *paths: (events.append("RENAME"), rename(*paths)))
+    save(checkpoints, 1, {"model": {"w": torch.zeros(1)}}, {})
+    commit = events.index("RENAME")
+    assert set(events[:commit]) >= {"model.safetensors", "state.json", "SHA256SUMS", ".unfinished-step_00000001"}
+    assert events[commit + 1] == "checkpoints"
+    assert events[commit + 2 :] == [".latest.tmp"]
+
+
+def damage(path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "delete":
+        path.unlink()
+    elif how == "truncate":
+        path.write_bytes(content[:-20])
+    elif how == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.write_bytes(b"")
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"]
+DAMAGES = ["delete", "truncate", "flip", "empty"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_an_error_of_one_line_that_names_the_file(checkpoints, name, how):
+    save(checkpoints, 1, parts(), {})
+    damage(checkpoints.latest() / name, how)
+    with pytest.raises(ValueError, match="cannot load the checkpoint") as error:
+        read_checkpoint(checkpoints.latest())
+    text = str(error.value)
+    assert "\n" not in text and str(checkpoints.latest()) in text and name in text
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_the_one_before_a_damaged_checkpoint_is_used_and_the_damaged_one_kept_aside(checkpoints, name, how):
+    save(checkpoints, 1, parts(1.0), {"step": 1})
+    save(checkpoints, 2, parts(2.0), {"step": 2})
+    damage(checkpoints.latest() / name, how)
+    said: list[str] = []
+    found = checkpoints.newest_good(said.append)
+    assert found is not None and found.name == "step_00000001"
+    assert_same(checkpoints.load(found)[0], parts(1.0))
+    assert len(said) == 1 and name in said[0] and "going on from the one before" in said[0]
+    assert (checkpoints.folder / "damaged-step_00000002").is_dir()
+    save(checkpoints, 2, parts(3.0), {"step": 2})  # the same step again
+    assert_same(checkpoints.load(checkpoints.newest_good(said.append))[0], parts(3.0))
+
+
+def test_where_all_are_damaged_nothing_starts_afresh_and_nothing_is_renamed(checkpoints):
+    for step in (1, 2):
+        save(checkpoints, step, parts(), {})
+        damage(checkpoints.latest() / "state.json", "flip")
+    with pytest.raises(ValueError, match=r"step_00000002.*so is the one before it") as error:
+        checkpoints.newest_good(print)
+    assert "\n" not in str(error.value) and checkpoints.steps() == [1, 2]
+
+
+def test_a_file_that_is_not_listed_is_damage(checkpoints):
+    save(checkpoints, 1, parts(), {})
+    (checkpoints.latest() / "more.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"more\.safetensors"):
+        read_checkpoint(checkpoints.latest())
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b"])
+def test_sums_that_lead_out_of_the_folder_are_refused(checkpoints, name):
+    save(checkpoints, 1, parts(), {})
+    with open(checkpoints.latest() / "SHA256SUMS", "a") as file:
+        file.write(f"{'0' * 64}  {name}\n")
+    with pytest.raises(ValueError, match="is no file of this folder"):
+        read_checkpoint(checkpoints.latest())
+
+
+@pytest.mark.parametrize("name", ["../model", "/model", "a/b", ".", "..", ""])
+def test_parts_that_lead_out_of_the_folder_are_refused(checkpoints, name):
+    save(checkpoints, 1, {"model": {}}, {})
+    state = checkpoints.latest() / "state.json"
+    state.write_text(json.dumps({"step": 1, "meta": {}, "parts": {name: {}}}))
+    with pytest.raises(ValueError, match="cannot be the name of a part"):
+        read_checkpoint(checkpoints.latest(), verify=False)
+
+
+def test_the_library_reads_what_is_written_here(tmp_path):
+    bits = torch.randint(0, 2, (3, 5), generator=torch.Generator().manual_seed(0))
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    dtypes += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+    tensors = {str(dtype): bits.to(dtype) for dtype in dtypes}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "large": torch.randn(3_000_000)}
+    write_folder(tmp_path / "c", {"model": tensors}, {})
+    read = load_file(tmp_path / "c" / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
+        assert read[name].data_ptr() % tensor.element_size() == 0
+
+
+@pytest.mark.parametrize("expected", [["model", "optimizer", "ema"], ["model"], ["model", "optimizers"]])
+def test_missing_or_unexpected_parts_are_an_error_not_a_fresh_start(checkpoints, expected):
+    save(checkpoints, 1, {"model": {}, "optimizer": {}}, {})
+    with pytest.raises(ValueError, match="it holds model, optimizer instead of"):
+        checkpoints.load(checkpoints.latest(), expected)
+
+
+def test_nothing_is_pickled(checkpoints):
+    save(checkpoints, 1, parts(), {})
+    for file in checkpoints.latest().glob("*.safetensors"):
+        header_bytes = int.from_bytes(file.read_bytes()[:8], "little")
+        json.loads(file.read_bytes()[8 : 8 + header_bytes])
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save(checkpoints, 2, {"model": {"object": object()}}, {})

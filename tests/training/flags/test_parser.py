@@ -1,0 +1,270 @@
+"""Arguments from the command line and from YAML, and the one line that a mistake gives."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from training.flags.converters import (
+    fraction,
+    names_of,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_run_arguments
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def parser() -> ArgumentParser:
+    parser = ArgumentParser("train_vae.py")
+    add_run_arguments(parser, output_dir="runs/vae", epochs=20, batch_size=8)
+    parser.add_argument("--learning_rate", type=positive_float, default=1e-3)
+    parser.add_argument("--image_folder")
+    parser.add_argument(
+        "--distributed_backend", "--distr_backend", type=str.lower, choices=("auto", "ddp"), default="auto"
+    )
+    parser.add_argument("--channel_widths", type=positive_int, nargs="+", default=[64, 128])
+    parser.add_argument("--crop", type=positive_int, nargs=2, default=None)
+    parser.add_argument("--tag", action="append")
+    parser.add_argument("--flip", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--no_shuffle", dest="shuffle", action="store_false")
+    parser.add_argument("--weight_decay", type=non_negative_float, default="1e-2")
+    parser.add_argument("--steps_as_int", type=int, default=3)
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    return parser
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def error_line(capsys, parser, *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse(argv)
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("train_vae.py: error: ")
+    return err.removeprefix("train_vae.py: error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8", 8), ("1_000", 1000), ("1e6", 10**6), ("2.0", 2), ("123456789012345678", 123456789012345678)],
+)
+def test_whole_numbers_are_read_exactly(text, number):
+    assert positive_int(text) == number == non_negative_int(text)
+    assert isinstance(positive_int(text), int)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "eight", "1.5", "-1", "nan", "inf", "1e400", "1e999999999", "1e-3", "0x10", "true"]
+)
+def test_what_is_not_a_whole_number_is_refused(text):
+    for convert in (positive_int, non_negative_int):
+        with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+            convert(text)
+
+
+def test_bounds_of_number_types():
+    assert (
+        non_negative_int("0") == 0 and non_negative_float("0") == 0 and fraction("0") == 0 and fraction(".999") == 0.999
+    )
+    for convert, text in [(positive_int, "0"), (positive_float, "0"), (non_negative_float, "-1e-9"), (fraction, "1")]:
+        with pytest.raises(argparse.ArgumentTypeError):
+            convert(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "x", ""])
+@pytest.mark.parametrize("convert", [positive_float, non_negative_float, fraction])
+def test_what_is_not_a_finite_number_is_refused(convert, text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a number"):
+        convert(text)
+
+
+def test_names_are_sorted_and_none_stands_alone():
+    convert = names_of("wandb", "tensorboard")
+    assert convert("WandB, tensorboard,wandb") == "tensorboard,wandb" and convert("None") == "none"
+    for text in ("none,wandb", "mlflow", "", ","):
+        with pytest.raises(argparse.ArgumentTypeError, match="comma list"):
+            convert(text)
+
+
+def test_defaults_apply_and_nothing_is_explicit(parser):
+    args = parser.parse([])
+    assert (args.batch_size, args.learning_rate, args.image_folder, args.max_steps) == (8, 1e-3, None, None)
+    assert args.weight_decay == 0.01 and args.shuffle
+    assert args.explicit == frozenset()
+
+
+def test_a_flag_that_does_nothing_is_an_error_on_the_command_line_and_let_pass_in_a_file(parser, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("max_steps: 3\nbatch_size: 9")
+    args = parser.parse(["--config", str(tmp_path / "c.yaml"), "--batch_size", "8"])
+    assert args.explicit == {"config", "max_steps", "batch_size"} and args.on_command_line == {"config", "batch_size"}
+    parser.refuse_idle(args, ["max_steps"], "learning_rate", "above 1", False)
+    parser.refuse_idle(args, ["batch_size"], "learning_rate", "above 1", True)
+    with pytest.raises(SystemExit) as raised:
+        parser.refuse_idle(args, ["max_steps", "batch_size"], "max_steps", "above 4", False)
+    assert raised.value.code == 2
+    line = "error: --batch_size has no effect with --max_steps 3; leave it out, or give --max_steps above 4"
+    assert line in capsys.readouterr().err
+
+
+def test_a_flag_said_at_its_default_is_explicit(parser):
+    assert parser.parse(["--batch_size", "8", "--no-flip"]).explicit == {"batch_size", "flip"}
+    assert parser.parse(["--tag", "a", "--tag", "b"]).tag == ["a", "b"]
+
+
+def test_command_line_wins_over_config_wins_over_default(parser, config):
+    path = config("batch_size: 16\nlearning_rate: 1e-4\n")
+    args = parser.parse(["--config", path, "--batch_size", "32"])
+    assert (args.batch_size, args.learning_rate, args.epochs) == (32, 1e-4, 20)
+    assert args.explicit == {"config", "batch_size", "learning_rate"}
+
+
+def test_config_values_become_what_the_command_line_would_make_of_them(parser, config):
+    path = config(
+        "learning_rate: 5e-5\nmax_steps: 1e3\nbatch-size: 1_024\nprecision: BF16\ndistr_backend: DDP\ncompile: true\n"
+        "flip: no\nno_shuffle: yes\nchannel_widths: [32, 64]\ncrop: [8, 9]\ntag: [a, 1]\nimage_folder: 010\n"
+        "report_to: wandb,tensorboard\n"
+    )
+    args = parser.parse(["--config", path])
+    assert (args.learning_rate, args.max_steps, args.batch_size) == (5e-5, 1000, 1024)
+    assert (args.precision, args.distributed_backend) == ("bf16", "ddp")
+    assert (args.compile, args.flip, args.shuffle) == (True, False, False)
+    assert (args.channel_widths, args.crop, args.tag) == ([32, 64], [8, 9], ["a", "1"])
+    assert (args.image_folder, args.report_to) == ("010", "tensorboard,wandb")
+
+
+def test_false_leaves_a_switch_off_and_counts_as_said(parser, config):
+    args = parser.parse(["--config", config("compile: false")])
+    assert args.compile is False and "compile" in args.explicit
+
+
+def test_null_leaves_a_default_of_none_unsaid(parser, config):
+    args = parser.parse(["--config", config("max_steps: null\nimage_folder: ~\n")])
+    assert args.max_steps is None and args.image_folder is None and args.explicit == {"config"}
+
+
+def test_an_empty_config_changes_nothing(parser, config):
+    assert parser.parse(["--config", config("# nothing yet\n")]).batch_size == 8
+
+
+def test_saved_settings_read_back_as_the_same_arguments(parser, config):
+    args = parser.parse(["--batch_size", "16", "--compile", "--crop", "4", "5", "--tag", "x", "--report_to", "wandb"])
+    settings = parser.settings(args)
+    assert settings["batch_size"] == 16 and {"config", "fresh", "local_rank", "explicit", "help"}.isdisjoint(settings)
+    again = parser.parse(["--config", config(yaml.safe_dump(settings))])
+    assert parser.settings(again) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch_sizes: 8", "line 1: unknown key 'batch_sizes'; did you mean batch_size?"),
+        ("seed: 1\nlr: 1", "line 2: unknown key 'lr'"),
+        ("local_rank: 0", "unknown key 'local_rank'"),
+        ("no_flip: true", "unknown key 'no_flip'"),
+        ("config: other.yaml", "config belongs on the command line"),
+        ("fresh: true", "fresh belongs on the command line"),
+        ("batch_size: eight", "line 1: batch_size: expected a whole number above 0, got 'eight'"),
+        ("batch_size: 1.5", "batch_size: expected a whole number above 0, got '1.5'"),
+        ("batch_size: true", "batch_size: expected a whole number above 0, got 'true'"),
+        ("batch_size: null", "batch_size: expected a whole number above 0, got 'null'"),
+        ("batch_size:", "batch_size: expected a whole number above 0, got ''"),
+        ("learning_rate: yes", "learning_rate: expected a number above 0, got 'yes'"),
+        ("precision: off", "precision: expected one of fp32, bf16, fp16; got 'off'"),
+        ("batch_size: [8]", "batch_size: expected a single value, got a list"),
+        ("batch_size: {a: 8}", "batch_size: expected a single value, got a mapping"),
+        ("steps_as_int: x", "steps_as_int: expected a whole number, got 'x'"),
+        ("image_folder: on", "image_folder: expected text, quoted where YAML reads a word otherwise; got 'on'"),
+        ("compile: 1", "compile: expected true or false, got '1'"),
+        ("compile: 'true'", "compile: expected true or false, got 'true'"),
+        ("flip: maybe", "flip: expected true or false, got 'maybe'"),
+        ("precision: fp8", "precision: expected one of fp32, bf16, fp16; got 'fp8'"),
+        ("channel_widths: 64", "channel_widths: expected a list, got '64'"),
+        ("channel_widths: []", "channel_widths: expected a list of at least one value, got an empty one"),
+        ("channel_widths: [64, x]", "channel_widths: expected a whole number above 0, got 'x'"),
+        ("crop: [1, 2, 3]", "crop: expected a list of 2 values, got 3"),
+        ("seed: 1\nseed: 2", "line 2: seed was already set by the key 'seed'"),
+        ("distr_backend: ddp\ndistributed_backend: ddp", "was already set by the key 'distr_backend'"),
+        ("[a, b]: 1", "a key must be the name of a flag"),
+        ("- batch_size", "must be a mapping"),
+        ("batch_size 8", "must be a mapping"),
+        ("batch_size: [8", "is not YAML"),
+        ("seed: !!python/object/apply:os.system ['true']", "seed: expected a single value, got a list"),
+    ],
+)
+def test_a_mistake_in_a_config_names_file_line_key_and_value(parser, config, capsys, text, expected):
+    path = config(text)
+    line = error_line(capsys, parser, "--config", path)
+    assert path in line and expected in line
+
+
+def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
+    assert "No such file" in error_line(capsys, parser, "--config", str(tmp_path / "none.yaml"))
+    assert "Is a directory" in error_line(capsys, parser, "--config", str(tmp_path))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "is not" in error_line(capsys, parser, "--config", str(tmp_path / "binary.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--batch_sise=8"], "unknown flag --batch_sise; did you mean --batch_size?"),
+        (["--batch", "8"], "unknown flag --batch"),
+        (["photos"], "unexpected argument 'photos'"),
+        (["--batch_size", "0"], "argument --batch_size: expected a whole number above 0, got '0'"),
+        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["--report_to", "mlflow"], "argument --report_to: expected none, or a comma list of tensorboard, wandb; got"),
+        (["--config"], "argument --config: expected one argument"),
+        (["--x\ny"], "unknown flag --x y"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(parser, capsys, argv, expected):
+    assert expected in error_line(capsys, parser, *argv)
+
+
+def test_choices_ignore_case_where_the_flag_does(parser):
+    assert parser.parse(["--precision", "BF16", "--distr_backend", "DDP"]).precision == "bf16"
+
+
+def test_off_the_root_a_mistake_exits_silently_after_the_root_had_time_to_speak(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr("training.flags.parser.time.sleep", waited.append)
+    with pytest.raises(SystemExit) as exit_:
+        ArgumentParser("train_vae.py", is_root=lambda: False).parse(["--nonsense"])
+    assert exit_.value.code == 2 and waited == [2.0] and capsys.readouterr() == ("", "")
+
+
+def test_help_shows_groups_units_and_defaults_on_the_root_alone(parser, capsys):
+    for is_root in (True, False):
+        parser._is_root = lambda said=is_root: said
+        with pytest.raises(SystemExit) as exit_:
+            parser.parse(["--help"])
+        assert exit_.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("checkpoints: --save_every_n_steps UPDATES" in text) is is_root
+        assert ("(default: 8)" in text and "--max_grad_norm NORM" in text and "(default: 0.0)" in text) is is_root
+        assert "(default: None)" not in text and "(default: False)" not in text and "SUPPRESS" not in text
+
+
+def test_importing_the_parser_loads_nothing_heavy():
+    script = (
+        "import sys, training.flags.parser; print([m for m in ('torch', 'numpy', 'yaml', 'PIL') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"

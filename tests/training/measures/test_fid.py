@@ -1,0 +1,185 @@
+"""The Fréchet distance against closed forms and SciPy, pooling over processes, and FID's own network."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+import torchvision
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.measures.fid import FrechetStatistics, Gaussian, ReconstructionFID, frechet_distance, inception_features
+
+
+def some(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def statistics(*parts: Tensor) -> FrechetStatistics:
+    of_parts = FrechetStatistics(parts[0].shape[1])
+    for part in parts:
+        of_parts.add(part)
+    return of_parts
+
+
+def gaussian(mean: list[float], variances: list[float]) -> Gaussian:
+    return Gaussian(torch.tensor(mean, dtype=torch.float64), torch.diag(torch.tensor(variances, dtype=torch.float64)))
+
+
+def features(images: Tensor) -> Tensor:
+    """A small network: 8 numbers of each image."""
+    weight = some(8, 3, 4, 4, seed=5).float()
+    return F.conv2d(images, weight, stride=4).relu().mean((2, 3))
+
+
+# Statistics.
+
+
+def test_mean_and_covariance_are_those_of_numpy() -> None:
+    x = some(50, 6) * 3 + 100
+    found = statistics(x[:20], x[20:].float()).result()
+    np.testing.assert_allclose(found.mean, x.mean(0), rtol=1e-7)
+    np.testing.assert_allclose(found.covariance, np.cov(x.numpy(), rowvar=False), rtol=1e-4, atol=1e-5)
+
+
+def test_sums_are_in_fp64() -> None:
+    x = some(1000, 4) + 10_000  # in fp32, a square of this is off by 8
+    found = statistics(x).result()
+    np.testing.assert_allclose(found.covariance, np.cov(x.numpy(), rowvar=False), rtol=1e-4, atol=1e-5)
+
+
+def test_two_processes_with_unequal_shares_give_the_statistics_of_one() -> None:
+    x = some(30, 5)
+    one, first, second = statistics(x).result(), statistics(x[:11]), statistics(x[11:17], x[17:])
+    found = first.result(lambda moments: moments + second._moments)
+    torch.testing.assert_close(found.mean, one.mean, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.covariance, one.covariance, rtol=1e-12, atol=1e-14)
+
+
+def test_asking_for_the_result_does_not_change_it() -> None:
+    x = statistics(some(10, 3))
+    first = x.result(lambda moments: moments.mul_(2))
+    assert torch.equal(x.result(lambda moments: moments.mul_(2)).mean, first.mean)
+    assert torch.equal(x.result(lambda moments: moments.mul_(2)).covariance, first.covariance)
+
+
+def test_fewer_than_two_vectors_are_an_error() -> None:
+    with pytest.raises(ValueError, match="of 1 images: give at least 2"):
+        statistics(some(1, 3)).result()
+
+
+# Distance.
+
+
+def test_distance_of_axis_aligned_gaussians_is_its_closed_form() -> None:
+    a, b = gaussian([0, 1, 2], [1, 4, 9]), gaussian([1, 1, 0], [4, 4, 0.25])
+    expected = (1 + 0 + 4) + sum((math.sqrt(x) - math.sqrt(y)) ** 2 for x, y in ((1, 4), (4, 4), (9, 0.25)))
+    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-12) == frechet_distance(b, a)
+
+
+def test_distance_equals_scipys_matrix_square_root() -> None:
+    a, b = statistics(some(200, 12) @ some(12, 12, seed=1)).result(), statistics(some(90, 12, seed=2) + 0.3).result()
+    root = scipy.linalg.sqrtm((a.covariance @ b.covariance).numpy()).real
+    expected = (a.mean - b.mean).square().sum() + (a.covariance + b.covariance).trace() - 2 * np.trace(root)
+    assert frechet_distance(a, b) == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_distance_of_a_distribution_from_itself_is_zero_and_never_negative() -> None:
+    for vectors in (some(100, 20), some(7, 20)):  # 7 vectors have a covariance of rank 6
+        one = statistics(vectors * 10).result()
+        assert 0 <= frechet_distance(one, one) < 1e-4
+
+
+def test_distance_exists_where_both_covariances_are_singular() -> None:
+    x, y = some(5, 20), some(6, 20, seed=1)
+    found = frechet_distance(statistics(x).result(), statistics(y).result())
+    # Of A^1/2 B A^1/2 only the singular values of X Y^T are not 0, with centred X and Y of 5 and 6 rows.
+    x, y = (v - v.mean(0) for v in (x, y))
+    root_trace = torch.linalg.svdvals(x @ y.T / math.sqrt(4 * 5)).sum()
+    means = (some(5, 20).mean(0) - some(6, 20, seed=1).mean(0)).square().sum()
+    expected = means + x.square().sum() / 4 + y.square().sum() / 5 - 2 * root_trace
+    assert found == pytest.approx(expected.item(), rel=1e-6)
+
+
+# Images.
+
+
+def test_rfid_of_perfect_reconstructions_is_zero_and_grows_with_noise() -> None:
+    images, noise = torch.rand(40, 3, 8, 8), torch.rand(40, 3, 8, 8)
+    distances = []
+    for amount in (0.0, 0.2, 0.6):
+        fid = ReconstructionFID(features, dim=8)
+        fid.add(images, images.lerp(noise, amount))
+        distances.append(fid.result())
+    assert distances[0] < 1e-9 and distances[0] < distances[1] < distances[2]
+
+
+def test_rfid_pooled_over_two_processes_equals_that_of_one() -> None:
+    images, reconstructions = torch.rand(20, 3, 8, 8), torch.rand(20, 3, 8, 8)
+    one, first, second = (ReconstructionFID(features, dim=8) for _ in range(3))
+    one.add(images, reconstructions)
+    first.add(images[:7], reconstructions[:7])
+    for i in (7, 13):
+        second.add(images[i : i + 6 + i // 13], reconstructions[i : i + 6 + i // 13])
+    others = iter([second._real._moments, second._fake._moments])
+    assert first.result(lambda moments: moments + next(others)) == pytest.approx(one.result(), rel=1e-5)
+
+
+# FID's network.
+
+
+@pytest.fixture(scope="module")
+def inception_weights() -> dict[str, Tensor]:
+    """Random weights under the names of FID's Inception, which are torchvision's."""
+    with torch.device("meta"):
+        shapes = torchvision.models.inception_v3(weights=None, aux_logits=False, init_weights=False, num_classes=1008)
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, value in shapes.state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            continue  # the published file is older than these
+        if value.dim() > 1:
+            scale = (2 / value[0].numel()) ** 0.5
+            weights[name] = (torch.randn(value.shape, generator=generator) * scale).half()
+        else:
+            ones = name.endswith(("running_var", "bn.weight"))
+            weights[name] = torch.full(value.shape, 1.0 if ones else 0.0, dtype=torch.float16)
+    return weights
+
+
+def test_inception_gives_2048_numbers_of_each_image_in_8_bits(inception_weights: dict[str, Tensor]) -> None:
+    network = inception_features(inception_weights)
+    images = torch.rand(2, 3, 40, 32)
+    images[:, 0, 0, 0] = torch.tensor([-0.5, 1.5])
+    vectors = network(images)
+    assert vectors.shape == (2, 2048) and vectors.dtype == torch.float32 and not vectors.requires_grad
+    assert (vectors[0] - vectors[1]).abs().max() > 1e-3
+    as_in_a_file = (images.clamp(0, 1) * 255).round() / 255
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(network(as_in_a_file), vectors)
+
+
+def test_weights_of_another_network_are_one_line(inception_weights: dict[str, Tensor]) -> None:
+    missing = {name: tensor for name, tensor in inception_weights.items() if name != "Mixed_7c.branch1x1.conv.weight"}
+    with pytest.raises(ValueError, match=r"not those of FID's Inception: .*Mixed_7c\.branch1x1\.conv\.weight") as error:
+        inception_features(missing)
+    assert "\n" not in str(error.value)
+
+
+def test_without_torch_fidelity_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("torch_fidelity"):
+            raise ImportError(f"No module named {name!r}")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ValueError, match="pip install torch-fidelity"):
+        inception_features({})

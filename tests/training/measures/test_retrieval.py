@@ -1,0 +1,343 @@
+"""Retrieval against a naive double loop, on one process and several; zero-shot classification."""
+
+import math
+import threading
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from training.measures import retrieval
+from training.measures.retrieval import RetrievalQuality, class_embeddings, prompts, text_id, zero_shot_hits
+
+
+class Fake:
+    """One of several threads that take part in collectives."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any]) -> None:
+        self.rank, self.world_size, self._barrier, self._board = rank, world_size, barrier, board
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._board[self.rank] = value
+        self._barrier.wait()
+        found = list(self._board)
+        self._barrier.wait()
+        return found
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        parts = self.gather_objects(tensor)
+        assert len({(part.shape[1:], part.dtype) for part in parts}) == 1, "as the real one would hang or raise"
+        return torch.cat(parts)
+
+    def sum(self, value: dict[str, float]) -> dict[str, float]:
+        return {name: float(sum(other[name] for other in self.gather_objects(value))) for name in value}
+
+
+def on(world_size: int, action: Callable[[Any], Any]) -> list[Any]:
+    """What the action returns, or raises, on each of so many processes."""
+    barrier, board = threading.Barrier(world_size, timeout=10), [None] * world_size
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = action(Fake(rank, world_size, barrier, board))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+ALONE = Fake(0, 1, threading.Barrier(1), [None])
+
+
+def split(seed: int, clips: int, dim: int = 6, texts: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor], list]:
+    """Clips (n, d), embeddings of texts, and 0 to 4 captions of each clip, some of them shared or said twice."""
+    generator = torch.Generator().manual_seed(seed)
+    audio = torch.nn.functional.normalize(torch.randn(clips, dim, generator=generator), dim=1)
+    embeddings = torch.nn.functional.normalize(torch.randn(texts, dim, generator=generator), dim=1)
+    names = [f"text {number}" for number in range(texts)]
+    counts = torch.randint(0, 5, (clips,), generator=generator).tolist()
+    captions = [[names[i] for i in torch.randint(0, texts, (count,), generator=generator)] for count in counts]
+    captions[0] = [names[3], names[4], names[3]]
+    return audio, dict(zip(names, embeddings, strict=True)), captions
+
+
+def add(quality: RetrievalQuality, data: Any, rows: list[int], **more: Any) -> None:
+    audio, embeddings, captions = data
+    own = [captions[row] for row in rows]
+    text = [embeddings[caption] for of_clip in own for caption in of_clip]
+    quality.add(audio[rows], torch.stack(text) if text else torch.empty(0, audio.shape[1]), own, **more)
+
+
+def naive(data: Any) -> dict[str, float]:
+    """The definition, candidate by candidate."""
+    audio, embeddings, captions = data
+    clips = audio.double().numpy()
+    used = sorted({caption for own in captions for caption in own})
+    texts = {name: embeddings[name].double().numpy() for name in used}
+    directions = {
+        "text_to_audio": [
+            ([float(texts[caption] @ clip) for clip in clips], [caption in own for own in captions])
+            for own_captions in captions
+            for caption in sorted(set(own_captions))
+        ],
+        "audio_to_text": [
+            ([float(texts[name] @ clip) for name in used], [name in own for name in used])
+            for clip, own in zip(clips, captions, strict=True)
+            if own
+        ],
+    }
+    values = {}
+    for direction, queries in directions.items():
+        best, precisions, chances = [], [], []
+        for scores, right in queries:
+            order = sorted(range(len(scores)), key=lambda i: -scores[i])
+            ranks = [rank for rank, i in enumerate(order, start=1) if right[i]]
+            best.append(ranks[0])
+            precisions.append(
+                sum(j / rank for j, rank in enumerate(ranks, start=1) if rank <= 10) / min(10, len(ranks))
+            )
+            chances.append(len(ranks) / len(scores))
+        for k in (1, 5, 10):
+            values[f"{direction}/r{k}"] = np.mean([rank <= k for rank in best])
+        values |= {
+            f"{direction}/median_rank": median(best),
+            f"{direction}/map10": np.mean(precisions),
+            f"{direction}/chance_r1": np.mean(chances),
+        }
+    values["r10"] = (values["text_to_audio/r10"] + values["audio_to_text/r10"]) / 2
+    return values
+
+
+@pytest.mark.parametrize(("seed", "clips", "texts"), [(0, 40, 30), (1, 7, 5), (2, 60, 4), (3, 25, 200)])
+def test_every_value_is_that_of_a_naive_double_loop(seed, clips, texts):
+    data = split(seed, clips, texts=max(texts, 5))
+    quality = RetrievalQuality()
+    add(quality, data, list(range(3)))
+    add(quality, data, list(range(3, clips)))
+    found, expected = quality.result(ALONE), naive(data)
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found["text_to_audio/r5"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_clips_spread_raggedly_over_any_number_of_processes_give_the_very_same_values(world_size, monkeypatch):
+    monkeypatch.setattr(retrieval, "_SCORES_AT_A_TIME", 64)  # two or three rows at a time
+    data = split(4, 23)
+    places = torch.randint(0, max(1, world_size - 1), (23,), generator=torch.Generator().manual_seed(5)).tolist()
+
+    def measure(processes: Fake) -> dict[str, float]:
+        quality = RetrievalQuality()  # the last of several processes has no clips
+        own = [row for row in range(23) if places[row] == processes.rank]
+        for rows in (own[:4], own[4:]):
+            if rows:
+                add(quality, data, rows)
+        return quality.result(processes)
+
+    whole = RetrievalQuality()
+    add(whole, data, list(range(23)))
+    results = on(world_size, measure)
+    assert all(result == results[0] for result in results)
+    assert results[0] == whole.result(ALONE) == pytest.approx(naive(data), rel=1e-12)
+
+
+def test_a_perfect_model_has_recall_and_map_one_with_five_captions_each():
+    audio = torch.eye(12)
+    captions = [[f"{clip} {number}" for number in range(5)] for clip in range(12)]
+    quality = RetrievalQuality()
+    quality.add(audio, audio.repeat_interleave(5, 0), captions)
+    found = quality.result(ALONE)
+    chance = {"text_to_audio/chance_r1": 1 / 12, "audio_to_text/chance_r1": 5 / 60}
+    assert found == pytest.approx({**dict.fromkeys(found, 1.0), **chance})
+
+
+def test_map_of_a_perfect_order_is_one_with_more_than_ten_right_candidates():
+    audio = torch.cat([torch.eye(2)[:1].expand(15, 2), torch.eye(2)[1:].expand(15, 2)])
+    quality = RetrievalQuality()
+    quality.add(audio, audio, [["dog"]] * 15 + [["cat"]] * 15)
+    found = quality.result(ALONE)
+    assert found["text_to_audio/map10"] == found["audio_to_text/map10"] == 1
+    assert found["text_to_audio/chance_r1"] == found["audio_to_text/chance_r1"] == 0.5
+
+
+def test_worked_example_with_two_captions():
+    # Ranks of the clip's captions among the four: 2 and 3. Precision at them: 1/2 and 2/3.
+    angles = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    text = torch.stack([angles.cos(), angles.sin()], 1)
+    audio = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    quality = RetrievalQuality()
+    quality.add(audio, text[[1, 2, 0, 3]], [["b", "c"], ["a", "d"]])
+    found = quality.result(ALONE)
+    # The second clip, opposite to the first, sees d, c, b, a: ranks 1 and 4.
+    assert found["audio_to_text/map10"] == pytest.approx(((1 / 2 + 2 / 3) / 2 + (1 + 2 / 4) / 2) / 2)
+    assert found["audio_to_text/r1"] == 0.5 and found["audio_to_text/median_rank"] == 1.5
+    # All texts point to the first clip.
+    assert found["text_to_audio/r1"] == 0.5 and found["text_to_audio/map10"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("dim", [1, 3, 128])
+def test_a_collapsed_model_finds_nothing_because_ties_count_against_it(world_size, dim):
+    vector = torch.nn.functional.normalize(torch.randn(dim, generator=torch.Generator().manual_seed(1)), dim=0)
+
+    def measure(processes: Fake) -> dict[str, float]:
+        quality = RetrievalQuality()
+        names = [[f"{processes.rank} {number}"] for number in range(37)]
+        quality.add(vector.expand(37, dim), vector.expand(37, dim), names)
+        return quality.result(processes)
+
+    found = on(world_size, measure)[0]
+    for direction in ("text_to_audio", "audio_to_text"):
+        assert found[f"{direction}/r10"] == found[f"{direction}/map10"] == 0
+        assert found[f"{direction}/median_rank"] == 37 * world_size
+        assert found[f"{direction}/chance_r1"] == pytest.approx(1 / (37 * world_size))
+    assert found["r10"] == 0
+
+
+@pytest.mark.parametrize("side", ["audio", "text", "both"])
+def test_embeddings_that_are_not_numbers_find_nothing(side):
+    bad = torch.full((20, 4), math.nan)
+    good = torch.nn.functional.normalize(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), dim=1)
+    quality = RetrievalQuality()
+    names = [[str(number)] for number in range(20)]
+    quality.add(good if side == "text" else bad, good if side == "audio" else bad, names)
+    found = quality.result(ALONE)
+    assert found["r10"] == found["text_to_audio/map10"] == found["audio_to_text/map10"] == 0
+
+
+def test_one_clip_that_is_not_a_number_harms_no_more_than_one_place():
+    audio = torch.eye(12)
+    audio[0] = math.nan
+    quality = RetrievalQuality()
+    quality.add(audio, torch.eye(12), [[str(number)] for number in range(12)])
+    found = quality.result(ALONE)
+    assert found["audio_to_text/r1"] == pytest.approx(11 / 12)
+    assert found["text_to_audio/r1"] == 0 and found["text_to_audio/r5"] == pytest.approx(11 / 12)
+
+
+def test_fewer_candidates_than_ten_are_all_recalled():
+    quality = RetrievalQuality()
+    quality.add(torch.eye(3), torch.eye(3).roll(1, 0), [["a"], ["b"], ["c"]])
+    found = quality.result(ALONE)
+    assert found["r10"] == 1 and found["text_to_audio/r1"] == 0
+    assert found["text_to_audio/map10"] == pytest.approx(1 / 3)  # a tie of two wrong and right candidates: rank 3
+
+
+def test_recall_of_a_random_model_is_near_its_chance_level():
+    data = split(7, 400, dim=16, texts=120)
+    quality = RetrievalQuality()
+    add(quality, data, list(range(400)))
+    found = quality.result(ALONE)
+    chance = found["text_to_audio/chance_r1"]
+    assert chance > 0.01 and found["text_to_audio/r1"] == pytest.approx(chance, abs=3 * math.sqrt(chance / 120))
+
+
+def test_the_length_of_an_embedding_and_its_precision_do_not_count():
+    data = split(8, 20)
+    one, other = RetrievalQuality(), RetrievalQuality()
+    add(one, data, list(range(20)))
+    add(other, (data[0] * 4, {name: vector * 0.5 for name, vector in data[1].items()}, data[2]), list(range(20)))
+    assert one.result(ALONE) == other.result(ALONE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_shared_caption_is_the_mean_of_what_several_batches_made_of_it(world_size):
+    turns = torch.tensor([0.0, 80.0, 41.0, 39.0]).deg2rad()
+    vectors = torch.stack([turns.cos(), turns.sin()], 1)
+
+    def measure(processes: Fake) -> dict[str, float]:
+        quality = RetrievalQuality()
+        # The text came out at 0 and at 80 degrees; its clips are at 39 and 41, others at 0 and 80.
+        for place in range(processes.rank, 2, world_size):
+            quality.add(vectors[[place, 2 + place]], vectors[[place]], [[], ["shared"]])
+        return quality.result(processes)
+
+    for result in on(world_size, measure):
+        assert result["text_to_audio/map10"] == result["text_to_audio/r1"] == 1
+
+
+def test_without_any_caption_there_is_no_number_rather_than_a_good_one():
+    quality = RetrievalQuality()
+    quality.add(torch.eye(2), torch.empty(0, 2), [[], []])
+    for result in on(2, quality.result) + on(2, RetrievalQuality().result):
+        assert len(result) == 13 and all(math.isnan(value) for value in result.values())
+
+
+def test_captions_that_do_not_fit_their_embeddings_are_refused():
+    with pytest.raises(ValueError, match="3 text embeddings for 2 captions"):
+        RetrievalQuality().add(torch.eye(2), torch.zeros(3, 2), [["a"], ["b"]])
+    with pytest.raises(ValueError, match="2 clips have 1 lists"):
+        RetrievalQuality().add(torch.eye(2), torch.zeros(1, 2), [["a"]])
+
+
+def test_ids_of_texts_are_the_same_in_every_process_and_run():
+    assert text_id("a dog barks") == int.from_bytes(bytes.fromhex(ID_OF_DOG), "little", signed=True)
+    assert len({text_id(f"{number}") for number in range(10000)}) == 10000
+    assert text_id("\ud800") != text_id("?")
+    assert -(2**63) <= min(text_id(f"{n}") for n in range(100)) < 0 < max(text_id(f"{n}") for n in range(100)) < 2**63
+
+
+ID_OF_DOG = "8cba0d5b69b18330"  # printf 'a dog barks' | b2sum -l 64
+
+
+def test_prompts_go_through_the_templates_class_by_class():
+    assert prompts(["dog", "{}"], ["a {}", "{} and {}"]) == ["a dog", "dog and dog", "a {}", "{} and {}"]
+
+
+@pytest.mark.parametrize("templates", [["a {}", "a sound"], []])
+def test_a_template_without_a_place_for_the_class_is_refused_in_one_line(templates):
+    with pytest.raises(ValueError, match="template") as caught:
+        prompts(["dog"], templates)
+    assert "\n" not in str(caught.value)
+
+
+def test_class_embeddings_are_normalised_means_of_directions():
+    text = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, -3.0], [0.0, -1.0]])
+    expected = [[math.sqrt(0.5), math.sqrt(0.5)], [0, -1]]
+    assert class_embeddings(text, 2).tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
+    names, classes = ["cat", "dog", "owl"], torch.eye(3)
+    labels = [["dog", None, "cat"], [None], ["owl", "owl", "dog"]]
+    audio = [classes[[1, 0, 1]], classes[[2]], classes[[2, 0, 1]]]  # right, -, wrong; -; right, wrong, right
+
+    def measure(processes: Fake) -> tuple[list[str], dict[str, float]]:
+        quality = RetrievalQuality()
+        own, captions = labels[processes.rank], [["x"]] * len(labels[processes.rank])
+        quality.add(audio[processes.rank][:1], torch.ones(1, 3), captions[:1], own[:1])
+        quality.add(audio[processes.rank][1:], torch.ones(len(own) - 1, 3), captions[1:], own[1:])
+        found = quality.classes(processes)
+        return found, quality.zero_shot(processes, found, classes)
+
+    assert on(3, measure) == [(names, {"zero_shot/top1": 3 / 5, "zero_shot/chance_top1": 1 / 3})] * 3
+
+
+def test_a_collapsed_model_classifies_nothing():
+    hits = zero_shot_hits(torch.ones(4, 3), ["a", "b", None, "a"], ["a", "b"], torch.ones(2, 3))
+    assert hits.tolist() == [False] * 3
+
+
+def test_clips_without_labels_have_no_zero_shot_metric():
+    quality = RetrievalQuality()
+    quality.add(torch.eye(2), torch.eye(2), [["a"], ["b"]])
+    assert quality.classes(ALONE) == [] and quality.zero_shot(ALONE, ["a"], torch.ones(1, 2)) == {}
+
+
+def test_a_label_that_is_no_class_is_an_error_on_every_process():
+    def measure(processes: Fake) -> None:
+        quality = RetrievalQuality()
+        quality.add(torch.eye(2)[:1], torch.eye(2)[:1], [["a"]], ["dog" if processes.rank else "zebra"])
+        quality.zero_shot(processes, ["dog"], torch.ones(1, 2))
+
+    errors = on(2, measure)
+    assert [str(error) for error in errors] == ["the label 'zebra' is none of the 1 classes: name all of them"] * 2

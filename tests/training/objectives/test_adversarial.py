@@ -1,0 +1,281 @@
+"""Adversarial losses against formulas written out a second time, closed forms, and autograd."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.discriminator import Discriminator
+from training.objectives.adversarial import (
+    ADVERSARIAL_LOSSES,
+    LeCam,
+    adaptive_weight,
+    bce_discriminator_loss,
+    bce_generator_loss,
+    gradient_penalty,
+    hinge_discriminator_loss,
+    hinge_generator_loss,
+    image_gradient,
+    last_layer_gradient,
+)
+
+REAL, FAKE = torch.tensor([2.0, 0.5, -1.0]), torch.tensor([-3.0, 0.25])
+
+
+def some(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+# Losses.
+
+
+def test_hinge_losses_of_a_worked_example() -> None:
+    assert hinge_discriminator_loss(REAL, FAKE).item() == pytest.approx((0 + 0.5 + 2) / 3 + (0 + 1.25) / 2)
+    assert hinge_generator_loss(FAKE).item() == pytest.approx(2.75 / 2)
+
+
+def test_bce_losses_of_a_worked_example() -> None:
+    def s(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    real = [-math.log(s(x)) for x in REAL.tolist()]
+    fake = [-math.log(1 - s(x)) for x in FAKE.tolist()]
+    assert bce_discriminator_loss(REAL, FAKE).item() == pytest.approx(sum(real) / 3 + sum(fake) / 2)
+    assert bce_generator_loss(FAKE).item() == pytest.approx(sum(-math.log(s(x)) for x in FAKE.tolist()) / 2)
+
+
+def test_bce_has_the_logits_as_input_and_ones_and_zeros_as_target() -> None:
+    real, fake = some(6, scale=3), some(6, seed=1, scale=3)
+    expected = F.binary_cross_entropy_with_logits(input=real, target=torch.ones(6))
+    expected = expected + F.binary_cross_entropy_with_logits(input=fake, target=torch.zeros(6))
+    torch.testing.assert_close(bce_discriminator_loss(real, fake), expected)
+    # With input and target swapped, the loss is linear in the logits and has no lower bound.
+    assert bce_discriminator_loss(torch.tensor([50.0]), torch.tensor([-50.0])).item() == pytest.approx(0, abs=1e-20)
+
+
+@pytest.mark.parametrize("name", ["hinge", "bce"])
+def test_each_side_gains_by_moving_the_logits_its_own_way(name: str) -> None:
+    loss, zero = ADVERSARIAL_LOSSES[name], torch.zeros(1)
+    assert loss.discriminator(zero + 0.1, zero - 0.1) < loss.discriminator(zero, zero)
+    assert loss.generator(zero + 0.1) < loss.generator(zero)
+
+
+def test_bce_stays_finite_and_has_a_gradient_where_the_discriminator_is_certain() -> None:
+    certain = torch.tensor([-200.0], requires_grad=True)
+    loss = bce_generator_loss(certain)
+    loss.backward()
+    assert loss.item() == 200.0 and certain.grad is not None and certain.grad.item() == -1.0
+
+
+def test_losses_of_half_precision_logits_are_fp32() -> None:
+    for loss in ADVERSARIAL_LOSSES.values():
+        assert loss.discriminator(REAL.bfloat16(), FAKE.half()).dtype == torch.float32
+        assert loss.generator(FAKE.half()).dtype == torch.float32
+
+
+# LeCam.
+
+
+def test_lecam_equals_its_formula_with_the_averages_of_earlier_updates() -> None:
+    lecam, decay = LeCam(0.9), 0.9
+    means = [(1.0, -1.0), (2.0, 0.0), (0.5, 0.25)]
+    for real, fake in means:
+        lecam.update(torch.tensor(real), torch.tensor(fake))
+    weights = [decay**age * (1 - decay) for age in (2, 1, 0)]
+    a_real, a_fake = (sum(w * m[side] for w, m in zip(weights, means, strict=True)) / sum(weights) for side in (0, 1))
+    expected = sum(max(x - a_fake, 0) ** 2 for x in REAL.tolist()) / 3
+    expected += sum(max(a_real - x, 0) ** 2 for x in FAKE.tolist()) / 2
+    assert lecam(REAL, FAKE).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_lecam_takes_the_first_means_whole() -> None:
+    lecam = LeCam(0.999)
+    lecam.update(torch.tensor(1.0), torch.tensor(-1.0))
+    assert lecam(torch.tensor([-1.0]), torch.tensor([1.0])).item() == pytest.approx(0, abs=1e-12)
+    assert lecam(torch.tensor([1.0]), torch.tensor([1.0])).item() == pytest.approx(4, rel=1e-5)
+
+
+def test_lecam_is_zero_before_the_first_update() -> None:
+    logits = some(4).requires_grad_()
+    loss = LeCam()(logits, logits)
+    loss.backward()
+    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_lecam_leaves_out_means_that_are_not_finite(bad: float) -> None:
+    lecam, untouched = LeCam(0.9), LeCam(0.9)
+    for one in (lecam, untouched):
+        one.update(torch.tensor(1.0), torch.tensor(-1.0))
+    lecam.update(torch.tensor(bad), torch.tensor(0.0))
+    lecam.update(torch.tensor(0.0), torch.tensor(bad))
+    for name, tensor in untouched.state_dict().items():
+        assert torch.equal(lecam.state_dict()[name], tensor)
+
+
+def test_lecam_that_was_saved_and_loaded_continues_as_if_never_stopped() -> None:
+    lecam, resumed = LeCam(0.9), LeCam(0.9)
+    lecam.update(torch.tensor(1.0), torch.tensor(-2.0))
+    resumed.load_state_dict(lecam.state_dict())
+    for one in (lecam, resumed):
+        one.update(torch.tensor(3.0), torch.tensor(4.0))
+    assert torch.equal(lecam(REAL, FAKE), resumed(REAL, FAKE))
+    assert resumed(REAL, FAKE) != LeCam(0.9)(REAL, FAKE)
+
+
+def test_lecam_of_a_batch_is_the_mean_over_its_parts() -> None:
+    lecam = LeCam(0.9)
+    lecam.update(torch.tensor(0.3), torch.tensor(-0.2))
+    real, fake = some(8), some(8, seed=1)
+    parts = [lecam(*part) for part in zip(real.chunk(4), fake.chunk(4), strict=True)]
+    torch.testing.assert_close(lecam(real, fake), torch.stack(parts).mean())
+
+
+def test_lecam_keeps_no_graph_of_the_means() -> None:
+    lecam = LeCam()
+    lecam.update(REAL.clone().requires_grad_().mean(), FAKE.clone().requires_grad_().mean())
+    assert not any(tensor.requires_grad for tensor in lecam.state_dict(keep_vars=True).values())
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1])
+def test_lecam_refuses_a_decay_that_makes_no_average(decay: float) -> None:
+    with pytest.raises(ValueError, match=rf"^decay {decay} "):
+        LeCam(decay)
+
+
+# Gradient penalty.
+
+
+def test_penalty_of_a_linear_discriminator_is_its_closed_form() -> None:
+    w = some(3 * 4 * 4)
+    images = torch.rand(5, 3, 4, 4)
+    expected = (w.norm().item() - 1) ** 2
+    assert gradient_penalty(lambda x: x.flatten(1) @ w, images).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_penalty_takes_a_norm_per_image_of_the_sum_of_its_logits() -> None:
+    # D(x) = (x^2 / 2, x^2 / 2): the gradient of the sum is 2x.
+    images = some(5, 3, 4, 4)
+    expected = sum((2 * image.norm().item() - 1) ** 2 for image in images) / 5
+    found = gradient_penalty(lambda x: torch.stack([x.square() / 2] * 2), images)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_penalty_trains_the_weights_as_finite_differences_say() -> None:
+    torch.manual_seed(0)
+    model, images = Discriminator(4, layers=1, groups=2).double(), torch.rand(2, 3, 8, 8)
+    weight = model.get_parameter("layers.1.0.weight")
+    direction = some(*weight.shape).double()
+    gradient_penalty(model, images).backward()
+    assert weight.grad is not None
+    found, size = (weight.grad * direction).sum().item(), 1e-5  # LeakyReLU's kinks are further away
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * size * direction
+        values.append(gradient_penalty(model, images).item())
+        with torch.no_grad():
+            weight -= sign * size * direction
+    assert found == pytest.approx((values[0] - values[1]) / (2 * size), rel=1e-2) and abs(found) > 1e-4
+
+
+def test_penalty_runs_in_fp32_under_autocast() -> None:
+    torch.manual_seed(0)
+    model, images = Discriminator(4, layers=1, groups=2), torch.rand(2, 3, 8, 8)
+    expected = gradient_penalty(model, images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradient_penalty(model, images.bfloat16().float())
+        exact = gradient_penalty(model, images)
+    assert torch.equal(exact, expected) and found.dtype == torch.float32
+
+
+def test_penalty_is_finite_where_the_gradient_vanishes() -> None:
+    scale = torch.zeros((), requires_grad=True)
+    loss = gradient_penalty(lambda x: (x * scale).sum((1, 2, 3)), torch.rand(2, 3, 4, 4))
+    loss.backward()
+    assert loss.item() == 1 and scale.grad is not None and scale.grad.isfinite()
+
+
+def test_penalty_leaves_the_images_alone() -> None:
+    images = torch.rand(2, 3, 4, 4, requires_grad=True)
+    scale = torch.ones((), requires_grad=True)
+    gradient_penalty(lambda x: x * scale, images).backward()
+    assert images.grad is None and scale.grad is not None
+    images = torch.rand(2, 3, 4, 4)
+    gradient_penalty(lambda x: x * scale, images)
+    assert not images.requires_grad
+
+
+# The last layer.
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_last_layer_gradient_equals_autograd(kernel: int) -> None:
+    layer = nn.Conv2d(6, 3, kernel, padding=kernel // 2)
+    features, target = some(2, 6, 7, 5).requires_grad_(), some(2, 3, 7, 5, seed=1)
+    images = layer(features)
+    loss = (images - target).square().mean()
+    (at_images,) = torch.autograd.grad(loss, images, retain_graph=True)
+    (expected,) = torch.autograd.grad(loss, layer.weight)
+    found = last_layer_gradient(features, at_images, tuple(layer.weight.shape))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert not found.requires_grad
+
+
+def test_last_layer_gradient_of_bf16_features_is_taken_in_fp32() -> None:
+    features, gradient = some(2, 6, 16, 16).bfloat16(), some(2, 3, 16, 16, seed=1).bfloat16()
+    expected = torch.einsum("bohw,bihw->oi", gradient.double(), features.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = last_layer_gradient(features, gradient, (3, 6, 1, 1))
+    torch.testing.assert_close(found.double()[..., 0, 0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_last_layer_gradients_add_up_over_a_batch() -> None:
+    features, gradient = some(4, 6, 8, 8), some(4, 3, 8, 8, seed=1)
+    parts = [last_layer_gradient(features[i : i + 2], gradient[i : i + 2], (3, 6, 3, 3)) for i in (0, 2)]
+    torch.testing.assert_close(parts[0] + parts[1], last_layer_gradient(features, gradient, (3, 6, 3, 3)))
+
+
+def test_a_last_layer_with_an_even_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^a last convolution of side 4"):
+        last_layer_gradient(some(1, 1, 4, 4), some(1, 1, 4, 4), (1, 1, 4, 4))
+
+
+# The adaptive weight.
+
+
+def test_adaptive_weight_is_the_ratio_of_the_norms() -> None:
+    nll, gan = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([[0.0, 0.5]], requires_grad=True)
+    weight = adaptive_weight(nll, gan)
+    assert weight.item() == pytest.approx(10) and weight.shape == () and not weight.requires_grad
+
+
+def test_adaptive_weight_is_capped_and_never_divides_by_zero() -> None:
+    nll = torch.tensor([0.5])
+    assert adaptive_weight(nll, torch.zeros(1)).item() == pytest.approx(0.5 / 1e-4)
+    assert adaptive_weight(nll * 10, torch.zeros(1)).item() == 1e4
+    assert adaptive_weight(nll * 10, torch.zeros(1), cap=7).item() == 7
+    assert adaptive_weight(torch.zeros(1), torch.zeros(1)).item() == 0
+
+
+def test_a_gradient_that_is_not_a_number_makes_the_weight_not_a_number() -> None:
+    assert adaptive_weight(torch.tensor([math.nan]), torch.ones(1)).isnan()
+    assert adaptive_weight(torch.ones(1), torch.tensor([math.nan])).isnan()
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16])
+def test_the_gradient_at_the_images_is_autograds_and_does_not_vanish_in_half_precision(precision: torch.dtype) -> None:
+    weight = torch.tensor(3e-4, dtype=precision)
+    images = torch.rand(2, 3, 32, 32, requires_grad=True)
+
+    def loss() -> Tensor:
+        return (images.to(precision) * weight).to(precision).float().mean()
+
+    expected = torch.full_like(images, float(weight) / images.numel())  # 5e-8: below the smallest half, 6e-8
+    ours = image_gradient(loss(), images)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=0)
+    assert not ours.requires_grad

@@ -1,0 +1,216 @@
+"""The two steps of a GAN update against the plain loop on the whole batch, one graph and two optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import distributed
+from distributed import Backend
+from models import VQGAN, Discriminator
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_run_arguments
+from training.objectives.adversarial import LeCam, gradient_penalty
+from training.objectives.adversaries import Game, Rules
+
+BATCH = 8
+RATE = 1e-2
+
+
+@pytest.fixture(params=[1, 4], ids=["whole", "accumulation 4"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with open_backend("--grad_accum_steps", str(request.param)) as backend:
+        yield backend
+
+
+def open_backend(*flags: str) -> Any:
+    parser = ArgumentParser("test")
+    add_run_arguments(parser, output_dir="unused", batch_size=BATCH)
+    distributed.add_arguments(parser)
+    return distributed.from_args(parser.parse(list(flags)))
+
+
+def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
+    torch.manual_seed(0)
+    size = 256 if quantizer == "fsq" else 16  # fewer codes than vectors: twins would be a matter of rounding
+    generator = VQGAN(16, dim=8, num_layers=2, quantizer=quantizer, codebook_size=size, inv_temperature=1.0)
+    return generator, Discriminator(8, layers=2)
+
+
+def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, **rules: Any) -> Game:
+    """SGD without momentum: weights change by the gradient, so that a wrong factor shows."""
+    g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
+    d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
+    return Game(
+        g,
+        d,
+        backend,
+        quantizer=generator.quantizer,
+        last_weight_shape=generator.last_layer.weight.shape,
+        images=lambda micro: micro["x"],
+        rules=Rules(**rules),
+    )
+
+
+def l1(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = F.l1_loss(fake, images)
+    return loss, {"recon_loss": loss}
+
+
+def weighted(losses: Mapping[str, Tensor]) -> Tensor:
+    return sum((0.5 * loss for loss in losses.values()), start=torch.zeros(()))
+
+
+def play(game: Game, images: Tensor, *, with_penalty: bool = True, step: int = 0) -> dict[str, Tensor]:
+    means: dict[str, Tensor] = {}
+    _, fakes, _ = game.generator_step(
+        {"x": images}, means, reconstruction_loss=l1, code_loss=weighted, is_adversarial=True, step=step, seed=0
+    )
+    game.discriminator_step({"x": images}, fakes, means, with_penalty=with_penalty)
+    return means
+
+
+def plain_update(generator: VQGAN, discriminator: Discriminator, images: Tensor, lecam: LeCam, **rules: Any) -> Tensor:
+    """What every tutorial writes, on the whole batch: returns the adaptive weight."""
+    discriminator.requires_grad_(False)
+    out = generator(images)
+    nll, gan = F.l1_loss(out.reconstruction, images), -discriminator(out.reconstruction).mean()
+    last = generator.last_layer.weight
+    (of_nll,), (of_gan,) = (torch.autograd.grad(loss, last, retain_graph=True) for loss in (nll, gan))
+    weight = of_nll.norm() / of_gan.norm() if rules.get("gan_weight", "adaptive") == "adaptive" else rules["gan_weight"]
+    (nll + weight * gan + weighted(out.losses)).backward()
+    descend(generator)
+    discriminator.requires_grad_(True)
+    fake = out.reconstruction.detach()
+    real_logits, fake_logits = discriminator(images), discriminator(fake)
+    loss = F.relu(1 - real_logits).mean() + F.relu(1 + fake_logits).mean()
+    loss = loss + rules.get("lecam_weight", 0) * lecam(real_logits, fake_logits)
+    lecam.update(real_logits.mean(), fake_logits.mean())
+    (loss + 10 * gradient_penalty(discriminator, images)).backward()
+    descend(discriminator)
+    return torch.as_tensor(weight)
+
+
+def descend(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.data -= RATE * parameter.grad
+            parameter.grad = None
+
+
+def assert_same_change(start: nn.Module, ours: nn.Module, expected: nn.Module) -> None:
+    for name, before in start.state_dict().items():
+        ours_now, reference = ours.state_dict()[name], expected.state_dict()[name]
+        if not before.is_floating_point():
+            assert torch.equal(ours_now, reference), name
+            continue
+        largest = (reference - before).abs().max().item()
+        # A wrong factor is a quarter at least. Rounding is 1e-4 of a change of 1e-3 in a weight of 0.1, and a kink of a
+        # LeakyReLU or of |x| that it crosses makes more of it.
+        torch.testing.assert_close(
+            ours_now, reference, rtol=0, atol=1e-2 * max(largest, 1e-4), msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("quantizer", ["lfq", "vq", "fsq", "bsq", "ibq"])
+def test_updates_equal_the_plain_loop_on_the_whole_batch(backend: Backend, quantizer: str) -> None:
+    generator, discriminator = models(quantizer)
+    start, plain = (copy.deepcopy((generator, discriminator)) for _ in range(2))
+    game = make_game(backend, generator, discriminator, lecam_weight=0.3)
+    lecam = LeCam(0.999)
+    for step in range(3):
+        images = torch.rand(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(step))
+        means = play(game, images, step=step)
+        weight = plain_update(*plain, images, lecam, lecam_weight=0.3)
+        plain[0].quantizer.after_update(step, 0)
+        torch.testing.assert_close(means["gan_weight"].float(), weight.detach(), rtol=1e-4, atol=0)
+    assert_same_change(start[0], generator, plain[0])
+    assert_same_change(start[1], discriminator, plain[1])
+    torch.testing.assert_close(game.lecam.state_dict(), lecam.state_dict(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_fixed_weight_is_used_times_its_scale(backend: Backend) -> None:
+    generator, discriminator = models()
+    start, plain = (copy.deepcopy((generator, discriminator)) for _ in range(2))
+    images = torch.rand(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    play(make_game(backend, generator, discriminator, gan_weight=0.5, gan_weight_scale=0.5), images)
+    plain_update(*plain, images, LeCam(), gan_weight=0.25)
+    assert_same_change(start[0], generator, plain[0])
+
+
+def test_the_generators_gradient_norm_holds_nothing_of_the_discriminators(backend: Backend) -> None:
+    """The public trainer clipped by a norm that saw the other model's stale gradients."""
+    generator, discriminator = models()
+    images = torch.rand(BATCH, 3, 16, 16)
+    reference = copy.deepcopy(generator)
+    out = reference(images)
+    (F.l1_loss(out.reconstruction, images) + weighted(out.losses)).backward()
+    norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
+    game = make_game(backend, generator, discriminator)
+    for name, parameter in discriminator.named_parameters():
+        assert parameter.grad is None or not parameter.grad.any(), name
+        if parameter.grad is not None:
+            parameter.grad.fill_(100.0)
+    update, _, _ = game.generator_step(
+        {"x": images}, {}, reconstruction_loss=l1, code_loss=weighted, is_adversarial=False, step=0, seed=0
+    )
+    torch.testing.assert_close(update.grad_norm, norm, rtol=1e-4, atol=0)
+
+
+def test_before_its_start_nothing_of_the_discriminator_is_computed(backend: Backend) -> None:
+    """taming-transformers computed it and multiplied by zero."""
+    generator, discriminator = models()
+    game = make_game(backend, generator, discriminator)
+    calls = []
+    discriminator.register_forward_hook(lambda *_: calls.append(1))
+    game.generator_step(
+        {"x": torch.rand(BATCH, 3, 16, 16)},
+        {},
+        reconstruction_loss=l1,
+        code_loss=weighted,
+        is_adversarial=False,
+        step=0,
+        seed=0,
+    )
+    assert calls == []
+
+
+def test_the_penalty_is_computed_only_when_it_is_due(backend: Backend) -> None:
+    generator, discriminator = models()
+    game = make_game(backend, generator, discriminator)
+    images = torch.rand(BATCH, 3, 16, 16)
+    assert "gradient_penalty" in play(game, images, with_penalty=True)
+    assert "gradient_penalty" not in play(game, images, with_penalty=False)
+
+
+def test_in_low_precision_the_penalty_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public trainer took it in half precision, unscaled."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    generator, discriminator = models()
+    images = torch.rand(BATCH, 3, 16, 16)
+    expected = gradient_penalty(copy.deepcopy(discriminator), images)
+    with open_backend("--precision", "bf16") as backend:
+        means = play(make_game(backend, generator, discriminator), images)
+    torch.testing.assert_close(means["gradient_penalty"].float(), expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_an_update_that_is_skipped_leaves_the_codebook_alone(backend: Backend) -> None:
+    generator, discriminator = models("vq")
+    game = make_game(backend, generator, discriminator)
+    play(game, torch.rand(BATCH, 3, 16, 16))
+    before = {name: tensor.clone() for name, tensor in generator.state_dict().items()}
+    broken = torch.rand(BATCH, 3, 16, 16)
+    broken[-1, 0, 0, 0] = torch.nan
+    means: dict[str, Tensor] = {}
+    update, _, _ = game.generator_step(
+        {"x": broken}, means, reconstruction_loss=l1, code_loss=weighted, is_adversarial=False, step=1, seed=0
+    )
+    assert bool(update.skipped)
+    torch.testing.assert_close(dict(generator.state_dict()), before, rtol=0, atol=0)

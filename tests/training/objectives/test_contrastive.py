@@ -1,0 +1,315 @@
+"""The losses against their formulas written as sums, and shared batches against whole ones; processes are threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
+
+SIZES = [[9], [5, 4], [2, 0, 6, 1], [1] * 9]
+CAPTIONS = [3, 7, 3, 1, 2**62 + 1, 2**62, 3, 0, 7]  # with twins; two that fp64 cannot tell apart
+
+
+class Threads:
+    """Processes that meet at a barrier and read what the others have put down."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, table: list[Any]) -> None:
+        self.rank, self.world_size, self._barrier, self._table = rank, world_size, barrier, table
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._table[self.rank] = value
+        self._barrier.wait()
+        values = list(self._table)
+        self._barrier.wait()
+        return values
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self.gather_objects(tensor.detach()))
+
+    def sum(self, value: Tensor) -> Tensor:
+        return sum(self.gather_objects(value), start=torch.zeros_like(value))
+
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        arrived = self.gather_objects(tensor)[self.rank - 1]
+        assert len(arrived) == rows
+        return arrived.clone()
+
+
+def on_processes(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
+    barrier, table, results = threading.Barrier(world_size, timeout=20), [None] * world_size, [None] * world_size
+    errors: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = work(Threads(rank, world_size, barrier, table))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def unit_vectors(pairs: int, heads: int = 2, dim: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(pairs)
+    both = torch.randn(2, pairs, heads, dim, dtype=torch.float64, generator=generator)
+    return list(F.normalize(both, dim=-1).to(dtype))
+
+
+def make(pairs: int = 9, heads: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """audio, text, scale, bias, caption ids."""
+    scale, bias = torch.tensor([5.0, 14.0, 2.0])[:heads], torch.tensor([-1.0, -10.0, 0.5])[:heads]
+    return [*unit_vectors(pairs, heads, dtype=dtype), scale.to(dtype), bias.to(dtype), torch.tensor(CAPTIONS[:pairs])]
+
+
+def by_the_formula(
+    kind: str, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, captions: Tensor, mask: bool = True
+) -> Tensor:
+    """One pair after the other, on one process."""
+    n, heads, _ = audio.shape
+    total = torch.zeros((), dtype=audio.dtype)
+    for h in range(heads):
+        s = [[scale[h] * audio[i, h] @ text[j, h] for j in range(n)] for i in range(n)]
+        for i in range(n):
+            negatives = [j for j in range(n) if j != i and not (mask and captions[i] == captions[j])]
+            if kind == "sigmoid":
+                total = total - torch.log(torch.sigmoid(s[i][i] + bias[h]))
+                for j in negatives:
+                    total = total - torch.log(torch.sigmoid(-s[i][j] - bias[h]))
+                continue
+            denominator = negatives if kind == "decoupled" else [*negatives, i]
+            if not denominator:
+                continue
+            rows = sum(torch.exp(s[i][j]) for j in denominator)
+            columns = sum(torch.exp(s[j][i]) for j in denominator)
+            total = total - s[i][i] + (torch.log(rows) + torch.log(columns)) / 2
+    return total / n
+
+
+def expected(kind: str, inputs: list[Tensor], mask: bool = True) -> list[Tensor]:
+    """The loss and its gradients."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs[:4]]
+    loss = by_the_formula(kind, *leaves, inputs[4], mask)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)]
+
+
+def shared(kind: str, inputs: list[Tensor], sizes: list[int], **options: Any) -> list[ContrastiveResult]:
+    """What each process finds."""
+    audio, text, scale, bias, captions = inputs
+    bounds = list(itertools.accumulate(sizes, initial=0))
+
+    def work(processes: Threads) -> ContrastiveResult:
+        own = slice(bounds[processes.rank], bounds[processes.rank + 1])
+        loss = Contrastive(kind, processes, **options)
+        return loss.value_and_gradients(audio[own], text[own], scale, bias, captions[own])
+
+    return on_processes(len(sizes), work)
+
+
+def joined(results: list[ContrastiveResult]) -> list[Tensor]:
+    """The same as one process would say it; what is said to be equal everywhere is."""
+    for other in results[1:]:
+        for name in ("loss", "scale_gradient", "bias_gradient", "spread_audio", "spread_text"):
+            assert torch.equal(getattr(other, name), getattr(results[0], name)), name
+    rows = [torch.cat([getattr(r, name) for r in results]) for name in ("audio_gradient", "text_gradient")]
+    return [results[0].loss, *rows, results[0].scale_gradient, results[0].bias_gradient]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    for name, ours, theirs in zip(("loss", "audio", "text", "scale", "bias"), got, wanted, strict=True):
+        assert ours.shape == theirs.shape, name
+        scale = max(float(theirs.abs().max()), 1e-3) if theirs.numel() else 1.0
+        assert float((ours - theirs).abs().max()) <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
+@pytest.mark.parametrize("mask", [True, False], ids=["masked", "unmasked"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradients_of_ragged_parts_are_those_of_the_formula(
+    kind: str, sizes: list[int], mask: bool, whole: bool
+) -> None:
+    inputs = make()
+    results = shared(kind, inputs, sizes, mask_duplicates=mask, whole=whole)
+    assert [len(result.audio_gradient) for result in results] == sizes
+    assert_equal(joined(results), expected(kind, inputs, mask))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_duplicates_on_other_processes_are_no_negatives(kind: str) -> None:
+    """The mask has the size of the global batch, and what it hides is not nothing."""
+    inputs = make()
+    masked, unmasked = (joined(shared(kind, inputs, [1] * 9, mask_duplicates=mask)) for mask in (True, False))
+    assert abs(float(masked[0] - unmasked[0])) > 1e-3
+
+
+def test_decoupled_mask_has_the_global_size() -> None:
+    """With one of the local size (musiclm-pytorch) the wrong pairs leave the denominators, on all processes but one."""
+    audio, text, scale, bias, _ = make(8)
+    ours = joined(shared("decoupled", [audio, text, scale, bias, torch.arange(8)], [2, 2, 2, 2]))
+    logits = scale[:, None, None] * torch.einsum("ihd,jhd->hij", audio, text)
+    others = logits.masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf)
+    losses = (others.logsumexp(1) + others.logsumexp(2)) / 2 - logits.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(ours[0], losses.mean(1).sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("pairs", [2, 7, 511])
+def test_collapsed_embeddings_lose_the_logarithm_of_the_number_of_candidates(pairs: int) -> None:
+    """What a run reports that learns nothing: ln B, or ln(B - 1) without the diagonal (6.236 at 512)."""
+    same = torch.ones(pairs, 1, 4) / 2
+    ids, one = torch.arange(pairs), torch.ones(1)
+    for kind, candidates in (("softmax", pairs), ("decoupled", pairs - 1)):
+        (result,) = shared(kind, [same, same, 14 * one, one, ids], [pairs])
+        assert float(result.loss) == pytest.approx(math.log(candidates), rel=1e-6, abs=2e-6)
+        assert float(result.spread_audio) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("captions", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 2, 1, 0, 3], [0, 0, 0, 0, 0, 0, 1]])
+def test_the_collapsed_value_is_the_loss_of_equal_embeddings(kind: str, captions: list[int]) -> None:
+    """Repeated captions are no negatives, and there is less to lose. Of the sigmoid loss: with the best bias."""
+    same, ids = torch.ones(7, 2, 4, dtype=torch.float64) / 2, torch.tensor(captions)
+    biases = torch.linspace(-12, -4, 801, dtype=torch.float64) if kind == "sigmoid" else torch.zeros(1).double()
+    scales = torch.full((2,), 7.0, dtype=torch.float64)
+    results = [shared(kind, [same, same, scales, bias.expand(2), ids], [3, 0, 4])[1] for bias in biases]
+    least = min(float(result.loss) for result in results)
+    # The scan meets the best bias to 0.005, where the loss is flat.
+    assert float(results[0].collapsed) == pytest.approx(least, rel=1e-4 if kind == "sigmoid" else 1e-12)
+
+
+def test_a_collapsed_decoupled_loss_of_512_is_the_6_236_at_which_runs_get_stuck() -> None:
+    same = torch.ones(512, 1, 4) / 2
+    (result,) = shared("decoupled", [same, same, torch.ones(1), torch.ones(1), torch.arange(512)], [512])
+    assert float(result.collapsed) == pytest.approx(6.236, abs=5e-4)
+    assert float(result.loss) == pytest.approx(float(result.collapsed), rel=1e-6)
+
+
+def test_who_shares_the_batch_is_asked_when_it_is_shared_and_not_when_the_loss_is_made() -> None:
+    """Not in the constructor: processes may connect after it (musiclm-pytorch samples their state there)."""
+    processes: Any = SimpleNamespace(gather=lambda tensor: tensor, sum=lambda value: value)
+    contrastive = Contrastive("decoupled", processes)
+    processes.rank, processes.world_size = 0, 1
+    audio = torch.nn.functional.normalize(torch.randn(4, 1, 3), dim=-1)
+    result = contrastive.value_and_gradients(audio, audio, torch.ones(1), torch.ones(1), torch.arange(4))
+    assert result.loss.isfinite()
+
+
+def test_sigmoid_loss_in_closed_form() -> None:
+    """Orthogonal pairs: n of them at s + b, n (n - 1) others at b."""
+    n, s, b = 4, 3.0, -2.0
+    vectors = torch.eye(n, dtype=torch.float64).unsqueeze(1)
+    inputs = [vectors, vectors, torch.tensor([s]).double(), torch.tensor([b]).double(), torch.arange(n)]
+    result = shared("sigmoid", inputs, [3, 1])[0]
+    at_positive, at_negative = 1 / (1 + math.exp(s + b)), 1 / (1 + math.exp(-b))
+    wanted = math.log1p(math.exp(-s - b)) + (n - 1) * math.log1p(math.exp(b))
+    assert float(result.loss) == pytest.approx(wanted, rel=1e-12)
+    assert float(result.scale_gradient) == pytest.approx(-at_positive, rel=1e-12)
+    assert float(result.bias_gradient) == pytest.approx(-at_positive + (n - 1) * at_negative, rel=1e-12)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
+@pytest.mark.parametrize("sizes", [[4], [1, 3]], ids=str)
+@pytest.mark.parametrize("kind", ["softmax", "decoupled"])
+def test_where_nothing_is_a_negative_nothing_is_learned_and_nothing_is_nan(
+    kind: str, sizes: list[int], whole: bool
+) -> None:
+    inputs = make(4)
+    inputs[4] = torch.full((4,), 5)  # all captions are the same
+    got = joined(shared(kind, inputs, sizes, whole=whole))
+    assert_equal(got, [torch.zeros_like(tensor) for tensor in got])
+
+
+@pytest.mark.parametrize("kind", ["softmax", "decoupled"])
+def test_one_pair_teaches_nothing(kind: str) -> None:
+    got = joined(shared(kind, make(1), [1]))
+    assert_equal(got, [torch.zeros_like(tensor) for tensor in got])
+
+
+def test_one_pair_is_still_a_pair_to_the_sigmoid_loss() -> None:
+    inputs = make(1)
+    assert_equal(joined(shared("sigmoid", inputs, [0, 1])), expected("sigmoid", inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_largest_logits_neither_overflow_nor_vanish(kind: str) -> None:
+    """At a temperature of 100, its clamp, exp(s) overflows in fp32."""
+    inputs = make(dtype=torch.float32)
+    inputs[2] = torch.full((2,), 100.0)
+    doubles = [tensor.double() for tensor in inputs[:4]]
+    got = [tensor.double() for tensor in joined(shared(kind, inputs, [4, 5]))]
+    assert all(bool(tensor.isfinite().all()) for tensor in got)
+    # A logit of 100 is known to 100 x 6e-8, its exponential to as much of itself.
+    wanted = joined(shared(kind, [*doubles, inputs[4]], [4, 5]))
+    assert_equal(got, wanted, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_precision_in_and_around_it_is_computed_in_fp32(kind: str) -> None:
+    inputs = make()
+    low = [inputs[0].bfloat16(), inputs[1].bfloat16(), *(tensor.float() for tensor in inputs[2:4]), inputs[4]]
+    high = [tensor.double() for tensor in low[:4]]
+    (plain,) = shared(kind, low, [9])
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # threads of their own would not see it
+        around = Contrastive(kind, _processes_of_one()).value_and_gradients(*low)
+    assert plain.loss.dtype == plain.audio_gradient.dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(plain, around, strict=True))
+    assert_equal([t.double() for t in joined([plain])], expected(kind, [*high, inputs[4]]), tolerance=2e-6)
+
+
+def _processes_of_one() -> Any:
+    return Threads(0, 1, threading.Barrier(1), [None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spread_is_the_variance_of_the_final_embeddings_of_all(kind: str) -> None:
+    inputs = make()
+    for result in shared(kind, inputs, [2, 0, 6, 1]):
+        for spread, vectors in ((result.spread_audio, inputs[0]), (result.spread_text, inputs[1])):
+            variance = vectors[:, 0].var(dim=0, correction=0).sum()
+            torch.testing.assert_close(spread, variance, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [[9], [4, 5], [3, 0, 5, 1]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_mode_has_the_same_bits_on_any_number_of_processes(kind: str, sizes: list[int]) -> None:
+    inputs = make(dtype=torch.float32)
+    reference = joined(shared(kind, inputs, [9], whole=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(joined(shared(kind, inputs, sizes, whole=True)), reference, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_on_one_process_reaches_every_process(kind: str) -> None:
+    inputs = make()
+    inputs[0][8] = torch.nan
+    assert all(bool(result.loss.isnan()) for result in shared(kind, inputs, [5, 4]))
+
+
+def test_mistakes_are_named() -> None:
+    audio, text, scale, bias, captions = make()
+    with pytest.raises(ValueError, match="'triplet'; choose one of: softmax, decoupled, sigmoid"):
+        Contrastive("triplet", _processes_of_one())
+    loss = Contrastive("softmax", _processes_of_one())
+    with pytest.raises(ValueError, match=r"audio \(9, 2, 3\) and text \(8, 2, 3\)"):
+        loss.value_and_gradients(audio, text[:8], scale, bias, captions)
+    with pytest.raises(ValueError, match="one number per head"):
+        loss.value_and_gradients(audio, text, scale[:1], bias, captions)
+    with pytest.raises(ValueError, match="each of the 9 pairs"):
+        loss.value_and_gradients(audio, text, scale, bias, captions[:8])

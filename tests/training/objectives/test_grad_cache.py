@@ -1,0 +1,191 @@
+"""An update with cached embeddings against the whole batch in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import distributed
+from distributed import Backend
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_run_arguments
+from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
+from training.objectives.grad_cache import contrastive_update
+
+BATCH, HEADS, DIM = 12, 2, 4
+
+
+class Output(NamedTuple):
+    audio: Tensor
+    text: Tensor
+    scale: Tensor
+    bias: Tensor
+
+
+class Towers(nn.Module):
+    """Two towers whose inputs the noise masks, and what reaches their temperature."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.audio = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, HEADS * DIM))
+        self.text = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, HEADS * DIM))
+        self.tau, self.bias = nn.Parameter(torch.tensor([0.3, 1.2])), nn.Parameter(torch.tensor([-1.0, -3.0]))
+        self.to(dtype)
+        self.arrived: list[list[float]] = []
+        self.calls = 0
+
+    def forward(self, sounds: Tensor, words: Tensor, noise: Tensor) -> Output:
+        self.calls += 1
+        audio, text = self.audio(sounds * (noise > 0.25)), self.text(words)
+        scale = self.tau.exp()
+        if scale.requires_grad:
+            scale.register_hook(lambda gradient: self.arrived.append(gradient.tolist()))
+        audio, text = (F.normalize(x.unflatten(-1, (HEADS, DIM)).to(self.tau.dtype), dim=-1) for x in (audio, text))
+        return Output(audio, text, scale, self.bias)
+
+
+def make_batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sounds, words, noise = (torch.rand(BATCH, width, generator=generator).to(dtype) for width in (7, 5, 7))
+    return {"sounds": sounds, "words": words, "noise": noise, "caption_ids": torch.arange(BATCH) // 2 * 2}
+
+
+def inputs(micro: Any) -> dict[str, Tensor]:
+    return {name: micro[name] for name in ("sounds", "words", "noise")}
+
+
+def in_one_graph(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the whole batch and its gradients by autograd, in full matrices."""
+    model, batch = Towers(dtype), make_batch(dtype)
+    audio, text, scale, bias = model(**inputs(batch))
+    logits = scale[:, None, None] * torch.einsum("ihd,jhd->hij", audio, text)
+    is_pair = torch.eye(BATCH, dtype=torch.bool)
+    is_twin = (batch["caption_ids"][:, None] == batch["caption_ids"]) & ~is_pair
+    if kind == "sigmoid":
+        losses = F.softplus(-torch.where(is_pair, 1.0, -1.0) * (logits + bias[:, None, None]))
+        loss = losses.masked_fill(is_twin, 0).sum() / BATCH
+    else:
+        left_out = is_twin | is_pair if kind == "decoupled" else is_twin
+        kept = logits.masked_fill(left_out, -torch.inf)
+        rows = (kept.logsumexp(1) + kept.logsumexp(2)) / 2 - logits.diagonal(dim1=1, dim2=2)
+        loss = rows.mean(1).sum()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
+    return loss.detach(), dict(zip(names, gradients, strict=True))
+
+
+@pytest.fixture(params=["1", "2", "4", "12", "parts"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """With so many micro-batches."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MKL_CBWR", "AUTO,STRICT")  # --batch_parts would leave it behind
+    flags = ["--batch_parts", "4"] if request.param == "parts" else ["--grad_accum_steps", request.param]
+    with open_backend(*flags) as backend:
+        yield backend
+    torch.use_deterministic_algorithms(False)
+
+
+def open_backend(*flags: str) -> Any:
+    parser = ArgumentParser("test")
+    add_run_arguments(parser, output_dir="unused", batch_size=BATCH)
+    distributed.add_arguments(parser)
+    return distributed.from_args(parser.parse(["--max_grad_norm", "0", *flags]))
+
+
+def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """The result, and the gradients as the optimizer got them: the momentum of a first step."""
+    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    contrastive = Contrastive(kind, backend, **options)
+    for _ in range(9):  # fp16: its loss scale begins too high, and halves with each update that is skipped
+        result: ContrastiveResult = contrastive_update(engine, backend, contrastive, make_batch(dtype), inputs)
+        if not bool(engine.step().skipped):
+            break
+    return result, engine.state_dict()["optimizer"]["moments"]["momentum_buffer"]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, backend: Backend) -> None:
+    result, gradients = update(backend, Towers(), kind, whole=whole)
+    loss, wanted = in_one_graph(kind)
+    torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        # A bias of the last layer, or of a softmax, has a gradient of 0 but for rounding.
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_temperature_gradient_is_not_multiplied_by_the_number_of_micro_batches(kind: str, backend: Backend) -> None:
+    """Nor does a rule in the model that looks at it ever see another number than the total, or 0."""
+    model = Towers()
+    result, gradients = update(backend, model, kind)
+    _, wanted = in_one_graph(kind)
+    torch.testing.assert_close(gradients["tau"], wanted["tau"], rtol=1e-12, atol=0)
+    assert len(model.arrived) == backend.grad_accum_steps
+    assert model.arrived[0] == result.scale_gradient.tolist() and 0.0 not in model.arrived[0]
+    assert model.arrived[1:] == [[0.0, 0.0]] * (backend.grad_accum_steps - 1)
+
+
+def test_a_single_micro_batch_is_embedded_once_and_several_twice_each(backend: Backend) -> None:
+    model = Towers()
+    update(backend, model, "decoupled")
+    assert model.calls == (1 if backend.grad_accum_steps == 1 else 2 * backend.grad_accum_steps)
+
+
+def test_where_bits_must_be_the_same_even_a_single_micro_batch_is_embedded_without_a_graph_first() -> None:
+    with open_backend() as backend:
+        model = Towers()
+        update(backend, model, "decoupled", whole=True)
+        assert model.calls == 2
+
+
+@pytest.mark.parametrize("accumulation", ["1", "4"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.01)])
+def test_low_precision_and_its_loss_scale_leave_the_gradients_as_they_are(
+    precision: str, tolerance: float, kind: str, accumulation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within what 8 and 11 bits leave of the towers' products."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with open_backend("--precision", precision, "--grad_accum_steps", accumulation) as backend:
+        result, gradients = update(backend, Towers(torch.float32), kind, torch.float32)
+    loss, wanted = in_one_graph(kind)
+    torch.testing.assert_close(result.loss, loss.float(), rtol=tolerance, atol=0)
+    for name, gradient in wanted.items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(gradients[name].double(), gradient, rtol=0, atol=tolerance * max(largest, 0.02))
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model, batch = Towers(), make_batch()
+    batch["sounds"][7] = torch.nan
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with (
+        pytest.raises(SystemExit),
+        open_backend("--grad_accum_steps", "4", "--max_skipped_updates", "1") as backend,
+    ):
+        engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        contrastive_update(engine, backend, Contrastive("decoupled", backend), batch, inputs)
+        engine.step()
+    assert "the loss is nan" in capfd.readouterr().err
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_the_engine_sees_the_value_of_the_loss_itself(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reports when an update is not finite."""
+    model = Towers()
+    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    seen: list[float] = []
+    monkeypatch.setattr(engine, "backward", lambda loss, **_: seen.append(float(loss)))
+    result = contrastive_update(engine, backend, Contrastive("softmax", backend), make_batch(), inputs)
+    assert seen == pytest.approx([float(result.loss)] * backend.grad_accum_steps, rel=1e-12)

@@ -1,0 +1,74 @@
+"""Grids show pixels as they are."""
+
+import io
+
+import numpy as np
+import torch
+from PIL import Image
+
+from training.pictures.images import code_histogram, grid, to_pixels, to_png
+
+
+def gradient(channels: int) -> torch.Tensor:
+    """Every byte value once: (2, channels, 16, 8)."""
+    return (torch.arange(256).float() / 255).reshape(2, 1, 16, 8).expand(-1, channels, -1, -1)
+
+
+def test_every_byte_comes_back_as_it_was():
+    pixels = to_pixels(gradient(3))
+    assert pixels.shape == (2, 16, 8, 3) and pixels.dtype == torch.uint8
+    assert pixels[..., 0].flatten().tolist() == list(range(256))
+
+
+def test_brightness_is_not_normalised_to_the_images_own_range():
+    assert to_pixels(torch.full((1, 3, 4, 4), 0.25)).unique().tolist() == [64]
+    assert to_pixels(torch.tensor([-0.5, 0.1, 1.7]).reshape(1, 1, 1, 3))[..., 0].flatten().tolist() == [0, 26, 255]
+
+
+def test_grey_becomes_three_equal_channels():
+    pixels = to_pixels(gradient(1))
+    assert torch.equal(pixels[..., 0], pixels[..., 1]) and torch.equal(pixels[..., 0], pixels[..., 2])
+
+
+def test_transparent_places_show_a_checkerboard_and_opaque_ones_the_colour():
+    image = torch.ones(1, 4, 16, 16) * 0.5
+    image[:, 3] = 0
+    assert to_pixels(image)[0, :, :, 0].unique().tolist() == [204, 255]
+    assert to_pixels(image)[0, 0, [0, 7, 8], 0].tolist() == [255, 255, 204]
+    image[:, 3] = 1
+    assert to_pixels(image).unique().tolist() == [128]
+    image[:, 3] = 0.5
+    assert to_pixels(image)[0, 0, 0].tolist() == [191, 191, 191]
+
+
+def test_grid_holds_each_image_to_the_byte_in_labelled_rows():
+    rows = {"original": torch.rand(3, 3, 24, 32), "hard": torch.rand(3, 3, 24, 32)}
+    shown = grid(rows)
+    picture = np.asarray(Image.open(io.BytesIO(to_png(shown))))
+    assert np.array_equal(picture, np.asarray(shown))
+    width, height = shown.size
+    left = width - 3 * 34
+    for row, images in enumerate(rows.values()):
+        for column, pixels in enumerate(to_pixels(images).numpy()):
+            x, y = left + column * 34, 2 + row * 26
+            assert np.array_equal(picture[y : y + 24, x : x + 32], pixels)
+    assert height == 2 + 2 * 26
+    for top in (2, 28):
+        label = picture[top : top + 24, : left - 2]
+        assert label.min() < 64, "there is ink in the margin"
+
+
+def test_rows_may_differ_in_length_and_size():
+    picture = grid({"many": torch.zeros(4, 1, 8, 8), "large": torch.zeros(1, 3, 40, 20)})
+    assert picture.height == 2 + 10 + 42 and picture.width >= 4 * 10
+
+
+def test_code_histogram_is_sorted_and_relative_to_the_most_used_code():
+    counts = torch.tensor([0, 5, 10, 0])
+    ink = (np.asarray(code_histogram(counts, width=4, height=101)) == 0).all(-1).sum(0)
+    assert ink.tolist() == [101, 51, 0, 0]
+
+
+def test_code_histogram_of_unused_and_of_many_codes():
+    assert (np.asarray(code_histogram(torch.zeros(8, dtype=torch.int64))) == 255).all()
+    assert code_histogram(torch.arange(8192)).size == (512, 128)

@@ -1,0 +1,196 @@
+"""Pictures of sounds and captions show what they were given, where it belongs."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from training.pictures import sounds as sound_pictures
+from training.pictures.sounds import Match, best_matches, cubehelix, similarity_picture, spectrogram_grid
+
+GAP, WIDTH, HEIGHT = 14, 320, 128
+GREEN = (20, 125, 60)
+
+
+def pixels(picture: Image.Image) -> np.ndarray:
+    assert picture.mode == "RGB"
+    return np.asarray(picture).astype(int)
+
+
+def has(area: np.ndarray, colour: tuple[int, int, int]) -> bool:
+    return bool((area == colour).all(-1).any())
+
+
+def match(caption: str, is_right: bool = False, rank: int = 1) -> Match:
+    return Match(caption, 0.5, is_right, rank)
+
+
+def test_low_frequencies_are_at_the_bottom_and_time_runs_to_the_right():
+    spectrogram = torch.zeros(1, 64, 320)
+    spectrogram[0, 0, :160] = 1  # the lowest band, in the first half
+    picture = pixels(spectrogram_grid(spectrogram, [[]]))[GAP : GAP + HEIGHT, GAP : GAP + WIDTH]
+    assert (picture[-2:, :160] == 255).all(), "two pixels per band"
+    assert (picture[:-2] == 0).all() and (picture[:, 160:] == 0).all()
+
+
+def test_brightness_grows_with_the_value_and_long_clips_are_averaged():
+    ramp = torch.linspace(-80, 0, 3200).expand(1, 64, -1)
+    row = pixels(spectrogram_grid(ramp, [[]]))[GAP + 60, GAP : GAP + WIDTH]
+    luma = row @ np.array([0.3, 0.59, 0.11])
+    assert (np.diff(luma) > -1.0).all() and luma[0] < 2 and luma[-1] > 253
+    assert luma[WIDTH // 2] == pytest.approx(127, abs=3)
+    stripes = torch.tensor([0.0, 1.0]).repeat(320).expand(1, 64, -1)
+    row = pixels(spectrogram_grid(stripes, [[]]))[GAP + 60, GAP : GAP + WIDTH]
+    assert (row.std(0) == 0).all() and row[0] @ np.array([0.3, 0.59, 0.11]) == pytest.approx(127, abs=3)
+
+
+def test_each_spectrogram_has_its_own_range_and_silence_is_dark():
+    spectrograms = torch.stack([torch.full((64, 100), -5.0), torch.rand(64, 100), 1000 * torch.rand(64, 100)])
+    picture = pixels(spectrogram_grid(spectrograms, [[], [], []]))
+    silent, quiet, loud = (
+        picture[GAP : GAP + HEIGHT, GAP + i * (WIDTH + GAP) :][:, :WIDTH] for i in range(3)
+    )  # fmt: skip
+    assert (silent == 0).all()
+    assert quiet.max() > 240 and abs(quiet.mean() - loud.mean()) < 3
+
+
+def test_a_logarithm_of_zero_is_dark_and_does_not_spoil_the_rest():
+    spectrogram = torch.zeros(1, 64, 320)
+    spectrogram[0, 32:] = 1.0
+    spectrogram[0, 0], spectrogram[0, 1], spectrogram[0, 2] = -math.inf, math.nan, math.inf
+    picture = pixels(spectrogram_grid(spectrogram, [[]]))[GAP : GAP + HEIGHT, GAP : GAP + WIDTH]
+    assert (picture[-64:] == 0).all() and (picture[:64] == 255).all()
+    assert pixels(spectrogram_grid(torch.full((1, 4, 4), math.nan), [[]])).shape
+
+
+def test_cubehelix_runs_from_black_to_white_in_even_steps_of_brightness():
+    colours = cubehelix().double()
+    assert colours[0].tolist() == [0, 0, 0] and colours[-1].tolist() == [255, 255, 255]
+    luma = colours @ torch.tensor([0.3, 0.59, 0.11], dtype=torch.float64)
+    assert (luma.diff() > 0).all() and (luma - torch.linspace(0, 255, 256)).abs().max() < 2.0
+    # Worked by hand at the middle: t = 2 pi (1/6 + 1 - 3/4) = 5 pi / 6, x (1 - x) / 2 = 1/8.
+    cos, sin = -math.sqrt(3) / 2, 0.5
+    red = 0.5 + (-0.14861 * cos + 1.78277 * sin) / 8
+    assert cubehelix(3)[1, 0].item() == pytest.approx(255 * red, rel=1e-5)
+    assert cubehelix(3)[1, 2].item() == pytest.approx(255 * (0.5 + 1.97294 * cos / 8), rel=1e-5)
+
+
+def test_only_the_right_caption_is_green_and_ticked():
+    picture = pixels(spectrogram_grid(torch.zeros(1, 8, 8), [[match("a cat"), match("a dog", True, 2)]]))
+    first = picture[GAP + HEIGHT + 6 :][:19]
+    second = picture[GAP + HEIGHT + 6 + 19 :][:19]
+    assert not has(first, GREEN) and (first[:, : GAP + 18] == 255).all()
+    assert has(second[:, : GAP + 18], GREEN) and has(second[:, GAP + 60 :], GREEN)
+
+
+@pytest.mark.parametrize(("count", "columns", "rows"), [(1, 1, 1), (3, 3, 1), (4, 4, 1), (6, 3, 2), (9, 3, 3)])
+def test_the_picture_has_room_for_every_clip(count, columns, rows):
+    picture = spectrogram_grid(torch.rand(count, 16, 50), [[match("one line")]] * count)
+    assert picture.size == (GAP + columns * (WIDTH + GAP), GAP + rows * (HEIGHT + 6 + 19 + GAP))
+    last = pixels(picture)[-(HEIGHT + 6 + 19 + GAP) :, (count - 1) % columns * (WIDTH + GAP) + GAP :][:HEIGHT, :WIDTH]
+    assert last.std() > 10
+
+
+def test_rows_are_as_high_as_their_longest_captions():
+    short, tall = [match("x")], [match("word " * 30), match("y", rank=2)]
+    assert spectrogram_grid(torch.rand(2, 4, 4), [short, tall]).height == 2 * GAP + HEIGHT + 6 + 3 * 19
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 300, "x" * 3000, "WWWW " * 9 + "W" * 400, "a dog\nbarks\tloudly\x1b[2J", ""]
+)
+def test_long_and_odd_captions_stay_within_their_column(text):
+    picture = spectrogram_grid(torch.rand(2, 4, 4), [[match(text, True)], []])
+    assert picture.height <= 2 * GAP + HEIGHT + 6 + 2 * 19
+    below = pixels(picture)[GAP + HEIGHT :]
+    assert (below[:, GAP + WIDTH + 1 :] == 255).all(), "nothing is under the second one"
+    assert has(below, GREEN)
+
+
+def test_a_caption_that_fits_is_not_cut():
+    fonts = sound_pictures._Fonts([])
+    assert fonts.wrap(" a\nb\x1b[2J ", 220) == ["a b?[2J"]
+    assert fonts.wrap("a dog barks", 220) == ["a dog barks"]
+    text = "a dog barks and a cat meows in the same room"
+    lines = fonts.wrap(text, 220)
+    assert len(lines) == 2 and " ".join(lines) == text
+    assert fonts.wrap(text * 3, 220)[-1].endswith("...")
+    assert max(fonts.plain.getlength(line) for line in fonts.wrap(text * 3, 220)) <= 220
+
+
+@pytest.mark.parametrize("has_font", [True, False])
+def test_captions_in_other_scripts_do_not_crash(has_font, monkeypatch):
+    if not has_font:
+        monkeypatch.setattr(sound_pictures, "_WIDE_FONTS", ("no such font.ttf",))
+    texts = [
+        "Ein Hund bellt übermütig",
+        "犬が吠える" * 30,
+        "собака лает",
+        "\U0001f600 \u202e עברית",
+        "\ud800 lone surrogate",
+    ]
+    picture = spectrogram_grid(torch.rand(1, 4, 4), [[match(text, True) for text in texts]])
+    assert has(pixels(picture)[GAP + HEIGHT :], GREEN)
+
+
+def test_without_a_font_accents_are_dropped_and_other_letters_shown_as_question_marks(monkeypatch):
+    monkeypatch.setattr(sound_pictures, "_WIDE_FONTS", ())
+    fonts = sound_pictures._Fonts(["é"])
+    assert fonts.wrap("café 犬", 300) == ["cafe ?"]
+
+
+def test_best_matches_are_ranked_and_the_right_one_is_shown_however_far_behind():
+    audio = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    angles = torch.tensor([0.3, 0.1, 0.2, 0.25, 1.0])  # the second reading of a does not count
+    text = torch.stack([angles.cos(), angles.sin()], 1)
+    texts = ["c", "a", "b", "a", "d"]
+    first, second = best_matches(audio, text, texts, [["d", "c"], ["d", "a"]], count=2)
+    assert [(m.caption, m.is_right, m.rank) for m in first] == [("a", False, 1), ("b", False, 2), ("c", True, 3)]
+    assert first[0].score == pytest.approx(math.cos(0.1))
+    assert [(m.caption, m.is_right, m.rank) for m in second] == [("d", True, 1), ("c", False, 2)]
+    assert [len(matches) for matches in best_matches(audio, text, texts, [[], ["not there"]], count=9)] == [4, 4]
+
+
+def cell(picture: np.ndarray, row: int, column: int, side: int) -> list[int]:
+    """Colour in the middle of a cell."""
+    return picture[47 + row * side + side // 2, 47 + column * side + side // 2].tolist()
+
+
+def test_similarities_are_red_above_zero_and_blue_below_on_the_scale_that_is_drawn():
+    matrix = torch.tensor([[0.8, -0.8, 0.0], [0.4, -0.4, math.nan]])
+    picture = pixels(similarity_picture(matrix))
+    side = 512 // 3
+    assert cell(picture, 0, 0, side) == [166, 27, 41] and cell(picture, 0, 1, side) == [33, 82, 156]
+    assert cell(picture, 0, 2, side) == [247, 247, 247] and cell(picture, 1, 2, side) == [128, 128, 128]
+    assert cell(picture, 1, 0, side) == [232, 146, 116] and cell(picture, 1, 1, side) == [128, 172, 213]
+    scale = 47 + 3 * side + 2 * GAP + GAP // 2
+    assert picture[47, scale].tolist() == [166, 27, 41]
+    assert picture[47 + 2 * side - 1, scale].tolist() == [33, 82, 156]
+    assert (picture[47 : 47 + 2 * side, scale] >= 0).all() and picture.shape[1] > scale + GAP
+
+
+def test_the_pairs_that_belong_together_are_framed():
+    picture = pixels(similarity_picture(torch.zeros(4, 6)))
+    side = 512 // 6
+    for row in range(4):
+        for column in range(6):
+            edge = picture[47 + row * side + side // 2, 47 + column * side].tolist()
+            assert (edge == [35, 35, 35]) == (row == column)
+
+
+def test_a_collapsed_model_is_one_colour_and_weak_similarities_are_not_blown_up_beyond_a_tenth():
+    picture = pixels(similarity_picture(torch.full((8, 8), 0.999)))
+    assert {tuple(cell(picture, i, j, 64)) for i in range(8) for j in range(8)} == {(166, 27, 41)}
+    assert cell(pixels(similarity_picture(torch.zeros(2, 2))), 0, 1, 256) == [247, 247, 247]
+    faint = pixels(similarity_picture(torch.full((2, 2), 0.001)))
+    assert min(cell(faint, 0, 1, 256)) > 240
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (40, 1), (300, 300), (600, 20)])
+def test_matrices_of_any_size_are_drawn(shape):
+    picture = similarity_picture(torch.rand(shape) * 2 - 1)
+    side = max(1, 512 // max(shape))
+    assert picture.width >= 47 + shape[1] * side and picture.height >= 47 + shape[0] * side
+    assert max(picture.size) < 800

@@ -1,0 +1,206 @@
+"""The run folder: made, refused, moved away, compared."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from training import files
+from training.run.folder import RunFolder
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_folder_is_made_with_its_parents_and_left_clean(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "vae")
+    assert [path.name for path in run.path.iterdir()] == [".lock"] and run.moved_to is None and not run.finished
+    assert run.sample_path(100) == run.path / "samples" / "step_00000100.png"
+    assert (run.checkpoints_dir.name, run.model_dir.name) == ("checkpoints", "model")
+
+
+def test_config_and_environment_are_saved(tmp_path):
+    run = RunFolder(tmp_path)
+    config = {"batch_size": 8, "learning_rate": 1e-4, "image_folder": None, "widths": [1, 2], "name": "größe"}
+    run.write_config(config)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text(encoding="utf-8")) == config
+    run.write_environment({"backend": "single", "ranks": 1, "deepspeed_config": {"zero_optimization": {"stage": 2}}})
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["packages"]["torch"] == metadata.version("torch")
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["backend"] == "single" and environment["deepspeed_config"]["zero_optimization"]["stage"] == 2
+    assert environment["host"] and "git_commit" in environment
+
+
+def test_environment_holds_no_environment_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "not-to-be-written")
+    RunFolder(tmp_path).write_environment({})
+    assert "not-to-be-written" not in (tmp_path / "environment.json").read_text()
+
+
+@pytest.mark.parametrize("place", ["file", "below a file", "/proc/runs/vae", "name too long"])
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    path = {
+        "file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "vae",
+        "/proc/runs/vae": Path(place),
+        "name too long": tmp_path / ("x" * 300),
+    }[place]
+    with pytest.raises(ValueError, match="cannot write the run folder") as error:
+        RunFolder(path)
+    assert "\n" not in str(error.value) and str(path) in str(error.value) and "--output_dir" in str(error.value)
+
+
+def test_a_folder_without_write_permission_is_refused(tmp_path):
+    # Permissions do not bind the superuser, so he becomes another user; the relative path spares the folders above.
+    script = (
+        "import os\nfrom training.run.folder import RunFolder\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "try: RunFolder('locked')\nexcept ValueError as error: print(error)"
+    )
+    tmp_path.chmod(0o755)
+    (tmp_path / "locked").mkdir(mode=0o555)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.stdout.startswith("cannot write the run folder locked: Permission denied")
+
+
+def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("training.files.os.fsync", full)
+    with pytest.raises(ValueError, match="No space left on device; make room"):
+        RunFolder(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def begun(path: Path) -> RunFolder:
+    run = RunFolder(path)
+    run.write_config({"image_size": 128, "num_tokens": 8192, "batch_size": 8})
+    return run
+
+
+def test_fresh_moves_the_old_run_away_whole(tmp_path):
+    for number in (1, 2):
+        old = begun(tmp_path / "vae")
+        (old.path / "metrics.jsonl").write_text(f"run {number}")
+        new = RunFolder(tmp_path / "vae", fresh=True)
+        assert new.moved_to == str(tmp_path / f"vae.old-{number}")
+        assert Path(new.moved_to, "metrics.jsonl").read_text() == f"run {number}"
+        assert [path.name for path in new.path.iterdir()] == [".lock"]
+
+
+def test_without_fresh_a_run_stays_where_it_is(tmp_path):
+    begun(tmp_path / "vae")
+    again = RunFolder(tmp_path / "vae")
+    assert again.moved_to is None and (again.path / "config.yaml").exists()
+
+
+def test_fresh_leaves_a_folder_that_holds_no_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert RunFolder(tmp_path, fresh=True).moved_to is None
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_fresh_works_from_inside_the_folder(tmp_path, monkeypatch):
+    begun(tmp_path / "vae")
+    monkeypatch.chdir(tmp_path / "vae")
+    assert RunFolder("../vae/", fresh=True).moved_to == str(tmp_path / "vae.old-1")
+
+
+def test_a_run_with_its_model_is_finished(tmp_path):
+    run = begun(tmp_path)
+    run.model_dir.mkdir()
+    assert not RunFolder(tmp_path).finished
+    (run.model_dir / "config.json").write_text("{}")
+    assert RunFolder(tmp_path).finished
+
+
+def test_other_model_arguments_are_named_with_both_values(tmp_path):
+    run = begun(tmp_path)
+    config = {"image_size": 64, "num_tokens": 512, "batch_size": 16}
+    run.check_config({**config, "image_size": 128, "num_tokens": 8192}, ("image_size", "num_tokens"))
+    with pytest.raises(ValueError, match="as another run") as error:
+        run.check_config(config, ("image_size", "num_tokens"))
+    assert "--image_size was 128 and is now 64, --num_tokens was 8192 and is now 512;" in str(error.value)
+    assert "batch_size" not in str(error.value)
+
+
+def test_arguments_that_mean_the_same_are_the_same_and_those_that_do_not_are_named_as_spelled(tmp_path):
+    def width_or_dim(settings):
+        return {**settings, "width": settings.get("width") or settings.get("dim")}
+
+    run, names = begun(tmp_path), ("dim", "width")
+    run.write_config({"dim": 8, "width": None})
+    for same in ({"dim": 8, "width": 8}, {"dim": 8, "width": None}):
+        run.check_config(same, names, width_or_dim)
+    with pytest.raises(ValueError, match="as another run: --width was None and is now 4;"):
+        run.check_config({"dim": 8, "width": 4}, names, width_or_dim)
+    with pytest.raises(ValueError, match="as another run: --dim was 8 and is now 4;"):
+        run.check_config({"dim": 4, "width": None}, names, width_or_dim)
+    with pytest.raises(ValueError, match="as another run: --width was None and is now 8;"):
+        run.check_config({"dim": 8, "width": 8}, names)
+
+
+@pytest.mark.parametrize("content", [None, "a: [", "\x00"])
+def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content):
+    run = begun(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"cannot resume: .*config.yaml") as error:
+        run.check_config({"image_size": 128}, ("image_size",))
+    assert "\n" not in str(error.value)
+
+
+def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
+    # As JSON, because that is what goes over the wire.
+    sent: list[str] = []
+
+    def send(found):
+        sent.append(json.dumps(found))
+        return found
+
+    def receive(_):
+        return json.loads(sent.pop(0))
+
+    begun(tmp_path / "vae")
+    root = RunFolder(tmp_path / "vae", is_root=True, fresh=True, broadcast=send)
+    other = RunFolder(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast=receive)
+    assert root.moved_to == other.moved_to and not (tmp_path / "elsewhere").exists()
+
+    (tmp_path / "file").write_text("")
+    messages = []
+    for is_root, broadcast in ((True, send), (False, receive)):
+        with pytest.raises(ValueError, match="it is a file") as error:
+            RunFolder(tmp_path / "file", is_root, broadcast=broadcast)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.3)
+    code = f"""if True:
+        from training.run.folder import RunFolder
+        folder = RunFolder({str(tmp_path)!r})
+        print('ready', flush=True)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as other:
+        assert other.stdout.readline() == "ready\n"
+        for fresh in (False, True):
+            (tmp_path / "config.yaml").write_text("{}")
+            with pytest.raises(ValueError, match=f"is in use by process {other.pid} on .*; end it first"):
+                RunFolder(tmp_path, fresh=fresh)
+        other.kill()
+    RunFolder(tmp_path)

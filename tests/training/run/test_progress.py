@@ -1,0 +1,140 @@
+"""One clock, and what shows it."""
+
+import io
+
+import pytest
+
+from training.run.progress import (
+    Progress,
+    ProgressBar,
+    ProgressLines,
+    SilentProgress,
+    duration,
+    progress_display,
+    total_samples_from,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "samples_per_epoch", "batch_size", "expected"),
+    [
+        (2, None, 100, 10, 200),
+        (2, 7, 100, 10, 70),
+        (2, 1000, 100, 10, 200),
+        (1, None, 114, 8, 120),
+        (0.1, None, 70, 7, 7),
+        (0.001, None, 10, 8, 8),
+        (0.5, None, 101, 1, 50),
+    ],
+)
+def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, samples_per_epoch, batch_size, expected):
+    total = total_samples_from(
+        epochs=epochs, max_steps=max_steps, samples_per_epoch=samples_per_epoch, batch_size=batch_size
+    )
+    assert total == expected
+
+
+def test_step_and_epoch_derive_from_samples():
+    progress = Progress(batch_size=8, samples_per_epoch=20, total_samples=40)
+    seen = []
+    while not progress.finished:
+        progress.advance()
+        seen.append((progress.samples, progress.step, progress.epoch, progress.completed_epochs, progress.fraction))
+    assert seen == [
+        (8, 1, 0.4, 0, 0.2),
+        (16, 2, 0.8, 0, 0.4),
+        (24, 3, 1.2, 1, 0.6),
+        (32, 4, 1.6, 1, 0.8),
+        (40, 5, 2.0, 2, 1),
+    ]
+    assert progress.total_steps == 5
+
+
+def events(progress: Progress, n_steps: int, until: int) -> list[int]:
+    steps = []
+    while progress.step < until:
+        progress.advance()
+        if progress.every(n_steps):
+            steps.append(progress.step)
+    return steps
+
+
+def test_every_n_fires_after_updates_n_2n_and_never_for_zero():
+    assert not Progress(4, 100, 100).every(1)
+    assert events(Progress(4, 100, 100), 3, 10) == [3, 6, 9]
+    assert events(Progress(4, 100, 100), 0, 10) == []
+
+
+def test_resumed_clock_fires_the_events_of_the_uninterrupted_one():
+    first, second = Progress(4, 100, 100), Progress(4, 100, 100)
+    before = events(first, 3, 5)
+    second.load_state_dict(first.state_dict())
+    assert second.samples == 20
+    assert before + events(second, 3, 12) == [3, 6, 9, 12]
+
+
+def test_a_clock_of_another_batch_size_or_data_set_is_refused():
+    state = Progress(4, 100, 100).state_dict()
+    with pytest.raises(ValueError, match="--batch_size 4, now it is 8"):
+        Progress(8, 100, 100).load_state_dict(state)
+    with pytest.raises(ValueError, match="100 samples per epoch, now there are 90"):
+        Progress(4, 90, 100).load_state_dict(state)
+
+
+def test_display_suits_where_it_is_shown():
+    progress = Progress(4, 100, 100)
+    assert isinstance(progress_display(progress, True, Terminal()), ProgressBar)
+    assert isinstance(progress_display(progress, True, io.StringIO()), ProgressLines)
+    assert isinstance(progress_display(progress, False, Terminal()), SilentProgress)
+
+
+def test_plain_lines_show_clock_metrics_and_time_left(monkeypatch):
+    seconds = iter([100.0, 130.0])
+    monkeypatch.setattr("training.run.progress.time.monotonic", lambda: next(seconds))
+    progress = Progress(10, 100, 400)
+    progress.samples = 100
+    stream = io.StringIO()
+    display = ProgressLines(progress, stream)
+    display.log({"step": 10, "loss": 1.0})
+    progress.samples = 200
+    display.log({"step": 20, "samples": 200, "loss": 0.123456, "codes_used": 7})
+    # 100 samples in 30 s since the resume leave 60 s for the other 200.
+    assert stream.getvalue().splitlines() == [
+        "step 10/40  epoch 1.00  loss 1",
+        "step 20/40  epoch 2.00  loss 0.1235  codes_used 7  1 min 00 s left",
+    ]
+
+
+def test_bar_starts_where_the_run_resumes_and_messages_do_not_break_it():
+    progress = Progress(10, 100, 400)
+    progress.samples = 200
+    terminal = Terminal()
+    display = progress_display(progress, True, terminal)
+    progress.advance()
+    display.update()
+    display.log({"loss": 0.5})
+    display.say("checkpoint saved")
+    display.close()
+    text = terminal.getvalue()
+    assert "200/400" in text and "210/400" in text
+    assert "step 21/40  epoch 2.10  loss 0.5\n" in text and "checkpoint saved\n" in text
+
+
+def test_silence_off_the_root(capsys):
+    display = progress_display(Progress(1, 1, 1), is_root=False)
+    display.update()
+    display.log({"loss": 1.0})
+    display.say("x")
+    display.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_durations_read_well():
+    assert [duration(s) for s in (-1, 59.4, 59.6, 200, 3599.9, 18120)] == [
+        "0 s", "59 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "5 h 02 min",
+    ]  # fmt: skip

@@ -1,0 +1,174 @@
+"""metrics.jsonl line by line; optional trackers that cannot stop a run."""
+
+import json
+import math
+import sys
+
+import pytest
+from PIL import Image
+
+from training.run.tracking import Expendable, JsonlTracker, NullTracker, Trackers, make_trackers
+
+PICTURE = Image.new("RGB", (4, 3), (255, 0, 0))
+
+
+def steps(folder) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_log_is_one_line_that_can_be_read_at_once(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.cut_back(0)
+    tracker.log(1, {"loss": 0.1, "lr": 1e-3})
+    tracker.log(2, {"loss": 0.05})
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "loss": 0.1, "lr": 0.001}\n{"step": 2, "loss": 0.05}\n'
+
+
+def test_floats_come_back_to_the_last_bit(tmp_path):
+    value = 0.1 + 0.2
+    JsonlTracker(tmp_path).log(1, {"loss": value})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == value
+
+
+def test_values_that_json_lacks_are_null(tmp_path):
+    JsonlTracker(tmp_path).log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert values == {"step": 1, "a": None, "b": None, "c": None, "d": 1}
+
+
+def test_resumed_file_holds_each_step_once(tmp_path):
+    first = JsonlTracker(tmp_path)
+    for step in range(1, 8):
+        first.log(step, {"loss": float(step)})
+    second = JsonlTracker(tmp_path)
+    second.cut_back(4)
+    second.log(5, {"loss": -1.0})
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3, "loss": 1.0}', "\x00\x00\x00\n", "\n"])
+def test_a_torn_last_line_is_dropped(tmp_path, torn):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"loss": 1.0})
+    tracker.log(2, {"loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(torn)
+    resumed = JsonlTracker(tmp_path)
+    resumed.cut_back(10)
+    resumed.log(11, {"loss": 1.0})
+    assert steps(tmp_path) == [1, 2, 11]
+
+
+def test_cutting_back_is_atomic(tmp_path, monkeypatch):
+    tracker = JsonlTracker(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {})
+    monkeypatch.setattr("training.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError, match="killed here"):
+        tracker.cut_back(1)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_step_cannot_be_logged_twice(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(3, {})
+    with pytest.raises(AssertionError):
+        tracker.log(3, {})
+    resumed = JsonlTracker(tmp_path)
+    resumed.cut_back(3)
+    with pytest.raises(AssertionError):
+        resumed.log(3, {})
+
+
+def test_only_the_root_writes(tmp_path):
+    tracker = make_trackers("tensorboard", tmp_path, {}, is_root=False)
+    assert isinstance(tracker, NullTracker)
+    tracker.cut_back(0)
+    tracker.log(1, {"loss": 1.0})
+    tracker.log_image(1, "grid", PICTURE)
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_tracker_that_is_not_installed_is_an_error_on_every_process(tmp_path, monkeypatch, is_root):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="wandb is not installed; run `pip install wandb`"):
+        make_trackers("wandb", tmp_path, {}, is_root)
+
+
+class Failing:
+    """Fails at its second log."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def cut_back(self, step):
+        pass
+
+    def log(self, step, metrics):
+        self.calls += 1
+        if self.calls == 2:
+            raise ConnectionError("no\nnetwork")
+
+    log_image = log
+
+    def close(self):
+        raise AssertionError("never reached")
+
+
+def test_a_failing_tracker_says_so_once_and_the_others_go_on(tmp_path, capsys):
+    failing = Failing()
+    trackers = Trackers([JsonlTracker(tmp_path), Expendable("wandb", lambda: failing)])
+    trackers.cut_back(0)
+    for step in range(1, 5):
+        trackers.log(step, {"loss": 1.0})
+    trackers.close()
+    assert steps(tmp_path) == [1, 2, 3, 4] and failing.calls == 2
+    assert capsys.readouterr().err == "wandb is switched off, the run goes on: ConnectionError: no network\n"
+
+
+def test_a_tracker_that_cannot_start_is_switched_off(capsys):
+    def fail():
+        raise OSError("no room")
+
+    tracker = Expendable("tensorboard", fail)
+    tracker.cut_back(0)
+    tracker.log(1, {})
+    assert capsys.readouterr().err == "tensorboard is switched off, the run goes on: OSError: no room\n"
+
+
+def test_tensorboard_holds_the_values_of_the_resumed_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, value in ((0, 1.0), (2, 2.0)):
+        tracker = make_trackers("tensorboard", tmp_path, {}, is_root=True)
+        tracker.cut_back(start)
+        for step in range(start + 1, start + 4):
+            tracker.log(step, {"loss": value})
+        tracker.log_image(start + 3, "grid", PICTURE)
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert (events.Images("grid")[-1].width, events.Images("grid")[-1].height) == (4, 3)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_wandb_writes_offline_under_one_id_over_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for start in (0, 2):
+        tracker = make_trackers("wandb", tmp_path, {"batch_size": 8}, is_root=True)
+        tracker.cut_back(start)
+        tracker.log(start + 1, {"loss": 1.0})
+        tracker.log_image(start + 1, "grid", PICTURE)
+        tracker.close()
+        ids.append((tmp_path / "wandb_id.txt").read_text())
+        assert list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[-1]}.wandb"))
+    assert ids[0] == ids[1]
+    assert "switched off" not in capsys.readouterr().err
+    assert steps(tmp_path) == [1, 3]

@@ -1,0 +1,1 @@
+"""The command line: the parser, the YAML file behind --config, and the flags that several scripts share."""

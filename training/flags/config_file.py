@@ -1,0 +1,113 @@
+"""Reading a YAML config whose keys are flag names, with the converters that the command line uses."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from .parser import COMMAND_LINE_ONLY, nearest
+
+_BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
+_TRUE = {"yes", "true", "on"}
+
+
+def read_config(path: str, flags: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    """Values by dest name from a YAML mapping.
+
+    Scalars are read as the text that stands in the file, so `1e-4` (a string in YAML 1.1) is the number it looks
+    like and a folder may be called 2024. Flags without a value want a YAML boolean; flags with several values a list;
+    null is accepted where it is the default, and leaves it. Nothing is constructed from tags.
+
+    Args:
+        path: The file.
+        flags: Flags by name with underscores; aliases of a flag map to the same action.
+
+    Raises:
+        ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
+    """
+    config: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    for key_node, value_node in _mapping(path):
+        where = f"{path}, line {key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ValueError(f"{where}: a key must be the name of a flag")
+        key = key_node.value
+        name = key.replace("-", "_")
+        if name in COMMAND_LINE_ONLY:
+            raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
+        if name not in flags:
+            raise ValueError(f"{where}: unknown key {key!r}{nearest(name, list(flags))}")
+        action = flags[name]
+        if action.dest in said:
+            raise ValueError(f"{where}: {key} was already set by the key {said[action.dest]!r}; keep one of them")
+        said[action.dest] = key
+        if value_node.tag == _NULL and action.default is None:
+            continue
+        try:
+            config[action.dest] = _value(value_node, action)
+        except (argparse.ArgumentTypeError, ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {key}: {error}") from None
+    return config
+
+
+def _mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the config {path} is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"the config {path} must be a mapping of flags to values, such as `batch_size: 8`")
+    return root.value
+
+
+def _value(node: yaml.Node, action: argparse.Action) -> Any:
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        if node.tag != _BOOL:
+            raise ValueError(f"expected true or false, got {_text(node)}")
+        is_true = node.value.lower() in _TRUE
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return is_true
+        return action.const if is_true else action.default
+    if action.nargs in (None, "?") and not isinstance(action, argparse._AppendAction):
+        return _scalar(node, action)
+    if not isinstance(node, yaml.SequenceNode):
+        raise ValueError(f"expected a list, got {_text(node)}")
+    if isinstance(action.nargs, int) and len(node.value) != action.nargs:
+        raise ValueError(f"expected a list of {action.nargs} values, got {len(node.value)}")
+    if action.nargs == "+" and not node.value:
+        raise ValueError("expected a list of at least one value, got an empty one")
+    return [_scalar(item, action) for item in node.value]
+
+
+def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
+    convert = action.type if callable(action.type) else str
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(f"expected a single value, got {_text(node)}")
+    if convert is str and node.tag in (_BOOL, _NULL):
+        raise ValueError(f"expected text, quoted where YAML reads a word otherwise; got {_text(node)}")
+    try:
+        value = convert(node.value)
+    except argparse.ArgumentTypeError:
+        raise
+    except (ValueError, TypeError):
+        raise ValueError(f"expected {_EXPECTED.get(convert, 'another value')}, got {_text(node)}") from None
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f"expected one of {', '.join(map(str, action.choices))}; got {_text(node)}")
+    return value
+
+
+_EXPECTED: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+def _text(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value) if node.value else "nothing"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

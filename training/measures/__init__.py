@@ -1,0 +1,1 @@
+"""What is measured: averages over batches and processes, quality of reconstructions and of retrieval."""

@@ -1,0 +1,1 @@
+"""A run: its loop, folder, clock, trackers, pictures and checkpoints."""

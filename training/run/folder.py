@@ -1,0 +1,231 @@
+"""The folder of a run: what it holds, whether it can be written, and whether it fits the present arguments."""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..files import hold, write_atomically
+
+_PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
+
+# Order of the data, split and noise are functions of it: with another one a resumed run would continue none.
+_OF_THE_RUN = ("seed",)
+
+
+class RunFolder:
+    """`output_dir` and the places in it.
+
+    The root makes the folder; what it found, or why it failed, is the same on every process through `broadcast`.
+
+    Args:
+        output_dir: Path of the folder.
+        is_root: Whether this process writes.
+        fresh: Move a run that is there to `<output_dir>.old-<n>`, so that this one starts over.
+        broadcast: Gives every process the root's JSON value; the identity where there is one process.
+
+    Raises:
+        ValueError: one line, if the folder cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        is_root: bool = True,
+        fresh: bool = False,
+        broadcast: Callable[[Any], Any] = lambda found: found,
+    ) -> None:
+        self.path = Path(output_dir)
+        self._is_root = is_root
+        self._broadcast = broadcast
+        #: Where `fresh` moved the run that was there, or None.
+        self.moved_to: str | None
+        #: Whether the folder holds a run that reached its end.
+        self.finished: bool
+        #: The update whose weights model/ holds, or None.
+        self.finished_step: int | None
+        self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples_dir(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def model_dir(self) -> Path:
+        """Made by the run's end."""
+        return self.path / "model"
+
+    def sample_path(self, step: int) -> Path:
+        """Picture of a step."""
+        return self.samples_dir / f"step_{step:08d}.png"
+
+    def write_sample(self, step: int, png: bytes) -> None:
+        """The picture of a step, on the root. Raises OSError where the disk does not take it."""
+        self.samples_dir.mkdir(exist_ok=True)
+        write_atomically(self.sample_path(step), png)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """config.yaml: every resolved argument, readable by `--config`."""
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        self._on_root(lambda: write_atomically(self.path / "config.yaml", text.encode()))
+
+    def write_environment(self, facts: Mapping[str, Any]) -> None:
+        """environment.json: versions, commit and host, and JSON facts such as backend, ranks, DeepSpeed's config."""
+
+        def write() -> None:
+            text = json.dumps({**environment(), **facts}, indent=2)
+            write_atomically(self.path / "environment.json", text.encode())
+
+        self._on_root(write)
+
+    def check_config(
+        self,
+        config: Mapping[str, Any],
+        model_arguments: Collection[str],
+        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Refuse to resume with arguments that would change the model, or with another seed.
+
+        Args:
+            config: The present settings.
+            model_arguments: Names in it.
+            resolve: Gives settings of equal models equal values; a key may be absent.
+
+        Raises:
+            ValueError: one line naming each of `model_arguments` that differs, with both values.
+        """
+        self._on_root(lambda: self._check_config(config, model_arguments, resolve))
+
+    def _check_config(
+        self,
+        config: Mapping[str, Any],
+        model_arguments: Collection[str],
+        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> None:
+        path = self.path / "config.yaml"
+        try:
+            saved = yaml.safe_load(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(
+                f"cannot resume: {path}: {' '.join(str(error).split())}; restore it, or start over with --fresh"
+            ) from None
+        saved = saved if isinstance(saved, dict) else {}
+        was, now = resolve(saved), resolve(config)
+        # Where one spelling has come to mean something else, the argument behind it is named.
+        differences = [
+            f"--{name} was {saved.get(name)} and is now {config[name]}"
+            for name in (*model_arguments, *_OF_THE_RUN)
+            if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
+        ]
+        if differences:
+            raise ValueError(
+                f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
+                "--output_dir, or --fresh to start over"
+            )
+
+    def _on_root(self, action: Callable[[], Any]) -> Any:
+        """Result of `action` on the root, on every process; its ValueError or OSError likewise, as one line."""
+        result, message = None, None
+        if self._is_root:
+            try:
+                result = action()
+            except ValueError as error:
+                message = str(error)
+            except OSError as error:
+                message = (
+                    f"cannot write the run folder {self.path}: {error.strerror or error}; "
+                    "make room there or give another --output_dir"
+                )
+        result, message = self._broadcast((result, message))
+        if message is not None:
+            raise ValueError(message)
+        return result
+
+    def mark_finished(self, step: int) -> None:
+        """model/training.json, written last: model/ holds the weights of this update."""
+        text = json.dumps({"step": step})
+        self._on_root(lambda: write_atomically(self.model_dir / "training.json", text.encode()))
+
+    def _finished_step(self) -> int | None:
+        try:
+            return int(json.loads((self.model_dir / "training.json").read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _open(self, fresh: bool) -> tuple[str | None, bool, int | None]:
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
+        moved_to = None
+        if fresh and self._holds_run():
+            with hold(self.path / ".lock"):
+                moved_to = self._move_away()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = hold(self.path / ".lock")
+        # A page, because a full disk still takes an empty file.
+        probe = self.path / ".writable"
+        write_atomically(probe, bytes(4096))
+        probe.unlink()
+        return moved_to, (self.model_dir / "config.json").exists(), self._finished_step()
+
+    def _holds_run(self) -> bool:
+        return any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
+
+    def _move_away(self) -> str:
+        folder = Path(os.path.abspath(self.path))
+        number = 1
+        while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
+            number += 1
+        os.rename(folder, old)
+        return str(old)
+
+
+def last_start(output_dir: str | Path, fresh: bool = False) -> dict[str, Any]:
+    """What `write_environment` noted when the run in this folder was last started; empty where there is none, or a
+    fresh one begins."""
+    if fresh:
+        return {}
+    try:
+        facts = json.loads((Path(output_dir) / "environment.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def environment() -> dict[str, Any]:
+    """What the run depends on beside its arguments, as JSON values. No environment variables: they may hold keys."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": versions,
+        "git_commit": _git_commit(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of this source, with "-dirty" where files differ from it; None outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

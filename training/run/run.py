@@ -1,0 +1,313 @@
+"""A run: its folder, clock, trackers and checkpoints, opened together and kept in step."""
+
+import argparse
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..checkpoints.store import Checkpoints
+from ..files import sync
+from ..pictures.images import to_png
+from .folder import RunFolder
+from .progress import Progress, progress_display, total_samples_from
+from .random_state import RandomState
+from .stopwatch import Deadline, Stopwatch
+from .tracking import make_trackers
+
+ASKED_TO_STOP = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
+NOT_SAVED = 1
+
+
+class Processes(Protocol):
+    """What a run asks of the processes that train it."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_root(self) -> bool: ...
+    @property
+    def is_restart(self) -> bool: ...
+    def agreement(self) -> AbstractContextManager[None]: ...
+    def barrier(self) -> None: ...
+    def before_update(self, wait: Callable[[], None]) -> None: ...
+    def broadcast_object(self, value: Any) -> Any: ...
+    def describe(self) -> dict[str, Any]: ...
+    def gather(self, tensor: Tensor) -> Tensor: ...
+    def mark(self, phase: str) -> None: ...
+    def summary(self) -> str: ...
+
+
+class Stateful(Protocol):
+    """A part of a checkpoint. Both methods are called on every process.
+
+    A part may also have `live_state()`, which is then called instead of `state_dict()`: its tensors may stand for
+    themselves until the next update, and functions may fetch them one by one.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Run:
+    """Everything about a run that is not its model, data or loss. Every process calls every method.
+
+    Args:
+        args: The shared arguments (`add_run_arguments`).
+        settings: Every argument by flag name, for config.yaml.
+        processes: Who trains.
+        model_arguments: Names of settings that a resumed run may not change.
+        resolve: Gives settings of equal models equal values, whatever their spelling.
+        samples_per_epoch: Size of the training split.
+
+    Raises:
+        ValueError: one line, where the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        settings: Mapping[str, Any],
+        processes: Processes,
+        *,
+        model_arguments: Collection[str],
+        samples_per_epoch: int,
+        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._settings, self._processes = settings, processes
+        self._model_arguments, self._resolve = model_arguments, resolve
+        # A launcher that starts the processes again gives them the same arguments: they go on.
+        fresh = args.fresh and not processes.is_restart
+        self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
+        self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
+        total_samples = total_samples_from(
+            epochs=args.epochs,
+            max_steps=args.max_steps,
+            samples_per_epoch=samples_per_epoch,
+            batch_size=args.batch_size,
+        )
+        self.progress = Progress(args.batch_size, samples_per_epoch, total_samples)
+        self._checkpoints = Checkpoints(
+            self.folder.checkpoints_dir,
+            args.keep_n_checkpoints,
+            processes.is_root,
+            processes.barrier,
+            processes.mark,
+            processes.before_update,
+            self._sync_metrics,
+        )
+        self._deadline = Deadline(args.save_before_minutes)
+        self._parts: dict[str, Stateful] = {}
+        self._said_failure: str | None = None
+        self._unwritten: str | None = None
+        self._written: list[str] = []
+
+    def _sync_metrics(self) -> None:
+        """No checkpoint outlives a power cut that the lines before it do not."""
+        path = self.folder.path / "metrics.jsonl"
+        if path.exists():
+            sync(path)
+
+    def resume(self, **parts: Stateful) -> None:
+        """Name the parts of a checkpoint, once, and restore them from the newest one if there is any. Then say what
+        this run is and where it stands.
+
+        Raises:
+            UserMistake: no checkpoint is whole, or the newest does not fit the arguments.
+        """
+        here = self._processes
+        random_state = RandomState(here.rank, here.world_size, here.device, here.gather)
+        self._parts = {"progress": self.progress, "random": random_state, **parts}
+        states: dict[str, Any] = {}
+        written_by: dict[str, Any] = {}
+        news: list[str] = []
+        with here.agreement():
+            found = self._checkpoints.newest_good(news.append) if here.is_root else None
+            if here.is_root and found is None and self.folder.finished_step is not None:
+                raise ValueError(
+                    f"{self.folder.path} holds a model of update {self.folder.finished_step} and no checkpoint; "
+                    "restore one to go on, give another --output_dir, or start over with --fresh"
+                )
+        # The root's answer counts: a machine that does not see its folder must not start afresh.
+        latest = here.broadcast_object(str(found) if found else None)
+        with here.agreement():
+            if latest:
+                states, written_by = self._checkpoints.load(Path(latest), expected=self._parts)
+        # From here on mistakes are the same on every process: what follows is collective itself.
+        with here.agreement():
+            if latest:
+                self.folder.check_config(self._settings, self._model_arguments, self._resolve)
+            for name, state in states.items():
+                self._parts[name].load_state_dict(state)
+            if not self.is_complete:  # else they tell how it was trained
+                self.folder.write_config(self._settings)
+                self.folder.write_environment(here.describe())
+        with here.agreement():
+            self.tracker.cut_back(self.progress.step)
+        self.display = progress_display(self.progress, here.is_root)
+        for line in news:
+            self.say(line)
+        self.say(here.summary())
+        if self.folder.moved_to:
+            self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
+        if latest:
+            self.say(f"resumed from {latest}")
+            for line in changes(written_by, here.describe()):
+                self.say(line)
+        if self.is_complete:
+            self.say(
+                f"this run is finished, its model is in {self.folder.model_dir}; "
+                "give a larger --epochs or --max_steps to extend it"
+            )
+        self._logged_samples = self.progress.samples
+        self.stopwatch = Stopwatch()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to do: trained to the end, and the model written."""
+        is_written = self.folder.finished and self.folder.finished_step == self.progress.step
+        return self.progress.finished and is_written
+
+    def say(self, text: str) -> None:
+        """One line on the root's terminal."""
+        self.display.say(text)
+
+    def advance(self) -> None:
+        """An update was completed."""
+        self.progress.advance()
+        self.display.update()
+        self._deadline.update_done()
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether it is time for a last save, by `--save_before_minutes` and the root's clock."""
+        return self._processes.is_root and self._deadline.near(self._checkpoints.longest_seconds)
+
+    def due(self, every_n_steps: int) -> bool:
+        """Whether something that happens every n updates (0: only at the end) happens after this one."""
+        return self.progress.every(every_n_steps) or self.progress.finished
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl, the other trackers and the display."""
+        clock = self.progress
+        rate = (clock.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
+        self._logged_samples = clock.samples
+        line = {
+            "step": clock.step,
+            "samples": clock.samples,
+            "epoch": round(clock.epoch, 6),
+            **metrics,
+            "samples_per_second": round(rate, 3),
+            "seconds": round(self.stopwatch.seconds, 3),
+        }
+        self.tracker.log(clock.step, line)
+        self.display.log(line)
+        self._report_failure()
+
+    def log_image(self, name: str, image: Image.Image) -> None:
+        """A picture for the trackers."""
+        self.tracker.log_image(self.progress.step, name, image)
+
+    def log_sample(self, name: str, image: Image.Image) -> None:
+        """A picture for samples/ and the trackers. Called on the root, or everywhere with the same one."""
+        if self._processes.is_root:
+            try:
+                self.folder.write_sample(self.progress.step, to_png(image))
+            except OSError as error:
+                self.say(f"cannot write the picture of update {self.progress.step}: {error.strerror or error}")
+        self.log_image(name, image)
+
+    def save(self) -> None:
+        """Begin to write a checkpoint of every part; a part of this very update is written once."""
+        if self._checkpoints.requested_step == self.progress.step and not self._failed():
+            return
+        self._checkpoints.join()
+        self._report_failure()
+        states = {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
+        self._checkpoints.save(self.progress.step, states, self._processes.describe())
+
+    def _failed(self) -> str | None:
+        """What could not be written, if anything; waits for the write under way. Collective."""
+        self._checkpoints.wait()
+        failure: str | None = self._processes.broadcast_object(self._checkpoints.failure)
+        return failure
+
+    def _report_failure(self) -> None:
+        """Say once that a write failed; training goes on."""
+        failure = self._checkpoints.failure
+        if failure and failure != self._said_failure:
+            self.say(f"{failure}; training goes on, and the next save tries again")
+        self._said_failure = failure
+
+    def save_and_exit(self) -> NoReturn:
+        """The run was asked to stop: leave a checkpoint of this very update and exit with code 75, or with 1 where the
+        disk does not take it."""
+        step = self.progress.step
+        self.save()
+        if not self._failed():
+            self.say(f"asked to stop: saved update {step}; run the same command again to go on")
+        self.close()
+        raise SystemExit(ASKED_TO_STOP)
+
+    def finish(self, write: Callable[[Path], None], path: Path) -> None:
+        """Write the trained model somewhere, on the root; `close` then marks the run as complete.
+
+        What the disk does not take ends the run with exit code 1: another start writes it again.
+        """
+        failure = None
+        if self._processes.is_root:
+            try:
+                write(path)
+            except OSError as error:
+                failure = " ".join(str(error).split())
+        if self._processes.broadcast_object(failure):
+            self._unwritten = failure
+            self.close()
+        self._written.append(str(path))
+
+    def close(self) -> None:
+        """Everything is on the disk when this returns; if the last of it could not be written, the run ends here with
+        exit code 1."""
+        self._checkpoints.wait()
+        self.tracker.close()
+        failures = [self._unwritten, self._checkpoints.failure, self.tracker.failure]
+        failure: str | None = self._processes.broadcast_object("; ".join(filter(None, failures)) or None)
+        if failure:
+            newest = self._checkpoints.latest()
+            self.say(f"{failure}; the newest checkpoint is {newest.name if newest else 'none'}")
+        elif self._written:
+            with self._processes.agreement():
+                self.folder.mark_finished(self.progress.step)
+            self.say(f"finished: {', '.join(self._written)}")
+        self.display.close()
+        if failure:
+            raise SystemExit(NOT_SAVED)
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is different from the processes that wrote a checkpoint, and what that means; a line each."""
+    lines = []
+    writer, reader = _place(before), _place(now)
+    if writer != reader:
+        lines.append(
+            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; sums in "
+            "another order, which shows in the seventh digit"
+        )
+    if before.get("precision") != now.get("precision"):
+        lines.append(
+            f"it was trained in {before.get('precision')} and goes on in {now.get('precision')}: weights and moments "
+            "are fp32 in both, the losses will differ by the precision's rounding"
+        )
+    return lines
+
+
+def _place(description: Mapping[str, Any]) -> str:
+    stage = f", ZeRO {description['zero_stage']}" if "zero_stage" in description else ""
+    device = str(description.get("device")).split(":")[0]
+    return f"{description.get('backend')} on {description.get('world_size')} x {device}{stage}"
