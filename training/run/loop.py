@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -15,21 +15,8 @@ from ..ema import AveragedWeights
 
 if TYPE_CHECKING:
     from .best import BestModel
+    from .contracts import Feed
     from .run import Run
-
-
-class Feed(Protocol):
-    """What the loop asks of the data."""
-
-    noun: str
-    train_set: Any
-    valid_set: Any
-    bad_samples: Any
-
-    def start(self, start_samples: int) -> Any: ...
-    def next(self) -> Any: ...
-    def preview(self, count: int) -> Any: ...
-    def report_bad_samples(self, say: Callable[[str], None]) -> None: ...
 
 
 @dataclass(frozen=True)

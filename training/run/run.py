@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -16,8 +14,9 @@ from ..checkpoints.store import Checkpoints
 from ..files import sync
 from ..pictures.images import to_png
 from .best import BestModel
+from .contracts import Feed, Processes, Stateful, Update
 from .folder import RunFolder
-from .loop import Evaluation, Feed, updates
+from .loop import Evaluation, updates
 from .progress import Progress, progress_display, total_samples_from
 from .random_state import RandomState
 from .stopwatch import Deadline, Stopwatch
@@ -25,51 +24,6 @@ from .tracking import make_trackers
 
 ASKED_TO_STOP = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 NOT_SAVED = 1
-
-
-class Processes(Protocol):
-    """What a run asks of the processes that train it."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    @property
-    def is_root(self) -> bool: ...
-    @property
-    def is_restart(self) -> bool: ...
-    @property
-    def grad_accum_steps(self) -> int: ...
-    def agreement(self) -> AbstractContextManager[None]: ...
-    def barrier(self) -> None: ...
-    def before_update(self, wait: Callable[[], None]) -> None: ...
-    def broadcast_object(self, value: Any) -> Any: ...
-    def describe(self) -> dict[str, Any]: ...
-    def gather(self, tensor: Tensor) -> Tensor: ...
-    def mark(self, phase: str) -> None: ...
-    def mean(self, value: Any) -> Any: ...
-    def stop_requested(self, here: bool = False) -> bool: ...
-    def summary(self) -> str: ...
-
-
-class Update(Protocol):
-    """What a run asks of the report on an engine's step."""
-
-    @property
-    def grad_norm(self) -> Tensor: ...
-    @property
-    def lr(self) -> float: ...
-
-
-class Stateful(Protocol):
-    """A part of a checkpoint. Both methods are called on every process.
-
-    A part may also have `live_state()`, which is then called instead of `state_dict()`: its tensors may stand for
-    themselves until the next update, and functions may fetch them one by one.
-    """
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Run:
@@ -227,7 +181,8 @@ class Run:
         """Take in what an engine's step did and other values of this update: numbers or 0-d tensors, equal on all
         processes. Tensors are read only where a line of metrics follows."""
         if self.line_due:
-            self._values |= values if update is None else {"lr": update.lr, **values, "grad_norm": update.grad_norm}
+            of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
+            self._values |= {**values, **of_step}
 
     def line(self) -> dict[str, Any]:
         """What `add` and `log` took in for the newest update, and the number of skipped updates; empty where no line is

@@ -454,7 +454,7 @@ def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
         "update 5", *validation[5], "draw 5", "save 6",
     ]  # fmt: skip
     assert list(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])) == [
-        "step", "samples", "epoch", "loss", "lr", "weight", "grad_norm", "skipped_updates", "valid/weight",
+        "step", "samples", "epoch", "loss", "weight", "lr", "grad_norm", "skipped_updates", "valid/weight",
         "valid/ema/weight", "bad_samples", "samples_per_second", "seconds",
     ]  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_00000003.png", "step_00000006.png"]
