@@ -181,7 +181,7 @@ from .single import SingleBackend
 class PigeonBackend(Backend):
     name = "pigeon"
     launch_order = 5
-    connect, disconnect, wrap = SingleBackend.connect, SingleBackend.disconnect, SingleBackend.wrap
+    connect, disconnect = SingleBackend.connect, SingleBackend.disconnect
 
     @classmethod
     def was_launched(cls, launch, args):

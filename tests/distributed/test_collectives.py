@@ -12,7 +12,6 @@ from torch import Tensor
 from distributed.collectives import (
     Alone,
     Communicator,
-    broadcast_object,
     gather,
     gather_objects,
     sum_scalars,
@@ -144,7 +143,3 @@ def test_scalars_of_all_kinds_travel_together_in_fp64(on_ranks: OnRanks) -> None
 def test_objects_of_any_length_arrive_by_rank(on_ranks: OnRanks) -> None:
     objects = [None, {"path": "bilder/größe.png", "n": [1, 2.5, True]}, "x" * 1000]
     assert on_ranks(3, lambda comm: gather_objects(objects[comm.rank], comm, CPU)) == [objects] * 3
-
-
-def test_the_roots_object_reaches_everybody(on_ranks: OnRanks) -> None:
-    assert on_ranks(3, lambda comm: broadcast_object({"from": comm.rank}, comm, CPU)) == [{"from": 0}] * 3

@@ -219,8 +219,8 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_it(config: Json, key: 
         (b"[" * 100_000, "not JSON"),
         (b"[1, 2]", "holds a list"),
         (b"null", "NoneType"),
-        (b'{"train_batch_size": 8, "train_batch_size": 16}', "'train_batch_size' stands twice"),
-        (b'{"bf16": {"enabled": true, "enabled": false}}', "'enabled' stands twice"),
+        (b'{"train_batch_size": 8, "train_batch_size": 16}', "'train_batch_size' is there twice"),
+        (b'{"bf16": {"enabled": true, "enabled": false}}', "'enabled' is there twice"),
     ],
 )
 def test_a_file_that_is_no_json_object_is_refused_in_one_line(content: bytes, expected: str, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_key_that_is_nearly_right_is_refused_and_another_is_left_to_deepspeed(
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({key: {}, "of_the_future": 1}))
     if meant:
-        with pytest.raises(UserMistake, match=f"^{key} in {path} is no key .* did you mean {meant}\\?$"):
+        with pytest.raises(UserMistake, match=f"^{key} in {path} is not a key .* did you mean {meant}\\?$"):
             read_config(str(path))
     else:
         assert read_config(str(path)) == {key: {}, "of_the_future": 1}

@@ -30,7 +30,6 @@ def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: Stop
     assert not request_.agreed()
     os.kill(os.getpid(), number)
     assert request_.agreed() and request_.agreed()
-    assert request_.signal_name == number.name
 
 
 def test_a_process_may_ask_for_it_itself(request_: StopRequest) -> None:

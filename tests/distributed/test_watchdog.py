@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
-from distributed import Backend, TrainingStopped, watchdog
+from distributed import Backend, Launch, TrainingStopped, watchdog
+from distributed.collectives import Alone
 from distributed.watchdog import DEAD_AFTER_SECONDS, Watchdog
 
 TIMEOUT_SECONDS = 60.0
@@ -23,8 +24,7 @@ class Job:
     def __init__(self, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
-        options = SimpleNamespace(timeout_minutes=TIMEOUT_SECONDS / 60)
-        self.watchdog = Watchdog(SimpleNamespace(rank=0, world_size=1, options=options))  # type: ignore[arg-type]
+        self.watchdog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), TIMEOUT_SECONDS / 60)
         self.watchdog._store, self.watchdog._world_size = HashStore(), world_size
         self.seen: dict[int, Any] = {}
         self.ranks: list[dict[str, Any]] = [
@@ -191,4 +191,4 @@ def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources(
     ],
 )
 def test_an_error_is_told_in_one_line_that_ends_with_a_word(text: str, line: str) -> None:
-    assert watchdog._first_line(RuntimeError(text)) == line
+    assert watchdog._short(RuntimeError(text)) == line
