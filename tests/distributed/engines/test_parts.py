@@ -1,4 +1,4 @@
-"""Gradients by part of the batch: the same bits however many ranks share the parts. The ranks are threads."""
+"""Gradients by part of the batch: the same bits on any number of ranks. The ranks are threads."""
 
 from __future__ import annotations
 
