@@ -150,7 +150,7 @@ class Backend(ABC):
         try:
             if together:
                 self._stop.drain()
-                self.barrier()  # no process leaves while another one still needs it
+                self.barrier()  # no process leaves while another still needs it
             stopped = self.watchdog.explain(error)
             if stopped is not None and (self.is_root or stopped.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
@@ -194,7 +194,7 @@ class Backend(ABC):
         ``max_grad_norm`` overrides the run's."""
         return self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
-    # What a script may ask.
+    # What a script may ask for.
 
     @property
     def is_root(self) -> bool:
@@ -316,7 +316,7 @@ class Backend(ABC):
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Work that may fail on one process alone, such as opening files. A ValueError or OSError on any of them
+        """For work that may fail on one process alone, such as opening files. A ValueError or OSError on any process
         becomes the same UserMistake on all, so that none waits for one that has left. No collectives inside."""
         mistake: str | None = None
         try:

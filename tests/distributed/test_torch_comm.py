@@ -1,4 +1,4 @@
-"""What connecting through torch.distributed leaves behind: nothing."""
+"""A backend that disconnects ends the threads of its process group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for task in os.listdir("/proc/self/task"):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the names of threads from /proc")
 def test_no_thread_of_the_process_group_outlives_the_backend() -> None:
-    # One that frees a tensor while the interpreter goes down aborts the process (pytorch/pytorch#179291).
+    # A thread that frees a tensor while the interpreter shuts down aborts the process (pytorch/pytorch#179291).
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     finished = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr

@@ -162,7 +162,7 @@ def _local_slice(parameter: Any, value: Tensor) -> Tensor:
     """This rank's slice of a full tensor at ZeRO 3, padded where the size does not divide."""
     size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank()
-    part = value.flatten()[start : start + size]  # a memory-mapped file is read no further
+    part = value.flatten()[start : start + size]  # of a memory-mapped file, only this is read
     local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
     local[: part.numel()] = part
     return local

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON and the command line: what fills what, what contradicts what, and what DeepSpeed is given."""
+"""Merging a DeepSpeed JSON with the command line, contradictions, and the configuration that DeepSpeed gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 @pytest.fixture
 def merged(parsed: Parsed) -> Callable[..., argparse.Namespace]:
-    """Arguments after ``config`` was merged in; ``said`` was said on the command line."""
+    """Arguments after ``config`` was merged in; ``said`` are flags of the command line."""
 
     def merge_into(config: Json, *, world_size: int = 2, **said: Any) -> argparse.Namespace:
         args = parsed("--deepspeed_config", "ds.json", **said, explicit=frozenset(said))
@@ -118,7 +118,7 @@ def test_the_same_value_in_both_places_is_no_contradiction(merged: Any) -> None:
     assert {flag: getattr(args, flag) for flag in said} == said
 
 
-# Both were said and disagree: one line that names both.
+# The JSON and the command line disagree: one line that names both.
 
 
 MICRO = "train_micro_batch_size_per_gpu"
@@ -153,7 +153,7 @@ def test_a_contradiction_is_one_line_that_names_both(said: Json, config: Json, n
     assert all(name in text for name in [*names, "ds.json"]), text
 
 
-# What is no configuration at all.
+# Files and values that are not a configuration.
 
 
 WRONG_VALUES: dict[str, list[Any]] = {
@@ -225,7 +225,7 @@ def test_keys_of_a_newer_deepspeed_are_left_to_it(tmp_path: Path) -> None:
     assert read_config(str(path)) == {"bfloat16": {}, "of_the_future": 1}
 
 
-# What DeepSpeed is given.
+# The configuration that DeepSpeed gets.
 
 
 def strings(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The engine of one process against the loop that anybody would write in PyTorch."""
+"""The engine of one process against a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_plain_loop_gives_the_same_bits_and_with_clip_grad_norm_the_same_numbe
         plain, OPTIMIZERS[optimizer](plain.parameters()), range(6), accumulate, max_grad_norm
     )
     if max_grad_norm:
-        assert min(norms) > max_grad_norm  # it was at work
+        assert min(norms) > max_grad_norm  # every gradient was clipped
         assert losses == pytest.approx(expected, rel=1e-5) and norms == pytest.approx(expected_norms, rel=1e-5)
         torch.testing.assert_close(weights(engine.module), weights(plain), rtol=1e-5, atol=1e-6)
     else:
@@ -339,7 +339,7 @@ def test_a_fresh_engine_with_the_state_goes_on_to_the_same_bits(optimizer: str, 
     second.load_state_dict(state)
     assert_same_bits(second.state_dict(), kept)
     losses, norms = engine_loop(second, range(3, 6))
-    assert_same_bits(state, kept)  # it was copied from
+    assert_same_bits(state, kept)  # loading does not change it
     assert (losses, norms) == (expected[0][3:], expected[1][3:])
     assert_same_bits(second.state_dict(), whole.state_dict())
 
@@ -448,7 +448,7 @@ def _any_kernels() -> Iterator[None]:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD with momentum", "RMSprop"])
 def test_two_parts_are_two_micro_batches_bit_for_bit(optimizer: str, max_grad_norm: float, single: Single) -> None:
-    """Two numbers have one sum; more parts are added in another order than micro-batches."""
+    """Only two: more parts are added in another order than micro-batches."""
     results = []
     for values in ({"grad_accum_steps": 2}, {"batch_parts": 2}):
         engine = make_engine(single(max_grad_norm=max_grad_norm, **values), optimizer)
