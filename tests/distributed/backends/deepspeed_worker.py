@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of conftest.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
+from conftest import parsed
 from torch import nn
 
 import distributed
@@ -98,15 +100,9 @@ def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) 
 
 def run(name: str, folder: Path) -> None:
     """One case, into ``<name>.json``."""
-    parser = argparse.ArgumentParser()
-    distributed.add_arguments(parser)
-    parser.set_defaults(
-        batch_size=8, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=4, compile=False,
-        learning_rate=SCRIPT_RATE, explicit=frozenset(),
-    )  # fmt: skip
     path = folder / "ds.json"
     path.write_text(json.dumps(CONFIGS[name]))
-    args = parser.parse_args(["--deepspeed_config", str(path)])
+    args = parsed("--deepspeed_config", str(path), batch_size=8, learning_rate=SCRIPT_RATE)
     with distributed.from_args(args) as backend:
         (folder / f"{name}.json").write_text(json.dumps(measure(backend, args, CONFIGS[name])))
 
