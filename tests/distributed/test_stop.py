@@ -67,6 +67,7 @@ INTERRUPT, TERMINATE, USER = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     ("numbers", "status"),
     [
         ([INTERRUPT, INTERRUPT], 130),
+        ([INTERRUPT, TERMINATE], 7),
         ([TERMINATE, TERMINATE, TERMINATE, USER, INTERRUPT], 7),
         ([USER, USER, TERMINATE, USER, INTERRUPT], 7),
     ],
