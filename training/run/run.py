@@ -11,7 +11,6 @@ from PIL import Image
 from torch import Tensor
 
 from ..checkpoints.store import Checkpoints
-from ..files import sync
 from ..pictures.images import to_png
 from .folder import RunFolder
 from .progress import Progress, progress_display, total_samples_from
@@ -96,23 +95,14 @@ class Run:
         self._checkpoints = Checkpoints(
             self.folder.checkpoints_dir,
             args.keep_n_checkpoints,
-            processes.is_root,
-            processes.barrier,
-            processes.mark,
-            processes.before_update,
-            self._sync_metrics,
+            processes,
+            synced_first=self.folder.path / "metrics.jsonl",
         )
         self._deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
         self._said_failure: str | None = None
         self._unwritten: str | None = None
         self._written: list[str] = []
-
-    def _sync_metrics(self) -> None:
-        """No checkpoint outlives a power cut that the lines before it do not."""
-        path = self.folder.path / "metrics.jsonl"
-        if path.exists():
-            sync(path)
 
     def resume(self, **parts: Stateful) -> None:
         """Name the parts of a checkpoint, once, and restore them from the newest one if there is any. Then say what
