@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Mapping
 
 from .converters import (
+    Names,
     fraction,
-    names_of,
     non_negative_float,
     non_negative_int,
     number_or,
@@ -146,7 +146,7 @@ def add_run_arguments(
         help="measure on the validation split; 0: only at the end")
     add("--sample_every_n_steps", type=non_negative_int, default=sample_every_n_steps, metavar="UPDATES",
         help="write a picture to samples/; 0: only at the end")
-    add("--report_to", type=names_of("tensorboard", "wandb"), default="none", metavar="NAMES",
+    add("--report_to", type=Names("tensorboard", "wandb"), default="none", metavar="NAMES",
         help="trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb")
 
     add = parser.add_argument_group("checkpoints").add_argument

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -259,11 +259,11 @@ class Trackers:
             tracker.close()
 
 
-def make_trackers(report_to: str, folder: Path, config: Mapping[str, Any], is_root: bool) -> Tracker:
+def make_trackers(report_to: Collection[str], folder: Path, config: Mapping[str, Any], is_root: bool) -> Tracker:
     """metrics.jsonl and the trackers named in `report_to` on the root, nothing elsewhere.
 
     Args:
-        report_to: "none", or a comma list of "tensorboard" and "wandb".
+        report_to: "tensorboard", "wandb", or both; empty: metrics.jsonl alone.
         folder: The run folder.
         config: The run's arguments, shown beside the curves.
         is_root: Whether this process writes.
@@ -271,8 +271,7 @@ def make_trackers(report_to: str, folder: Path, config: Mapping[str, Any], is_ro
     Raises:
         ValueError: on every process, if a named tracker is not installed.
     """
-    names = [name for name in report_to.split(",") if name != "none"]
-    for name in names:
+    for name in report_to:
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"--report_to {name}: {name} is not installed; run `pip install {name}` or leave it out")
     if not is_root:
@@ -281,4 +280,4 @@ def make_trackers(report_to: str, folder: Path, config: Mapping[str, Any], is_ro
         "tensorboard": lambda: TensorBoardTracker(folder),
         "wandb": lambda: WandbTracker(folder, config),
     }
-    return Trackers([JsonlTracker(folder), *(Expendable(name, makers[name]) for name in names)])
+    return Trackers([JsonlTracker(folder), *(Expendable(name, makers[name]) for name in report_to)])

@@ -84,7 +84,7 @@ def test_a_step_cannot_be_logged_twice(tmp_path):
 
 
 def test_only_the_root_writes(tmp_path):
-    tracker = make_trackers("tensorboard", tmp_path, {}, is_root=False)
+    tracker = make_trackers(["tensorboard"], tmp_path, {}, is_root=False)
     assert isinstance(tracker, NullTracker)
     tracker.cut_back(0)
     tracker.log(1, {"loss": 1.0})
@@ -97,7 +97,7 @@ def test_only_the_root_writes(tmp_path):
 def test_a_tracker_that_is_not_installed_is_an_error_on_every_process(tmp_path, monkeypatch, is_root):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="wandb is not installed; run `pip install wandb`"):
-        make_trackers("wandb", tmp_path, {}, is_root)
+        make_trackers(["wandb"], tmp_path, {}, is_root)
 
 
 class Failing:
@@ -145,7 +145,7 @@ def test_tensorboard_holds_the_values_of_the_resumed_run(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, value in ((0, 1.0), (2, 2.0)):
-        tracker = make_trackers("tensorboard", tmp_path, {}, is_root=True)
+        tracker = make_trackers(["tensorboard"], tmp_path, {}, is_root=True)
         tracker.cut_back(start)
         for step in range(start + 1, start + 4):
             tracker.log(step, {"loss": value})
@@ -162,7 +162,7 @@ def test_wandb_writes_offline_under_one_id_over_resumes(tmp_path, monkeypatch, c
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = []
     for start in (0, 2):
-        tracker = make_trackers("wandb", tmp_path, {"batch_size": 8}, is_root=True)
+        tracker = make_trackers(["wandb"], tmp_path, {"batch_size": 8}, is_root=True)
         tracker.cut_back(start)
         tracker.log(start + 1, {"loss": 1.0})
         tracker.log_image(start + 1, "grid", PICTURE)
