@@ -26,7 +26,7 @@ from training.flags.converters import (
     non_negative_int,
     positive_float,
     positive_int,
-    templates_with_a_gap,
+    templates,
     two_fractions,
 )
 from training.flags.parser import ArgumentParser
@@ -94,7 +94,7 @@ def build_parser() -> ArgumentParser:
     add("--use_lion", action="store_true", help="Lion in place of AdamW")
 
     add = parser.add_argument_group("evaluation").add_argument
-    add("--zero_shot_templates", type=templates_with_a_gap, default="{}|the sound of {}|a recording of {}",
+    add("--zero_shot_templates", type=templates, default="{}|the sound of {}|a recording of {}",
         metavar="TEXT|TEXT...", help="sentences with {} for a label, where the data has labels")
 
     add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
@@ -180,9 +180,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():
         tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens)
         model = build_model(args, tokenizer).to(backend.device)
-        first, second = (float(beta) for beta in args.betas.split(","))
         optimizer = make_optimizer(
-            model, lr=args.learning_rate, betas=(first, second), weight_decay=args.weight_decay, lion=args.use_lion
+            model, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay, lion=args.use_lion
         )
     feed = data.SoundFeed(args, backend, tokenizer)
     with backend.agreement():
@@ -203,7 +202,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         run.close()
         return
     total_steps = run.progress.total_steps
-    templates = args.zero_shot_templates.split("|")
     warmup = min(args.lr_warmup_steps, total_steps // 2)
     alarm = CollapseAlarm(after_steps=warmup)
     run.say(f"{len(feed.train_set)} sounds to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
@@ -256,7 +254,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 with engine.gathered() as online:
                     candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
                     for name, candidate in candidates.items():  # the last one is that which is kept
-                        values = evaluate(embedder(candidate), feed, contrastive, templates, backend)
+                        values = evaluate(embedder(candidate), feed, contrastive, args.zero_shot_templates, backend)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
                     best.offer(values["r10"], run.progress.step, functools.partial(write_model, ema.best(online)))
                     if best.failure:
