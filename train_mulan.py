@@ -244,7 +244,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 "skipped_updates": engine.skipped_updates,
             }
             variances = metrics["audio_variance"], metrics["text_variance"]
-            if warning := alarm.look(run.progress.step, metrics["loss"], float(result.collapsed), *variances):
+            if warning := alarm.check(run.progress.step, metrics["loss"], float(result.collapsed), *variances):
                 run.say(warning)
         with run.stopwatch.paused():
             if stop:  # first of all: whoever asks for it may not wait for a validation
@@ -256,7 +256,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                     for name, candidate in candidates.items():  # the last one is that which is kept
                         values = evaluate(embedder(candidate), feed, contrastive, args.zero_shot_templates, backend)
                         metrics |= {f"{name}/{key}": value for key, value in values.items()}
-                    best.offer(values["r10"], run.progress.step, functools.partial(write_model, ema.best(online)))
+                    best.save_if_better(
+                        values["r10"], run.progress.step, functools.partial(write_model, ema.best(online))
+                    )
                     if best.failure:
                         run.say(best.failure)
             if metrics or run.due(args.save_every_n_steps):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checkpoints.store import Checkpoints
 from ..pictures.images import to_png
 from .folder import RunFolder
-from .progress import Progress, progress_display, total_samples_from
+from .progress import Progress, ProgressDisplay, total_samples_from
 from .random_state import RandomState
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
@@ -140,7 +140,7 @@ class Run:
                 self.folder.write_environment(here.describe())
         with here.agreement():
             self.tracker.cut_back(self.progress.step)
-        self.display = progress_display(self.progress, here.is_root)
+        self.display = ProgressDisplay(self.progress, here.is_root)
         for line in news:
             self.say(line)
         self.say(here.summary())
