@@ -1,4 +1,4 @@
-"""Command-line and YAML arguments of the scripts. Standard library only, so that `--help` answers at once."""
+"""Arguments of the scripts, from command line and YAML. Imports the standard library only, so that `--help` is fast."""
 
 import argparse
 import os
