@@ -292,7 +292,7 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
 
 
 def _summary(ranked: Tensor, times: Sequence[int]) -> dict[str, float]:
-    """Statistics of (q, 3); query i counts times[i] times. Sums are exact, so that their order does not matter."""
+    """Statistics of (q, 3); query i counts times[i] times. Sums are exact, so their order does not matter."""
     rows = [row for row, count in zip(ranked.tolist(), times, strict=True) for _ in range(count)]
     if not rows:
         return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)

@@ -88,7 +88,7 @@ class LeCam(nn.Module):
 
     @torch.no_grad()
     def update(self, real_mean: Tensor, fake_mean: Tensor) -> None:
-        """Add mean D(real) and mean D(fake), 0-d, over the *global* batch; called once per update. If one of them is not
+        """Add mean D(real) and mean D(fake), 0-d, over the *global* batch; once per update. If one of them is not
         finite, neither is added. Does not wait for the device."""
         usable = real_mean.isfinite() & fake_mean.isfinite()
         for average, value in ((self.real, real_mean), (self.fake, fake_mean), (self.mass, torch.ones_like(self.mass))):
