@@ -245,7 +245,7 @@ def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
 def _shared(
     queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Processes, mark: Callable[[], None]
 ) -> Tensor:
-    """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part, and calls `mark` before each chunk as a
+    """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part; `mark` before each chunk is a
     sign of life. Collective."""
     rank, world_size = processes.rank, processes.world_size
     start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
