@@ -26,7 +26,7 @@ from training.flags.converters import (
     non_negative_int,
     positive_float,
     positive_int,
-    templates_with_a_gap,
+    templates,
     two_fractions,
 )
 from training.flags.parser import ArgumentParser
@@ -98,7 +98,7 @@ def build_parser() -> ArgumentParser:
     add("--use_lion", action="store_true", help="use Lion instead of AdamW")
 
     add = parser.add_argument_group("evaluation").add_argument
-    add("--zero_shot_templates", type=templates_with_a_gap, default="{}|the sound of {}|a recording of {}",
+    add("--zero_shot_templates", type=templates, default="{}|the sound of {}|a recording of {}",
         metavar="TEXT|TEXT...",
         help="sentences with {} for the label, for zero-shot classification where the data has labels")
 
@@ -193,9 +193,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():
         tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens)
         model = build_model(args, tokenizer).to(backend.device)
-        first, second = (float(beta) for beta in args.betas.split(","))
         optimizer = make_optimizer(
-            model, lr=args.learning_rate, betas=(first, second), weight_decay=args.weight_decay, lion=args.use_lion
+            model, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay, lion=args.use_lion
         )
     feed = data.sound_feed(args, backend, tokenizer)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
@@ -210,7 +209,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # evaluated at a time, as in training
     embedder = functools.partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device)
-    templates = args.zero_shot_templates.split("|")
 
     def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
         """What the model takes of a micro-batch; the same each time that it is asked for in an update."""
@@ -225,7 +223,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         engine,
         ema,
-        validate=lambda module, step: evaluate(embedder(module), feed, contrastive, templates, backend),
+        validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
         draw=lambda models, shown, step: picture(
             embedder(models.get("ema", models["online"])), shown, args.num_sounds_shown
         ),
@@ -248,7 +246,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             run.log(bias=result.bias[0])
         if run.line_due:
             seen = (float(value) for value in (result.loss, result.collapsed, result.spread_audio, result.spread_text))
-            if warning := alarm.look(step + 1, *seen):
+            if warning := alarm.check(step + 1, *seen):
                 run.say(warning)
 
 

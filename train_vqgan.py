@@ -119,7 +119,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     from models import VQGAN
 
     torch.manual_seed(args.seed)
-    blocks = [int(number) for number in args.num_resnet_blocks.split(",")]
+    blocks = args.num_resnet_blocks
     model = VQGAN(
         image_size=args.image_size,
         dim=args.dim,
@@ -130,7 +130,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
         codebook_dim=args.codebook_dim,
         diversity_gamma=args.diversity_gamma,
         inv_temperature=args.inv_temperature,
-        fsq_levels=[int(levels) for levels in args.fsq_levels.split(",")] if args.fsq_levels else None,
+        fsq_levels=args.fsq_levels,
         vq_decay=args.vq_decay,
         vq_cosine=args.vq_cosine,
     )

@@ -148,11 +148,11 @@ def test_the_flags_of_the_public_trainer_are_understood() -> None:
     args = parsed("--num_train_steps", "7", "--lr", "1e-3", "--betas", "0.8,0.95", "--max_grad_norm", "1",
                   "--valid_frac", "0.1", "--grad_accum_every", "4", "--save_model_every", "9", "--split_seed", "3",
                   "--data_max_length", "8000", "--use_lion")  # fmt: skip
-    assert (args.max_steps, args.learning_rate, args.betas, args.max_grad_norm) == (7, 1e-3, "0.8,0.95", 1.0)
+    assert (args.max_steps, args.learning_rate, args.betas, args.max_grad_norm) == (7, 1e-3, (0.8, 0.95), 1.0)
     assert (args.valid_fraction, args.grad_accum_steps, args.save_every_n_steps) == (0.1, 4, 9)
     assert (args.split_seed, args.data_max_length, args.use_lion) == (3, 8000, True)
     args = parsed()
-    assert (args.learning_rate, args.betas, args.max_grad_norm, args.valid_fraction) == (3e-4, "0.9,0.99", 0.5, 0.05)
+    assert (args.learning_rate, args.betas, args.max_grad_norm, args.valid_fraction) == (3e-4, (0.9, 0.99), 0.5, 0.05)
     assert (args.split_seed, args.save_every_n_steps, args.grad_accum_steps) == (42, 1000, 1)
     assert (args.audio_dim, args.audio_depth, args.text_dim, args.text_depth) == (512, 6, 512, 6)
     assert (args.dim_latent, args.heads, args.dim_head, args.patch_dropout, args.loss) == (
@@ -824,7 +824,7 @@ def test_data_that_cannot_be_trained_on_is_one_line_and_not_an_endless_loop(
         (["--hierarchical_layers", "2"], "hierarchical_layers 2: a tower of 2 layers has 1 below"),
         (["--hierarchical_layers", "1", "--text_depth", "1"], "hierarchical_layers 1"),
         (["--zero_shot_templates", "a {}|a sound"], "a sound"),
-        (["--betas", "0.9"], "two numbers"),
+        (["--betas", "0.9"], "2 values"),
         (["--betas", "0.9,1"], "below 1"),
         (["--data_max_length", "8000"], "--clip_seconds 0.5"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),

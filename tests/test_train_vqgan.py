@@ -18,7 +18,7 @@ import convert
 import data
 import train_vqgan
 from models import VQGAN
-from training.measures.averages import psnr
+from training.measures.reconstruction import psnr
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from ..ema import AveragedWeights
+from ..ema import ExponentialMovingAverage, NoAverage
 
 if TYPE_CHECKING:
     from .best import BestModel
@@ -41,7 +41,7 @@ class Evaluation:
     """
 
     engine: Any
-    average: AveragedWeights
+    average: ExponentialMovingAverage | NoAverage
     validate: Callable[[Any, int], Mapping[str, Any]]
     draw: Callable[[Mapping[str, Any], Any, int], Image.Image]
     write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
@@ -142,6 +142,6 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
                     values[f"{prefix}/{name}"] = value
         if best := evaluation.best:
             (write, *_) = evaluation.write.values()
-            best.offer(values[best.metric], run.progress.step, partial(write, evaluation.average.best(online)))
+            best.save_if_better(values[best.metric], run.progress.step, partial(write, evaluation.average.best(online)))
             run.say_failure_of(best)
     return values

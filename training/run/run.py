@@ -11,13 +11,12 @@ from PIL import Image
 from torch import Tensor
 
 from ..checkpoints.store import Checkpoints
-from ..files import sync
 from ..pictures.images import to_png
 from .best import BestModel
 from .contracts import Feed, Processes, Stateful, Update
 from .folder import RunFolder
 from .loop import Evaluation, updates
-from .progress import Progress, progress_display, total_samples_from
+from .progress import Progress, ProgressDisplay, total_samples_from
 from .random_state import RandomState
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
@@ -68,11 +67,8 @@ class Run:
         self._checkpoints = Checkpoints(
             self.folder.checkpoints_dir,
             args.keep_n_checkpoints,
-            processes.is_root,
-            processes.barrier,
-            processes.mark,
-            processes.before_update,
-            self._sync_metrics,
+            processes,
+            synced_first=self.folder.path / "metrics.jsonl",
         )
         self._deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
@@ -85,12 +81,6 @@ class Run:
     @property
     def is_root(self) -> bool:
         return self._processes.is_root
-
-    def _sync_metrics(self) -> None:
-        """No checkpoint outlives a power cut that the lines before it do not."""
-        path = self.folder.path / "metrics.jsonl"
-        if path.exists():
-            sync(path)
 
     def resume(self, **parts: Stateful) -> None:
         """Name the parts of a checkpoint, once, and restore them from the newest one if there is any. Then say what
@@ -130,7 +120,7 @@ class Run:
         with here.agreement():
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
-        self.display = progress_display(self.progress, here.is_root)
+        self.display = ProgressDisplay(self.progress, here.is_root)
         for line in news:
             self.say(line)
         self.say(here.summary())
