@@ -12,8 +12,8 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
 from .backends import all_backends
 from .base import Backend, Engine
@@ -34,6 +34,7 @@ __all__ = [
     "add_arguments",
     "available",
     "from_args",
+    "launch",
     "launched_again",
     "launched_as_root",
     "plan_batches",
@@ -118,6 +119,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     for backend in all_backends().values():
         backend.add_arguments(group)
+
+
+class Parser(Protocol):
+    """What `launch` asks of the script's parser."""
+
+    def error(self, message: str) -> NoReturn: ...
+    def settings(self, args: argparse.Namespace) -> dict[str, Any]: ...
+
+
+def launch(
+    train: Callable[[argparse.Namespace, dict[str, Any], Backend], None],
+    parser: Parser,
+    args: argparse.Namespace,
+    last_start: Callable[[str], Mapping[str, Any]],
+) -> None:
+    """Connect the processes and ``train(args, settings, backend)``. A user's mistake ends all of them with one line and
+    exit code 2.
+
+    Args:
+        train: The script's training; settings are all arguments by flag name, a backend's configuration included.
+        parser: Of ``args``, with ``add_arguments``.
+        args: Checked by the script.
+        last_start: Output folder -> what ``Backend.describe`` said when the run there was last started.
+    """
+    is_new = args.fresh and not launched_again()
+    try:
+        with from_args(args, {} if is_new else last_start(args.output_dir)) as backend:
+            train(args, parser.settings(args), backend)
+    except UserMistake as mistake:
+        parser.error(str(mistake))
 
 
 def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = None) -> Backend:

@@ -33,3 +33,5 @@ class Update:
     """L2 norm of the mean gradient before clipping, 0-d; the same on every process."""
     skipped: Tensor
     """0-d bool: a non-finite value was met and nothing was changed."""
+    lr: float
+    """The learning rate that was really used, where a configuration overrules the script's."""

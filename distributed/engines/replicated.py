@@ -104,7 +104,7 @@ class ReplicatedEngine(Engine):
         self._backend.watchdog.mark("computing", update=self._updates)
         self._guard.after_update(finite, self._updates)
         check_replicas_now_and_then(self._backend, self.module, self._name, self._updates)
-        return Update(norm.float(), ~finite)
+        return Update(norm.float(), ~finite, self.lr)
 
     def _update_weights(self, divisor: Tensor, finite: Tensor) -> None:
         """One optimizer step with gradients / divisor, or none at all where they are not finite."""

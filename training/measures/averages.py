@@ -1,6 +1,6 @@
 """Metrics as sums and counts, so that they pool exactly over batches and processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -108,3 +108,10 @@ def code_statistics(counts: Tensor) -> dict[str, float]:
     entropy = -torch.special.xlogy(probabilities, probabilities).sum()
     used = int((counts > 0).sum())
     return {"codes_used": used, "codes_used_fraction": used / len(counts), "perplexity": entropy.exp().item()}
+
+
+def usage_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
+    """`code_statistics` of the codes of some micro-batches, over all processes. Collective: one sum."""
+    usage = CodeUsage(num_codes, codes[0].device)
+    usage.add(torch.cat(list(codes)))
+    return code_statistics(usage.counts(all_reduce))

@@ -44,7 +44,7 @@ class BestModel:
         #: Why the model of the last offer is not on the disk, or the one of the checkpoint is gone, in one line; None
         #: while all is well. The same on every process.
         self.failure: str | None = None
-        self._is_root, self._metric, self._broadcast = is_root, metric, broadcast
+        self._is_root, self.metric, self._broadcast = is_root, metric, broadcast
         self._new, self._old = self.path.with_name(".best.unfinished"), self.path.with_name(".best.unwanted")
         if is_root:
             try:
@@ -73,7 +73,7 @@ class BestModel:
             return False
         failure, written = None, False
         if self._is_root:
-            facts = {"step": step, "metric": self._metric, "value": value}
+            facts = {"step": step, "metric": self.metric, "value": value}
             try:
                 self._replace(facts, write)
             except OSError as error:
@@ -101,7 +101,7 @@ class BestModel:
             self.value, self.step = state["value"], state["step"]
         else:
             self.failure = (
-                f"{self.path}, the best model so far ({self._metric} {state['value']:.4g} of update {state['step']}), "
+                f"{self.path}, the best model so far ({self.metric} {state['value']:.4g} of update {state['step']}), "
                 "is gone: the next validation's takes its place"
             )
 
@@ -111,7 +111,7 @@ class BestModel:
         """
         facts = self._broadcast(self._facts() if self._is_root else None) or {}
         value, of_step = facts.get("value"), facts.get("step")
-        if not (facts.get("metric") == self._metric and isinstance(value, float) and isinstance(of_step, int)):
+        if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
             return
         if of_step <= step and self.is_better(value):
             self.value, self.step = value, of_step

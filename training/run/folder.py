@@ -67,14 +67,12 @@ class RunFolder:
         """Made by the run's end."""
         return self.path / "model"
 
-    def sample_path(self, step: int) -> Path:
-        """Picture of a step."""
-        return self.samples_dir / f"step_{step:08d}.png"
-
-    def write_sample(self, step: int, png: bytes) -> None:
-        """The picture of a step, on the root. Raises OSError where the disk does not take it."""
+    def write_sample(self, step: int, png: bytes, name: str = "") -> None:
+        """The picture of a step, on the root; `name` distinguishes several models. Raises OSError where the disk does
+        not take it."""
         self.samples_dir.mkdir(exist_ok=True)
-        write_atomically(self.sample_path(step), png)
+        file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
+        write_atomically(self.samples_dir / f"{file_name}.png", png)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """config.yaml: every resolved argument, readable by `--config`."""
@@ -191,11 +189,8 @@ class RunFolder:
         return str(old)
 
 
-def last_start(output_dir: str | Path, fresh: bool = False) -> dict[str, Any]:
-    """What `write_environment` noted when the run in this folder was last started; empty where there is none, or a
-    fresh one begins."""
-    if fresh:
-        return {}
+def last_start(output_dir: str | Path) -> dict[str, Any]:
+    """What `write_environment` noted when the run in this folder was last started; empty where there is none."""
     try:
         facts = json.loads((Path(output_dir) / "environment.json").read_text())
     except (OSError, ValueError):

@@ -31,6 +31,8 @@ class Progress:
         self.samples_per_epoch = samples_per_epoch
         self.total_samples = total_samples
         self.samples = 0
+        #: Metrics of the newest update that are not logged yet, because the run was stopped before its evaluation.
+        self.unfinished_line: dict[str, Any] | None = None
 
     @property
     def step(self) -> int:
@@ -46,11 +48,6 @@ class Progress:
     def epoch(self) -> float:
         """Passes over the training split, with the fraction of the present one."""
         return self.samples / self.samples_per_epoch
-
-    @property
-    def completed_epochs(self) -> int:
-        """Whole passes over the training split."""
-        return self.samples // self.samples_per_epoch
 
     @property
     def fraction(self) -> float:
@@ -72,11 +69,12 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""
-        return {
+        state = {
             "samples": self.samples,
             "batch_size": self.batch_size,
             "samples_per_epoch": self.samples_per_epoch,
         }
+        return state if self.unfinished_line is None else {**state, "unfinished_line": self.unfinished_line}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the clock.
@@ -97,6 +95,7 @@ class Progress:
                 "--seed, or start over with --fresh"
             )
         self.samples = state["samples"]
+        self.unfinished_line = state.get("unfinished_line")
 
 
 class ProgressDisplay(Protocol):

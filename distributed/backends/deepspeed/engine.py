@@ -146,6 +146,7 @@ class ZeroEngine(Engine):
     def step(self) -> Update:
         self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
         self._backend.about_to_update()
+        rate = self.lr  # before a scheduler section of the JSON moves it on
         if self._parts is not None:
             norm, finite = self._step_with(self._parts)
         elif self._is_unsharded_fp32:
@@ -161,7 +162,7 @@ class ZeroEngine(Engine):
         self._guard.after_update(finite, self._updates)
         if self._stage < 3:  # there every process holds other slices, and nothing twice
             check_replicas_now_and_then(self._backend, self.module, self._name, self._updates)
-        return Update(norm, ~finite)
+        return Update(norm, ~finite, rate)
 
     @torch.no_grad()
     def _step_with(self, parts: GradientParts) -> tuple[Tensor, Tensor]:
