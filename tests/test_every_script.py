@@ -68,6 +68,23 @@ def test_every_config_is_understood(script: Script) -> None:
         assert vars(script.parsed("--config", str(path))).keys() >= vars(script.parsed()).keys()
 
 
+def arguments_of(script: Script, monkeypatch: pytest.MonkeyPatch, *said: str) -> Any:
+    """The arguments with which `main` trains."""
+    given: list[Any] = []
+    monkeypatch.setattr(script.module, "train", lambda args, *_: given.append(args))
+    script.main(*said)
+    return given[0]
+
+
+def test_without_data_the_demonstration_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flag, name = script.data.flag, script.configs.name
+    args = arguments_of(script, monkeypatch)
+    assert getattr(args, flag).startswith(script.data.demonstration) and args.output_dir == f"runs/{name}-demo"
+    args = arguments_of(script, monkeypatch, f"--{flag}", "data")
+    assert getattr(args, flag) == "data" and args.output_dir == f"runs/{name}"
+
+
 # A run and what it leaves.
 
 
