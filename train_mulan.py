@@ -65,38 +65,42 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--audio_dim", type=positive_int, default=512, metavar="DIM", help="width of the audio tower")
-    add("--audio_depth", type=positive_int, default=6, metavar="LAYERS", help="its transformer layers")
+    add("--audio_depth", type=positive_int, default=6, metavar="LAYERS", help="transformer layers of the audio tower")
     add("--text_dim", type=positive_int, default=512, metavar="DIM", help="width of the text tower")
-    add("--text_depth", type=positive_int, default=6, metavar="LAYERS", help="its transformer layers")
-    add("--heads", type=positive_int, default=8, metavar="N", help="attention heads of both")
-    add("--dim_head", type=positive_int, default=64, metavar="DIM", help="width of a head")
+    add("--text_depth", type=positive_int, default=6, metavar="LAYERS", help="transformer layers of the text tower")
+    add("--heads", type=positive_int, default=8, metavar="N", help="attention heads of both towers")
+    add("--dim_head", type=positive_int, default=64, metavar="DIM", help="width of an attention head")
     add("--patch_size", type=positive_int, default=16, metavar="BINS", help="side of a patch of the spectrogram")
-    add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION", help="of patches unheard in training")
-    add("--dim_latent", type=positive_int, default=128, metavar="DIM", help="of the common space")
+    add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
+        help="part of the patches that is left out in training")
+    add("--dim_latent", type=positive_int, default=128, metavar="DIM", help="width of the common space")
     add("--init_from", metavar="DIR", help="start from a model/ folder")
 
     add = parser.add_argument_group("loss").add_argument
     add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",
         help="contrastive loss; sigmoid takes the same memory on any number of processes")
     add("--duplicates", type=str.lower, choices=("masked", "negatives"), default="masked",
-        help="sounds of equal captions are left out as negatives of one another, or are negatives")
+        help="whether sounds with equal captions are negatives of one another, or masked")
     add("--hierarchical_layers", type=non_negative_int, default=0, metavar="LAYERS",
-        help="add the loss of so many layers below the last")
+        help="add the loss of the outputs of so many layers below the last")
     add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
-        help="factor of the cosines at the start; learned, at most 100")
-    add("--init_bias", type=float, default=-10.0, metavar="BIAS", help="added to them at the start; learned (sigmoid)")
+        help="factor of the cosines at the start; it is learned, up to 100")
+    add("--init_bias", type=float, default=-10.0, metavar="BIAS",
+        help="number added to the scaled cosines at the start; it is learned (sigmoid)")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", "--lr", type=positive_float, default=3e-4, metavar="LR", help="the highest")
+    add("--learning_rate", "--lr", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
-        help="linear, from 0; then down to 0 along a cosine")
-    add("--betas", type=two_fractions, default="0.9,0.99", metavar="B1,B2", help="of the optimizer")
-    add("--weight_decay", type=non_negative_float, default=0.01, metavar="DECAY", help="of matrices; not of scales")
-    add("--use_lion", action="store_true", help="Lion in place of AdamW")
+        help="updates of linear warm-up from 0; then the rate falls to 0 along a cosine")
+    add("--betas", type=two_fractions, default="0.9,0.99", metavar="B1,B2", help="betas of the optimizer")
+    add("--weight_decay", type=non_negative_float, default=0.01, metavar="DECAY",
+        help="weight decay of matrices; scales do not decay")
+    add("--use_lion", action="store_true", help="use Lion instead of AdamW")
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--zero_shot_templates", type=templates_with_a_gap, default="{}|the sound of {}|a recording of {}",
-        metavar="TEXT|TEXT...", help="sentences with {} for a label, where the data has labels")
+        metavar="TEXT|TEXT...",
+        help="sentences with {} for the label, for zero-shot classification where the data has labels")
 
     add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
         sample_every_n_steps=500, save_every_n_steps=1000, aliases=PUBLIC_NAMES)

@@ -50,7 +50,8 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     add("--transparent", action="store_true", help="RGBA instead of RGB")
     add("--num_tokens", type=positive_int, default=8192, metavar="CODES", help="size of the codebook")
-    add("--num_layers", type=positive_int, default=3, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
+    add("--num_layers", type=positive_int, default=3, metavar="N",
+        help="halvings of the side: a code stands for 2^N x 2^N pixels")
     add("--num_resnet_blocks", type=non_negative_int, default=2, metavar="N",
         help="residual blocks on the coarsest grid")
     add("--emb_dim", type=positive_int, default=512, metavar="DIM", help="width of a codebook entry")
@@ -60,15 +61,17 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("loss and schedules").add_argument
     add("--smooth_l1_loss", action="store_true", help="smooth L1 instead of MSE")
     add("--kl_loss_weight", type=non_negative_float, default=0.0, metavar="WEIGHT",
-        help="of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums)")
+        help="weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions)")
     add("--straight_through", action="store_true", help="hard codes forward, soft gradient")
-    add("--reinmax", action="store_true", help="ReinMax gradient; needs --straight_through")
-    add("--starting_temp", type=positive_float, default=1.0, metavar="T", help="Gumbel-softmax temperature")
-    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="which it does not fall below")
+    add("--reinmax", action="store_true", help="ReinMax gradient estimator; needs --straight_through")
+    add("--starting_temp", type=positive_float, default=1.0, metavar="T",
+        help="Gumbel-softmax temperature at the start")
+    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="lowest temperature")
     add("--anneal_rate", type=non_negative_float, default=1e-6, metavar="RATE",
         help="every 100 updates the temperature is multiplied by exp(-RATE x updates)")
-    add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="of Adam")
-    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR", help="on the rate, every 100 updates")
+    add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="learning rate of Adam at the start")
+    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR",
+        help="every 100 updates the learning rate is multiplied by it")
     # fmt: on
     add_run_arguments(parser, output_dir="runs/vae")
     distributed.add_arguments(parser)

@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from training.flags.converters import (
-    fraction,
-    non_negative_float,
     non_negative_int,
     positive_float,
     positive_int,
     whole_numbers,
 )
 from training.flags.parser import ArgumentParser
-from training.flags.shared import add_adversary_arguments, add_image_arguments, add_run_arguments
+from training.flags.shared import (
+    add_adversary_arguments,
+    add_image_arguments,
+    add_quantizer_arguments,
+    add_run_arguments,
+)
 from training.run.folder import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
@@ -52,34 +55,24 @@ def build_parser() -> ArgumentParser:
     add_image_arguments(parser, image_size=256, image_size_help="a multiple of 2^num_layers")
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--dim", type=positive_int, default=128, metavar="DIM", help="channels at full resolution; levels double them")
-    add("--num_layers", type=positive_int, default=4, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
+    add("--dim", type=positive_int, default=128, metavar="DIM",
+        help="channels at full resolution; every halving doubles them")
+    add("--num_layers", type=positive_int, default=4, metavar="N",
+        help="halvings of the side: a code stands for 2^N x 2^N pixels")
     add("--num_resnet_blocks", type=whole_numbers, default="1", metavar="N[,N...]",
         help="residual blocks of the coarsest level, or of each level, finest first")
-    add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
-        help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
-    add("--codebook_size", type=positive_int, default=65536, metavar="CODES", help="a power of two for lfq and bsq")
-    add("--codebook_dim", type=positive_int, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")
-    add("--vq_decay", type=fraction, default=0.8, metavar="DECAY", help="of the codebook's moving averages (vq)")
-    add("--vq_cosine", action="store_true", help="nearest entry by angle (vq)")
-    add("--fsq_levels", type=whole_numbers, metavar="N,N...", help="of fsq, instead of those for codebook_size")
     add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
 
-    add = parser.add_argument_group("generator's loss").add_argument
+    add_quantizer_arguments(parser, codebook_size=65536)
+    add = parser.add_argument_group("reconstruction loss").add_argument
     add("--l2_recon_loss", action="store_true", help="mean squared instead of absolute error")
-    add("--commitment_loss_weight", type=non_negative_float, default=0.25, metavar="WEIGHT", help="encoder to codes")
-    add("--entropy_loss_weight", type=non_negative_float, default=0.1, metavar="WEIGHT",
-        help="of H(code of an image patch) - gamma H(code over the batch), nats (lfq, bsq, ibq)")
-    add("--diversity_gamma", type=non_negative_float, default=1.0, metavar="GAMMA", help="in that formula")
-    add("--inv_temperature", type=positive_float, default=100.0, metavar="X", help="of its soft assignment (lfq, bsq)")
-    add("--entropy_anneal_factor", type=positive_float, default=1.0, metavar="FACTOR",
-        help="times the entropy loss's weight at the start")
-    add("--entropy_anneal_steps", type=non_negative_int, default=0, metavar="UPDATES", help="until it is its own")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="of Adam")
-    add("--lr_warmup_steps", type=non_negative_int, default=0, metavar="UPDATES", help="linear, from 0")
-    add("--lr_cosine", action="store_true", help="fall to a tenth along a cosine; constant otherwise")
+    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate of Adam")
+    add("--lr_warmup_steps", type=non_negative_int, default=0, metavar="UPDATES",
+        help="updates of linear warm-up from 0")
+    add("--lr_cosine", action="store_true",
+        help="let the learning rate fall to a tenth along a cosine; constant otherwise")
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--lpips_weights", metavar="FILE", help="report LPIPS on the validation split with these weights")

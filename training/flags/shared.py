@@ -11,6 +11,7 @@ from .converters import (
     number_or,
     positive_float,
     positive_int,
+    whole_numbers,
 )
 
 
@@ -52,6 +53,36 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time_mask_fraction", type=fraction, default=0.2, metavar="FRACTION",
         help="SpecAugment: hide up to this part of the time")
     add("--frequency_mask_fraction", type=fraction, default=0.25, metavar="FRACTION", help="and of the frequencies")
+    # fmt: on
+
+
+def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: int) -> None:
+    """Add the flags of every script whose model has a quantizer."""
+    # fmt: off
+    add = parser.add_argument_group("quantizer").add_argument
+    add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
+        help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
+    add("--codebook_size", type=positive_int, default=codebook_size, metavar="CODES",
+        help="a power of two for lfq and bsq")
+    add("--codebook_dim", type=positive_int, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")
+    add("--vq_decay", type=fraction, default=0.8, metavar="DECAY",
+        help="decay of the moving averages that are the codebook (vq)")
+    add("--vq_cosine", action="store_true",
+        help="take the codebook entry at the smallest angle instead of distance (vq)")
+    add("--fsq_levels", type=whole_numbers, metavar="N,N...",
+        help="levels per dimension, instead of those that make --codebook_size (fsq)")
+    add("--commitment_loss_weight", type=non_negative_float, default=0.25, metavar="WEIGHT",
+        help="weight of the loss that keeps the encoder near its codes")
+    add("--entropy_loss_weight", type=non_negative_float, default=0.1, metavar="WEIGHT",
+        help="weight of H(code of a position) - gamma H(code over the batch) in nats (lfq, bsq, ibq)")
+    add("--diversity_gamma", type=non_negative_float, default=1.0, metavar="GAMMA",
+        help="gamma in the formula of --entropy_loss_weight")
+    add("--inv_temperature", type=positive_float, default=100.0, metavar="X",
+        help="inverse temperature of the soft codes in the entropy loss (lfq, bsq)")
+    add("--entropy_anneal_factor", type=positive_float, default=1.0, metavar="FACTOR",
+        help="at the start, the entropy loss counts this many times --entropy_loss_weight")
+    add("--entropy_anneal_steps", type=non_negative_int, default=0, metavar="UPDATES",
+        help="updates over which that factor falls to 1")
     # fmt: on
 
 
