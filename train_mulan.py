@@ -22,15 +22,13 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from training.flags.converters import (
     fraction,
-    non_negative_float,
     non_negative_int,
     positive_float,
     positive_int,
     templates,
-    two_fractions,
 )
 from training.flags.parser import ArgumentParser
-from training.flags.shared import add_run_arguments, add_sound_arguments
+from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
 from training.run.folder import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
@@ -92,10 +90,7 @@ def build_parser() -> ArgumentParser:
     add("--learning_rate", "--lr", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
         help="updates of linear warm-up from 0; then the rate falls to 0 along a cosine")
-    add("--betas", type=two_fractions, default="0.9,0.99", metavar="B1,B2", help="betas of the optimizer")
-    add("--weight_decay", type=non_negative_float, default=0.01, metavar="DECAY",
-        help="weight decay of matrices; scales do not decay")
-    add("--use_lion", action="store_true", help="use Lion instead of AdamW")
+    add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--zero_shot_templates", type=templates, default="{}|the sound of {}|a recording of {}",
@@ -187,15 +182,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.objectives.grad_cache import contrastive_update
     from training.optimizers import make_optimizer
     from training.run.best import BestModel
-    from training.run.loop import Evaluation
+    from training.run.loop import Evaluation, kept
     from training.run.run import Run
 
     with backend.agreement():
         tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens)
         model = build_model(args, tokenizer).to(backend.device)
-        optimizer = make_optimizer(
-            model, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay, lion=args.use_lion
-        )
+        optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
     feed = data.sound_feed(args, backend, tokenizer)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
 
@@ -221,16 +214,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         tokenizer.save(folder)
 
     evaluation = Evaluation(
-        engine,
-        ema,
+        engine, ema, write={"model": write}, best=best, picture_name="sounds and captions",
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
-        draw=lambda models, shown, step: picture(
-            embedder(models.get("ema", models["online"])), shown, args.num_sounds_shown
-        ),
-        write={"model": write},
-        best=best,
-        picture_name="sounds and captions",
-    )
+        draw=lambda models, shown, step: picture(embedder(kept(models)), shown, args.num_sounds_shown),
+    )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps
     alarm = CollapseAlarm(after_steps=min(args.lr_warmup_steps, total_steps // 2))
@@ -246,8 +233,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             run.log(bias=result.bias[0])
         if run.line_due:
             seen = (float(value) for value in (result.loss, result.collapsed, result.spread_audio, result.spread_text))
-            if warning := alarm.check(step + 1, *seen):
-                run.say(warning)
+            run.warn(alarm.check(step + 1, *seen))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

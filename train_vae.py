@@ -159,8 +159,9 @@ def reconstructions(models: Mapping[str, DiscreteVAE], shown: ImageBatch, temper
     """Originals, soft and hard reconstructions by the model that is kept: the average where there is one."""
     from data import to_unit_range
     from training.pictures.images import grid
+    from training.run.loop import kept
 
-    model = models.get("ema", models["online"])
+    model = kept(models)
     images = to_unit_range(shown["images"])
     soft = model(images, temperature=temperature).reconstruction
     return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})

@@ -119,21 +119,13 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     from models import VQGAN
 
     torch.manual_seed(args.seed)
-    blocks = args.num_resnet_blocks
-    model = VQGAN(
-        image_size=args.image_size,
-        dim=args.dim,
-        num_layers=args.num_layers,
-        num_resnet_blocks=blocks if len(blocks) > 1 else blocks[0],
-        quantizer=args.quantizer,
-        codebook_size=args.codebook_size,
-        codebook_dim=args.codebook_dim,
-        diversity_gamma=args.diversity_gamma,
-        inv_temperature=args.inv_temperature,
-        fsq_levels=args.fsq_levels,
-        vq_decay=args.vq_decay,
-        vq_cosine=args.vq_cosine,
-    )
+    names = (
+        "image_size", "dim", "num_layers", "quantizer", "codebook_size", "codebook_dim", "diversity_gamma",
+        "inv_temperature", "fsq_levels", "vq_decay", "vq_cosine",
+    )  # fmt: skip
+    (coarsest, *others) = args.num_resnet_blocks
+    blocks = [coarsest, *others] if others else coarsest
+    model = VQGAN(num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
     if args.init_from:
         model.load_weights_from(args.init_from)
     return model
@@ -242,12 +234,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         weights=AdversarialWeights.from_args(args),
     )  # fmt: skip
     evaluation = Evaluation(
-        g,
-        ema,
+        g, ema, write={"model": VQGAN.save_pretrained},
         validate=lambda model, step: evaluate(model, feed, error, judges, backend),
         draw=lambda models, shown, step: reconstructions(models, shown),
-        write={"model": VQGAN.save_pretrained},
-    )
+    )  # fmt: skip
     run.resume(generator=g, discriminator=d, lecam=adversaries.lecam, ema=ema)
     if perceptual is None and not run.is_complete:
         run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")

@@ -5,7 +5,7 @@ from torch import nn
 
 
 def make_optimizer(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float, lion: bool = False
+    model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, *, lion: bool = False
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
 

@@ -11,6 +11,7 @@ from .converters import (
     number_or,
     positive_float,
     positive_int,
+    two_fractions,
     whole_numbers,
 )
 
@@ -92,6 +93,17 @@ def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: i
         help="at the start, the entropy loss counts this many times --entropy_loss_weight")
     add("--entropy_anneal_steps", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates over which that factor falls to 1")
+    # fmt: on
+
+
+def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weight_decay: float) -> None:
+    """Add the flags of every script that trains by AdamW or Lion (`make_optimizer`); the parameters are defaults."""
+    # fmt: off
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--betas", type=two_fractions, default=betas, metavar="B1,B2", help="betas of the optimizer")
+    add("--weight_decay", type=non_negative_float, default=weight_decay, metavar="DECAY",
+        help="weight decay of matrices; scales do not decay")
+    add("--use_lion", action="store_true", help="use Lion instead of AdamW")
     # fmt: on
 
 

@@ -50,6 +50,11 @@ class Evaluation:
     picture_name: str = "reconstructions"
 
 
+def kept(models: Mapping[str, Any]) -> Any:
+    """Of the models that `Evaluation.draw` gets, the one that the run keeps: the average where there is one."""
+    return models.get("ema", models["online"])
+
+
 def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, save and exit where the run is asked to stop, validate, write the line of metrics, draw,
@@ -67,7 +72,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     for evaluation in evaluations:
         if evaluation.best:
             evaluation.best.catch_up(run.progress.step)
-            run.say_failure_of(evaluation.best)
+            run.warn(evaluation.best.failure)
     if run.is_complete:
         run.close()
         return
@@ -143,5 +148,5 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
         if best := evaluation.best:
             (write, *_) = evaluation.write.values()
             best.save_if_better(values[best.metric], run.progress.step, partial(write, evaluation.average.best(online)))
-            run.say_failure_of(best)
+            run.warn(best.failure)
     return values

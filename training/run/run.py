@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..checkpoints.store import Checkpoints
 from ..pictures.images import to_png
-from .best import BestModel
 from .contracts import Feed, Processes, Stateful, Update
 from .folder import RunFolder
 from .loop import Evaluation, updates
@@ -185,6 +184,11 @@ class Run:
         self._sums, self._values = {}, {}
         return line
 
+    def warn(self, text: str | None) -> None:
+        """`say`, if there is anything to say."""
+        if text:
+            self.say(text)
+
     def advance(self) -> None:
         """An update was completed."""
         self.progress.advance()
@@ -244,11 +248,6 @@ class Run:
         self._checkpoints.wait()
         failure: str | None = self._processes.broadcast_object(self._checkpoints.failure)
         return failure
-
-    def say_failure_of(self, best: BestModel) -> None:
-        """Say why the best model is not on the disk, if it is not."""
-        if best.failure:
-            self.say(best.failure)
 
     def _report_failure(self) -> None:
         """Say once that a write failed; training goes on."""
