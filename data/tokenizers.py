@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .missing import required
+from .optional_packages import missing_package
 
 _NAME_OF_CLIP = "clip"
 FILE = "tokenizer.json"
@@ -130,7 +130,7 @@ def _simple_tokenizer() -> Any:
     folders = package.submodule_search_locations if package else None
     path = os.path.join(folders[0], "tokenizer.py") if folders else ""
     if not os.path.isfile(path):
-        raise required("the tokenizer clip", "open_clip_torch")
+        raise missing_package("the tokenizer clip", "open_clip_torch")
     name = f"{__name__}_open_clip"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -140,7 +140,7 @@ def _simple_tokenizer() -> Any:
         spec.loader.exec_module(module)
     except ImportError as error:
         del sys.modules[name]
-        raise required("the tokenizer clip", error.name or "open_clip_torch") from None
+        raise missing_package("the tokenizer clip", error.name or "open_clip_torch") from None
     return module.SimpleTokenizer()
 
 
@@ -150,7 +150,7 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Fast
     except ImportError:
-        raise required("a tokenizer.json", "tokenizers") from None
+        raise missing_package("a tokenizer.json", "tokenizers") from None
     try:
         with open(path, "rb") as file:
             content = file.read()

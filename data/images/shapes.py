@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..hashing import Draws
-from .augmentation import randomly_flipped
+from .decoding import randomly_flipped
 
 Array = npt.NDArray[np.floating]
 
@@ -116,6 +116,8 @@ class Shapes:
 
     def describe(self, index: int) -> str:
         return f"demo:shapes[{index}]"
+
+    name = describe
 
     def caption(self, index: int) -> str:
         """What the picture (not mirrored) shows: "a red circle top left and a small blue star bottom right"."""

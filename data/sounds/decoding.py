@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ..hashing import Draws
-from ..missing import required
+from ..optional_packages import missing_package
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 SAMPLE_RATES = (1_000, 1_000_000)  # a file that states another one is damaged
@@ -138,7 +138,7 @@ def require_decoders() -> None:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
     except ImportError as error:
-        raise required("reading sound files", error.name or "soundfile") from None
+        raise missing_package("reading sound files", error.name or "soundfile") from None
 
 
 class FileWindow(io.RawIOBase):
