@@ -1,5 +1,5 @@
-"""Loading by worker processes. A worker lives and ends as the main process decides, not as the keyboard or the cluster's
-scheduler does."""
+"""Loading by worker processes. The main process decides when a worker ends: signals from the keyboard or the cluster's
+scheduler do not reach workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Loader:
     """What `load` makes of each request, in the order of the requests. Every pass over a loader begins anew.
 
     Args:
-        load: Request -> result. It is pickled where workers are not forked. Its ValueError is raised in the main process.
+        load: Request -> result; pickled where workers are not forked. The main process raises its ValueError.
         requests: May be endless.
         num_workers: Processes that load ahead; 0: load in this process.
         pin_memory: Put tensors into pinned memory, for fast copies to a GPU.

@@ -71,7 +71,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _decode_small(image: Image.Image, size: int) -> tuple[float, float]:
-    """Have a JPEG decoded at 1/2, 1/4 or 1/8 where both sides remain >= size -> the exact (width, height) of the result.
+    """Decode a JPEG at 1/2, 1/4 or 1/8 where both sides remain >= size -> the exact (width, height) of the result.
 
     The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
     """

@@ -48,7 +48,7 @@ class SoundFolder:
         for index in range(len(self._sounds)):
             stem = os.path.splitext(self._sounds[index])[0]
             self._text_names.append(next((texts[ending][stem] for ending in TEXT_ENDINGS if stem in texts[ending]), ""))
-        if not any(map(len, self._text_names)):
+        if not any(self._text_names[index] for index in range(len(self))):
             manifests = sorted(name for name in os.listdir(folder) if name.lower().endswith(_MANIFESTS))
             instead = f"; or give the manifest, {os.path.join(folder, manifests[0])!r}" if manifests else ""
             raise ValueError(
