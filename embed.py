@@ -46,8 +46,7 @@ def build_parser() -> ArgumentParser:
     parser.usage = "%(prog)s [--model DIR] [--audio DIR --output DIR] [--index DIR] [--query TEXT] [flags]"
     # fmt: off
     group = parser.add_argument_group("from and to")
-    group.add_argument("--model", metavar="DIR",
-        help="model/ folder of a run of train_mulan.py, for --audio and --query")
+    group.add_argument("--model", metavar="DIR", help="model/ of a run of train_mulan.py, for --audio and --query")
     group.add_argument("--audio", metavar="DIR", help="embed every sound file in this folder, nested as you like")
     add_output_arguments(group, output_help="index to write; an index that is not complete is continued")
     group.add_argument("--index", metavar="DIR", help="index to search or to quantize (default: --output)")
@@ -55,27 +54,26 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("embedding").add_argument
     add("--max_clips", type=positive_int, default=6, metavar="CLIPS",
         help="a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle")
-    add("--files_per_shard", type=positive_int, default=256, metavar="FILES", help="per file of embeddings")
+    add("--files_per_shard", type=positive_int, default=256, metavar="FILES", help="sounds per file of embeddings")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
         help="where a file cannot be read: leave it out and name it in bad.jsonl, or stop")
 
     add = parser.add_argument_group("search").add_argument
     add("--query", action="append", metavar="TEXT", help="a sentence, or the path of a sound file; may be repeated")
-    add("--query_file", metavar="FILE", help="more of them, one per line")
-    add("--top_k", type=positive_int, default=10, metavar="ROWS", help="the best matches of each query")
-    add("--json", action="store_true", help="a JSON object per query in place of tables")
+    add("--query_file", metavar="FILE", help="more queries, one per line")
+    add("--top_k", type=positive_int, default=10, metavar="ROWS", help="how many matches to show for each query")
+    add("--json", action="store_true", help="print a JSON object per query, not a table")
 
     add = parser.add_argument_group("codes").add_argument
     add("--fit_quantizer", metavar="DIR", help="learn residual codebooks from the index and save them here")
     add("--num_quantizers", type=positive_int, default=12, metavar="LEVELS", help="codes per embedding")
-    add("--codebook_size", type=positive_int, default=1024, metavar="ENTRIES", help="of each level")
+    add("--codebook_size", type=positive_int, default=1024, metavar="ENTRIES", help="per level")
     add("--quantizer_epochs", type=positive_int, default=10, metavar="EPOCHS",
-        help=f"over the index, or over {FIT_ROWS} embeddings per entry drawn from it where it holds more")
+        help=f"passes over the index; of a large one, over {FIT_ROWS} embeddings per codebook entry")
     add("--quantizer", metavar="DIR",
-        help="write the codes of the index to codes/ in it; with --query: show those of the query")
+        help="write the codes of all embeddings to codes/ in the index; with --query: show the query's codes")
     # fmt: on
-    workers = "loader processes per process"
-    add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help=workers)
+    add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help="loader processes per process")
     distributed.add_arguments(parser)
     return parser
 
@@ -94,8 +92,8 @@ def load(kind: type[Model], folder: str, backend: distributed.Backend) -> tuple[
 def embedders(
     model: MuLaN, folder: str, backend: distributed.Backend
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[str], Tensor]]:
-    """Waveforms (b, n) in [-1, 1] -> unit vectors (b, d), in the precision of the run; and a sentence, alone, so that
-    no other changes its last bit -> (d,). Both come in fp32 on the CPU."""
+    """Two functions: waveforms (b, n) in [-1, 1] -> unit vectors (b, d), in the precision of the run; and a sentence ->
+    (d,), embedded alone, so that no other sentence changes its last bit. Results are fp32, on the CPU."""
     import torch
 
     from data.stores.search import tokens_of_query

@@ -48,8 +48,8 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("encoding").add_argument
     add("--image_size", type=positive_int, metavar="PIXELS",
         help="side of the centre crop; default: the model's, and only a VQGAN takes another")
-    add("--images_per_shard", type=positive_int, default=1024, metavar="IMAGES", help="per file of codes")
-    add("--format", choices=("safetensors", "npy"), default="safetensors", help="of the files of codes")
+    add("--images_per_shard", type=positive_int, default=1024, metavar="IMAGES", help="images whose codes share a file")
+    add("--format", choices=("safetensors", "npy"), default="safetensors", help="file format of the codes")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
         help="where a file cannot be read: leave it out and name it in the index, or stop")
     add("--report", action="store_true", help="say at the end how much of the codebook is used")
@@ -73,7 +73,7 @@ class Tokenizer(NamedTuple):
 
 
 def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
-    """Raises ValueError, in one line, where there is no such model."""
+    """Open a model's folder. Raises ValueError, in one line, where there is no such model."""
     import torch
 
     from data.stores.output import sha256_of
@@ -169,10 +169,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         with backend.agreement():
             counts = read_codes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
-        rate = filled.items / filled.seconds
-        say(
-            f"{filled.items} images in {filled.seconds:.3g} s, {rate:.3g} images/s; {filled.bad} files could not be read"
-        )
+        n, seconds = filled.items, filled.seconds
+        say(f"{n} images in {seconds:.3g} s, {n / seconds:.3g} images/s; {filled.bad} files were left out")
         say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Samples that cannot be read: what is known of one, and when there are too many to go on."""
+"""Samples that cannot be read, and how many of them stop a run."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ COLOURS = {
     "purple": (128, 58, 180),
     "pink": (236, 88, 160),
 }
-SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; the one in the middle goes without saying
+SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; captions leave the middle size unsaid
 PLACES = {
     "top left": (0.25, 0.25),
     "at the top": (0.5, 0.25),

@@ -18,7 +18,8 @@ def add_computation_arguments(
     # fmt: off
     add = parser.add_argument_group("computation").add_argument
     add("--batch_size", type=positive_int, default=batch_size, metavar=unit, help="per forward pass of a process")
-    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass")
+    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32",
+        help="precision of the forward pass")
     add("--num_workers", type=non_negative_int, default=2, metavar="N", help=num_workers_help)
     add("--cpu_threads", type=positive_int, default=1, metavar="N",
         help="threads of each process, on a CPU; starting more processes is faster than more threads")
