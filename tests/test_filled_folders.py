@@ -243,7 +243,8 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
         filling.write_atomically(path, content)
 
     on_write(no_space)
-    assert "No space left on device" in script.refused(capsys, *script.flags(model, source, tmp_path))
+    said = script.refused(capsys, *script.flags(model, source, tmp_path))
+    assert "-00001.safetensors: No space left on device" in said and "the same command goes on" in said
     on_write()
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
