@@ -133,12 +133,12 @@ def build_parser() -> ArgumentParser:
 def find(path: Path) -> tuple[str, Path]:
     """What is at ``path`` ("file", "checkpoint" or "model"), and where: a run stands for its newest checkpoint."""
     from models.files.pretrained import CONFIG_FILE
-    from training.checkpoints.store import Checkpoints
+    from training.checkpoints.store import latest_checkpoint
 
     for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
         if file.is_file():
             return kind, path
-    if latest := Checkpoints(path / "checkpoints", 1, False, lambda: None).latest():
+    if latest := latest_checkpoint(path / "checkpoints"):
         return "checkpoint", latest
     for folder in (path / "model", path / "init"):  # checkpoints deleted, or not trained yet
         if (folder / CONFIG_FILE).is_file():

@@ -26,16 +26,17 @@ from training.flags.converters import (
     non_negative_int,
     positive_float,
     positive_int,
-    templates_with_a_gap,
+    templates,
     two_fractions,
 )
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments, add_sound_arguments
+from training.run.folder import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from PIL import Image
 
-    from data import SoundFeed, Tokenizer
+    from data import Feed, SoundBatch, Tokenizer
     from models import MuLaN
     from training.measures.embedder import Embedder
     from training.objectives.contrastive import Contrastive
@@ -64,44 +65,59 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--audio_dim", type=positive_int, default=512, metavar="DIM", help="width of the audio tower")
-    add("--audio_depth", type=positive_int, default=6, metavar="LAYERS", help="its transformer layers")
+    add("--audio_depth", type=positive_int, default=6, metavar="LAYERS", help="transformer layers of the audio tower")
     add("--text_dim", type=positive_int, default=512, metavar="DIM", help="width of the text tower")
-    add("--text_depth", type=positive_int, default=6, metavar="LAYERS", help="its transformer layers")
-    add("--heads", type=positive_int, default=8, metavar="N", help="attention heads of both")
-    add("--dim_head", type=positive_int, default=64, metavar="DIM", help="width of a head")
+    add("--text_depth", type=positive_int, default=6, metavar="LAYERS", help="transformer layers of the text tower")
+    add("--heads", type=positive_int, default=8, metavar="N", help="attention heads of both towers")
+    add("--dim_head", type=positive_int, default=64, metavar="DIM", help="width of an attention head")
     add("--patch_size", type=positive_int, default=16, metavar="BINS", help="side of a patch of the spectrogram")
-    add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION", help="of patches unheard in training")
-    add("--dim_latent", type=positive_int, default=128, metavar="DIM", help="of the common space")
+    add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
+        help="part of the patches that is left out in training")
+    add("--dim_latent", type=positive_int, default=128, metavar="DIM", help="width of the common space")
     add("--init_from", metavar="DIR", help="start from a model/ folder")
 
     add = parser.add_argument_group("loss").add_argument
     add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",
         help="contrastive loss; sigmoid takes the same memory on any number of processes")
     add("--duplicates", type=str.lower, choices=("masked", "negatives"), default="masked",
-        help="sounds of equal captions are left out as negatives of one another, or are negatives")
+        help="whether sounds with equal captions are negatives of one another, or masked")
     add("--hierarchical_layers", type=non_negative_int, default=0, metavar="LAYERS",
-        help="add the loss of so many layers below the last")
+        help="add the loss of the outputs of so many layers below the last")
     add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
-        help="factor of the cosines at the start; learned, at most 100")
-    add("--init_bias", type=float, default=-10.0, metavar="BIAS", help="added to them at the start; learned (sigmoid)")
+        help="factor of the cosines at the start; it is learned, up to 100")
+    add("--init_bias", type=float, default=-10.0, metavar="BIAS",
+        help="number added to the scaled cosines at the start; it is learned (sigmoid)")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", "--lr", type=positive_float, default=3e-4, metavar="LR", help="the highest")
+    add("--learning_rate", "--lr", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
-        help="linear, from 0; then down to 0 along a cosine")
-    add("--betas", type=two_fractions, default="0.9,0.99", metavar="B1,B2", help="of the optimizer")
-    add("--weight_decay", type=non_negative_float, default=0.01, metavar="DECAY", help="of matrices; not of scales")
-    add("--use_lion", action="store_true", help="Lion in place of AdamW")
+        help="updates of linear warm-up from 0; then the rate falls to 0 along a cosine")
+    add("--betas", type=two_fractions, default="0.9,0.99", metavar="B1,B2", help="betas of the optimizer")
+    add("--weight_decay", type=non_negative_float, default=0.01, metavar="DECAY",
+        help="weight decay of matrices; scales do not decay")
+    add("--use_lion", action="store_true", help="use Lion instead of AdamW")
 
     add = parser.add_argument_group("evaluation").add_argument
-    add("--zero_shot_templates", type=templates_with_a_gap, default="{}|the sound of {}|a recording of {}",
-        metavar="TEXT|TEXT...", help="sentences with {} for a label, where the data has labels")
+    add("--zero_shot_templates", type=templates, default="{}|the sound of {}|a recording of {}",
+        metavar="TEXT|TEXT...",
+        help="sentences with {} for the label, for zero-shot classification where the data has labels")
 
     add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
         sample_every_n_steps=500, save_every_n_steps=1000, aliases=PUBLIC_NAMES)
     # fmt: on
     distributed.add_arguments(parser)
     return parser
+
+
+def settle_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """Turn --data_max_length into seconds; end with one line where flags do not go together."""
+    if args.batch_size < 2:
+        parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
+    if args.data_max_length:
+        seconds = args.data_max_length / args.sample_rate
+        if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
+            parser.error(f"--data_max_length is {seconds:g} s, --clip_seconds {args.clip_seconds:g}; give one of them")
+        args.clip_seconds = seconds
 
 
 def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
@@ -129,7 +145,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
 
 def evaluate(
-    embedder: Embedder, feed: SoundFeed, contrastive: Contrastive, templates: Sequence[str],
+    embedder: Embedder, feed: Feed[SoundBatch], contrastive: Contrastive, templates: Sequence[str],
     backend: distributed.Backend,
 ) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
@@ -151,15 +167,12 @@ def evaluate(
     return values
 
 
-def picture(embedder: Embedder, shown: Mapping[str, Any], count: int) -> Image.Image:
+def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
     """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
-    import torch
-
     from training.pictures.sounds import best_matches, side_by_side, similarity_picture, spectrogram_grid
 
     sounds, texts = embedder.sounds(shown["waveforms"]), embedder.texts(shown["captions"])
-    with torch.no_grad():
-        heard = embedder.model.spectrogram(shown["waveforms"][:count])
+    heard = embedder.model.spectrogram(shown["waveforms"][:count])
     matches = best_matches(sounds[:count], texts, shown["captions"], shown["all_captions"][:count])
     return side_by_side(spectrogram_grid(heard, matches), similarity_picture(sounds @ texts.T))
 
@@ -174,133 +187,74 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.objectives.grad_cache import contrastive_update
     from training.optimizers import make_optimizer
     from training.run.best import BestModel
+    from training.run.loop import Evaluation
     from training.run.run import Run
 
-    # What may fail on one process is agreed on by all, so that none waits for one that has left.
     with backend.agreement():
         tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens)
         model = build_model(args, tokenizer).to(backend.device)
-        first, second = (float(beta) for beta in args.betas.split(","))
         optimizer = make_optimizer(
-            model, lr=args.learning_rate, betas=(first, second), weight_decay=args.weight_decay, lion=args.use_lion
+            model, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay, lion=args.use_lion
         )
-    feed = data.SoundFeed(args, backend, tokenizer)
-    with backend.agreement():
-        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(feed.train_set))
+    feed = data.sound_feed(args, backend, tokenizer)
+    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
 
     ema = make_ema(model, args.ema_decay)
     engine = backend.wrap(model, optimizer, name="mulan")
-    masked = args.duplicates == "masked"
-    contrastive = Contrastive(args.loss, backend, mask_duplicates=masked, whole=args.batch_parts > 0)
+    contrastive = Contrastive(
+        args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
+    )
     noise = Noise(args.seed, "patches and masks")
     compared = "valid/ema/r10" if args.ema_decay else "valid/r10"  # of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
-    run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best, bad_samples=feed.bad_samples)
-    best.catch_up(run.progress.step)
-    if best.failure:
-        run.say(best.failure)
-    if run.is_complete:
-        run.close()
-        return
-    total_steps = run.progress.total_steps
-    templates = args.zero_shot_templates.split("|")
-    warmup = min(args.lr_warmup_steps, total_steps // 2)
-    alarm = CollapseAlarm(after_steps=warmup)
-    run.say(f"{len(feed.train_set)} sounds to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
-    batch = feed.start(run.progress.samples)
-    shown = feed.preview(PAIRS_SHOWN)
+    rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # evaluated at a time, as in training
+    embedder = functools.partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device)
 
     def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
         """What the model takes of a micro-batch; the same each time that it is asked for in an update."""
-        chances = noise.uniform(step, micro["positions"], (model.noise_size,), backend.device)
+        chances = noise.uniform(run.progress.step, micro["positions"], (model.noise_size,), backend.device)
         texts = text_inputs(micro["tokens"], micro["lengths"])
         return {"waveforms": micro["waveforms"], **texts, "noise": chances}
 
-    def embedder(module: MuLaN) -> Embedder:
-        rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # as many as in training
-        return Embedder(module, tokenizer, rows, backend.device)
-
-    def write_model(module: MuLaN, folder: Path) -> None:
+    def write(module: MuLaN, folder: Path) -> None:
         module.save_pretrained(folder)
         tokenizer.save(folder)
 
-    while not run.progress.finished:
-        step = run.progress.step
+    evaluation = Evaluation(
+        engine,
+        ema,
+        validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
+        draw=lambda models, shown, step: picture(
+            embedder(models.get("ema", models["online"])), shown, args.num_sounds_shown
+        ),
+        write={"model": write},
+        best=best,
+        picture_name="sounds and captions",
+    )
+    run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
+    total_steps = run.progress.total_steps
+    alarm = CollapseAlarm(after_steps=min(args.lr_warmup_steps, total_steps // 2))
+
+    for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):
         engine.lr = learning_rate(step, total_steps, args)
         result = contrastive_update(engine, backend, contrastive, batch, inputs)
-        rate = engine.lr  # the one really used, where a configuration overrules the schedule
         update = engine.step()
         ema.update(engine.gathered)
-        run.advance()
-        stop = backend.stop_requested(run.out_of_time)
-        metrics: dict[str, float] = {}
-        if run.due(args.log_every_n_steps):
-            metrics = {
-                "loss": float(result.loss),
-                "lr": rate,
-                "temperature": float(result.scale[0]),
-                **({"bias": float(result.bias[0])} if args.loss == "sigmoid" else {}),
-                "audio_variance": float(result.spread_audio),
-                "text_variance": float(result.spread_text),
-                "grad_norm": float(update.grad_norm),
-                "skipped_updates": engine.skipped_updates,
-            }
-            variances = metrics["audio_variance"], metrics["text_variance"]
-            if warning := alarm.look(run.progress.step, metrics["loss"], float(result.collapsed), *variances):
+        run.log(update, loss=result.loss, temperature=result.scale[0])
+        run.log(audio_variance=result.spread_audio, text_variance=result.spread_text)
+        if args.loss == "sigmoid":
+            run.log(bias=result.bias[0])
+        if run.line_due:
+            seen = (float(value) for value in (result.loss, result.collapsed, result.spread_audio, result.spread_text))
+            if warning := alarm.check(step + 1, *seen):
                 run.say(warning)
-        with run.stopwatch.paused():
-            if stop:  # first of all: whoever asks for it may not wait for a validation
-                feed.report_bad_samples(run.say)
-                run.save()
-            if run.due(args.validate_every_n_steps) and len(feed.valid_set):
-                with engine.gathered() as online:
-                    candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
-                    for name, candidate in candidates.items():  # the last one is that which is kept
-                        values = evaluate(embedder(candidate), feed, contrastive, templates, backend)
-                        metrics |= {f"{name}/{key}": value for key, value in values.items()}
-                    best.offer(values["r10"], run.progress.step, functools.partial(write_model, ema.best(online)))
-                    if best.failure:
-                        run.say(best.failure)
-            if metrics or run.due(args.save_every_n_steps):
-                feed.report_bad_samples(run.say)
-            if metrics:
-                run.log({**metrics, "bad_samples": feed.bad_samples.count})
-            if run.due(args.sample_every_n_steps):
-                with engine.gathered() as online:
-                    if backend.is_root:
-                        drawn = picture(embedder(ema.best(online)), shown, args.num_sounds_shown)
-                        run.log_sample("sounds and captions", drawn)
-            if run.due(args.save_every_n_steps):
-                run.save()
-        if stop:
-            run.save_and_exit()
-        if not run.progress.finished:
-            batch = feed.next()
-
-    with engine.gathered() as online:
-        run.finish(functools.partial(write_model, ema.best(online)), run.folder.model_dir)
-    run.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="audio_data")
-    if args.batch_size < 2:
-        parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
-    if args.data_max_length:
-        seconds = args.data_max_length / args.sample_rate
-        if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
-            parser.error(f"--data_max_length is {seconds:g} s, --clip_seconds {args.clip_seconds:g}; give one of them")
-        args.clip_seconds = seconds
-
-    from training.run.folder import last_start
-
-    fresh = args.fresh and not distributed.launched_again()
-    try:
-        with distributed.from_args(args, last_start(args.output_dir, fresh)) as backend:
-            train(args, parser.settings(args), backend)
-    except distributed.UserMistake as mistake:
-        parser.error(str(mistake))
+    settle_arguments(parser, args)
+    distributed.launch(train, parser, args, last_start)
 
 
 if __name__ == "__main__":

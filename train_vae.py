@@ -1,31 +1,35 @@
 """Train the discrete VAE of DALL-E: images to a grid of codes and back.
 
-    python train_vae.py --image_folder photos/                                # one process, debugging
+    python train_vae.py                                       # the demonstration, minutes on two cores
+    python train_vae.py --image_folder photos/                # one process, debugging
     torchrun --nproc_per_node 8 train_vae.py --image_folder photos/
     deepspeed train_vae.py --deepspeed_config configs/deepspeed/zero2.json --image_folder photos/
     horovodrun -np 8 python train_vae.py --image_folder photos/
 
-All four give the same numbers. Run the same command again to resume; see README.md for the run folder.
+All give the same numbers. Run the same command again to resume; see README.md for the run folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, positive_int
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_image_arguments, add_run_arguments
+from training.run.folder import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
-    from torch import Tensor
+    from PIL import Image
 
-    from data import ImageFeed
+    from data import Feed, ImageBatch
     from models import DiscreteVAE
 
+DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
 # What a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (
     "image_size", "num_tokens", "emb_dim", "num_layers", "num_resnet_blocks", "hidden_dim", "transparent"
@@ -46,7 +50,8 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     add("--transparent", action="store_true", help="RGBA instead of RGB")
     add("--num_tokens", type=positive_int, default=8192, metavar="CODES", help="size of the codebook")
-    add("--num_layers", type=positive_int, default=3, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
+    add("--num_layers", type=positive_int, default=3, metavar="N",
+        help="halvings of the side: a code stands for 2^N x 2^N pixels")
     add("--num_resnet_blocks", type=non_negative_int, default=2, metavar="N",
         help="residual blocks on the coarsest grid")
     add("--emb_dim", type=positive_int, default=512, metavar="DIM", help="width of a codebook entry")
@@ -56,15 +61,17 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("loss and schedules").add_argument
     add("--smooth_l1_loss", action="store_true", help="smooth L1 instead of MSE")
     add("--kl_loss_weight", type=non_negative_float, default=0.0, metavar="WEIGHT",
-        help="of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums)")
+        help="weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions)")
     add("--straight_through", action="store_true", help="hard codes forward, soft gradient")
-    add("--reinmax", action="store_true", help="ReinMax gradient; needs --straight_through")
-    add("--starting_temp", type=positive_float, default=1.0, metavar="T", help="Gumbel-softmax temperature")
-    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="which it does not fall below")
+    add("--reinmax", action="store_true", help="ReinMax gradient estimator; needs --straight_through")
+    add("--starting_temp", type=positive_float, default=1.0, metavar="T",
+        help="Gumbel-softmax temperature at the start")
+    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="lowest temperature")
     add("--anneal_rate", type=non_negative_float, default=1e-6, metavar="RATE",
         help="every 100 updates the temperature is multiplied by exp(-RATE x updates)")
-    add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="of Adam")
-    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR", help="on the rate, every 100 updates")
+    add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="learning rate of Adam at the start")
+    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR",
+        help="every 100 updates the learning rate is multiplied by it")
     # fmt: on
     add_run_arguments(parser, output_dir="runs/vae")
     distributed.add_arguments(parser)
@@ -131,132 +138,79 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 
 
 def evaluate(
-    model: DiscreteVAE, feed: ImageFeed, temperature: float, backend: distributed.Backend
-) -> tuple[dict[str, float], Tensor]:
-    """Noise-free loss and quality of hard reconstructions over the validation split and all processes; code counts."""
-    import torch
-
+    model: DiscreteVAE, feed: Feed[ImageBatch], temperature: float, backend: distributed.Backend
+) -> dict[str, float | Image.Image]:
+    """Noise-free loss and quality of hard reconstructions over the validation split and all processes; a picture of how
+    often each code was chosen."""
+    from data import to_unit_range
     from training.measures.reconstruction import ReconstructionQuality
+    from training.pictures.images import code_histogram
 
     quality = ReconstructionQuality(model.num_tokens, backend.device)
-    with torch.no_grad():
-        for images in feed.validation():
-            codes = model.get_codebook_indices(images)
-            quality.add(images, model.decode(codes), codes, loss=model(images, temperature=temperature).loss)
-    return quality.result(backend.sum)
+    for batch in feed.validation():
+        images = to_unit_range(batch["images"])
+        codes = model.get_codebook_indices(images)
+        quality.add(images, model.decode(codes), codes, loss=model(images, temperature=temperature).loss)
+    values, counts = quality.result(backend.sum)
+    return {**values, "codes": code_histogram(counts)}
 
 
-def reconstructions(model: DiscreteVAE, images: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Rows of a sample grid, each (n, c, h, w) in [0, 1]."""
-    import torch
+def reconstructions(models: Mapping[str, DiscreteVAE], shown: ImageBatch, temperature: float) -> Image.Image:
+    """Originals, soft and hard reconstructions by the model that is kept: the average where there is one."""
+    from data import to_unit_range
+    from training.pictures.images import grid
 
-    with torch.no_grad():
-        soft = model(images, temperature=temperature).reconstruction
-        return {"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))}
+    model = models.get("ema", models["online"])
+    images = to_unit_range(shown["images"])
+    soft = model(images, temperature=temperature).reconstruction
+    return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import torch
 
     import data
+    from models import DiscreteVAE
     from training.ema import make_ema
     from training.noise import Noise
-    from training.pictures.images import code_histogram, grid
+    from training.run.loop import Evaluation
     from training.run.run import Run
 
-    # What may fail on one process is agreed on by all, so that none waits for one that has left.
-    with backend.agreement():
+    with backend.agreement():  # what may fail on one process is agreed on by all, so that none waits for it
         model = build_model(args).to(backend.device)
-    feed = data.ImageFeed(args, backend, model.channels)
-    with backend.agreement():
-        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, samples_per_epoch=len(feed.train_set))
+    feed = data.image_feed(args, backend, model.channels)
+    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
 
     ema = make_ema(model, args.ema_decay)
-    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
+    vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     noise = Noise(args.seed, "gumbel")
-    run.resume(engine=engine, ema=ema, bad_samples=feed.bad_samples)
-    if run.is_complete:
-        run.close()
-        return
-    total_steps = run.progress.total_steps
-    run.say(f"{len(feed.train_set)} images to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
-    batch = feed.start(run.progress.samples)
-    shown = feed.preview(args.num_images_save)
+    evaluation = Evaluation(
+        vae,
+        ema,
+        validate=lambda model, step: evaluate(model, feed, gumbel_temperature(step, args), backend),
+        draw=lambda models, shown, step: reconstructions(models, shown, gumbel_temperature(step, args)),
+        write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
+    )
+    run.resume(engine=vae, ema=ema)
 
-    while not run.progress.finished:
-        step = run.progress.step
+    for step, batch in run.updates(evaluation, preview=args.num_images_save):
         temperature = gumbel_temperature(step, args)
-        engine.lr = learning_rate(step, args)
-        # fp64: the same sum however the batch is spread over processes and micro-batches.
-        means = torch.zeros(3, dtype=torch.float64, device=backend.device)
-        for micro in engine.micro_batches({key: batch[key] for key in ("images", "positions")}):
-            images = data.to_unit_range(micro["images"])
+        vae.lr = learning_rate(step, args)
+        for micro in vae.micro_batches(batch):
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
-            out = engine(images, noise=gumbel, temperature=temperature)
-            engine.backward(out.loss)
-            means += torch.stack([out.loss, out.recon_loss, out.kl]).detach().double() / backend.grad_accum_steps
-        rate = engine.lr  # the one really used, where a configuration overrules the schedule
-        update = engine.step()
-        ema.update(engine.gathered)
-        run.advance()
-        stop = backend.stop_requested(run.out_of_time)
-        metrics: dict[str, float] = {}
-        if run.due(args.log_every_n_steps):
-            loss, recon_loss, kl = backend.mean(means).tolist()
-            metrics = {
-                "loss": loss,
-                "recon_loss": recon_loss,
-                "kl": kl,
-                "lr": rate,
-                "temperature": temperature,
-                "grad_norm": float(update.grad_norm),
-                "skipped_updates": engine.skipped_updates,
-            }
-        with run.stopwatch.paused():
-            if stop:  # first of all: whoever asks for it may not wait for a validation
-                feed.report_bad_samples(run.say)
-                run.save()
-            if run.due(args.validate_every_n_steps) and len(feed.valid_set):
-                with engine.gathered() as online:
-                    candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
-                    for name, candidate in candidates.items():
-                        values, counts = evaluate(candidate, feed, temperature, backend)
-                        metrics |= {f"{name}/{key}": value for key, value in values.items()}
-                        run.log_image(f"{name}/codes", code_histogram(counts))
-            if metrics or run.due(args.save_every_n_steps):
-                feed.report_bad_samples(run.say)
-            if metrics:
-                run.log({**metrics, "bad_samples": feed.bad_samples.count})
-            if run.due(args.sample_every_n_steps):
-                with engine.gathered() as online:
-                    if backend.is_root:
-                        run.log_sample("reconstructions", grid(reconstructions(ema.best(online), shown, temperature)))
-            if run.due(args.save_every_n_steps):
-                run.save()
-        if stop:
-            run.save_and_exit()
-        if not run.progress.finished:
-            batch = feed.next()
-
-    with engine.gathered() as online:
-        run.finish(ema.best(online).save_pretrained, run.folder.model_dir)
-        run.finish(ema.best(online).save_dalle, run.folder.path / "vae-final.pt")
-    run.close()
+            out = vae(data.to_unit_range(micro["images"]), noise=gumbel, temperature=temperature)
+            vae.backward(out.loss)
+            run.add(loss=out.loss, recon_loss=out.recon_loss, kl=out.kl)
+        update = vae.step()
+        ema.update(vae.gathered)
+        run.log(update, temperature=temperature)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
-    args = parser.parse(argv)
+    args = parser.parse(argv, demonstration=DEMO_CONFIG)
     refuse_contradictions(parser, args)
-
-    from training.run.folder import last_start
-
-    fresh = args.fresh and not distributed.launched_again()
-    try:
-        with distributed.from_args(args, last_start(args.output_dir, fresh)) as backend:
-            train(args, parser.settings(args), backend)
-    except distributed.UserMistake as mistake:
-        parser.error(str(mistake))
+    distributed.launch(train, parser, args, last_start)
 
 
 if __name__ == "__main__":

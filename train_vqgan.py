@@ -20,20 +20,26 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from training.flags.converters import (
-    fraction,
-    non_negative_float,
     non_negative_int,
     positive_float,
     positive_int,
     whole_numbers,
 )
 from training.flags.parser import ArgumentParser
-from training.flags.shared import add_adversary_arguments, add_image_arguments, add_run_arguments
+from training.flags.shared import (
+    add_adversary_arguments,
+    add_image_arguments,
+    add_quantizer_arguments,
+    add_run_arguments,
+)
+from training.run.folder import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+    import torch
+    from PIL import Image
     from torch import Tensor
 
-    from data import ImageFeed
+    from data import Feed, ImageBatch
     from models import VQGAN, Discriminator
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
@@ -49,34 +55,24 @@ def build_parser() -> ArgumentParser:
     add_image_arguments(parser, image_size=256, image_size_help="a multiple of 2^num_layers")
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--dim", type=positive_int, default=128, metavar="DIM", help="channels at full resolution; levels double them")
-    add("--num_layers", type=positive_int, default=4, metavar="N", help="halvings: a code stands for 2^N x 2^N pixels")
+    add("--dim", type=positive_int, default=128, metavar="DIM",
+        help="channels at full resolution; every halving doubles them")
+    add("--num_layers", type=positive_int, default=4, metavar="N",
+        help="halvings of the side: a code stands for 2^N x 2^N pixels")
     add("--num_resnet_blocks", type=whole_numbers, default="1", metavar="N[,N...]",
         help="residual blocks of the coarsest level, or of each level, finest first")
-    add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
-        help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
-    add("--codebook_size", type=positive_int, default=65536, metavar="CODES", help="a power of two for lfq and bsq")
-    add("--codebook_dim", type=positive_int, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")
-    add("--vq_decay", type=fraction, default=0.8, metavar="DECAY", help="of the codebook's moving averages (vq)")
-    add("--vq_cosine", action="store_true", help="nearest entry by angle (vq)")
-    add("--fsq_levels", type=whole_numbers, metavar="N,N...", help="of fsq, instead of those for codebook_size")
     add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
 
-    add = parser.add_argument_group("generator's loss").add_argument
+    add_quantizer_arguments(parser, codebook_size=65536)
+    add = parser.add_argument_group("reconstruction loss").add_argument
     add("--l2_recon_loss", action="store_true", help="mean squared instead of absolute error")
-    add("--commitment_loss_weight", type=non_negative_float, default=0.25, metavar="WEIGHT", help="encoder to codes")
-    add("--entropy_loss_weight", type=non_negative_float, default=0.1, metavar="WEIGHT",
-        help="of H(code of an image patch) - gamma H(code over the batch), nats (lfq, bsq, ibq)")
-    add("--diversity_gamma", type=non_negative_float, default=1.0, metavar="GAMMA", help="in that formula")
-    add("--inv_temperature", type=positive_float, default=100.0, metavar="X", help="of its soft assignment (lfq, bsq)")
-    add("--entropy_anneal_factor", type=positive_float, default=1.0, metavar="FACTOR",
-        help="times the entropy loss's weight at the start")
-    add("--entropy_anneal_steps", type=non_negative_int, default=0, metavar="UPDATES", help="until it is its own")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="of Adam")
-    add("--lr_warmup_steps", type=non_negative_int, default=0, metavar="UPDATES", help="linear, from 0")
-    add("--lr_cosine", action="store_true", help="fall to a tenth along a cosine; constant otherwise")
+    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate of Adam")
+    add("--lr_warmup_steps", type=non_negative_int, default=0, metavar="UPDATES",
+        help="updates of linear warm-up from 0")
+    add("--lr_cosine", action="store_true",
+        help="let the learning rate fall to a tenth along a cosine; constant otherwise")
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--lpips_weights", metavar="FILE", help="report LPIPS on the validation split with these weights")
@@ -123,7 +119,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     from models import VQGAN
 
     torch.manual_seed(args.seed)
-    blocks = [int(number) for number in args.num_resnet_blocks.split(",")]
+    blocks = args.num_resnet_blocks
     model = VQGAN(
         image_size=args.image_size,
         dim=args.dim,
@@ -134,7 +130,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
         codebook_dim=args.codebook_dim,
         diversity_gamma=args.diversity_gamma,
         inv_temperature=args.inv_temperature,
-        fsq_levels=[int(levels) for levels in args.fsq_levels.split(",")] if args.fsq_levels else None,
+        fsq_levels=args.fsq_levels,
         vq_decay=args.vq_decay,
         vq_cosine=args.vq_cosine,
     )
@@ -157,25 +153,49 @@ def build_discriminator(args: argparse.Namespace) -> Discriminator:
 
 def evaluate(
     model: VQGAN,
-    feed: ImageFeed,
+    feed: Feed[ImageBatch],
     error: Callable[[Tensor, Tensor], Tensor],
     judges: Mapping[str, Any],
     backend: distributed.Backend,
-) -> tuple[dict[str, float], Tensor]:
-    """Quality over the validation split and all processes, and how often each code was chosen."""
-    import torch
-
+) -> dict[str, float | Image.Image]:
+    """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
+    from data import to_unit_range
     from training.measures.reconstruction import ReconstructionQuality
+    from training.pictures.images import code_histogram
 
     quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **judges)
     was_training = model.training
     model.eval()  # the quantizer keeps no statistics and asks nobody
-    with torch.no_grad():
-        for images in feed.validation():
-            out = model(images)
-            quality.add(images, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, images))
+    for batch in feed.validation():
+        images = to_unit_range(batch["images"])
+        out = model(images)
+        quality.add(images, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, images))
     model.train(was_training)
-    return quality.result(backend.sum)
+    values, counts = quality.result(backend.sum)
+    return {**values, "codes": code_histogram(counts)}
+
+
+def reconstructions(models: Mapping[str, VQGAN], shown: ImageBatch) -> Image.Image:
+    """Originals and what each model makes of them."""
+    from data import to_unit_range
+    from training.pictures.images import grid
+
+    images = to_unit_range(shown["images"])
+    return grid({"original": images, **{name: model.decode(model.encode(images)) for name, model in models.items()}})
+
+
+def load_judges(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Networks that judge reconstructions in validation, where there are weights for them."""
+    from models.files.published import read_state_dict
+    from models.perceptual import load_perceptual
+    from training.measures.fid import inception_features
+
+    judges: dict[str, Any] = {}
+    if args.lpips_weights:
+        judges["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
+    if args.fid_weights:
+        judges["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), device)
+    return judges
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -183,27 +203,20 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from torch.nn import functional as F
 
     import data
-    from models.files.published import read_state_dict
+    from models import VQGAN
     from models.perceptual import load_perceptual
     from training.ema import make_ema
-    from training.measures.averages import CodeUsage, code_statistics
-    from training.measures.fid import inception_features
-    from training.objectives.adversaries import Game, Rules
-    from training.pictures.images import code_histogram, grid
+    from training.measures.averages import usage_of_codes
+    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
+    from training.run.loop import Evaluation
     from training.run.run import Run
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
-        judges: dict[str, Any] = {}
-        if args.lpips_weights:
-            judges["lpips"] = load_perceptual("lpips", args.lpips_weights, backend.device, side=args.image_size)
-        if args.fid_weights:
-            judges["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), backend.device)
-    feed = data.ImageFeed(args, backend)
-    with backend.agreement():
-        run = Run(args, settings, backend, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling,
-                  samples_per_epoch=len(feed.train_set))  # fmt: skip
+        judges = load_judges(args, backend.device)
+    feed = data.image_feed(args, backend)
+    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling)
 
     quantizer, last_weight_shape = generator.quantizer, generator.last_layer.weight.shape
     quantizer.all_reduce, quantizer.gather = backend.sum, backend.gather
@@ -214,89 +227,49 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     d = backend.wrap(
         discriminator, adam(discriminator.parameters()), name="discriminator", max_grad_norm=args.discr_max_grad_norm
     )
-    rules = Rules(
-        args.gan_loss, args.gan_weight, args.gan_weight_scale, args.penalty_weight, args.lecam_weight, args.lecam_decay
-    )
-    game = Game(g, d, backend, quantizer=quantizer, last_weight_shape=last_weight_shape, rules=rules,
-                images=lambda micro: data.to_unit_range(micro["images"]))  # fmt: skip
-    run.resume(generator=g, discriminator=d, lecam=game.lecam, ema=ema, bad_samples=feed.bad_samples)
-    if run.is_complete:
-        run.close()
-        return
-    total_steps = run.progress.total_steps
-    run.say(f"{len(feed.train_set)} images to train on, {len(feed.valid_set)} to validate, {total_steps} updates")
-    if perceptual is None:
-        run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")
-    batch = feed.start(run.progress.samples)
-    shown = feed.preview(args.num_images_save)
-
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
 
     def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = error(fake, images)
         if perceptual is None:
             return loss, {"recon_loss": loss}
-        likeness = perceptual(fake, images)
-        return loss + args.perceptual_loss_weight * likeness, {"recon_loss": loss, "perceptual_loss": likeness}
+        distance = perceptual(fake, images)
+        return loss + args.perceptual_loss_weight * distance, {"recon_loss": loss, "perceptual_loss": distance}
 
-    while not run.progress.finished:
-        step = run.progress.step
+    adversaries = AdversarialTraining(
+        g, d, backend, quantizer=quantizer, last_weight_shape=last_weight_shape, log=run.add,
+        images=lambda micro: data.to_unit_range(micro["images"]), reconstruction_loss=reconstruction_loss,
+        weights=AdversarialWeights.from_args(args),
+    )  # fmt: skip
+    evaluation = Evaluation(
+        g,
+        ema,
+        validate=lambda model, step: evaluate(model, feed, error, judges, backend),
+        draw=lambda models, shown, step: reconstructions(models, shown),
+        write={"model": VQGAN.save_pretrained},
+    )
+    run.resume(generator=g, discriminator=d, lecam=adversaries.lecam, ema=ema)
+    if perceptual is None and not run.is_complete:
+        run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")
+
+    total_steps = run.progress.total_steps
+    for step, batch in run.updates(evaluation, preview=args.num_images_save):
         g.lr = learning_rate(step, total_steps, args.learning_rate, args)
         d.lr = learning_rate(step, total_steps, args.discr_learning_rate or args.learning_rate, args)
-        rate = g.lr  # the one really used, where a configuration overrules the schedule
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
-        images = {"images": batch["images"]}
-        means: dict[str, Tensor] = {}
-        update, reconstructions, codes = game.generator_step(
-            images, means, reconstruction_loss=reconstruction_loss, code_loss=functools.partial(code_loss, weights),
-            is_adversarial=step >= args.discr_start_step, step=step, seed=args.seed,
+        is_adversarial = step >= args.discr_start_step
+        update, fakes, codes = adversaries.generator_step(
+            batch, code_loss=functools.partial(code_loss, weights), is_adversarial=is_adversarial, step=step,
+            seed=args.seed,
         )  # fmt: skip
         ema.update(g.gathered)
-        if step >= args.discr_start_step:
+        if is_adversarial:
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
-            discr_update = game.discriminator_step(images, reconstructions, means, with_penalty=with_penalty)
-        run.advance()
-        stop = backend.stop_requested(run.out_of_time)
-        metrics: dict[str, float] = {}
-        if run.due(args.log_every_n_steps):
-            usage = CodeUsage(generator.num_codes, backend.device)
-            usage.add(torch.cat(codes))
-            metrics = {**backend.mean(means), **code_statistics(usage.counts(backend.sum))}
-            metrics |= {"lr": rate, "entropy_loss_weight": weights["entropy"], "grad_norm": float(update.grad_norm)}
-            if step >= args.discr_start_step:
-                metrics["discr_grad_norm"] = float(discr_update.grad_norm)
-            metrics["skipped_updates"] = g.skipped_updates + d.skipped_updates
-        with run.stopwatch.paused():
-            if stop:  # first of all: whoever asks for it may not wait for a validation
-                feed.report_bad_samples(run.say)
-                run.save()
-            if run.due(args.validate_every_n_steps) and len(feed.valid_set):
-                with g.gathered() as online:
-                    candidates = {"valid": online, **{f"valid/{k}": average for k, average in ema.averages().items()}}
-                    for name, candidate in candidates.items():
-                        values, counts = evaluate(candidate, feed, error, judges, backend)
-                        metrics |= {f"{name}/{key}": value for key, value in values.items()}
-                        run.log_image(f"{name}/codes", code_histogram(counts))
-            if metrics or run.due(args.save_every_n_steps):
-                feed.report_bad_samples(run.say)
-            if metrics:
-                run.log({**metrics, "bad_samples": feed.bad_samples.count})
-            if run.due(args.sample_every_n_steps):
-                with g.gathered() as online, torch.no_grad():
-                    if backend.is_root:
-                        models = {"online": online, **ema.averages()}
-                        rows = {name: model.decode(model.encode(shown)) for name, model in models.items()}
-                        run.log_sample("reconstructions", grid({"original": shown, **rows}))
-            if run.due(args.save_every_n_steps):
-                run.save()
-        if stop:
-            run.save_and_exit()
-        if not run.progress.finished:
-            batch = feed.next()
-
-    with g.gathered() as online:
-        run.finish(ema.best(online).save_pretrained, run.folder.model_dir)
-    run.close()
+            discr_update = adversaries.discriminator_step(batch, fakes, with_penalty=with_penalty)
+            run.log(discr_grad_norm=discr_update.grad_norm)
+        if run.line_due:
+            run.log(**usage_of_codes(codes, generator.num_codes, backend.sum))
+        run.log(update, entropy_loss_weight=weights["entropy"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -305,15 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.refuse_idle(args, ["vq_decay", "vq_cosine"], "quantizer", "vq", args.quantizer == "vq")
     parser.refuse_idle(args, ["fsq_levels"], "quantizer", "fsq", args.quantizer == "fsq")
     parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
-
-    from training.run.folder import last_start
-
-    fresh = args.fresh and not distributed.launched_again()
-    try:
-        with distributed.from_args(args, last_start(args.output_dir, fresh)) as backend:
-            train(args, parser.settings(args), backend)
-    except distributed.UserMistake as mistake:
-        parser.error(str(mistake))
+    distributed.launch(train, parser, args, last_start)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import distributed
 from models import VQGAN, Discriminator
 from models.quantizers import make_quantizer
 from training.objectives.adversarial import gradient_penalty
-from training.objectives.adversaries import Game, Rules
+from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
 from .jobs import ROOT
 from .report import Goal, Row
@@ -85,33 +85,33 @@ def _ours() -> Callable[[], None]:
         backend.wrap(model, torch.optim.Adam(model.parameters(), lr=3e-4, fused=True), name=name)
         for model, name in ((generator, "generator"), (discriminator, "discriminator"))
     )
-    game = Game(
+
+    def l1(fake: Tensor, real: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = F.l1_loss(fake, real)
+        return loss, {"recon_loss": loss}
+
+    adversaries = AdversarialTraining(
         g,
         d,
         backend,
         quantizer=generator.quantizer,
         last_weight_shape=generator.last_layer.weight.shape,
         images=lambda micro: micro["images"],
-        rules=Rules(),
+        reconstruction_loss=l1,
+        weights=AdversarialWeights(),
+        log=lambda **losses: None,
     )
-
-    def l1(fake: Tensor, real: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = F.l1_loss(fake, real)
-        return loss, {"recon_loss": loss}
 
     def updates() -> None:
         for step in range(_UPDATES):
-            means: dict[str, Tensor] = {}
-            _, fakes, _ = game.generator_step(
+            _, fakes, _ = adversaries.generator_step(
                 {"images": images},
-                means,
-                reconstruction_loss=l1,
                 code_loss=lambda losses: 0.25 * losses["commitment"] + 0.1 * losses["entropy"],
                 is_adversarial=True,
                 step=step,
                 seed=0,
             )
-            game.discriminator_step({"images": images}, fakes, means, with_penalty=step == 3)
+            adversaries.discriminator_step({"images": images}, fakes, with_penalty=step == 3)
 
     return updates
 

@@ -37,9 +37,7 @@ def saving(rounds: int) -> Iterator[Row]:
     with distributed.from_args(args) as backend, tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         training = _Training(backend)
         held, plain, beside, normal = [], [], [], []
-        checkpoints = Checkpoints(
-            Path(folder), keep=1, is_root=True, mark=backend.mark, before_update=training.before_update
-        )
+        checkpoints = Checkpoints(Path(folder), keep=1, processes=training)
         for step in range(1, rounds + 1):
             plain.append(training.plain_save(Path(folder) / "plain.pt"))
             training.update()
@@ -59,6 +57,10 @@ def saving(rounds: int) -> Iterator[Row]:
 
 
 class _Training:
+    """A model with its updates, and the process that trains it, as `Checkpoints` asks for it."""
+
+    is_root = True
+
     def __init__(self, backend: distributed.Backend) -> None:
         torch.manual_seed(0)
         layers = itertools.chain.from_iterable((nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_LAYERS))
@@ -68,6 +70,7 @@ class _Training:
         self._inputs: Tensor = torch.randn(_BATCH_SIZE, _WIDTH, device=backend.device)
         self.engine = backend.wrap(self._model, self._optimizer, name="benchmark")
         self.waited = 0.0
+        self.mark, self.barrier = backend.mark, backend.barrier
         self.update()
 
     def before_update(self, wait: Any) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .bad_samples import BadSample, BadSampleLog
-from .feed import ImageFeed, to_unit_range
+from .feed import Feed, ImageBatch, image_feed, to_unit_range
 from .images.sets import Images, open_images
 from .order import Subset, split
-from .sounds.captioned import SoundBatch, SoundFeed
+from .sounds.captioned import SoundBatch, sound_feed
 from .sounds.sets import Sounds, open_sounds
 from .stream import Batch, TrainingStream, ValidationStream
 from .tokenizers import Tokenizer, open_tokenizer
@@ -15,18 +15,20 @@ __all__ = [
     "BadSample",
     "BadSampleLog",
     "Batch",
-    "ImageFeed",
+    "Feed",
+    "ImageBatch",
     "Images",
     "SoundBatch",
-    "SoundFeed",
     "Sounds",
     "Subset",
     "Tokenizer",
     "TrainingStream",
     "ValidationStream",
+    "image_feed",
     "open_images",
     "open_sounds",
     "open_tokenizer",
+    "sound_feed",
     "split",
     "to_unit_range",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from torch import Tensor
 from .bad_samples import BadSample, BadSampleLog
 from .images.sets import open_images
 from .order import split
-from .stream import Batch, Collate, Samples, TrainingStream, ValidationStream, collate_images
+from .stream import Collate, Samples, TrainingStream, ValidationStream, collate_images
+
+BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
 
 
 class Processes(Protocol):
@@ -31,12 +33,16 @@ class Processes(Protocol):
     def waiting_for(self, what: str) -> AbstractContextManager[None]: ...
 
 
-class Feed:
-    """What the feeds of all kinds of samples share: a set, split by seed, of which each process gets its part of every
-    batch. Every process calls every method, in the same order.
+class Feed(Generic[BatchType]):
+    """Opens a set, splits it by seed, and gives each process its part of every batch. Every process calls every method,
+    in the same order.
+
+    A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that all entries can
+    be cut into micro-batches alike; "positions" are the places of the samples in the global batch, "ids" their indices
+    in the set.
 
     Args:
-        open_samples: Opens the set; may raise ValueError on one process alone.
+        open_samples: Opens the set. It may raise ValueError on one process alone.
         args: batch_size, valid_fraction, seed (of the order), num_workers and on_bad_sample.
         processes: Who trains.
         split_seed: Of the split into training and validation.
@@ -57,11 +63,12 @@ class Feed:
         noun: str,
         collate: Collate,
     ) -> None:
-        self._processes, self._seed, self._noun = processes, args.seed, noun
+        self._processes, self._seed, self.noun = processes, args.seed, noun
         with processes.agreement():
             self.samples = open_samples()
-            n = len(self.samples)
-            self.train_set, self.valid_set = split(n, args.valid_fraction, split_seed, at_least=args.batch_size)
+            self.train_set, self.valid_set = split(
+                len(self.samples), args.valid_fraction, split_seed, at_least=args.batch_size
+            )
         self._loading: dict[str, Any] = {
             "rank": processes.rank,
             "world_size": processes.world_size,
@@ -72,12 +79,12 @@ class Feed:
             "collate": collate,
             "noun": f"{noun}s",
         }
-        self.bad_samples = BadSampleLog(n)
+        self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
 
-    def start(self, start_samples: int) -> tuple[Any, Any]:
-        """Begin at a position of the endless order of samples -> the first batch, and the first one of validation (the
-        same once more where there is none). Ends here, on all processes, where nothing can be read."""
+    def start(self, start_samples: int) -> BatchType:
+        """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
+        processes where nothing can be read."""
         self._validation = ValidationStream(self.samples, self.valid_set, **self._loading)
         stream = TrainingStream(
             self.samples, self.train_set, seed=self._seed, start_samples=start_samples, **self._loading
@@ -85,32 +92,45 @@ class Feed:
         self._batches = iter(stream)
         with self._processes.agreement():
             batch = next(self._batches)
-            self._beginning = iter(self._validation) if len(self.valid_set) else iter([batch])
-            preview = next(self._beginning)
-        self._unreported += batch["bad"] if preview is batch else batch["bad"] + preview["bad"]
-        return batch, preview
+            # The workers of both streams start here, so the first batch of validation is loaded here too.
+            self._preview_batches = iter(self._validation) if len(self.valid_set) else iter([{**batch, "bad": []}])
+            self._first_preview = next(self._preview_batches)
+        self._unreported += self._first_preview["bad"]
+        return self._received(batch)
 
-    def further_previews(self, count: int) -> list[Any]:
-        """Right after `start`, once: what follows its first batch of validation until `count` samples are there over
-        all processes together; nothing where there is no validation. Ends here, on all processes, as `start` does."""
-        n_steps = self._validation.steps_holding(count)
-        with self._processes.agreement():
-            previews = list(itertools.islice(self._beginning, max(n_steps - 1, 0)))
-        self._unreported += [sample for preview in previews for sample in preview["bad"]]
-        return previews
-
-    def next(self) -> Any:
+    def next(self) -> BatchType:
         """The next batch of the order."""
         with self._processes.waiting_for("data"):
             batch = next(self._batches)
-        self._unreported += batch["bad"]
-        return batch
+        return self._received(batch)
 
-    def validation(self) -> Iterator[Any]:
+    def validation(self) -> Iterator[BatchType]:
         """The validation split once, over all processes together."""
-        for batch in self._processes.each("validation data", self._validation):
-            self._unreported += batch["bad"]
-            yield batch
+        return map(self._received, self._processes.each("validation data", self._validation))
+
+    def preview(self, count: int) -> BatchType:
+        """A batch of at most `count` samples, the same on every process: the first of the validation split, the same at
+        every start, or of this start's first batch where there is no validation split. Called once, right after
+        `start`; raises what `start` raises."""
+        n_steps = self._validation.steps_holding(count)
+        with self._processes.agreement():
+            further = list(itertools.islice(self._preview_batches, max(n_steps - 1, 0)))
+        self._unreported += [sample for batch in further for sample in batch["bad"]]
+        parts = [self._beginning(batch, count) for batch in (self._first_preview, *further)]
+        return cast(BatchType, {key: _joined([part[key] for part in parts]) for key in parts[0]})
+
+    def _beginning(self, batch: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """The samples of all processes' batches whose position is below `count`, on every process."""
+        # Gather only the samples that are shown: the rest of a large batch is many times as much.
+        n_shown = sum(position < count for position in batch["positions"])
+        shown = {key: value[:n_shown] for key, value in batch.items() if key != "bad"}
+        lists = self._processes.gather_objects({k: v for k, v in shown.items() if isinstance(v, list)})
+        return {
+            key: self._processes.gather(value.to(self._processes.device))
+            if isinstance(value, Tensor)
+            else _joined([of_rank[key] for of_rank in lists])
+            for key, value in shown.items()
+        }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
         """Say what any process could not read since the last call, each file once. Collective.
@@ -119,15 +139,38 @@ class Feed:
             UserMistake: there are too many to go on.
         """
         for sample in self.bad_samples.share(self._unreported, self._processes.gather_objects):
-            say(f"cannot read {sample}; the next {self._noun} takes its place")
+            say(f"cannot read {sample}; the next {self.noun} takes its place")
         self._unreported.clear()
         with self._processes.agreement():
             self.bad_samples.check()
 
+    def _received(self, batch: Mapping[str, Any]) -> BatchType:
+        """The batch without its bad samples, which wait to be reported, its tensors on the device."""
+        self._unreported += batch["bad"]
+        device = self._processes.device
+        entries = {
+            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+            if key != "bad"
+        }
+        return cast(BatchType, entries)
 
-class ImageFeed:
-    """Opens an image set, splits it by seed, and gives each process its part of every batch. Every process calls
-    every method, in the same order.
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Tensors or lists, one after the other."""
+    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else list(itertools.chain(*parts))
+
+
+class ImageBatch(TypedDict):
+    """images: uint8 (b, c, h, w); positions and ids: see `Feed`."""
+
+    images: Tensor
+    positions: list[int]
+    ids: list[int]
+
+
+def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3) -> Feed[ImageBatch]:
+    """The feed of a script that trains on images.
 
     Args:
         args: The shared arguments (`add_image_arguments` and `add_run_arguments`).
@@ -138,54 +181,12 @@ class ImageFeed:
         UserMistake: one line, where there are no such images or too few.
     """
 
-    def __init__(self, args: argparse.Namespace, processes: Processes, channels: int = 3) -> None:
-        def open_set() -> Samples:
-            return open_images(
-                args.image_folder, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed
-            )
+    def open_set() -> Samples:
+        return open_images(
+            args.image_folder, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed
+        )
 
-        self._processes = processes
-        self._feed = Feed(open_set, args, processes, split_seed=args.seed, noun="image", collate=collate_images)
-        self.train_set, self.valid_set = self._feed.train_set, self._feed.valid_set
-        self.bad_samples = self._feed.bad_samples  # a part of the checkpoint
-
-    def start(self, start_samples: int) -> Batch:
-        """Begin at a position of the endless order of samples; the first batch. Ends here, on all processes, where
-        nothing can be read."""
-        batch: Batch
-        batch, self._preview = self._feed.start(start_samples)
-        return batch
-
-    def next(self) -> Batch:
-        """The next batch of the order."""
-        batch: Batch = self._feed.next()
-        return batch
-
-    def validation(self) -> Iterator[Tensor]:
-        """Images (b, c, h, w) in [0, 1], on the device: the validation split once, over all processes together."""
-        return (self._on_device(batch["images"]) for batch in self._feed.validation())
-
-    def preview(self, count: int) -> Tensor:
-        """Images (n, c, h, w) in [0, 1] on the device, n <= count, the same on every process: the first of the
-        validation split, the same at every start, or of this start's first batch where there is none. Called right
-        after `start`, once."""
-        parts = []
-        for batch in [self._preview, *self._feed.further_previews(count)]:
-            # Those alone that are shown go around: of a large batch, the rest is many times as much.
-            first = sum(position < count for position in batch["positions"])
-            parts.append(self._processes.gather(self._on_device(batch["images"][:first])))
-        return torch.cat(parts)
-
-    def _on_device(self, images: Tensor) -> Tensor:
-        return to_unit_range(images.to(self._processes.device, non_blocking=True))
-
-    def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say what any process could not read since the last call, each file once. Collective.
-
-        Raises:
-            UserMistake: there are too many to go on.
-        """
-        self._feed.report_bad_samples(say)
+    return Feed(open_set, args, processes, split_seed=args.seed, noun="image", collate=collate_images)
 
 
 def to_unit_range(images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Who am I, how do we talk, how is a model spread: one layer, a backend per file.
+"""Which processes train, how they communicate, and how a model is spread over them; each backend is a file or folder.
 
 distributed.add_arguments(parser)
 args = parser.parse(argv)
@@ -12,8 +12,8 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
 from .backends import all_backends
 from .base import Backend, Engine
@@ -35,6 +35,7 @@ __all__ = [
     "available",
     "for_inference",
     "from_args",
+    "launch",
     "launched_again",
     "launched_as_root",
     "plan_batches",
@@ -47,19 +48,17 @@ def available() -> dict[str, bool]:
 
 
 def launched_as_root() -> bool:
-    """Whether this process is the one that speaks, as its launcher tells it; needs no connection."""
-    try:
+    """Whether this process prints for all of them, as its launcher says; needs no connection."""
+    with contextlib.suppress(UserMistake):
         return detect().is_root
-    except ValueError:
-        return True
+    return True
 
 
 def launched_again() -> bool:
-    """Whether the launcher started this run before, and does so again with the same arguments."""
-    try:
+    """Whether the launcher started this run before, and now starts it again with the same arguments."""
+    with contextlib.suppress(UserMistake):
         return detect().is_restart
-    except ValueError:
-        return False
+    return False
 
 
 def _minutes(text: str) -> float:
@@ -85,67 +84,98 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         choices=["auto", *all_backends()],
         default="auto",
-        help="who the processes talk through; auto reads the launcher's environment",
+        help="what the processes communicate through; auto: chosen by the launcher that started them",
     )
     group.add_argument(
         "--timeout_minutes",
         type=_minutes,
         default=30.0,
         metavar="MINUTES",
-        help="end the job when a process has got nowhere for this long",
+        help="end the job when a process makes no progress for this long",
     )
     group.add_argument(
         "--check_replicas_every_n_steps",
         type=_steps,
         default=1000,
         metavar="UPDATES",
-        help="compare the weights of all processes bit for bit, where they must be equal; 0: only at the start",
+        help="how often to check that all processes hold bit-identical weights; 0: only at the start",
     )
     group.add_argument(
         "--deterministic",
         action="store_true",
-        help="deterministic kernels alone: the same run gives the same bits on CPUs and GPUs, at some cost",
+        help="use deterministic kernels only: a repeated run gives the same bits, but is slower",
     )
     group.add_argument(
         "--batch_parts",
         type=_steps,
         default=0,
         metavar="N",
-        help="compute each update in N equal parts, wherever they run, and add them in a fixed order: the same bits on "
-        "every backend and every number of processes that divides N, at some cost; one CPU thread per process; "
-        "0: as it is fastest",
+        help="compute each update's gradient in N equal parts and add them in a fixed order: the same bits on every "
+        "backend and every number of processes that divides N, but slower and with one CPU thread per process; 0: off",
     )
-    # The deepspeed launcher passes this to every script, whatever backend is used.
+    # The deepspeed launcher passes this to every script, whatever the backend.
     group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     for backend in all_backends().values():
         backend.add_arguments(group)
 
 
+class Parser(Protocol):
+    """What `launch` asks of the script's parser."""
+
+    def error(self, message: str) -> NoReturn: ...
+    def settings(self, args: argparse.Namespace) -> dict[str, Any]: ...
+
+
+def launch(
+    train: Callable[[argparse.Namespace, dict[str, Any], Backend], None],
+    parser: Parser,
+    args: argparse.Namespace,
+    last_start: Callable[[str], Mapping[str, Any]],
+) -> None:
+    """Connect the processes and ``train(args, settings, backend)``. A user's mistake ends all of them with one line and
+    exit code 2.
+
+    Args:
+        train: The script's training; settings are all arguments by flag name, a backend's configuration included.
+        parser: Of ``args``, with ``add_arguments``.
+        args: Checked by the script.
+        last_start: Output folder -> what ``Backend.describe`` said when the run there was last started.
+    """
+    is_new = args.fresh and not launched_again()
+    try:
+        with from_args(args, {} if is_new else last_start(args.output_dir)) as backend:
+            train(args, parser.settings(args), backend)
+    except UserMistake as mistake:
+        parser.error(str(mistake))
+
+
 def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = None) -> Backend:
-    """The backend that was asked for, not connected yet; batch arithmetic and configuration are checked before
-    anything starts, and ``args`` is filled with what the backend's own configuration says.
+    """The chosen backend, not connected yet. Checks the batch arithmetic and the configuration, and sets the flags in
+    ``args`` that the backend's own configuration gives.
 
     Args:
         args: Of a parser with ``add_arguments``.
-        last_start: What ``Backend.describe`` said when the run that goes on here was last started. If there are fewer
-            processes now, accumulation grows so that none has to hold more samples at a time.
+        last_start: What ``Backend.describe`` returned when this run was last started, if it is resumed. With fewer
+            processes now, accumulation grows so that none holds more samples at a time.
 
     Raises:
-        UserMistake: a missing installation, a batch size that does not fit, contradicting configuration.
+        UserMistake: the backend is not installed, the batch size does not fit, or flags contradict one another.
     """
-    # A process that is gone makes PyTorch's store print pages of C++ stack, in which the one line that matters drowns.
+    # Else PyTorch's store prints pages of C++ stack when a process is lost, which hide the one line that names it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if args.batch_parts:
-        # MKL's matrix products may round otherwise where an operand begins at another address modulo 16 bytes
-        # (measured, most often where there is one row or one column), and ZeRO lays weights end to end. MKL reads this
-        # at its first product ("Conditional numerical reproducibility" in Intel's oneMKL guide).
+        # MKL's matrix products may round differently where an operand begins at another address modulo 16 bytes
+        # (measured, most often with one row or one column), and ZeRO packs weights without alignment. MKL reads this
+        # variable at its first product ("Conditional numerical reproducibility" in Intel's oneMKL guide).
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    try:
-        launch = detect()
-    except ValueError as error:
-        raise UserMistake(str(error)) from None
-    backend = _choose(args, launch)
-    for other in all_backends().values():
+    launch = detect()
+    backends = all_backends()
+    backend = (
+        next(choice for choice in backends.values() if choice.was_launched(launch, args))
+        if args.distributed_backend == "auto"
+        else backends[args.distributed_backend]
+    )
+    for other in backends.values():
         if other is not backend and (flag := other.flag_said(args)):
             raise UserMistake(
                 f"{flag} is for {other.name}, but this run uses {backend.name} (--distributed_backend "
@@ -156,9 +186,6 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
             f"--distributed_backend {backend.name} is not installed; install it with `{backend.install_hint}`, "
             f"or use one of: {', '.join(name for name, there in available().items() if there)}"
         )
-    if backend.name == "single":
-        _refuse_lonely_copies(launch)
-        launch = Launch("python", is_restart=launch.is_restart)
     backend.configure(args, launch)
     plan = plan_batches(args.batch_size, args.grad_accum_steps, launch.world_size, last_start, args.batch_parts)
     options = Options(
@@ -181,19 +208,3 @@ def for_inference(args: argparse.Namespace) -> Backend:
     without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}
     return from_args(argparse.Namespace(**{**vars(args), **without_training, "batch_size": 0, "explicit": explicit}))
-
-
-def _choose(args: argparse.Namespace, launch: Launch) -> type[Backend]:
-    backends = all_backends()
-    if args.distributed_backend != "auto":
-        return backends[args.distributed_backend]
-    return next(backend for backend in backends.values() if backend.was_launched(launch, args))
-
-
-def _refuse_lonely_copies(launch: Launch) -> None:
-    """N processes that each train alone would overwrite one another."""
-    if launch.world_size > 1:
-        raise UserMistake(
-            f"--distributed_backend single, but {launch.launcher} started {launch.world_size} processes; "
-            f"start the script with python, or leave the choice to auto"
-        )

@@ -1,4 +1,4 @@
-"""The contract Backend (the processes), beside Engine (one model and its optimizer) in engine_base.py.
+"""The contract Backend: the processes. Engine, in engines/base.py, is one model and its optimizer.
 
 A script speaks to these two alone and never asks for a backend's name:
 
@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .engines.base import Engine
-from .errors import TrainingStopped, UserMistake
+from .errors import TrainingStopped, UserMistake, first_line, say
 from .options import Options
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
@@ -38,11 +37,16 @@ Item = TypeVar("Item")
 
 
 class Backend(ABC):
-    """The processes. A context manager: enter to connect, leave to disconnect."""
+    """The processes. A context manager: enter to connect, leave to disconnect.
+
+    A new backend is a subclass in one new file or folder in ``backends/``. It brings ``name``, ``launch_order``,
+    ``was_launched``, ``connect`` and ``disconnect``; where they apply also ``install_hint`` and ``is_available``, its
+    own flags (``add_arguments``, ``flag_said``, ``configure``), and an engine of its own (``engine_class``).
+    """
 
     name: ClassVar[str]
     launch_order: ClassVar[int]
-    """``auto`` asks the backends in this order whether they were launched."""
+    """``auto`` takes the first backend, in this order, that was launched."""
     install_hint: ClassVar[str] = ""
 
     rank: int
@@ -56,9 +60,24 @@ class Backend(ABC):
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         self.launch, self.options = launch, options
-        self._before_update: list[Callable[[], None]] = []
-        self._parent = os.getppid()
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
+        self._before_update: list[Callable[[], None]] = []
+        self._launched_by = self._launcher_processes()
+
+    # What a backend brings.
+
+    @classmethod
+    @abstractmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        """Whether the launcher's environment or the arguments ask for this backend."""
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Set ``device`` and ``comm``; on return every process is there."""
+
+    @abstractmethod
+    def disconnect(self, gracefully: bool) -> None:
+        """Leave. Not ``gracefully``: an error has happened and another process may be gone, so wait for none."""
 
     @classmethod
     def is_available(cls) -> bool:
@@ -66,19 +85,14 @@ class Backend(ABC):
         return True
 
     @classmethod
-    @abstractmethod
-    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
-        """Whether the launcher's environment or the arguments ask for this backend."""
+    def add_arguments(cls, parser: Any) -> None:
+        """Flags of this backend alone."""
+        return
 
     @classmethod
     def flag_said(cls, args: argparse.Namespace) -> str | None:
         """A flag in ``args`` that means something to this backend alone, if one was given."""
         return None
-
-    @classmethod
-    def add_arguments(cls, parser: Any) -> None:
-        """Flags of this backend alone."""
-        return
 
     @classmethod
     def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
@@ -89,20 +103,17 @@ class Backend(ABC):
         """
         return
 
-    @property
-    def is_root(self) -> bool:
-        return self.rank == 0
+    def engine_class(self) -> type[Engine]:
+        """The engine that ``wrap`` makes; by default each process holds the whole model."""
+        from .engines.replicated import ReplicatedEngine
 
-    @property
-    def grad_accum_steps(self) -> int:
-        """Micro-batches per update and process, as they really are: more than asked for, where a run goes on with fewer
-        processes."""
-        return self.options.plan.grad_accum_steps
+        return ReplicatedEngine
 
-    @property
-    def is_restart(self) -> bool:
-        """Whether the launcher itself started these processes again after some had failed."""
-        return self.launch.is_restart
+    def _launcher_processes(self) -> Any:
+        """Identifies the processes that started this one; the value changes when one of them ends."""
+        return os.getppid()
+
+    # Connecting.
 
     def __enter__(self) -> Backend:
         from .devices import use_deterministic_kernels, use_one_thread
@@ -118,32 +129,32 @@ class Backend(ABC):
             if self.options.compile:
                 self._keep_collectives_out_of_graphs()
             self._agree_on_plan()
-            self.watchdog = Watchdog(self)
+            self.watchdog = Watchdog(self.comm, self.device, self.launch, self.options.timeout_minutes)
             self._stop = StopRequest(self.comm)
             self._stop.install()
-        except UserMistake:  # of all processes alike
+        except UserMistake:  # every process raises it
             raise
         except Exception as error:
-            text = f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {_first_line(error)}"
+            text = f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {first_line(error)}"
             if isinstance(error, ImportError) and self.install_hint:
                 text += f"; install it again with `{self.install_hint}`"
-            if not self.is_root:  # the root may be fine, and waiting: this process has to speak
-                print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr, flush=True)
+            if not self.is_root:  # the root prints its own errors only, and may have none
+                say(f"error: {text}")
             raise UserMistake(text) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         together = error is None or isinstance(error, SystemExit)
-        # Raised on every process alike, so that nobody waits for this one.
+        # Every process raises these, so that no process waits for this one.
         is_mutual = isinstance(error, UserMistake) or (isinstance(error, TrainingStopped) and not error.alone)
         try:
             if together:
                 self._stop.drain()
-                self.barrier()  # nobody leaves while another still needs it
+                self.barrier()  # no process leaves while another still needs it
             stopped = self.watchdog.explain(error)
             if stopped is not None and (self.is_root or stopped.alone):
-                # Before anything that takes time: launchers end what is left of a job that lost a process.
-                print(f"{os.path.basename(sys.argv[0])}: stopped: {stopped}", file=sys.stderr, flush=True)
+                # Print before cleaning up: launchers kill the other processes of a job that has lost one.
+                say(f"stopped: {stopped}")
         finally:
             self._stop.restore()
             self.watchdog.stop()
@@ -163,15 +174,14 @@ class Backend(ABC):
                     "start all processes with the same flags, and an --output_dir on a disk that all of them see"
                 )
 
-    @abstractmethod
-    def connect(self) -> None:
-        """Set ``device`` and ``comm``; on return every process is there."""
+    def _keep_collectives_out_of_graphs(self) -> None:
+        """A model that calls them in its forward would have the counters of the watchdog compiled in as constants, and
+        be compiled again at every update."""
+        import torch
 
-    @abstractmethod
-    def disconnect(self, gracefully: bool) -> None:
-        """Leave. After an error another process may be gone: wait for nobody."""
+        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.shift):
+            setattr(self, collective.__name__, torch.compiler.disable(collective))
 
-    @abstractmethod
     def wrap(
         self,
         model: nn.Module,
@@ -182,6 +192,24 @@ class Backend(ABC):
     ) -> Engine:
         """Spread a model. Never alters weights, moments or step counts. ``name`` is distinct for every engine;
         ``max_grad_norm`` overrides the run's."""
+        return self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+
+    # What a script may ask for.
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-batches per update and process: more than --grad_accum_steps where a run continues on fewer processes,
+        or with --batch_parts."""
+        return self.options.plan.grad_accum_steps
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether the launcher itself started these processes again after some had failed."""
+        return self.launch.is_restart
 
     def describe(self) -> dict[str, Any]:
         """The resolved configuration, for the log and environment.json. JSON values."""
@@ -217,28 +245,29 @@ class Backend(ABC):
             )
         return text
 
-    def _keep_collectives_out_of_graphs(self) -> None:
-        """A model that calls them in its forward would have the counters of the watchdog compiled in with them, as
-        constants, and be compiled again at every update."""
-        import torch
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of an engine's forward, for calls that go past it (``engine.module(...)`` while frozen)."""
+        from .engines.precision import autocast
 
-        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.shift):
-            setattr(self, collective.__name__, torch.compiler.disable(collective))
+        return autocast(self.options.precision, self.device)
 
     # Collectives: every process calls them; the rank test lives inside.
+
+    @contextmanager
+    def _in_collective(self, phase: str) -> Iterator[None]:
+        self.watchdog.mark(phase, collective=True)
+        yield
+        self.watchdog.mark("computing")
 
     def sum(self, value: Any) -> Any:
         """Sum over the processes: of a tensor (on the device; returns a tensor), or of a dict of numbers and 0-d
         tensors (one transfer for all; returns floats)."""
         from . import collectives
 
-        self.watchdog.mark("sum over the processes", collective=True)
-        if isinstance(value, Mapping):
-            result: Any = collectives.sum_scalars(value, self.comm, self.device)
-        else:
-            result = collectives.sum_tensor(value, self.comm)
-        self.watchdog.mark("computing")
-        return result
+        with self._in_collective("sum over the processes"):
+            if isinstance(value, Mapping):
+                return collectives.sum_scalars(value, self.comm, self.device)
+            return collectives.sum_tensor(value, self.comm)
 
     def mean(self, value: Any) -> Any:
         """``sum`` divided by the number of processes."""
@@ -250,27 +279,21 @@ class Backend(ABC):
         """Concatenation along dimension 0 by rank, sizes may differ; its gradient is that of one process."""
         from . import collectives
 
-        self.watchdog.mark("gathering over the processes", collective=True)
-        result = collectives.gather(tensor, self.comm)
-        self.watchdog.mark("computing")
-        return result
+        with self._in_collective("gathering over the processes"):
+            return collectives.gather(tensor, self.comm)
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Around the ring: ``tensor`` goes to the next rank, the previous rank's comes, of ``rows`` rows (shapes may
-        differ in dimension 0). No gradient."""
-        self.watchdog.mark("passing on around the ring", collective=True)
-        result = self.comm.shift(tensor.detach(), rows)
-        self.watchdog.mark("computing")
-        return result
+        """Around the ring: sends ``tensor`` to the next rank and returns the previous rank's, which has ``rows`` rows
+        (shapes may differ in dimension 0). No gradient."""
+        with self._in_collective("passing on around the ring"):
+            return self.comm.shift(tensor.detach(), rows)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank, on every process."""
         from . import collectives
 
-        self.watchdog.mark("exchanging objects", collective=True)
-        result = collectives.gather_objects(value, self.comm, self.device)
-        self.watchdog.mark("computing")
-        return result
+        with self._in_collective("exchanging objects"):
+            return collectives.gather_objects(value, self.comm, self.device)
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value, on every process."""
@@ -285,29 +308,26 @@ class Backend(ABC):
         self.sum({"here": 1.0})
 
     def stop_requested(self, here: bool = False) -> bool:
-        """Whether SIGTERM, SIGINT or SIGUSR1 reached any process, or any of them said so itself (``here``); called
-        once per update, and true on all processes after the same one."""
-        return self._stop.agreed(here or self._is_orphan)
+        """Whether a process got SIGTERM, SIGINT or SIGUSR1, lost its launcher, or passed ``here``. Call it once per
+        update; it becomes true on all processes after the same update."""
+        # A launcher that is gone may be replaced by one that starts the same run again beside this one.
+        is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
+        return self._stop.agreed(here or is_orphan)
 
-    @property
-    def _is_orphan(self) -> bool:
-        """Whether the launcher is gone, which would start the same run again beside this one."""
-        return self.launch.launcher != "python" and os.getppid() != self._parent
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """For work that may fail on one process alone, such as opening files. A ValueError or OSError on any process
+        becomes the same UserMistake on all, so that none waits for one that has left. No collectives inside."""
+        mistake: str | None = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            mistake = first_line(error)
+        for rank, text in enumerate(self.gather_objects(mistake)):
+            if text is not None:
+                raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of an engine's forward, for calls that go past it (``engine.module(...)`` while frozen)."""
-        from .engines.precision import autocast
-
-        return autocast(self.options.precision, self.device)
-
-    def before_update(self, wait: Callable[[], None]) -> None:
-        """Have ``wait`` called once, before any engine next changes weights or moments."""
-        self._before_update.append(wait)
-
-    def about_to_update(self) -> None:
-        """For engines: weights and moments are about to change."""
-        while self._before_update:
-            self._before_update.pop()()
+    # Signs of life, and waiting.
 
     def mark(self, phase: str) -> None:
         """This process begins ``phase``: a sign of life for the watchdog, which engines and collectives give too."""
@@ -315,12 +335,13 @@ class Backend(ABC):
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """A ValueError inside, on this process alone, ends the job: it says why, the others say whom they lost."""
+        """A ValueError inside, on this process alone, ends the job: this process prints the reason, the others print
+        which process they lost."""
         self.mark(f"waiting for {what}")
         try:
             yield
         except ValueError as error:
-            raise TrainingStopped(f"rank {self.rank}: {_first_line(error)}", alone=True) from error
+            raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
         self.mark("computing")
 
     def each(self, what: str, items: Iterable[Item]) -> Iterator[Item]:
@@ -333,19 +354,11 @@ class Backend(ABC):
                 return
             yield item
 
-    @contextmanager
-    def agreement(self) -> Iterator[None]:
-        """Work that may fail on one process alone, such as opening files. A ValueError or OSError on any of them
-        becomes the same UserMistake on all, so that none waits for one that has left. No collectives inside."""
-        mistake: str | None = None
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            mistake = _first_line(error)
-        for rank, text in enumerate(self.gather_objects(mistake)):
-            if text is not None:
-                raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")
+    def before_update(self, wait: Callable[[], None]) -> None:
+        """Have ``wait`` called once, before any engine next changes weights or moments."""
+        self._before_update.append(wait)
 
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    def about_to_update(self) -> None:
+        """For engines: weights and moments are about to change."""
+        while self._before_update:
+            self._before_update.pop()()

@@ -1,4 +1,4 @@
-"""One meaning of batch size: samples per optimizer update, over all processes and accumulation steps."""
+"""Batch size always means: samples per optimizer update, over all processes and accumulation steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class BatchPlan:
     global_batch_size: int
     grad_accum_steps: int
     world_size: int
-    #: What was asked for, where a run goes on with fewer processes and accumulates more instead.
+    #: --grad_accum_steps, where a run continues on fewer processes or with --batch_parts and accumulates more.
     asked_grad_accum_steps: int | None = None
-    #: Equal parts in which the batch is computed on any number of processes; 0 where that does not matter.
+    #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: not cut.
     batch_parts: int = 0
 
     @property
@@ -39,17 +39,17 @@ def plan_batches(
     last_start: Mapping[str, Any] | None = None,
     batch_parts: int = 0,
 ) -> BatchPlan:
-    """The plan, or one line with the arithmetic and the nearest sizes that fit.
+    """Distribute the samples of an update over processes and accumulation steps.
 
     ``last_start`` describes the processes that trained this run before. If more of them trained the same batch with the
-    same flags, each now gets more samples per update; accumulation grows so that it holds no more of them at a time.
+    same flags, each now gets more samples per update; accumulation grows so that none holds more samples at a time.
 
-    ``batch_parts`` above 0 fixes the micro-batch, whatever else: every process accumulates over its share of the parts,
-    of which each accumulation step that was asked for gets the same number.
+    ``batch_parts`` above 0 fixes the micro-batch: every process accumulates over its share of the parts, which must
+    divide by ``grad_accum_steps``.
 
     Raises:
-        UserMistake: the batch does not divide by processes x accumulation steps, or the parts do not, or the batch does
-            not divide by the parts.
+        UserMistake: the batch or the parts do not divide by processes x accumulation steps, or the batch does not
+            divide by the parts; the line shows the arithmetic and the nearest sizes that fit.
     """
     if batch_parts:
         return _plan_parts(global_batch_size, grad_accum_steps, world_size, batch_parts)
@@ -82,13 +82,13 @@ def _plan_parts(batch_size: int, asked: int, world_size: int, parts: int) -> Bat
 
 
 def _nearest(number: int, unit: int) -> str:
-    """The multiples of ``unit`` on both sides."""
+    """The multiples of ``unit`` below and above ``number``."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def _needed_steps(batch_size: int, asked: int, world_size: int, before: Mapping[str, Any]) -> int:
-    """Accumulation steps that leave micro-batches no larger than they were."""
+    """The fewest accumulation steps with which micro-batches are no larger than before."""
     same_flags = (before.get("batch_size"), before.get("asked_grad_accum_steps")) == (batch_size, asked)
     micro = before.get("micro_batch_size")
     if not (same_flags and isinstance(micro, int) and micro > 0):

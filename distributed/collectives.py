@@ -1,4 +1,4 @@
-"""What processes say to one another, written once over the three primitives that each backend brings."""
+"""What processes exchange, written once over the three primitives that each backend brings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Handle(Protocol):
 
 
 class Done:
-    """A reduction that needed nobody else."""
+    """The handle of a sum over one process."""
 
     def wait(self) -> None:
         return None
@@ -38,8 +38,8 @@ class Communicator(Protocol):
         ...
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Around the ring: ``tensor`` goes to the next rank, the previous rank's, of ``rows`` rows, is returned. Shapes
-        may differ in dimension 0."""
+        """Around the ring: sends ``tensor`` to the next rank and returns the previous rank's, which has ``rows`` rows.
+        Shapes may differ in dimension 0."""
         ...
 
 
@@ -70,8 +70,8 @@ def sum_scalars(values: Mapping[str, Any], comm: Communicator, device: torch.dev
 
 
 def sum_tensor(tensor: Tensor, comm: Communicator) -> Tensor:
-    """A new tensor with the sum over the processes; integers are summed as such, floating numbers in fp64 and rounded
-    once, so that the order in which processes are added hardly ever shows."""
+    """A new tensor with the sum over the processes: of integers as they are, of booleans in int64, of floating numbers
+    in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
     work = tensor.detach().clone()
     if tensor.is_floating_point():
         work = work.double()
@@ -96,14 +96,9 @@ def gather(tensor: Tensor, comm: Communicator) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator) -> Tensor:
-        own = torch.tensor([tensor.shape[0]], device=tensor.device)
-        sizes = [int(size) for size in torch.cat(comm.all_gather(own)).tolist()]
-        ctx.comm, ctx.sizes = comm, sizes
-        longest = max(sizes)
-        padded = tensor.detach().new_zeros((longest, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        parts = comm.all_gather(padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        parts = _all_gather_ragged(tensor.detach(), comm)
+        ctx.comm, ctx.sizes = comm, [len(part) for part in parts]
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -114,23 +109,14 @@ class _Gather(torch.autograd.Function):
 
 def gather_objects(value: Any, comm: Communicator, device: torch.device) -> list[Any]:
     """JSON-able values of all processes, by rank. No pickle crosses the network."""
-    data = _to_bytes(value, device)
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [int(s) for s in torch.cat(comm.all_gather(size)).tolist()]
-    padded = data.new_zeros(max(sizes))
-    padded[: data.numel()] = data
-    parts = comm.all_gather(padded)
-    return [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    return [json.loads(bytes(part.tolist())) for part in _all_gather_ragged(data, comm)]
 
 
-def broadcast_object(value: Any, comm: Communicator, device: torch.device) -> Any:
-    """The root's JSON-able ``value``, on every process."""
-    return gather_objects(value if comm.rank == 0 else None, comm, device)[0]
-
-
-def _to_bytes(value: Any, device: torch.device) -> Tensor:
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-
-
-def _from_bytes(data: Tensor) -> Any:
-    return json.loads(bytes(data.tolist()))
+def _all_gather_ragged(tensor: Tensor, comm: Communicator) -> list[Tensor]:
+    """The tensors of all processes, by rank; the sizes of dimension 0 may differ."""
+    own_size = torch.tensor([len(tensor)], device=tensor.device)
+    sizes = torch.cat(comm.all_gather(own_size)).tolist()
+    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    return [part[:size] for part, size in zip(comm.all_gather(padded), sizes, strict=True)]

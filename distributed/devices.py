@@ -12,7 +12,7 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
 
     Args:
         local_rank: Of the processes on this machine.
-        launcher: Who started them. ``srun --gpus-per-task 1`` shows each its own GPU alone.
+        launcher: What started the processes. ``srun --gpus-per-task 1`` shows each process one GPU, its own.
 
     Raises:
         ValueError: more processes than GPUs on this machine.
@@ -29,15 +29,15 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # fp32 means fp32: TF32 would keep 10 bits of the mantissa, and one process would not agree with two.
+    # TF32 would keep 10 bits of the mantissa, and the numbers would depend on the number of processes.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     return device
 
 
 def use_one_thread() -> None:
-    """From here on PyTorch computes in one CPU thread: a sum that several share depends on how many they are, and
-    launchers differ in what they allow (torchrun says OMP_NUM_THREADS=1, others nothing)."""
+    """From here on PyTorch computes in one CPU thread: the rounding of a sum depends on the number of threads, and
+    launchers set different numbers (torchrun sets OMP_NUM_THREADS=1, others set nothing)."""
     torch.set_num_threads(1)
 
 
@@ -45,12 +45,12 @@ def use_deterministic_kernels(compiled: bool = False) -> None:
     """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility).
 
     Args:
-        compiled: What torch.compile makes is to do so too.
+        compiled: Include the kernels that torch.compile makes.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     if compiled:
         torch.use_deterministic_algorithms(True)
-    else:  # the same, without the import of Inductor: seconds of every start
+    else:  # the same without importing Inductor, which takes seconds
         torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that costs a pass per tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, for debugging
     torch.backends.cudnn.benchmark = False

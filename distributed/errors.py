@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+
+_SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")  # of Gloo's own C++
+
 
 class UserMistake(ValueError):
     """One line: what was got, why it cannot be, what to do. Every process raises the same text; the exit code is 2."""
@@ -10,9 +16,20 @@ class UserMistake(ValueError):
 class TrainingStopped(RuntimeError):
     """The run cannot go on (non-finite updates, a lost process); the exit code is 1.
 
-    ``alone``: this process found out by itself and says so; else all processes raise it and the root speaks.
+    ``alone``: only this process raises it and prints its text; otherwise all processes raise it and the root prints it.
     """
 
     def __init__(self, text: str, *, alone: bool = False) -> None:
         super().__init__(text)
         self.alone = alone
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's text, without places in C++ sources; the error's type where it has no text."""
+    text = _SOURCE_PLACE.sub("", str(error)).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip()
+
+
+def say(text: str) -> None:
+    """Print one line on stderr, behind the script's name."""
+    print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr, flush=True)

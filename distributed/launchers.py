@@ -1,4 +1,4 @@
-"""Who started this process? Read from the environment alone, before anything heavy is imported.
+"""Which launcher started this process: read from the environment alone, before anything heavy is imported.
 
 Sources: torchrun (pytorch.org, "Environment Variables"), DeepSpeed ``launcher/launch.py``, Horovod
 ``runner/gloo_run.py``, SLURM ``srun`` ("OUTPUT ENVIRONMENT VARIABLES") and Open MPI (``OMPI_COMM_WORLD_*``).
@@ -11,19 +11,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .errors import UserMistake
+
 DEFAULT_MASTER_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among all of them, as its launcher tells it."""
+    """This process's place among all processes, as its launcher says."""
 
     launcher: str  # "horovodrun", "deepspeed", "torchrun", "srun", "mpirun" or "python"
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     master_address: str = "127.0.0.1"
-    master_port: int | None = None  # None: the launcher says nothing, a free or default one is chosen
+    master_port: int | None = None  # None: the launcher sets none
     is_restart: bool = False  # the launcher started the processes again after some had failed
 
     @property
@@ -35,7 +37,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """The launch that the environment describes; plain ``python`` where it describes none.
 
     Raises:
-        ValueError: a launcher's variables are half there (one line that names the missing one).
+        UserMistake: some of a launcher's variables are missing (one line that names one of them).
     """
     env = os.environ if environ is None else environ
     if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
@@ -45,7 +47,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             local_rank=_integer(env, "HOROVOD_LOCAL_RANK", 0),
             world_size=_integer(env, "HOROVOD_SIZE"),
         )
-    # Some export WORLD_SIZE alone in a job script; together with another of torchrun's it is torchrun's.
+    # Some job scripts export WORLD_SIZE alone, so it counts as torchrun's only beside another of its variables.
     if "RANK" in env or ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
         # The deepspeed launcher sets torchrun's variables and two of its own.
         is_deepspeed = "CROSS_RANK" in env and "LOCAL_SIZE" in env and "TORCHELASTIC_RUN_ID" not in env
@@ -61,7 +63,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     # Before srun: mpirun starts its daemons with srun, whose variables its processes inherit.
     if _integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         if "MASTER_ADDR" not in env and env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
-            raise ValueError(
+            raise UserMistake(
                 "mpirun started this on several machines without MASTER_ADDR; add `-x MASTER_ADDR=<first host>`"
             )
         return Launch(
@@ -72,7 +74,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             master_address=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
         )
-    # A batch script run by SLURM has SLURM_PROCID too, without being one of several tasks: a step's size tells.
+    # SLURM_PROCID alone does not tell: SLURM sets it in a batch script too, which is one process.
     if _integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return Launch(
             "srun",
@@ -80,7 +82,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             local_rank=_integer(env, "SLURM_LOCALID", 0),
             world_size=_integer(env, "SLURM_STEP_NUM_TASKS"),
             master_address=env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", "")),
-            # Two jobs on one node must not meet on one port.
+            # Two jobs on one node need different ports.
             master_port=_integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000),
             is_restart=_is_restart(env),
         )
@@ -103,8 +105,8 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     if name not in env:
         if default is not None:
             return default
-        raise ValueError(f"the launcher did not set {name}; start the script with torchrun, srun or mpirun")
+        raise UserMistake(f"the launcher did not set {name}; start the script with torchrun, srun or mpirun")
     try:
         return int(env[name])
     except ValueError:
-        raise ValueError(f"{name}={env[name]!r} in the environment is not a number") from None
+        raise UserMistake(f"{name}={env[name]!r} in the environment is not a number") from None

@@ -1,4 +1,4 @@
-"""What engines are told before anything starts, and what they report of an update."""
+"""The settings of engines, and what engines report of an update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
 
 @dataclass(frozen=True)
 class Options:
-    """How engines update, resolved from arguments and configuration before anything starts."""
+    """How engines update; arguments and the backend's configuration are merged before anything starts."""
 
     plan: BatchPlan
     precision: str = "fp32"  # fp32, bf16 or fp16
@@ -27,9 +27,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Update:
-    """What one ``Engine.step`` did. Tensors stay on the device until somebody reads them."""
+    """What one ``Engine.step`` did. The tensors are on the device: reading them makes the host wait for it."""
 
     grad_norm: Tensor
     """L2 norm of the mean gradient before clipping, 0-d; the same on every process."""
     skipped: Tensor
-    """0-d bool: a non-finite value was met and nothing was changed."""
+    """0-d bool: a gradient was not finite, so nothing was changed."""
+    lr: float
+    """The learning rate that was really used, where a configuration overrules the script's."""

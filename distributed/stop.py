@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop, known to all processes at the same update.
+"""Signals that ask a run to stop, known to all processes after the same update.
 
-A scheduler may signal one process, some, or all, at different moments. Each process contributes its flag to an
-asynchronous sum that is read one update later: all of them stop after the same update, and none ever waits.
+A scheduler may signal one process, some, or all, at different moments. Each process adds its flag to an asynchronous
+sum that all read one update later. So all of them stop after the same update, and no update waits for the sum.
 """
 
 from __future__ import annotations
@@ -35,13 +35,9 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    @property
-    def signal_name(self) -> str:
-        """The signal that this process got, if any."""
-        return signal.Signals(self._received).name if self._received else "a signal at another process"
-
     def agreed(self, here: bool = False) -> bool:
-        """Collective, once per update: whether all processes stop now; ``here``: this one asks for it."""
+        """Collective, once per update: whether all processes stop now. ``here``: this process asks for it; with several
+        processes the answer comes one call late."""
         wanted = here or self._received is not None
         if self._comm.world_size == 1:
             return wanted
@@ -55,7 +51,7 @@ class StopRequest:
         return answer
 
     def drain(self) -> None:
-        """Leave no sum under way."""
+        """Wait for the sum that is under way, if there is one."""
         if self._pending is not None:
             self._pending[1].wait()
             self._pending = None

@@ -1,4 +1,4 @@
-"""The communicator over torch.distributed: NCCL on GPUs, Gloo on CPUs. PyTorch's and DeepSpeed's backends use it."""
+"""The communicator over torch.distributed: NCCL on GPUs, Gloo on CPUs. The ddp and deepspeed backends use it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor
 from .collectives import Handle
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# The watchdog speaks first, with names; the collectives' own timeout is the last resort behind it.
+# The watchdog's message names ranks, so collectives time out later than the watchdog.
 GRACE_SECONDS = 60
 
 
 def init_process_group(launch: Launch, device: torch.device, timeout_minutes: float) -> None:
     """Join the default process group, with rank and address from the launcher."""
-    # Imported later (Adam's first step does it), its default arguments would hold the group for ever; the group's
-    # threads would then outlive it, and one that frees a tensor while the interpreter goes down aborts the process.
+    # Adam's first step imports this module. If that happened after the group exists, the module's default arguments
+    # would keep the group's threads alive, and a thread that frees a tensor while the interpreter shuts down aborts it.
     import torch.distributed.nn  # noqa: F401
 
     os.environ.setdefault("MASTER_ADDR", launch.master_address)
     if launch.world_size > 1:
         os.environ.setdefault("MASTER_PORT", str(launch.master_port or DEFAULT_MASTER_PORT))
-    # DeepSpeed reads these wherever the process was started from.
+    # DeepSpeed reads these whatever launcher started the process.
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
     if device.type == "cuda":
         options["device_id"] = device
     if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
-        # Alone: no port is needed, and two such runs on one machine must not collide on one.
+        # One process needs no port, and two such runs on one machine must not collide on one.
         options["store"] = dist.HashStore()
     else:
-        # torchrun keeps its store when it starts the processes again: what the old ones wrote must not be read.
+        # torchrun keeps its store when it restarts the processes, which must not read what the old ones wrote.
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
         options["store"] = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    # Gloo also beside NCCL: small things on the CPU then never wait for the GPU.
+    # With NCCL, Gloo too: small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=launch.rank,
@@ -66,7 +66,7 @@ class TorchCommunicator:
             return tensor
         arriving = tensor.new_empty((rows, *tensor.shape[1:]))
         transfers = []
-        # Both ends know a size: where there is nothing to send, nobody waits for it.
+        # Both ends know the size: an empty tensor is neither sent nor waited for.
         if tensor.numel():
             transfers.append(dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world_size))
         if arriving.numel():
@@ -77,8 +77,6 @@ class TorchCommunicator:
 
 
 def leave_process_group(gracefully: bool) -> None:
-    """Destroy the group; after an error without a word to the others, who may be gone."""
-    if not dist.is_initialized():
-        return
-    if gracefully:
+    """Destroy the group; not after an error, because the other processes may be gone."""
+    if gracefully and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,33 +1,33 @@
-"""Ends a job whose process died or stalls, within a bounded time, and names the rank, the update and what it did.
+"""Ends a job within a bounded time when a process died or stalls, and names its rank, its update and what it did.
 
-Every process writes a heartbeat into a small store on the root, from a thread of its own: what its main thread is
-doing, and since how many marks. The root compares; its verdict goes back through the store. When the root itself is
-gone, the store is, and the others notice.
+A thread of every process writes heartbeats into a small store on the root: what its main thread is doing, and how many
+phases it has begun. The root compares them and writes its verdict into the store, where the others read it. If the root
+dies, the store dies with it, and the others notice.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import socket
-import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .errors import TrainingStopped
+from .errors import TrainingStopped, first_line, say
+from .launchers import Launch
 
 if TYPE_CHECKING:
-    from .base import Backend
+    import torch
+
+    from .collectives import Communicator
 
 HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
 SILENT_SECONDS = 60.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
 EXIT_CODE = 1
-_SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")  # of Gloo's own C++
 _LONGEST_TEXT = 200
 
 
@@ -50,18 +50,18 @@ class _Seen:
 
 
 class Watchdog:
-    """``mark`` costs an assignment; everything else happens in the thread."""
+    """``mark`` costs an assignment; everything else happens in threads. One process alone has none."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._rank, self._world_size = backend.rank, backend.world_size
-        self._timeout_seconds = backend.options.timeout_minutes * 60
+    def __init__(self, comm: Communicator, device: torch.device, launch: Launch, timeout_minutes: float) -> None:
+        self._rank, self._world_size = comm.rank, comm.world_size
+        self._timeout_seconds = timeout_minutes * 60
         self._mark = _Mark()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
         self._server: Any = None
         if self._world_size > 1:
-            self._connect(backend)
+            self._connect(comm, device, launch)
             self._answered_at = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
@@ -69,7 +69,7 @@ class Watchdog:
                 threading.Thread(target=self._watch_the_root, name="watchdog of the root", daemon=True).start()
 
     def mark(self, phase: str, *, update: int | None = None, collective: bool = False) -> None:
-        """The main thread begins ``phase``; ``collective`` says that it may wait for others there."""
+        """The main thread begins ``phase``; ``collective``: it may wait for other processes there."""
         last = self._mark
         self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective)
 
@@ -77,38 +77,41 @@ class Watchdog:
         """No more heartbeats: this process leaves on purpose."""
         if self._thread is not None and not self._stopping.is_set():
             self._stopping.set()
-            self._thread.join(timeout=DEAD_AFTER_SECONDS)  # for ever, if the root stands still
-            # Now, and not whenever the interpreter takes its objects down.
+            self._thread.join(timeout=DEAD_AFTER_SECONDS)  # it may hang if the root hangs
+            # Close the store now rather than while the interpreter shuts down.
             self._store = self._server = None
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
-        """Why the run ends, where there is more to say than the error itself: if it is the echo of another process's
-        end, whose."""
+        """Why the run ends, where the error itself does not say it: which process is lost, if ``error`` is a collective
+        that failed because of it. None where the error says it all."""
         if isinstance(error, TrainingStopped):
             return error
         if self._thread is None or not isinstance(error, RuntimeError | ConnectionError):
             return None
         lost = self._find_lost()
-        return TrainingStopped(f"rank {self._rank}: {lost} ({_first_line(error)})", alone=True) if lost else None
+        return TrainingStopped(f"rank {self._rank}: {lost} ({_short(error)})", alone=True) if lost else None
 
-    # The thread.
-
-    def _connect(self, backend: Backend) -> None:
+    def _connect(self, comm: Communicator, device: torch.device, launch: Launch) -> None:
         from torch.distributed import TCPStore
 
         from .collectives import gather_objects
 
-        hosts = gather_objects(socket.gethostname(), backend.comm, backend.device)
+        own_host = socket.gethostname()
+        hosts = gather_objects(own_host, comm, device)
         timeout = timedelta(seconds=30)
         address: tuple[str, int] | None = None
         if self._rank == 0:
-            host = "127.0.0.1" if len(set(hosts)) == 1 else _reachable_name(backend)
+            host = own_host if launch.master_port is None else launch.master_address
+            if len(set(hosts)) == 1:
+                host = "127.0.0.1"
             self._server = TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=timeout)
             address = (host, self._server.port)
-        host, port = gather_objects(address, backend.comm, backend.device)[0]
+        host, port = gather_objects(address, comm, device)[0]
         self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         self._store.set(self._key(self._rank), self._beat(0))
-        gather_objects(None, backend.comm, backend.device)  # from here on every key exists
+        gather_objects(None, comm, device)  # from here on every key exists
+
+    # In the threads.
 
     def _run(self) -> None:
         beats = 0
@@ -121,18 +124,18 @@ class Watchdog:
                     self._store.set("verdict", verdict)
                 if self._store.check(["verdict"]):
                     verdict = self._store.get("verdict").decode()
-                    if self._rank == 0:  # the store ends with this process: let the others read first
+                    if self._rank == 0:  # the store ends with this process: let the others read the verdict first
                         time.sleep(2 * HEARTBEAT_SECONDS)
                     self._end(verdict)
                 self._answered_at = time.monotonic()
             except Exception:
-                # The main thread usually learns the same from its next collective: it has the first word.
+                # Wait first: usually the main thread's next collective fails too, and its message says more.
                 if self._rank != 0 and not self._stopping.wait(3 * DEAD_AFTER_SECONDS):
                     self._end(f"rank 0 is gone, at update {self._mark.update}")
                 return
 
     def _watch_the_root(self) -> None:
-        """A root that is stopped, and its store with it, leaves questions unanswered for ever."""
+        """Ends this process if the root hangs, because ``_run`` then waits for the root's store for ever."""
         patience = max(self._timeout_seconds, 2 * DEAD_AFTER_SECONDS)
         thread = self._thread
         assert thread is not None
@@ -142,7 +145,7 @@ class Watchdog:
                 self._end(f"no progress for {minutes:g} minutes: rank 0 does not answer, at update {self._mark.update}")
 
     def _judge(self, seen: dict[int, _Seen]) -> str | None:
-        """The root's view: who has got nowhere for the whole timeout, and who is to blame for it?"""
+        """Run by the root: which ranks are dead, or made no progress for the whole timeout and hold up the others."""
         now = time.monotonic()
         beats = self._beats()
         for rank, beat in beats.items():
@@ -157,7 +160,7 @@ class Watchdog:
             return f"lost contact with {named}"
         stalled = [rank for rank in beats if now - seen[rank].progress_at > self._timeout_seconds]
         silent = [rank for rank in stalled if now - seen[rank].heard_at > DEAD_AFTER_SECONDS]
-        # Whoever waits for others in a collective is not to blame while anybody else stands still.
+        # A rank that waits for others in a collective is not to blame while a rank outside of one stands still.
         busy = [rank for rank in stalled if not beats[rank]["collective"]]
         if len(stalled) == self._world_size:
             behind = min(beat["update"] for beat in beats.values())
@@ -170,7 +173,7 @@ class Watchdog:
         return f"no progress for {self._timeout_seconds / 60:g} minutes: {named}"
 
     def _find_lost(self) -> str | None:
-        """After a failed collective: whose heartbeat has stopped?"""
+        """After a failed collective: the rank whose heartbeat has stopped, if there is one."""
         if self._rank != 0 and time.monotonic() - self._answered_at > 2 * DEAD_AFTER_SECONDS:
             return f"rank 0 does not answer, at update {self._mark.update}"
         try:
@@ -187,33 +190,18 @@ class Watchdog:
         return {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)}
 
     def _beat(self, beats: int) -> str:
-        mark = self._mark
-        return json.dumps(
-            {
-                "beats": beats,
-                "count": mark.count,
-                "phase": mark.phase,
-                "update": mark.update,
-                "collective": mark.collective,
-            }
-        )
+        return json.dumps({"beats": beats, **asdict(self._mark)})
 
     def _key(self, rank: int) -> str:
         return f"rank/{rank}"
 
     def _end(self, verdict: str) -> None:
-        """The main thread may hang inside a collective for ever: end the whole process."""
-        print(f"{os.path.basename(sys.argv[0])}: rank {self._rank}: stopped: {verdict}", file=sys.stderr, flush=True)
+        """End the whole process at once: its main thread may hang inside a collective."""
+        say(f"rank {self._rank}: stopped: {verdict}")
         os._exit(EXIT_CODE)
 
 
-def _reachable_name(backend: Backend) -> str:
-    """The name under which other machines reach the root."""
-    return socket.gethostname() if backend.launch.master_port is None else backend.launch.master_address
-
-
-def _first_line(error: BaseException) -> str:
-    """Without the places in Gloo's sources, cut between two words."""
-    text = _SOURCE_PLACE.sub("", str(error)).strip() or type(error).__name__
-    line = text.splitlines()[0].rstrip()
+def _short(error: BaseException) -> str:
+    """The error's first line, cut between two words where it is long."""
+    line = first_line(error)
     return line if len(line) <= _LONGEST_TEXT else line[:_LONGEST_TEXT].rsplit(" ", 1)[0] + " ..."

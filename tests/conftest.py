@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from tests.scripts import Script
+
+pytest.register_assert_rewrite("tests.scripts")
 torch.set_num_threads(1)
 
 
@@ -17,3 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "horovodrun" in item.name:
             item.add_marker(pytest.mark.skip(reason="Horovod 0.28.1 needs Python <= 3.11"))
+
+
+@pytest.fixture(scope="session")
+def run_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script], Path]:
+    """Eight updates of a script with everything around them. Tests only look at the folder."""
+
+    @cache
+    def run(script: Script) -> Path:
+        return script.train(tmp_path_factory.mktemp(script.name) / "run", *script.eight)
+
+    return run

@@ -10,51 +10,36 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.scripts import ROOT
+
+NO_SUCH_PYTHON = "no such Python: {}. Give one: scripts/install_horovod.sh .venv/bin/python"
 
 
-def install_horovod(tmp_path: Path, *arguments: str, path: str = os.environ["PATH"], **variables: str) -> str:
-    """What the script says on its way to exit code 1. It leaves nothing behind."""
+@pytest.mark.parametrize(
+    ("arguments", "variables", "error"),
+    [
+        (["nowhere/python"], {}, NO_SUCH_PYTHON.format("nowhere/python")),
+        ([], {"VIRTUAL_ENV": "/gone"}, NO_SUCH_PYTHON.format("/gone/bin/python")),
+        ([], {"PATH": "TOOLS"}, NO_SUCH_PYTHON.format("python3")),
+        ([sys.executable], {"HOROVOD_SDIST": "/nowhere/h.tgz"}, "HOROVOD_SDIST=/nowhere/h.tgz: no such file"),
+    ],
+    ids=["given", "of the environment", "on the path", "archive"],
+)
+def test_horovod_names_the_file_that_is_not_there_and_leaves_nothing_behind(
+    arguments: list[str], variables: dict[str, str], error: str, tmp_path: Path
+) -> None:
     (tmp_path / "tmp").mkdir()
-    bash = shutil.which("bash")
-    assert bash is not None
-    finished = subprocess.run(
-        [bash, str(ROOT / "scripts" / "install_horovod.sh"), *arguments],
-        env={"PATH": path, "TMPDIR": str(tmp_path / "tmp"), "TANDEM_CACHE": str(tmp_path / "cache"), **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 1 and finished.stdout == ""
-    assert not list((tmp_path / "tmp").iterdir())
-    return finished.stderr
-
-
-def no_such_python(wanted: str) -> str:
-    return f"install_horovod: error: no such Python: {wanted}. Give one: scripts/install_horovod.sh .venv/bin/python\n"
-
-
-def test_horovod_names_the_python_that_was_given(tmp_path: Path) -> None:
-    assert install_horovod(tmp_path, "nowhere/python") == no_such_python("nowhere/python")
-
-
-def test_horovod_names_the_python_of_an_environment_that_is_gone(tmp_path: Path) -> None:
-    gone = str(tmp_path / "gone")
-    assert install_horovod(tmp_path, VIRTUAL_ENV=gone) == no_such_python(f"{gone}/bin/python")
-
-
-def test_horovod_names_the_python_that_is_not_on_the_path(tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
+    tools = tmp_path / "tools"  # without a Python
     tools.mkdir()
     for tool in ("mktemp", "rm"):
-        found = shutil.which(tool)
-        assert found is not None
-        (tools / tool).symlink_to(found)
-    assert install_horovod(tmp_path, path=str(tools)) == no_such_python("python3")
-
-
-def test_horovod_names_an_archive_that_is_not_there(tmp_path: Path) -> None:
-    said = install_horovod(tmp_path, sys.executable, HOROVOD_SDIST="/nowhere/horovod.tgz")
-    assert said == "install_horovod: error: HOROVOD_SDIST=/nowhere/horovod.tgz: no such file\n"
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path / "tmp"), "TANDEM_CACHE": str(tmp_path / "cache")}
+    environment |= {name: str(tools) if value == "TOOLS" else value for name, value in variables.items()}
+    command = [str(shutil.which("bash")), str(ROOT / "scripts" / "install_horovod.sh"), *arguments]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert finished.stderr == f"install_horovod: error: {error}\n"
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def fake_python(path: Path, version: tuple[int, int]) -> Path:

@@ -1,43 +1,26 @@
 """Exponential moving average of a model's weights."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 Gathered = Callable[[], AbstractContextManager[nn.Module]]
-
-
-class AveragedWeights(Protocol):
-    """What the scripts use; `make_ema` chooses the implementation."""
-
-    def update(self, gathered: Gathered) -> None:
-        """Count one update of the weights. Collective."""
-
-    def averages(self) -> dict[str, Any]:
-        """Models to evaluate beside the trained one, by name: {"ema": module}, or nothing."""
-
-    def best(self, module: Any) -> Any:
-        """The model to keep: the average, or `module` itself where there is none."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it; a state that does not fit is a ValueError."""
 
 
 class ExponentialMovingAverage:
     """Average a <- d a + (1 - d) w after every update, with d = min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
 
-    The smaller d of the first updates keeps the random initial weights from lingering; it is the rule of
+    The smaller d of the first updates removes the random initial weights from the average sooner; it is the rule of
     TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`. Buffers are copied, not averaged.
 
     Args:
-        module: The model to start from, before anything wraps or shards it. It is copied.
+        module: The model before it is wrapped or sharded; the average starts from a copy of it.
         decay: In (0, 1).
     """
 
@@ -49,30 +32,28 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self, gathered: Gathered) -> None:
-        """Take in the weights after one update.
+        """Add the weights after one update. Collective.
 
         Args:
-            gathered: A context in which every process sees a module with the full fp32 weights.
+            gathered: Gives a context in which every process holds a module with the full fp32 weights.
         """
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         with gathered() as module:
-            self._lerp(module.state_dict(), decay)
-
-    def _lerp(self, tensors: Mapping[str, Tensor], decay: float) -> None:
-        averages = dict(self.module.named_parameters())
-        weights = [tensors[name].to(average) for name, average in averages.items()]
-        torch._foreach_lerp_(list(averages.values()), weights, 1 - decay)
-        for name, buffer in self.module.named_buffers():
-            if name in tensors:
-                buffer.copy_(tensors[name])
+            tensors = module.state_dict()
+            averages = dict(self.module.named_parameters())
+            weights = [tensors[name].to(average) for name, average in averages.items()]
+            torch._foreach_lerp_(list(averages.values()), weights, 1 - decay)
+            for name, buffer in self.module.named_buffers():
+                if name in tensors:
+                    buffer.copy_(tensors[name])
 
     def averages(self) -> dict[str, Any]:
-        """{"ema": the averaged model}."""
+        """Models to evaluate beside the trained one, by name: {"ema": the averaged model}."""
         return {"ema": self.module}
 
     def best(self, module: Any) -> Any:
-        """The averaged model."""
+        """The model to keep: the averaged one."""
         return self.module
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,7 +72,7 @@ class ExponentialMovingAverage:
 
 
 class NoAverage:
-    """`--ema_decay 0`."""
+    """Stands for the average with `--ema_decay 0`: the trained model itself is kept."""
 
     def update(self, gathered: Gathered) -> None:
         pass
@@ -112,6 +93,6 @@ class NoAverage:
             )
 
 
-def make_ema(module: nn.Module, decay: float) -> AveragedWeights:
+def make_ema(module: nn.Module, decay: float) -> ExponentialMovingAverage | NoAverage:
     """The average of `module` with `decay`, or none for 0."""
     return ExponentialMovingAverage(module, decay) if decay > 0 else NoAverage()

@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a run after a crash, sees the old content or the new, never a part."""
+"""Writing files so that a reader, or a run after a crash, sees either the old or the new content, never a part."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-_LOCK_SECONDS = 10.0  # a launcher that starts processes again may not have ended all of the old ones
+_LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -25,12 +25,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def hold(path: Path) -> TextIO:
-    """Lock a file for as long as this process lives and keeps what is returned; wait a little for one that is ending.
+    """Lock a file until the returned file is closed or this process ends. Waits up to 10 s for another process.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process holds the lock.
     """
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 kept open
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 stays open, because closing it would release the lock
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 
-# Half of the spacing of the uniform numbers: stands in for an exact 0, whose logarithm is infinite.
+# Replaces an exact 0, whose logarithm is infinite: half the distance between two uniform numbers.
 _SMALLEST_UNIFORM = 2.0**-25
 
 
@@ -26,13 +26,13 @@ def splitmix64(word: int) -> int:
 class Noise:
     """Random tensors that do not depend on rank, batch composition or the order of calls.
 
-    Every sample is drawn from a Philox generator (Salmon et al. 2011) with a 64-bit key of its own: NumPy's on the CPU,
-    because torch's CPU generator keeps 32 bits of its seed, torch's elsewhere. Values therefore differ between the CPU
-    and a GPU, and may differ between kinds of GPU.
+    Every sample has its own Philox generator (Salmon et al. 2011) with a 64-bit key: on the CPU NumPy's, because
+    torch's CPU generator uses only 32 bits of its seed; on other devices torch's. So values differ between the CPU and
+    a GPU, and may differ between kinds of GPU.
 
     Args:
         seed: Of the run.
-        stream: Name of the use, such as "gumbel": streams of different names are independent.
+        stream: Name of the noise, such as "gumbel"; streams of different names are independent.
     """
 
     def __init__(self, seed: int, stream: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -15,13 +15,11 @@ from ..hashing import Draws, derive_key
 from ..tokenizers import Tokenizer
 from .sets import Sounds, open_sounds
 
-_ON_THE_DEVICE = ("waveforms", "tokens", "caption_ids")
-
 
 class SoundBatch(TypedDict):
     """waveforms: float32 (b, clip_samples) in [-1, 1]; tokens: int64 (b, max_text_tokens); lengths: how many of them
     count; captions: what the tokens were, in training one of several drawn for each epoch, in validation the first;
-    caption_ids: int64 (b,), equal where the captions are; positions and ids: as in `Batch`; all_captions, labels: all
+    caption_ids: int64 (b,), equal where the captions are; positions and ids: see `Feed`; all_captions, labels: all
     captions of each sound, and its class (None where it has none)."""
 
     waveforms: Tensor
@@ -99,9 +97,8 @@ def caption_id(caption: str) -> int:
     return derive_key("caption", caption) - (1 << 63)
 
 
-class SoundFeed:
-    """Opens a set of sounds, splits it by seed, and gives each process its part of every batch. Every process calls
-    every method, in the same order.
+def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokenizer) -> Feed[SoundBatch]:
+    """The feed of a script that trains on sounds and captions.
 
     Args:
         args: The shared arguments (`add_run_arguments`), and audio_data, sample_rate, clip_seconds and split_seed.
@@ -112,62 +109,10 @@ class SoundFeed:
         UserMistake: one line, where there are no such sounds or too few.
     """
 
-    def __init__(self, args: argparse.Namespace, processes: Processes, tokenizer: Tokenizer) -> None:
-        def open_set() -> CaptionedSounds:
-            sounds = open_sounds(
-                args.audio_data, sample_rate=args.sample_rate, clip_seconds=args.clip_seconds, seed=args.seed
-            )
-            return CaptionedSounds(sounds, tokenizer, args.seed)
+    def open_set() -> CaptionedSounds:
+        sounds = open_sounds(
+            args.audio_data, sample_rate=args.sample_rate, clip_seconds=args.clip_seconds, seed=args.seed
+        )
+        return CaptionedSounds(sounds, tokenizer, args.seed)
 
-        self._processes = processes
-        self._feed = Feed(open_set, args, processes, split_seed=args.split_seed, noun="sound", collate=collate_sounds)
-        assert isinstance(self._feed.samples, CaptionedSounds)
-        self.sounds: Sounds = self._feed.samples.sounds
-        self.train_set, self.valid_set = self._feed.train_set, self._feed.valid_set
-        self.bad_samples = self._feed.bad_samples  # a part of the checkpoint
-
-    def start(self, start_samples: int) -> SoundBatch:
-        """Begin at a position of the endless order of samples; the first batch, on the device. Ends here, on all
-        processes, where nothing can be read."""
-        batch, preview = self._feed.start(start_samples)
-        self._preview = self._on_device(preview)
-        return self._on_device(batch)
-
-    def next(self) -> SoundBatch:
-        """The next batch of the order, on the device."""
-        return self._on_device(self._feed.next())
-
-    def validation(self) -> Iterator[SoundBatch]:
-        """The validation split once, over all processes together, on the device."""
-        return (self._on_device(batch) for batch in self._feed.validation())
-
-    def preview(self, count: int) -> dict[str, Any]:
-        """At most `count` sounds, the same on every process: the first of the validation split, the same at every
-        start, or of this start's first batch where there is none. Called right after `start`, once.
-
-        Returns:
-            waveforms, tokens, lengths, captions, all_captions and labels, as in `SoundBatch`.
-        """
-        tensors: dict[str, list[Tensor]] = {"waveforms": [], "tokens": []}
-        lists: dict[str, list[Any]] = {"lengths": [], "captions": [], "all_captions": [], "labels": []}
-        for batch in [self._preview, *map(self._on_device, self._feed.further_previews(count))]:
-            # Those alone that are shown go around: of a large batch, the rest is many times as much.
-            first = sum(position < count for position in batch["positions"])
-            for key, parts in tensors.items():
-                parts.append(self._processes.gather(batch[key][:first]))
-            for key, values in lists.items():
-                values += [value for part in self._processes.gather_objects(batch[key][:first]) for value in part]
-        return {key: torch.cat(parts) for key, parts in tensors.items()} | lists
-
-    def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say what any process could not read since the last call, each file once. Collective.
-
-        Raises:
-            UserMistake: there are too many to go on.
-        """
-        self._feed.report_bad_samples(say)
-
-    def _on_device(self, batch: dict[str, Any]) -> Any:
-        """The batch without its bad samples: every list in it has an entry per sound, and can be cut like a tensor."""
-        moved = {key: batch[key].to(self._processes.device, non_blocking=True) for key in _ON_THE_DEVICE}
-        return {**{key: value for key, value in batch.items() if key != "bad"}, **moved}
+    return Feed(open_set, args, processes, split_seed=args.split_seed, noun="sound", collate=collate_sounds)

@@ -1,4 +1,4 @@
-"""One file per backend. A new file with a Backend subclass in it is a new backend: nothing else lists them."""
+"""One file or folder per backend. A new one that holds a Backend subclass is a new backend: nothing else lists them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""PyTorch over NCCL or Gloo: torchrun, srun, mpirun, or anything else that sets RANK and WORLD_SIZE."""
+"""PyTorch over NCCL or Gloo, started by torchrun, srun, mpirun, or anything else that sets RANK and WORLD_SIZE."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from ..base import Backend, Engine
+from ..base import Backend
 from ..launchers import Launch
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 class DDPBackend(Backend):
@@ -33,15 +28,3 @@ class DDPBackend(Backend):
         from ..torch_comm import leave_process_group
 
         leave_process_group(gracefully)
-
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        name: str = "model",
-        max_grad_norm: float | None = None,
-    ) -> Engine:
-        from ..engines.replicated import ReplicatedEngine
-
-        return ReplicatedEngine(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)

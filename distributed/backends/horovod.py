@@ -1,8 +1,8 @@
-"""Horovod: its communication, our engine.
+"""Horovod's communication under the engine of every replicating backend.
 
-``hvd.DistributedOptimizer`` is left out on purpose: it starts with empty state, hides when gradients are reduced and
-fuses tensors in the order in which they happen to arrive. Our buckets are already fused, so Horovod's own fusion is
-switched off and the order of every sum is fixed.
+``hvd.DistributedOptimizer`` is not used: it starts with empty state, hides when gradients are reduced and fuses tensors
+in the order of arrival. The engine's buckets are fused already, so Horovod's own fusion is switched off and the order
+of every sum is fixed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..base import Backend, Engine
+from ..base import Backend
 from ..errors import UserMistake
 from ..launchers import Launch
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class HorovodBackend(Backend):
@@ -44,7 +43,7 @@ class HorovodBackend(Backend):
 
     def connect(self) -> None:
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; without fusion there is nothing to wait for
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse
         import horovod.torch as hvd
 
         from ..devices import local_device
@@ -67,21 +66,9 @@ class HorovodBackend(Backend):
         if gracefully:
             hvd.shutdown()
 
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        name: str = "model",
-        max_grad_norm: float | None = None,
-    ) -> Engine:
-        from ..engines.replicated import ReplicatedEngine
-
-        return ReplicatedEngine(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
-
 
 class HorovodCommunicator:
-    """Sums only: Horovod's averages truncate integers, and bf16 is refused (nothing here sends it)."""
+    """Only sums, because Horovod's averages truncate integers. Horovod refuses bf16, which is never sent."""
 
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd

@@ -1,45 +1,40 @@
-"""One process: debugging, one GPU, and the numbers that every other backend is compared with."""
+"""One process: for debugging, for one GPU, and as the reference for the numbers of every other backend."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from ..base import Backend, Engine
+from ..base import Backend
+from ..errors import UserMistake
 from ..launchers import Launch
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from ..options import Options
 
 
 class SingleBackend(Backend):
     name = "single"
     launch_order = 90
 
+    def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
+        super().__init__(Launch("python", is_restart=launch.is_restart), options, args)
+
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
         return launch.launcher == "python"
+
+    @classmethod
+    def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
+        if launch.world_size > 1:  # each process would train alone, and overwrite the others' files
+            raise UserMistake(
+                f"--distributed_backend single, but {launch.launcher} started {launch.world_size} processes; "
+                "start the script with python, or leave the choice to auto"
+            )
 
     def connect(self) -> None:
         from ..collectives import Alone
         from ..devices import local_device
 
-        self.rank, self.local_rank, self.world_size = 0, 0, 1
         self.device = local_device(self.local_rank)
         self.comm = Alone()
 
     def disconnect(self, gracefully: bool) -> None:
         return None
-
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        name: str = "model",
-        max_grad_norm: float | None = None,
-    ) -> Engine:
-        from ..engines.replicated import ReplicatedEngine
-
-        return ReplicatedEngine(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)

@@ -1,33 +1,75 @@
-"""The contract Engine: one model spread over the processes, and the optimizer that steps it."""
+"""The contract Engine: one model spread over the processes, and the optimizer that updates it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..options import Update
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
+    import torch
     from torch import Tensor, nn
+
+    from ..base import Backend
 
 
 class Engine(ABC):
-    """One model spread over the processes, and the optimizer that steps it.
+    """One model spread over the processes, and the optimizer that updates it.
 
     Several engines live side by side. In a GAN, the generator's step runs inside ``discriminator.frozen()`` and calls
     ``discriminator.module(...)``; the discriminator's step calls ``discriminator(...)`` on detached images.
+
+    What all engines do alike is written here. An engine of its own brings ``_add_gradients``, ``_update``,
+    ``gathered``, ``live_state`` and ``load_state_dict``.
     """
 
     module: nn.Module
     """The bare model: for its attributes, for train()/eval(), and to be called while frozen."""
 
-    @abstractmethod
+    _is_sharded = False
+    """Whether the processes hold different weights, so that there are no copies to compare."""
+    _sets_own_lr = False
+    """Whether a scheduler of the backend sets the learning rate, so that the script's is ignored."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str,
+        max_grad_norm: float | None,
+    ) -> None:
+        from .finite import SkipGuard
+        from .replicas import check_replicas
+
+        options = backend.options
+        check_replicas(model, "before training", backend.gather_objects)
+        self.module, self._optimizer, self._name, self._backend = model, optimizer, name, backend
+        self._plan = options.plan
+        self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
+        self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
+        self._is_frozen = self._is_plain = False
+        self._micro_batch: int | None = None
+        self._updates = 0
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass, under the chosen precision."""
+        if self._is_frozen:
+            raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
+        self._backend.watchdog.mark("forward", update=self._updates)
+        if self._is_plain:
+            return self._plain_forward(*args, **kwargs)
+        with self._backend.autocast():
+            return self.module(*args, **kwargs)
 
-    @abstractmethod
+    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass in fp32 and uncompiled."""
+        return self.module.forward(*args, **kwargs)
+
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """This process's batch in ``grad_accum_steps`` equal parts, tensors on the device. The loop body runs
         forward and backward on each; backward divides the loss by their number.
@@ -35,8 +77,13 @@ class Engine(ABC):
         Raises:
             ValueError: a value's first dimension is not the local batch size.
         """
+        from .micro import split_batch
 
-    @abstractmethod
+        for index, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+            self._micro_batch = index
+            yield part
+        self._micro_batch = None
+
     def backward(
         self,
         loss: Tensor,
@@ -46,7 +93,7 @@ class Engine(ABC):
         retain_graph: bool = False,
     ) -> None:
         """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Other engines' models
-        are to be frozen: what else a loss reaches depends on the backend and on ``--batch_parts``.
+        must be frozen: what else a loss reaches depends on the backend and on ``--batch_parts``.
 
         Without ``items`` each micro-batch counts the same. With them, ``loss`` is a mean over ``items`` things here
         and the update is the mean over the ``total`` things of all processes and micro-batches.
@@ -54,50 +101,95 @@ class Engine(ABC):
         Raises:
             RuntimeError: the engine is frozen, or cannot keep the graph (``retain_graph`` at ZeRO 3).
         """
+        from .micro import backward_weight
+
+        if self._is_frozen:
+            raise RuntimeError("this engine is frozen: its update is not under way")
+        self._backend.watchdog.mark("backward", update=self._updates)
+        self._add_gradients(loss, backward_weight(items, total, self._plan), retain_graph)
+        self._backend.watchdog.mark("computing")
 
     @abstractmethod
+    def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
+        """Add the gradients of ``weight`` x ``loss``; the update is their sum over all calls and processes."""
+
     def step(self) -> Update:
         """Reduce, unscale, agree on finiteness, clip, update the weights, and forget the gradients.
 
         Raises:
-            TrainingStopped: too many updates in a row were not finite.
+            TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.
         """
+        from .replicas import check_replicas
+
+        self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
+        rate = self.lr  # before a scheduler of the backend's own moves it on
+        norm, finite = self._update()
+        self._updates += 1
+        self._backend.watchdog.mark("computing", update=self._updates)
+        self._guard.after_update(finite, self._updates)
+        every = self._backend.options.check_replicas_every_n_steps
+        if self._backend.world_size > 1 and not self._is_sharded and every > 0 and self._updates % every == 0:
+            when = f"after update {self._updates} of {self._name}"
+            check_replicas(self.module, when, self._backend.gather_objects)
+        return Update(norm, ~finite, rate)
 
     @abstractmethod
-    def frozen(self) -> AbstractContextManager[None]:
+    def _update(self) -> tuple[Tensor, Tensor]:
+        """One optimizer step, or none where a gradient is not finite; the gradients are then forgotten. Calls
+        ``about_to_update`` of the backend first. Returns ``Update``'s norm, and whether it is finite (0-d bool)."""
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
         """No gradient reaches this model's parameters; calls must go through ``module``."""
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        self._is_frozen = True
+        try:
+            yield
+        finally:
+            self._is_frozen = False
+            for parameter in trainable:
+                parameter.requires_grad_(True)
 
-    @abstractmethod
-    def twice_differentiable(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def twice_differentiable(self) -> Iterator[None]:
         """Calls inside run in fp32 and uncompiled, and their weights stay whole until the update, so that gradients of
         gradients can be taken: for a penalty. (ZeRO 3 with weights of low precision computes in these.)"""
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
 
     @abstractmethod
     def gathered(self) -> AbstractContextManager[Any]:
         """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
 
     @property
-    @abstractmethod
     def lr(self) -> float:
         """The learning rate that the optimizer will really use (of its first parameter group)."""
+        return float(self._optimizer.param_groups[0]["lr"])
 
     @lr.setter
-    @abstractmethod
-    def lr(self, value: float) -> None: ...
+    def lr(self, value: float) -> None:
+        if not self._sets_own_lr:
+            for group in self._optimizer.param_groups:
+                group["lr"] = value
 
     @property
-    @abstractmethod
     def skipped_updates(self) -> int:
         """Updates skipped so far because of non-finite values."""
+        return int(self._guard.total)
 
     @abstractmethod
     def live_state(self) -> dict[str, Any]:
         """Collective, backend-neutral: ``weights`` (fp32, by name), ``optimizer`` (``step`` and ``moments`` by slot and
         parameter name), ``scaler``, ``updates``, ``skipped_updates``.
 
-        For checkpoints: without copies. A tensor may change with the next update (``Backend.before_update``); where it
-        is sharded a function stands for it, which every process calls in the same order, and which gives a full
-        tensor that nobody else will change."""
+        For checkpoints, without copies. A tensor may change with the next update (``Backend.before_update``). A sharded
+        tensor is a function that every process calls in the same order; it returns a full tensor that nobody else will
+        change."""
 
     def state_dict(self) -> dict[str, Any]:
         """``live_state`` as plain tensors on the CPU that nobody else will change, on every process. Collective."""

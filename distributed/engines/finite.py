@@ -1,4 +1,4 @@
-"""Updates with non-finite values: skipped by everybody, counted without waiting for the host, explained at the end."""
+"""Updates with non-finite values: skipped by every process, counted on the device, explained when they stop the run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..errors import TrainingStopped
 class SkipGuard:
     """Counts skipped updates and stops the run after ``limit`` in a row, naming rank and tensor.
 
-    The decision itself is the gradient norm's: it is non-finite on every process as soon as one process has one
-    non-finite gradient (a non-finite loss poisons its gradients), so all of them agree without a further message.
-    On an accelerator the count is read one update late, so that the host never waits for it.
+    The gradient norm decides: it is non-finite on every process as soon as one process has one non-finite gradient (a
+    non-finite loss makes its gradients NaN), so all processes agree without another message. On an accelerator the
+    count is read one update late, so that the host never waits for it.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class SkipGuard:
         if self._hooks and not bool(torch.isfinite(loss.detach()).all()):
             self._findings.insert(0, f"the loss is {loss.detach().float().mean().item()}")
         if not isinstance(factor, Tensor):
-            factor = torch.full((), factor, device=loss.device)  # filled there: a copy would wait for the device
+            factor = torch.full((), factor, device=loss.device)  # a copy to the device would wait for it
         factor = factor.to(loss.dtype)
         return torch.where(torch.isfinite(loss.detach()), factor, torch.nan)
 
     def after_update(self, finite: Tensor, update: int) -> None:
-        """Take note of update number ``update``; ``finite`` is a bool tensor, the same on every process.
+        """Count update number ``update``; ``finite`` is a bool tensor, the same on every process.
 
         Raises:
             TrainingStopped: ``limit`` updates in a row were skipped.
@@ -58,14 +58,12 @@ class SkipGuard:
         self._findings = []
 
     def _read(self) -> int:
-        if self._device.type == "cpu":
-            return int(self._in_a_row)
-        if self._hooks:  # already in trouble: exactness before speed
+        if self._device.type == "cpu" or self._hooks:  # after a skipped update the exact count matters more than speed
             return int(self._in_a_row)
         value = 0
         if self._reading is not None:
             copy, event = self._reading
-            event.synchronize()  # an update old: long done, and read at the same update on every process
+            event.synchronize()  # it ended an update ago; every process reads it after the same update
             value = int(copy)
         copy = torch.empty((), dtype=torch.int64, pin_memory=True)
         copy.copy_(self._in_a_row, non_blocking=True)
@@ -75,7 +73,7 @@ class SkipGuard:
         return value
 
     def _watch(self) -> None:
-        """From now on look at each local gradient before it meets the other processes' ones."""
+        """From now on look at each local gradient before the processes' gradients are summed."""
         self._reading = None
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
@@ -88,7 +86,7 @@ class SkipGuard:
 
     def _finder(self, name: str) -> Callable[[Tensor], None]:
         def find(grad: Tensor) -> None:
-            # The first in backward order is nearest to the cause.
+            # The first non-finite gradient in backward order is nearest to the cause.
             if not self._findings and not bool(torch.isfinite(grad).all()):
                 kind = "nan" if bool(torch.isnan(grad).any()) else "inf"
                 self._findings.append(f"the gradient of {name} holds {kind}")

@@ -1,21 +1,20 @@
-"""Small things that every engine does alike: cut a batch, weigh a loss, shut gradients off."""
+"""What every engine computes alike: parts of a batch, the weight of a loss, the norm of a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batch import BatchPlan
 
 
 def split_batch(batch: Mapping[str, Any], plan: BatchPlan, device: torch.device) -> list[dict[str, Any]]:
-    """``grad_accum_steps`` consecutive parts of a local batch. Tensors go to the device; lists are cut alike; what is
-    neither is handed on as it is. With ``batch_parts``, parts are copies: where one begins in the local batch depends
-    on the number of processes, and products of matrices may round otherwise at another address.
+    """``grad_accum_steps`` consecutive parts of a local batch. Tensors are cut and go to the device, lists are cut, and
+    every part gets all other values unchanged. With ``batch_parts``, parts are copies: where a part begins in the local
+    batch depends on the number of processes, and matrix products may round differently at another address.
 
     Raises:
         ValueError: a tensor or list does not hold ``local_batch_size`` entries.
@@ -36,8 +35,8 @@ def split_batch(batch: Mapping[str, Any], plan: BatchPlan, device: torch.device)
 
 
 def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan: BatchPlan) -> float | Tensor:
-    """The factor of a loss such that the sum over all backward calls of all processes is the update's. It does not
-    depend on how many processes share the parts of the batch."""
+    """The factor of a loss: the sum of the weighted losses over all backward calls of all processes is the update's
+    loss. The factor does not depend on how many processes share the parts of the batch."""
     if (items is None) != (total is None):
         raise ValueError("backward(loss, items=..., total=...) needs both or neither")
     if items is None or total is None:
@@ -46,24 +45,10 @@ def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm over all tensors, 0-d fp64: a sum of millions of squares in fp32 would depend on its order in the fifth
-    digit."""
+    """L2 norm over all tensors, 0-d fp64: in fp32 the fifth digit would depend on the order of summation."""
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]).sum().sqrt()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to divide gradients of this norm by so that it is at most ``max_norm`` (0: no limit); 0-d fp64, >= 1."""
+    """Gradients of norm ``norm`` divided by this have at most norm ``max_norm`` (0: no limit); 0-d fp64, >= 1."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
-
-
-@contextmanager
-def no_gradients(module: nn.Module) -> Iterator[None]:
-    """Parameters that ask for gradients do not, for a while."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)

@@ -20,7 +20,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
     moments: dict[str, dict[str, Tensor]] = {}
     for parameter, slots in optimizer.state.items():
         if parameter not in names:
-            continue  # held by the optimizer, trained by nobody
+            continue  # a frozen parameter
         for slot, value in slots.items():
             if slot == "step":
                 step = max(step, int(value))
@@ -58,10 +58,10 @@ def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
 def unfuse(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer step without its fused kernel.
 
-    On CPUs that kernel rounds the last numbers of a tensor, those that fill no vector register, unlike the others
-    (measured for Adam with PyTorch 2.15 and AVX-512: a quarter of exp_avg_sq differs where all parameters are that
-    short; a x b + c in one rounding there would explain it). Which numbers these are depends on how ZeRO cuts the
-    parameters. One elementary operation after the other rounds all of them alike (measured too).
+    On CPUs the fused kernel rounds the last numbers of a tensor, which do not fill a vector register, differently from
+    the others (measured for Adam with PyTorch 2.15 and AVX-512: a quarter of exp_avg_sq differs where all parameters
+    are that short; a x b + c with one rounding would explain it). ZeRO's cuts decide which numbers come last.
+    Elementary operations, one after the other, round all numbers alike (measured too).
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -70,8 +70,8 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def live_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Weights and persistent buffers by name. What updates train is not copied; the rest is, because a forward pass may
-    change it (running statistics, codebooks)."""
+    """Weights and persistent buffers by name. Trained weights are not copied; the others are, because a forward pass
+    may change them (running statistics, codebooks)."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {
         name: tensor.detach() if name in trained else tensor.detach().clone()
@@ -80,7 +80,7 @@ def live_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def owned(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with CPU tensors of its own, in place of live ones and of functions that fetch one."""
+    """A copy of a state: live tensors, and functions that fetch one, become CPU tensors that only the copy holds."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -93,21 +93,21 @@ def owned(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def neutral_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The saved form; ``slots`` tells later whether all of the moments are still there."""
+    """The saved form; loading compares ``slots`` with the moments to see whether all were saved."""
     return {"type": kind(optimizer), "step": step, "slots": sorted(moments), "moments": moments}
 
 
 def kind(optimizer: torch.optim.Optimizer) -> str:
-    """What an optimizer's moments mean: all of the Adams keep the same two."""
+    """The name under which an optimizer's moments are saved: all variants of Adam keep the same two."""
     name = type(optimizer).__name__
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam") else name
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-    """The state is of such an optimizer, and every slot holds exactly the named parameters, in their shapes.
+    """Check that the state is of such an optimizer, and that every slot holds the named parameters in these shapes.
 
     Raises:
-        ValueError: with the first thing that is wrong.
+        ValueError: naming the first mistake.
     """
     if state["type"] != kind(optimizer):
         raise ValueError(
@@ -120,10 +120,10 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sh
 
 
 def check_names(what: str, got: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
-    """``got`` holds exactly the names of ``shapes``, in those shapes.
+    """Check that ``got`` holds exactly the names of ``shapes``, in those shapes.
 
     Raises:
-        ValueError: with the first name that is wrong.
+        ValueError: naming the first mistake.
     """
     if missing := sorted(set(shapes) - set(got)):
         raise ValueError(f"{what} of {missing[0]} is missing ({len(missing)} in all)")

@@ -1,11 +1,11 @@
 """Gradients of one model, kept apart by part of the batch and added in an order that depends on the parts alone.
 
-``--batch_parts N`` cuts each update's batch into N equal parts wherever they run. What a sum of fp32 numbers rounds to
+``--batch_parts N`` cuts each update's batch into N equal parts, on any number of processes. The rounding of an fp32 sum
 depends on the order of its additions, so the order is fixed: neighbours are added in pairs, the pairs in pairs, and so
-on while their number is even; what remains is added from the left. A process holds consecutive parts. It makes those
-sums whose terms it has, and the rest are made of what all have gathered: the same additions, whoever does them. So the
-result has the same bits on every number of processes, and rounds as an fp32 sum does. (A sum in fp64 would need no
-order only as long as it happens to be exact: not where parts differ in size by more than 2^29, or cancel.)
+on while their number is even; the remaining sums are added from the left. A process holds consecutive parts and adds
+those of its own; then the processes gather these sums and each of them makes the remaining additions. Every addition is
+the same on any number of processes, and so are the bits of the result. (Sums in fp64 would not be independent of the
+order: they are inexact where parts differ in size by more than 2^29, or cancel.)
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .reducer import BUCKET_BYTES, split_by_size, view_like
 
 
 class GradientParts:
-    """Stands where ``GradientReducer`` does: any number of ``backward`` per part, ``finish``, ``zero_``.
+    """Used as ``GradientReducer`` is: any number of ``backward`` per part, then ``finish``, then ``zero_``.
 
-    The gradients come from ``torch.autograd.grad``, so that whatever listens at the parameters, as DeepSpeed does,
-    hears nothing of them, and none goes to a parameter of another model.
+    The gradients come from ``torch.autograd.grad``, so that they trigger no hooks of the parameters, such as
+    DeepSpeed's, and reach no parameter of another model.
 
     Args:
         parameters: Those that are trained, in full size (ZeRO 3 may empty them later).
-        parts: How many of the batch's parts are this process's.
+        parts: The number of parts that this process computes.
     """
 
     def __init__(self, parameters: list[nn.Parameter], comm: Communicator, parts: int) -> None:
@@ -51,8 +51,8 @@ class GradientParts:
         return {parameter: views[0] for parameter, views in self._views.items()}
 
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
-        """Add d loss / d parameter x ``gradient``, of part number ``micro_batch`` of this process (None: of none of
-        them; it counts to the first)."""
+        """Add d loss / d parameter x ``gradient`` to part number ``micro_batch`` of this process (None: the loss is of
+        no part, and is added to the first)."""
         found = torch.autograd.grad(
             loss, self.parameters, gradient, retain_graph=retain_graph, allow_unused=True, materialize_grads=False
         )
@@ -72,7 +72,7 @@ class GradientParts:
             bucket[0].copy_(sum(sums[1:], start=sums[0]))
 
     def zero_(self) -> None:
-        """Forget all gradients (a parameter that gets none this time counts as zero, on every backend)."""
+        """Set all gradients to zero, which also counts where a parameter gets none."""
         torch._foreach_zero_(self._buckets)
 
 

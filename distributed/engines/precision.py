@@ -22,8 +22,8 @@ class LossScaler:
     """Keeps small fp16 gradients above zero: loss x scale, gradients / scale.
 
     The scale halves after a non-finite update and doubles after ``growth_interval`` finite ones (Micikevicius et
-    al. 2018, section 3.2). It lives on the device, so that no update waits for the host. With ``enabled=False`` the
-    scale is 1 for ever.
+    al. 2018, section 3.2). It stays on the device, so that the host need not wait. With ``enabled=False`` the scale is
+    always 1.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LossScaler:
         self._finite_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: Tensor) -> None:
-        """Adapt to the update just made or skipped; ``finite`` is a bool tensor on the device."""
+        """Adapt after an update; ``finite`` (0-d bool on the device): the update was made, not skipped."""
         if not self.enabled:
             return
         self._finite_in_a_row = torch.where(finite, self._finite_in_a_row + 1, 0)

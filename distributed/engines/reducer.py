@@ -1,9 +1,8 @@
 """Gradients of one model, summed over the processes in fixed flat buckets while the backward pass still runs.
 
-One implementation serves every backend that replicates the model, so that all of them add the same numbers in the
-same order. The buckets never depend on timing or on an earlier update: a resumed run sums exactly as an
-uninterrupted one. (PyTorch's DistributedDataParallel reorders its buckets after the first update; Horovod fuses
-tensors as they happen to arrive.)
+Every backend that replicates the model uses it, so that all of them add the same numbers in the same order. Buckets
+never depend on timing or on an earlier update, so a resumed run sums exactly as an uninterrupted one. (PyTorch's
+DistributedDataParallel reorders its buckets after the first update; Horovod fuses tensors in the order of arrival.)
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class _Bucket:
 class GradientReducer:
     """``parameter.grad`` becomes a view into a bucket and stays one: zero, accumulate, sum.
 
-    Any number of backward passes may run per update. ``arm()`` announces that the next one is the last, which lets
-    full buckets leave early; a backward pass that comes after all is still added correctly.
+    Any number of backward passes may run per update. ``before_backward(is_last=True)`` lets full buckets leave during
+    the coming pass; a further pass is still added correctly.
     """
 
     parameters: list[nn.Parameter]
@@ -41,7 +40,7 @@ class GradientReducer:
     micro_batches: int = 1  # per update
     buckets: list[_Bucket] = field(default_factory=list)
     _armed: bool = False
-    _next: int = 0  # buckets leave in order: collectives must meet in the same order on every process
+    _next: int = 0  # buckets leave in order, because every process must call collectives in the same order
 
     def __post_init__(self) -> None:
         # Gradients appear roughly in the reverse order of registration.
@@ -62,18 +61,18 @@ class GradientReducer:
         return [bucket.flat for bucket in self.buckets]
 
     def zero_(self) -> None:
-        """Forget all gradients (a parameter that gets none this time counts as zero, on every backend)."""
+        """Set all gradients to zero, which also counts where a parameter gets none."""
         torch._foreach_zero_(self.gradients)
         self._rewind()
 
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
-        """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: of none of them)."""
+        """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: of no micro-batch)."""
         self.before_backward(is_last=micro_batch == self.micro_batches - 1)
         torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
 
     def before_backward(self, is_last: bool) -> None:
         """Say whether the coming backward pass is expected to be the last one of this update."""
-        if self._next:  # buckets have left already: keep their sum once, on the root, and add to it
+        if self._next:  # buckets have been summed: keep the sum on the root alone, and add to it
             self.finish()
             if self.comm.rank != 0:
                 torch._foreach_zero_(self.gradients)
@@ -81,7 +80,7 @@ class GradientReducer:
         self._armed = is_last
 
     def finish(self) -> None:
-        """Every bucket summed over the processes, here and now."""
+        """Sum every bucket over the processes, and wait for the sums."""
         self._launch(lambda bucket: True)
         for bucket in self.buckets:
             assert bucket.handle is not None
@@ -130,7 +129,7 @@ def split_by_size(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[
 
 
 def view_like(parameter: nn.Parameter, flat: Tensor, offset: int) -> Tensor:
-    """A view of the bucket with the parameter's strides: fused optimizers walk both in memory order."""
+    """A view of the bucket with the parameter's strides, because fused optimizers read both in memory order."""
     part = flat[offset : offset + parameter.numel()]
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return part.as_strided(parameter.shape, parameter.stride())

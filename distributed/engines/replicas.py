@@ -1,9 +1,9 @@
-"""Are the copies of a model on all processes the same, bit for bit?"""
+"""Checks that the copies of a model on all processes are the same, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,13 @@ from torch.nn import functional as F
 
 from ..errors import TrainingStopped
 
-if TYPE_CHECKING:
-    from ..base import Backend
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1024
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """A number per tensor that depends on every bit of it and on its place. Sums of integers do not depend on their
-    order, so that it is the same on every device."""
+    """A number per tensor that depends on every bit of the tensor and on where the bit stands. Sums of integers do not
+    depend on their order, so the number is the same on every device."""
     sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
@@ -29,7 +26,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     whole = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
     rest = F.pad(bits[whole.numel() :], (0, _ROW - bits.numel() % _ROW))
-    # Sums over rows and over columns, each weighted by its place: small, exact modulo 2^64, and one reading each.
+    # Sums over rows and over columns, each weighted by its index: few numbers, exact modulo 2^64, two passes.
     rows = torch.cat([whole.sum(1, dtype=torch.int64), rest.sum(dtype=torch.int64)[None]])
     columns = whole.sum(0, dtype=torch.int64) + rest
     return _weighted(rows) + 3 * _weighted(columns)
@@ -52,14 +49,3 @@ def check_replicas(module: nn.Module, when: str, gather_objects: Callable[[Any],
             raise TrainingStopped(
                 f"{when}, {name} on rank {differing[0]} is not what it is on rank 0 (differing ranks: {differing})"
             )
-
-
-def check_replicas_now_and_then(backend: Backend, module: nn.Module, engine: str, updates: int) -> None:
-    """``check_replicas`` after every ``check_replicas_every_n_steps`` updates. Collective.
-
-    Raises:
-        TrainingStopped: the copies have drifted apart: whatever trains on is no longer one model.
-    """
-    every = backend.options.check_replicas_every_n_steps
-    if backend.world_size > 1 and every > 0 and updates % every == 0:
-        check_replicas(module, f"after update {updates} of {engine}", backend.gather_objects)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data import ImageFeed, open_images, to_unit_range
+from data import image_feed, open_images, to_unit_range
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 30  # for a process that does not enter what the others do
@@ -94,16 +94,18 @@ def arguments(**changed: Any) -> argparse.Namespace:
 
 def previews(world_size: int, count: int, start: int = 0, **changed: Any) -> list[Tensor | ValueError]:
     def preview(process: Process) -> Tensor:
-        feed = ImageFeed(arguments(**changed), process)
+        feed = image_feed(arguments(**changed), process)
         feed.start(start)
-        return feed.preview(count)
+        shown = feed.preview(count)
+        assert shown["positions"] == list(range(len(shown["images"]))), "lists come from all processes as tensors do"
+        return to_unit_range(shown["images"])
 
     return on_all(world_size, preview)
 
 
 def split_of(args: argparse.Namespace) -> list[int]:
     """Indices of the validation split, in its order."""
-    (indices,) = on_all(1, lambda process: list(ImageFeed(args, process).valid_set))
+    (indices,) = on_all(1, lambda process: list(image_feed(args, process).valid_set))
     assert isinstance(indices, list)
     return indices
 
@@ -140,7 +142,7 @@ def test_preview_is_the_same_at_every_start(world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("count", [3, 8, 20])
 def test_preview_without_validation_is_the_beginning_of_the_first_batch(world_size, count):
-    (first,) = on_all(1, lambda process: ImageFeed(arguments(valid_fraction=0), process).start(24)["images"])
+    (first,) = on_all(1, lambda process: image_feed(arguments(valid_fraction=0), process).start(24)["images"])
     for shown in previews(world_size, count, start=24, valid_fraction=0):
         assert torch.equal(shown, to_unit_range(first)[:count])
 
@@ -150,11 +152,9 @@ def test_preview_reads_no_step_and_sends_no_image_more_than_needed(count, n_read
     read = []
 
     def preview(process: Process) -> int:
-        feed = ImageFeed(arguments(), process)
-        load, valid = feed._feed.samples.load, set(feed.valid_set)
-        monkeypatch.setattr(
-            feed._feed.samples, "load", lambda index, *rest: (read.append(index), load(index, *rest))[1]
-        )
+        feed = image_feed(arguments(), process)
+        load, valid = feed.samples.load, set(feed.valid_set)
+        monkeypatch.setattr(feed.samples, "load", lambda index, *rest: (read.append(index), load(index, *rest))[1])
         feed.start(0)
         feed.preview(count)
         assert sum(index in valid for index in read) == n_read
@@ -166,9 +166,11 @@ def test_preview_reads_no_step_and_sends_no_image_more_than_needed(count, n_read
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_validation_after_a_preview_is_the_whole_split(num_workers):
     def everything(process: Process) -> tuple[Tensor, list[Tensor]]:
-        feed = ImageFeed(arguments(num_workers=num_workers), process)
+        feed = image_feed(arguments(num_workers=num_workers), process)
         feed.start(0)
-        return feed.preview(8), [torch.cat(list(feed.validation())) for _ in range(2)]
+        shown = feed.preview(8)["images"]
+        passes = [torch.cat([batch["images"] for batch in feed.validation()]) for _ in range(2)]
+        return to_unit_range(shown), [to_unit_range(images) for images in passes]
 
     ((shown, passes),) = on_all(1, everything)
     expected = loaded(arguments(), split_of(arguments()))
@@ -183,9 +185,9 @@ def test_a_bad_image_in_a_preview_is_replaced_as_in_validation_and_told(world_si
     (tmp_path / "photos" / f"{bad:03d}.png").write_bytes(b"no picture")
 
     def preview(process: Process) -> tuple[Tensor, list[str], int]:
-        feed, said = ImageFeed(args, process), []
+        feed, said = image_feed(args, process), []
         feed.start(0)
-        shown = feed.preview(12)
+        shown = to_unit_range(feed.preview(12)["images"])
         feed.report_bad_samples(said.append)
         return shown, said, feed.bad_samples.count
 

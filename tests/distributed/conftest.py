@@ -15,7 +15,7 @@ from torch import Tensor
 import distributed
 from distributed import Backend
 
-# What launchers set: a test says itself how it was started.
+# What launchers set. Tests set the variables of the launcher that they need.
 LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
     "CROSS_RANK", "LOCAL_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "SLURM_PROCID",
@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 20
 
 @pytest.fixture(autouse=True)
 def started_with_python_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables in the environment, and the device whose numbers the tests know."""
+    """No launcher's variables in the environment, and no GPU, because expected numbers are those of CPUs."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -64,8 +64,9 @@ def single() -> Iterator[Callable[..., Backend]]:
 
 
 class ThreadCommunicator:
-    """The primitives between threads. A sum is of what each rank handed in when it called, in order of rank, and
-    appears when its handle is waited for; until then the tensor holds nonsense. Calls must meet under the same name."""
+    """The primitives between threads. A sum adds the tensors as they were at the call, in order of rank; its result
+    appears when its handle is waited for, and the tensor holds NaN or -77 until then. The n-th calls of all ranks must
+    have the same name."""
 
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
         self.rank, self.world_size = rank, world_size
@@ -104,7 +105,7 @@ class Handle:
 
 
 class Meeting:
-    """Where what the ranks hand in at their n-th call lies."""
+    """Holds the tensors that the ranks handed in at their n-th call."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size

@@ -1,4 +1,4 @@
-"""One meaning of batch size, and an error that shows its arithmetic."""
+"""How an update's samples are distributed, and the error that shows the arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = [
 ]
 
 
-def test_a_plan_is_exact_or_refused() -> None:
+def test_a_plan_is_exact_or_refused_with_the_nearest_sizes_that_fit() -> None:
     for batch, accumulation, world in SIZES:
         if batch % (accumulation * world) == 0:
             plan = plan_batches(batch, accumulation, world)
@@ -22,41 +22,17 @@ def test_a_plan_is_exact_or_refused() -> None:
             assert plan.local_batch_size * world == batch
             assert plan.local_batch_size == plan.micro_batch_size * accumulation
         else:
-            with pytest.raises(UserMistake):
+            with pytest.raises(UserMistake) as raised:
                 plan_batches(batch, accumulation, world)
-
-
-def test_the_suggested_sizes_fit_and_none_that_fits_is_nearer() -> None:
-    for batch, accumulation, world in SIZES:
-        try:
-            plan_batches(batch, accumulation, world)
-        except UserMistake as mistake:
-            suggestions = [int(size) for size in re.findall(r"\d+", str(mistake).split("use --batch_size")[1])]
-            for size in suggestions:
-                plan_batches(size, accumulation, world)
+            suggested = re.findall(r"\d+", str(raised.value).split("use --batch_size")[1])
             fits = [size for size in range(1, 200) if size % (accumulation * world) == 0]
             nearest_below, nearest_above = [s for s in fits if s < batch][-1:], [s for s in fits if s > batch][:1]
-            assert suggestions == nearest_below + nearest_above
-
-
-def test_the_error_shows_the_arithmetic_in_one_line() -> None:
-    with pytest.raises(UserMistake) as raised:
-        plan_batches(7, 2, 2)
-    assert str(raised.value) == (
-        "--batch_size 7 is the number of samples per update over all processes and does not divide: "
-        "7 / (2 processes x 2 accumulation steps) = 1.75; use --batch_size 4 or 8"
-    )
-
-
-def test_a_quotient_that_is_not_whole_does_not_look_whole() -> None:
-    with pytest.raises(UserMistake, match=re.escape("= 500000.5;")):
-        plan_batches(1_000_001, 1, 2)
+            assert [int(size) for size in suggested] == nearest_below + nearest_above
 
 
 def before(**changes: Any) -> dict[str, Any]:
     """What a start on 4 processes with micro-batches of 2 noted."""
-    noted = {"batch_size": 8, "asked_grad_accum_steps": 1, "micro_batch_size": 2, "world_size": 4}
-    return {**noted, **changes}
+    return {"batch_size": 8, "asked_grad_accum_steps": 1, "micro_batch_size": 2, "world_size": 4, **changes}
 
 
 @pytest.mark.parametrize(("world_size", "steps"), [(4, 1), (2, 2), (1, 4), (8, 1)])
@@ -71,7 +47,7 @@ def test_a_chain_of_restarts_never_gives_a_process_more_at_a_time() -> None:
     for world_size in (4, 2, 2, 1, 2, 4, 2):
         plan = plan_batches(8, 1, world_size, noted)
         assert plan.micro_batch_size == 2, world_size
-        noted = {"batch_size": 8, "asked_grad_accum_steps": 1, "micro_batch_size": 2, "world_size": world_size}
+        noted = before(world_size=world_size)
 
 
 def test_micro_batches_get_smaller_where_the_old_size_does_not_divide() -> None:
@@ -105,19 +81,22 @@ def test_parts_of_a_batch_are_exact_or_refused() -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        (
-            (8, 2, 4, 4),
-            "--batch_parts 4 does not divide: 4 / (4 processes x 2 accumulation steps) = 0.5; use --batch_parts 8",
-        ),
-        (
-            (24, 1, 3, 8),
-            "--batch_parts 8 does not divide: 8 / (3 processes x 1 accumulation steps) = 2.66666666667; "
-            "use --batch_parts 6 or 9",
-        ),
-        ((10, 1, 2, 4), "--batch_size 10 does not divide into --batch_parts 4: 10 / 4 = 2.5; use --batch_size 8 or 12"),
+        ((7, 2, 2, 0),
+         "--batch_size 7 is the number of samples per update over all processes and does not divide: "
+         "7 / (2 processes x 2 accumulation steps) = 1.75; use --batch_size 4 or 8"),
+        ((1_000_001, 1, 2, 0),  # the quotient does not look whole
+         "--batch_size 1000001 is the number of samples per update over all processes and does not divide: "
+         "1000001 / (2 processes x 1 accumulation steps) = 500000.5; use --batch_size 1000000 or 1000002"),
+        ((8, 2, 4, 4),
+         "--batch_parts 4 does not divide: 4 / (4 processes x 2 accumulation steps) = 0.5; use --batch_parts 8"),
+        ((24, 1, 3, 8),
+         "--batch_parts 8 does not divide: 8 / (3 processes x 1 accumulation steps) = 2.66666666667; "
+         "use --batch_parts 6 or 9"),
+        ((10, 1, 2, 4),
+         "--batch_size 10 does not divide into --batch_parts 4: 10 / 4 = 2.5; use --batch_size 8 or 12"),
     ],
-)
-def test_parts_that_do_not_fit_show_the_arithmetic(sizes: tuple[int, int, int, int], text: str) -> None:
+)  # fmt: skip
+def test_the_error_shows_the_arithmetic_in_one_line(sizes: tuple[int, int, int, int], text: str) -> None:
     batch, accumulation, world, parts = sizes
     with pytest.raises(UserMistake) as raised:
         plan_batches(batch, accumulation, world, batch_parts=parts)

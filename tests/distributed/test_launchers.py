@@ -1,10 +1,10 @@
-"""Who started this process: the variables that each launcher really sets."""
+"""Which launcher started this process: the variables that each launcher really sets."""
 
 from __future__ import annotations
 
 import pytest
 
-from distributed import Launch, detect
+from distributed import Launch, UserMistake, detect
 from distributed.launchers import first_slurm_host
 
 TORCHRUN = {
@@ -33,58 +33,63 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_torchrun() -> None:
-    assert detect(TORCHRUN) == Launch("torchrun", 5, 1, 8, "node0", 29400)
+BATCH_SCRIPT = {**without(SRUN, "SLURM_STEP_NUM_TASKS"), "SLURM_PROCID": "0"}  # SLURM numbers it, yet it is alone
+SEVERAL_MACHINES = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 
 
-def test_torchrun_that_starts_its_processes_again() -> None:
-    assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).is_restart
-    assert not detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}).is_restart
+LAUNCHES = {
+    "empty": ({}, Launch("python", rank=0, local_rank=0, world_size=1, master_port=None)),
+    "torchrun": (TORCHRUN, Launch("torchrun", 5, 1, 8, "node0", 29400)),
+    "torchrun inside deepspeed": ({**DEEPSPEED, **TORCHRUN}, Launch("torchrun", 5, 1, 8, "node0", 29400)),
+    "torchrun started by srun": ({**SRUN, **TORCHRUN}, Launch("torchrun", 5, 1, 8, "node0", 29400)),
+    "deepspeed": (DEEPSPEED, Launch("deepspeed", 1, 1, 2, "127.0.0.1", 29500)),
+    "no CROSS_RANK": (without(DEEPSPEED, "CROSS_RANK"), Launch("torchrun", 1, 1, 2, "127.0.0.1", 29500)),
+    "no LOCAL_SIZE": (without(DEEPSPEED, "LOCAL_SIZE"), Launch("torchrun", 1, 1, 2, "127.0.0.1", 29500)),
+    "horovodrun inside others": ({**TORCHRUN, **SRUN, **HOROVODRUN}, Launch("horovodrun", 3, 1, 4)),
+    "srun": (SRUN, Launch("srun", 6, 2, 8, "gpu03", 20000 + 41234 % 20000)),
+    # Another job on the same node meets on another port.
+    "srun, other job": ({**SRUN, "SLURM_JOB_ID": "41235"}, Launch("srun", 6, 2, 8, "gpu03", 20000 + 41235 % 20000)),
+    "srun, exported address": (
+        {**SRUN, "MASTER_ADDR": "gpu03.ib", "MASTER_PORT": "12345"}, Launch("srun", 6, 2, 8, "gpu03.ib", 12345)
+    ),
+    "srun, exported world size": (
+        {**SRUN, "WORLD_SIZE": "8"}, Launch("srun", 6, 2, 8, "gpu03", 20000 + 41234 % 20000)
+    ),
+    "batch script": (BATCH_SCRIPT, Launch("python")),
+    "step of one task": ({**BATCH_SCRIPT, "SLURM_STEP_NUM_TASKS": "1"}, Launch("python")),
+    "mpirun": (MPIRUN, Launch("mpirun", 1, 1, 2, "127.0.0.1", 29500)),
+    "mpirun, several machines": (
+        {**SEVERAL_MACHINES, "MASTER_ADDR": "node0"}, Launch("mpirun", 1, 1, 2, "node0", 29500)
+    ),
+    # On several nodes mpirun starts its daemons with srun, whose variables the ranks inherit: one task per node.
+    "mpirun inside SLURM": (
+        {**SRUN, **MPIRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "gpu03"},
+        Launch("mpirun", 1, 1, 2, "gpu03", 29500),
+    ),
+    "restarted by torchrun": (
+        {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"},
+        Launch("torchrun", 5, 1, 8, "node0", 29400, is_restart=True),
+    ),
+    "never restarted": (
+        {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, Launch("torchrun", 5, 1, 8, "node0", 29400)
+    ),
+    "srun, requeued": (
+        {**SRUN, "SLURM_RESTART_COUNT": "1"},
+        Launch("srun", 6, 2, 8, "gpu03", 20000 + 41234 % 20000, is_restart=True),
+    ),
+    "batch script, requeued": ({"SLURM_RESTART_COUNT": "1"}, Launch("python", is_restart=True)),
+}  # fmt: skip
 
 
-def test_a_job_that_slurm_requeued() -> None:
-    assert detect({**SRUN, "SLURM_RESTART_COUNT": "1"}).is_restart and not detect(SRUN).is_restart
-    assert detect({"SLURM_RESTART_COUNT": "1"}).is_restart
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_the_launch_that_an_environment_describes(case: str) -> None:
+    environ, launch = LAUNCHES[case]
+    assert detect(environ) == launch
 
 
-def test_deepspeed_is_told_from_torchrun_by_variables_of_its_own() -> None:
-    assert detect(DEEPSPEED) == Launch("deepspeed", 1, 1, 2, "127.0.0.1", 29500)
-
-
-@pytest.mark.parametrize("missing", ["CROSS_RANK", "LOCAL_SIZE"])
-def test_one_of_deepspeeds_own_variables_is_not_enough(missing: str) -> None:
-    assert detect(without(DEEPSPEED, missing)).launcher == "torchrun"
-
-
-def test_torchrun_inside_a_deepspeed_environment_is_torchrun() -> None:
-    assert detect({**DEEPSPEED, **TORCHRUN}).launcher == "torchrun"
-
-
-def test_horovodrun_whose_workers_inherit_other_variables_is_horovodrun() -> None:
-    launch = detect({**TORCHRUN, **SRUN, **HOROVODRUN})
-    assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == ("horovodrun", 3, 1, 4)
-
-
-def test_srun_with_several_tasks() -> None:
-    assert detect(SRUN) == Launch("srun", 6, 2, 8, "gpu03", 20000 + 41234 % 20000)
-
-
-def test_srun_takes_address_and_port_that_the_batch_script_exported() -> None:
-    launch = detect({**SRUN, "MASTER_ADDR": "gpu03.ib", "MASTER_PORT": "12345"})
-    assert (launch.master_address, launch.master_port) == ("gpu03.ib", 12345)
-
-
-def test_two_slurm_jobs_on_a_node_meet_on_two_ports() -> None:
-    assert detect(SRUN).master_port != detect({**SRUN, "SLURM_JOB_ID": "41235"}).master_port
-
-
-@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["no step", "step of one task"])
-def test_a_batch_script_is_one_process_though_slurm_numbers_it(step: dict[str, str]) -> None:
-    assert detect({**without(SRUN, "SLURM_STEP_NUM_TASKS"), "SLURM_PROCID": "0", **step}) == Launch("python")
-
-
-def test_torchrun_started_by_srun_is_torchrun() -> None:
-    assert detect({**SRUN, **TORCHRUN}).launcher == "torchrun"
+def test_mpirun_on_several_machines_without_an_address_says_what_to_add() -> None:
+    with pytest.raises(UserMistake, match=r"several machines .* add `-x MASTER_ADDR="):
+        detect(SEVERAL_MACHINES)
 
 
 @pytest.mark.parametrize(
@@ -105,31 +110,6 @@ def test_first_host_of_a_compressed_nodelist(nodelist: str, first: str) -> None:
     assert first_slurm_host(nodelist) == first
 
 
-def test_mpirun_on_one_machine() -> None:
-    assert detect(MPIRUN) == Launch("mpirun", 1, 1, 2, "127.0.0.1", 29500)
-
-
-def test_mpirun_on_several_machines_with_an_address() -> None:
-    launch = detect({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "node0"})
-    assert (launch.launcher, launch.master_address) == ("mpirun", "node0")
-
-
-def test_mpirun_on_several_machines_without_an_address_says_what_to_add() -> None:
-    with pytest.raises(ValueError, match=r"several machines .* add `-x MASTER_ADDR="):
-        detect({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
-
-
-def test_mpirun_inside_a_slurm_job_is_mpirun() -> None:
-    """On several nodes mpirun starts its daemons with srun, whose variables the ranks inherit: one task per node."""
-    environ = {**SRUN, **MPIRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "gpu03"}
-    launch = detect(environ)
-    assert (launch.launcher, launch.rank, launch.world_size) == ("mpirun", 1, 2)
-
-
-def test_an_empty_environment_is_plain_python() -> None:
-    assert detect({}) == Launch("python", rank=0, local_rank=0, world_size=1, master_port=None)
-
-
 def test_the_root_is_rank_0() -> None:
     assert detect({**TORCHRUN, "RANK": "0"}).is_root and not detect(TORCHRUN).is_root
 
@@ -146,13 +126,9 @@ def test_the_root_is_rank_0() -> None:
     ],
 )
 def test_half_set_variables_are_an_error_that_names_the_missing_one(environ: dict[str, str], missing: str) -> None:
-    with pytest.raises(ValueError, match=rf"did not set {missing}\b") as raised:
+    with pytest.raises(UserMistake, match=rf"did not set {missing}\b") as raised:
         detect(without(environ, missing))
     assert "\n" not in str(raised.value)
-
-
-def test_a_world_size_exported_for_srun_is_not_half_of_torchruns_variables() -> None:
-    assert detect({**SRUN, "WORLD_SIZE": "8"}).launcher == "srun"
 
 
 @pytest.mark.parametrize(
@@ -168,5 +144,5 @@ def test_a_world_size_exported_for_srun_is_not_half_of_torchruns_variables() -> 
     ],
 )
 def test_a_variable_that_is_no_number_is_named(environ: dict[str, str], name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}='first' in the environment is not a number$"):
+    with pytest.raises(UserMistake, match=rf"^{name}='first' in the environment is not a number$"):
         detect({**environ, name: "first"})

@@ -121,9 +121,7 @@ def written(args: argparse.Namespace, backend: Backend, output: Path) -> None:
     training = Training(args, backend, output.name)
     training.advance(0, SAVED_AT)
     training.note("saved", training.parts())
-    checkpoints = Checkpoints(
-        output / "checkpoints", 1, backend.is_root, backend.barrier, backend.mark, backend.before_update
-    )
+    checkpoints = Checkpoints(output / "checkpoints", 1, backend)
     checkpoints.save(SAVED_AT, {"engine": training.engine.live_state(), "ema": training.ema.state_dict()}, {})
     training.advance(SAVED_AT, END)  # while it is being written
     checkpoints.wait()
@@ -134,7 +132,7 @@ def continued(args: argparse.Namespace, backend: Backend, output: Path, folder: 
     """A run that goes on from somebody's checkpoint; it begins with other weights, of which nothing may stay."""
     writer = folder.parent.name
     training = Training(argparse.Namespace(**{**vars(args), "seed": 1}), backend, f"{output.name} from {writer}")
-    checkpoints = Checkpoints(folder, 1, backend.is_root, backend.barrier)
+    checkpoints = Checkpoints(folder, 1, backend)
     latest = checkpoints.latest()
     assert latest is not None, folder
     parts, _ = checkpoints.load(latest, expected=("engine", "ema"))

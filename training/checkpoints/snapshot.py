@@ -1,4 +1,4 @@
-"""The state of a run at one moment, on the CPU, taken while training goes on."""
+"""A copy of the state of a run on the CPU, made while training goes on."""
 
 import json
 import threading
@@ -14,14 +14,14 @@ from .format import Tree
 class Snapshot:
     """Copies of all tensors of a state, and its JSON values.
 
-    Tensors on an accelerator are on their way to pinned memory when the constructor returns, ordered before whatever
-    the accelerator is told to do next. Those on the CPU are copied by `finish`, which may run in a thread of its own:
-    until it is through, they must not change.
+    The constructor starts the copies from an accelerator to pinned memory; work queued later on the accelerator cannot
+    change them. `finish` copies the tensors on the CPU and may run in another thread; until it returns, these tensors
+    must not change.
 
     Args:
-        parts: Nested dicts of tensors, JSON values, and functions that fetch a tensor which nobody else will change.
-        reuse: A snapshot that is not needed any more, whose memory this one takes over.
-        keep: Whether this process wants the result. Fetching is collective: the others call along.
+        parts: Nested dicts of tensors, JSON values, and functions that return a tensor which does not change later.
+        reuse: An older snapshot that is no longer needed, whose memory is used again.
+        keep: Whether this process needs the copies. All processes call the functions, because they are collective.
     """
 
     def __init__(self, parts: Mapping[str, Tree], *, reuse: "Snapshot | None" = None, keep: bool = True) -> None:
@@ -31,12 +31,12 @@ class Snapshot:
         self._to_copy: list[tuple[str, str, Tensor]] = []
         self._finished = threading.Event()
         values = {name: self._split(name, part, ()) for name, part in parts.items()}
-        # A copy, and the certainty that it can be written.
+        # Through JSON: a copy, and an error now if a value cannot be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
         self._event = self._start_transfers()
 
     def _split(self, part: str, tree: Mapping[str, Any], path: tuple[str, ...]) -> Tree:
-        """`tree` without its tensors, which are taken under their '/'-joined path."""
+        """The JSON values of `tree`; its tensors are collected under their path, joined with '/'."""
         values: Tree = {}
         for key, value in tree.items():
             assert isinstance(key, str) and "/" not in key, f"{key!r} in {path} must be a string without '/'"
@@ -66,7 +66,7 @@ class Snapshot:
         return event
 
     def _buffer(self, part: str, name: str, tensor: Tensor, *, pin_memory: bool = False) -> Tensor:
-        """Memory for the copy of a tensor: that of the snapshot before, where it fits."""
+        """Memory for the copy of a tensor: the older snapshot's if it fits."""
         buffer = self._buffers.get(part, {}).pop(name, None)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
@@ -85,6 +85,6 @@ class Snapshot:
             self._finished.set()
 
     def wait(self, mark: Callable[[], None] = lambda: None) -> None:
-        """Return when the state may change again; `mark` is called now and then meanwhile."""
+        """Return when the state may change again; `mark` is called now and then during the wait."""
         while not self._finished.wait(1.0):
             mark()

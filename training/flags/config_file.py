@@ -1,27 +1,28 @@
-"""Reading a YAML config whose keys are flag names, with the converters that the command line uses."""
+"""Reads a YAML config whose keys are flag names, with the converters that the command line uses."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import yaml
 
-from .parser import COMMAND_LINE_ONLY, nearest
+from .converters import nearest
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _TRUE = {"yes", "true", "on"}
 
 
-def read_config(path: str, flags: Mapping[str, argparse.Action]) -> dict[str, Any]:
+def read_config(path: str, flags: Mapping[str, argparse.Action], command_line_only: Container[str]) -> dict[str, Any]:
     """Values by dest name from a YAML mapping.
 
-    Scalars are read as the text that stands in the file, so `1e-4` (a string in YAML 1.1) is the number it looks
-    like and a folder may be called 2024. Flags without a value want a YAML boolean; flags with several values a list;
-    null is accepted where it is the default, and leaves it. Nothing is constructed from tags.
+    A scalar is converted from its text in the file: `1e-4` (a string in YAML 1.1) is a number, and a folder may be
+    called 2024. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags whose
+    default is None, and keeps the default. YAML tags construct nothing.
 
     Args:
         path: The file.
         flags: Flags by name with underscores; aliases of a flag map to the same action.
+        command_line_only: Names of flags that a config file may not set.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
@@ -34,7 +35,7 @@ def read_config(path: str, flags: Mapping[str, argparse.Action]) -> dict[str, An
             raise ValueError(f"{where}: a key must be the name of a flag")
         key = key_node.value
         name = key.replace("-", "_")
-        if name in COMMAND_LINE_ONLY:
+        if name in command_line_only:
             raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
         if name not in flags:
             raise ValueError(f"{where}: unknown key {key!r}{nearest(name, list(flags))}")

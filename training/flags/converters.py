@@ -1,9 +1,13 @@
-"""What the text of a flag stands for: argparse types whose errors say what was expected."""
+"""Converters from the text of a flag to its value: argparse types whose errors say what was expected."""
 
 import argparse
 import decimal
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 def _whole_number(text: str, minimum: int, expected: str) -> int:
@@ -11,7 +15,7 @@ def _whole_number(text: str, minimum: int, expected: str) -> int:
         number = decimal.Decimal(text)
     except decimal.InvalidOperation:
         number = decimal.Decimal("nan")
-    # 64 bits hold 18 full decimal digits; the test also keeps int() from unfolding 1e999999999.
+    # Every number of 18 digits fits into 64 bits. The limit also keeps int() from writing out 1e999999999.
     if not number.is_finite() or number.adjusted() > 17 or number != int(number) or number < minimum:
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return int(number)
@@ -52,25 +56,59 @@ def fraction(text: str) -> float:
     return _number(text, lambda number: 0 <= number < 1, "a number from 0 to below 1")
 
 
-def whole_numbers(text: str) -> str:
-    """A comma list of whole numbers >= 0, returned as "a,b"."""
-    return ",".join(str(non_negative_int(part)) for part in text.split(","))
+class Joined(Generic[T]):
+    """Converter of values with a separator between them, such as "1,2", to a tuple.
+
+    Args:
+        separator: Between the values.
+        convert: Converter of one value.
+        count: How many values there must be; None: any number, at least one.
+    """
+
+    def __init__(self, separator: str, convert: Callable[[str], T], count: int | None = None) -> None:
+        self._separator, self._convert, self._count = separator, convert, count
+
+    def __call__(self, text: str) -> tuple[T, ...]:
+        parts = text.split(self._separator)
+        if self._count is not None and len(parts) != self._count:
+            expected = f"{self._count} values with {self._separator!r} between them"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return tuple(self._convert(part) for part in parts)
+
+    def text(self, values: Iterable[T]) -> str:
+        """What a config file says for these values."""
+        return self._separator.join(map(str, values))
 
 
-def two_fractions(text: str) -> str:
-    """Two numbers in [0, 1), returned as "a,b"."""
-    parts = text.split(",")
-    if len(parts) != 2:
-        raise argparse.ArgumentTypeError(f"expected two numbers with a comma between them, got {text!r}")
-    return ",".join(str(fraction(part)) for part in parts)
+class Names:
+    """Converter of a comma list out of `known`, in any case, or "none", to a tuple: sorted, each name once."""
+
+    def __init__(self, *known: str) -> None:
+        self._known = known
+
+    def __call__(self, text: str) -> tuple[str, ...]:
+        names = {name.strip().lower() for name in text.split(",")} - {""}
+        unknown = names - {*self._known, "none"}
+        if unknown or not names or ("none" in names and len(names) > 1):
+            raise argparse.ArgumentTypeError(
+                f"expected none, or a comma list of {', '.join(self._known)}; got {text!r}"
+            )
+        return tuple(sorted(names - {"none"}))
+
+    def text(self, names: Iterable[str]) -> str:
+        """What a config file says for these names."""
+        return ",".join(names) or "none"
 
 
-def templates_with_a_gap(text: str) -> str:
-    """Sentences between `|`, each with a {} in it, returned as they are."""
-    for sentence in text.split("|"):
-        if "{}" not in sentence:
-            raise argparse.ArgumentTypeError(f"expected {{}} for the name in every sentence, got {sentence!r}")
+def _template(text: str) -> str:
+    if "{}" not in text:
+        raise argparse.ArgumentTypeError(f"expected {{}} for the name in every sentence, got {text!r}")
     return text
+
+
+whole_numbers = Joined(",", non_negative_int)
+two_fractions = Joined(",", fraction, count=2)
+templates = Joined("|", _template)
 
 
 def number_or(word: str) -> Callable[[str], float | str]:
@@ -83,14 +121,7 @@ def number_or(word: str) -> Callable[[str], float | str]:
     return convert
 
 
-def names_of(*known: str) -> Callable[[str], str]:
-    """Converter for a comma list out of `known`, any case, or `none`: returned sorted, without doubles, as "a,b"."""
-
-    def convert(text: str) -> str:
-        names = {name.strip().lower() for name in text.split(",")} - {""}
-        unknown = sorted(names - {*known, "none"})
-        if unknown or not names or ("none" in names and len(names) > 1):
-            raise argparse.ArgumentTypeError(f"expected none, or a comma list of {', '.join(known)}; got {text!r}")
-        return ",".join(sorted(names))
-
-    return convert
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`"; did you mean x?"` for the most similar known word, or `""` if none is similar."""
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""

@@ -1,33 +1,28 @@
-"""Command-line and YAML arguments of the scripts. Standard library only, so that `--help` answers at once."""
+"""Arguments of the scripts, from command line and YAML. Imports the standard library only, so that `--help` is fast."""
 
 import argparse
-import difflib
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from .converters import Joined, Names, nearest
+
 # Exit code of a mistake in the arguments, as argparse has it.
 USAGE_ERROR = 2
 
-# Given by hand on each start: a config file that could say them would nest, or would start over at every resume.
-COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh"})
+# A config file may not set these: it would include another one, or start over at every resume.
+_COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh"})
 
-# A launcher ends every process at the first that fails: the root must have spoken by then.
+# A launcher ends all processes when the first one fails: the others wait until the root has printed its error.
 _ROOT_SPEAKS_FIRST_SECONDS = 2.0
 
-_UNSAID = object()
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """`"; did you mean x?"` for the most similar known word, or `""` where none is similar."""
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+_UNSET = object()
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Appends each default; flags that are simply off or unset have none worth showing."""
+    """Appends each default to its help, except None and False."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
@@ -40,14 +35,14 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with a YAML config file, suggestions, and errors of one line that the root alone prints.
+    """argparse with a YAML config file, suggestions for misspelt flags, and errors of one line from the root alone.
 
-    Flags need a default: `required=True` would refuse a value that stands in the config file.
+    No flag may be `required=True`, because argparse would not see its value in the config file.
 
     Args:
         prog: The script's file name, which starts every error.
         description: What the script does.
-        is_root: Whether this process speaks. Called when there is something to say.
+        is_root: Whether this process prints; called when there is something to print.
     """
 
     def __init__(
@@ -81,36 +76,33 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
-        Where neither `--config` nor the flag that names the data is said there is nothing to train on yet: the file
-        `demonstration`, if there is one, then stands for `--config`.
+        If `argv` holds neither `--config` nor the flag `data_flag`, the config file `demonstration` is read.
 
-        The namespace also carries `explicit`, the frozenset of the dest names that were said in either place, and
-        `on_command_line`, that of those in `argv`.
-        Mistakes end the process through `error`.
+        The namespace also holds `explicit`, the frozenset of the dest names that were set in either place, and
+        `on_command_line`, that of those set in `argv`. A mistake ends the process through `error`.
         """
-        said = self._from_command_line(argv)
-        spoken = frozenset(said)
-        if demonstration and data_flag not in said:
-            said.setdefault("config", os.fspath(demonstration))
-        settings = self._from_config_file(said["config"]) if "config" in said else {}
-        explicit = {**settings, **said}
+        given = self._from_command_line(argv)
+        on_command_line = frozenset(given)
+        if demonstration and data_flag not in given:
+            given.setdefault("config", os.fspath(demonstration))
+        settings = self._from_config_file(given["config"]) if "config" in given else {}
+        explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
-        args.explicit, args.on_command_line = frozenset(explicit), spoken
+        args.explicit, args.on_command_line = frozenset(explicit), on_command_line
         return args
 
     def refuse_idle(
         self, args: argparse.Namespace, flags: Sequence[str], other: str, needed: str, is_met: bool
     ) -> None:
-        """End with an error where one of `flags` stands on the command line and does nothing in this run.
+        """End with an error if one of `flags` stands on the command line and has no effect in this run.
 
-        A config file may hold what the command line switches off, and config.yaml of a run holds every flag: what
-        they say without effect is let pass.
+        In a config file such flags are allowed: config.yaml of a run holds every flag.
 
         Args:
             args: From `parse`.
             flags: Dest names.
-            other: Name of the flag on which they depend.
-            needed: The value of `other` with which they have an effect, in words.
+            other: Name of the flag on which `flags` depend.
+            needed: The value of `other` with which `flags` have an effect, in words.
             is_met: Whether `other` has such a value.
         """
         idle = [] if is_met else [flag for flag in flags if flag in args.on_command_line]
@@ -119,9 +111,9 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error(f"--{idle[0]} has no effect with {now}; leave it out, or give --{other} {needed}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Every argument that describes the run, by flag name: what config.yaml holds and `--config` reads back.
+        """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.
 
-        Left out are the flags given by hand at each start (`COMMAND_LINE_ONLY`) and those that only a launcher passes.
+        Left out are `_COMMAND_LINE_ONLY` and the flags that only a launcher passes.
         """
         return {
             _config_names(action)[0]: _config_value(action, getattr(args, action.dest))
@@ -129,28 +121,27 @@ class ArgumentParser(argparse.ArgumentParser):
         }
 
     def _from_command_line(self, argv: Sequence[str] | None) -> dict[str, Any]:
-        # argparse leaves an attribute alone that is there already, so what is still unsaid afterwards was not said.
-        # None stands for unsaid where values are appended, because argparse extends what it finds.
-        unsaid = {
-            action.dest: None if _appends(action) else _UNSAID
+        # argparse sets no default for an attribute that exists: what is still _UNSET afterwards was not in argv.
+        # Flags that append start from None, because argparse would append to _UNSET.
+        unset = {
+            action.dest: None if isinstance(action, (argparse._AppendAction, argparse._ExtendAction)) else _UNSET
             for action in self._actions
             if action.default is not argparse.SUPPRESS
         }
-        namespace, unknown = self.parse_known_args(argv, argparse.Namespace(**unsaid))
+        namespace, unknown = self.parse_known_args(argv, argparse.Namespace(**unset))
         if unknown:
             flag = unknown[0].split("=")[0]
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{nearest(flag, list(self._option_string_actions))}")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
-        return {
-            dest: value for dest, value in vars(namespace).items() if dest not in unsaid or value is not unsaid[dest]
-        }
+        return {dest: value for dest, value in vars(namespace).items() if dest not in unset or value is not unset[dest]}
 
     def _from_config_file(self, path: str) -> dict[str, Any]:
         from .config_file import read_config
 
         try:
-            return read_config(path, {name: flag for flag in self._config_actions() for name in _config_names(flag)})
+            flags = {name: flag for flag in self._config_actions() for name in _config_names(flag)}
+            return read_config(path, flags, _COMMAND_LINE_ONLY)
         except ValueError as error:
             self.error(str(error))
 
@@ -159,30 +150,22 @@ class ArgumentParser(argparse.ArgumentParser):
         return [
             action
             for action in self._actions
-            if action.dest not in COMMAND_LINE_ONLY and action.help is not argparse.SUPPRESS
+            if action.dest not in _COMMAND_LINE_ONLY and action.help is not argparse.SUPPRESS
         ]
 
     def _defaults_by_dest(self) -> dict[str, Any]:
+        """Defaults, converted from text as argparse does it."""
         return {
-            action.dest: _converted_default(action)
+            action.dest: action.type(action.default)
+            if isinstance(action.default, str) and callable(action.type)
+            else action.default
             for action in self._actions
             if action.default is not argparse.SUPPRESS
         }
 
 
-def _converted_default(action: argparse.Action) -> Any:
-    """The default, converted where it is text, as argparse does it."""
-    if isinstance(action.default, str) and callable(action.type):
-        return action.type(action.default)
-    return action.default
-
-
-def _appends(action: argparse.Action) -> bool:
-    return isinstance(action, (argparse._AppendAction, argparse._ExtendAction))
-
-
 def _config_names(action: argparse.Action) -> list[str]:
-    """Keys of a flag in a config file: its long names with underscores, the first first; `--no-x` is `x: false`."""
+    """Keys of a flag in a config file: its long names with underscores, in their order; `--no-x` is `x: false`."""
     negatable = isinstance(action, argparse.BooleanOptionalAction)
     return [
         option[2:].replace("-", "_")
@@ -192,5 +175,9 @@ def _config_names(action: argparse.Action) -> list[str]:
 
 
 def _config_value(action: argparse.Action, value: Any) -> Any:
-    """What a config file would say for `value`: switches are true where they were thrown."""
-    return value == action.const if isinstance(action, argparse._StoreConstAction) else value
+    """What a config file says for `value`: true for a switch that is on, the text of values that text is split into."""
+    if isinstance(action, argparse._StoreConstAction):
+        return value == action.const
+    if value is not None and isinstance(action.type, (Joined, Names)):
+        return action.type.text(value)
+    return value

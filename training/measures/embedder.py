@@ -1,4 +1,4 @@
-"""Embeddings outside of training: of a validation batch, of sentences; so many at a time, whatever is asked for."""
+"""Embeddings outside of training, computed in parts that need no more memory than training."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this: few shapes for kernels and compilers
+_TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this, because every new shape is compiled anew
 _TEXTS_AT_A_TIME = 256
 
 
 class Tokenizer(Protocol):
-    """Sentences -> tokens (b, t), and how many of each count."""
+    """Sentences -> tokens (b, t), and the number of tokens of each."""
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]: ...
 
 
 def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-    """Tokens (b, t) as a model takes them, without columns that none of the texts fills: tokens and lengths (b,)."""
+    """A model's inputs: tokens (b, t') without columns that are padding in every text, and lengths (b,)."""
     longest = math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
     return {"tokens": tokens[:, :longest], "lengths": torch.tensor(lengths, device=tokens.device)}
 
 
 class Embedder:
-    """Two towers without noise or gradients, on a few rows at a time: a validation needs no more memory than training.
+    """Embeddings of a `MuLaN` without noise and gradients, a few rows at a time.
 
     Args:
-        model: A `MuLaN`, with its `encode_audio` and `encode_text`.
-        tokenizer: Its own.
+        model: The model.
+        tokenizer: The model's.
         rows: Sounds in one forward pass: the size of a micro-batch.
         device: Of the model.
     """
@@ -40,7 +40,7 @@ class Embedder:
 
     @torch.no_grad()
     def pairs(self, batch: Mapping[str, Any]) -> Any:
-        """What the model gives for the pairs of a batch: waveforms (b, n), tokens (b, t), lengths."""
+        """The model's output for a batch of pairs: waveforms (b, n), tokens (b, t), lengths."""
         outs = []
         for start in range(0, len(batch["waveforms"]), self._rows):
             rows = slice(start, start + self._rows)

@@ -28,7 +28,7 @@ class FrechetStatistics:
 
     Args:
         dim: Length d of a vector.
-        device: Where the sums live, in float64: (d + 1)^2 of them, 34 MB for the 2048 of Inception.
+        device: Of the sums, float64 (d + 1, d + 1): 34 MB for the 2048 of Inception.
     """
 
     def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
@@ -36,13 +36,13 @@ class FrechetStatistics:
         self._moments = torch.zeros(dim + 1, dim + 1, dtype=torch.float64, device=device)
 
     def add(self, features: Tensor) -> None:
-        """Take in vectors (n, d)."""
+        """Add vectors (n, d)."""
         x = features.detach().to(self._moments)
         x = torch.cat([x.new_ones(len(x), 1), x], dim=1)
         self._moments.addmm_(x.T, x)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> Gaussian:
-        """Mean and unbiased covariance of everything added on any process. Collective: one sum.
+        """Mean and unbiased covariance over all processes. Collective: one sum.
 
         Raises:
             ValueError: fewer than 2 vectors in all.
@@ -58,8 +58,8 @@ class FrechetStatistics:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of the covariances A and B (Dowson & Landau 1982).
 
-    The root is taken of a symmetric matrix, so that it exists, and is real, for covariances of too few vectors too.
-    For d = 2048: about a second on a GPU, and up to a minute on a small CPU.
+    The root is of a symmetric matrix, so it is real even if the covariances are singular, from fewer than d vectors.
+    For d = 2048: about a second on a GPU, up to a minute on a small CPU.
     """
     values, vectors = torch.linalg.eigh(a.covariance)
     root_of_a = (vectors * values.clamp_min(0).sqrt()) @ vectors.T  # rounding makes zeros slightly negative
@@ -75,7 +75,7 @@ class ReconstructionFID:
     Args:
         features: Images (b, 3, h, w) in [0, 1] to vectors (b, dim), such as `inception_features`.
         dim: Length of a vector.
-        device: Where the sums live.
+        device: Of the sums.
     """
 
     def __init__(
@@ -86,32 +86,32 @@ class ReconstructionFID:
 
     @torch.no_grad()
     def add(self, images: Tensor, reconstructions: Tensor) -> None:
-        """Take in images and their reconstructions (b, 3, h, w) in [0, 1]."""
+        """Add images and their reconstructions (b, 3, h, w) in [0, 1]."""
         self._real.add(self._features(images))
         self._fake.add(self._features(reconstructions))
 
     def result(self, all_reduce: AllReduce = no_reduce) -> float:
-        """The distance, over everything added on any process. Collective."""
+        """The distance over all processes. Collective."""
         return frechet_distance(self._real.result(all_reduce), self._fake.result(all_reduce))
 
 
 def inception_features(weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
     """The network of the original FID: images (b, 3, h, w) in [0, 1] to fp32 vectors (b, 2048), under autocast too.
 
-    It sees images of 8 bits, as files are, resized as TensorFlow 1 did: numbers compare with published ones.
+    Images are rounded to 8 bits and resized as TensorFlow 1 did, so that values are comparable with published ones.
 
     Args:
         weights: Of pt_inception-2015-12-05-6726825d.pth, by name, as torch-fidelity and pytorch-fid publish them.
-        device: Where the network is to live.
+        device: Of the network.
 
     Raises:
-        ValueError: one line, where torch-fidelity is not installed or the weights are of another network.
+        ValueError: one line, if torch-fidelity is not installed or the weights are those of another network.
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
         raise ValueError(f"FID needs torch-fidelity: pip install torch-fidelity ({error})") from None
-    # It reads a file, and would run the code in one. So it is given a file made here, of tensors alone.
+    # torch-fidelity unpickles a file, which can run code: give it one that is made here and holds only tensors.
     file = io.BytesIO()
     torch.save(dict(weights), file)
     file.seek(0)

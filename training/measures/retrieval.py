@@ -4,11 +4,11 @@ The protocol is that of Clotho and AudioCaps, whose clips have five captions eac
 https://dcase.community/challenge2024/task-language-based-audio-retrieval):
 
 - text to audio: every caption of every clip is a query, the clips are the candidates;
-- audio to text: every clip is a query, the distinct captions are the candidates. Recall and median rank take the best
-  of a clip's captions, mAP@10 takes all of them.
+- audio to text: every clip is a query, the distinct captions are the candidates. Recall and median rank use the best
+  of a clip's captions, mAP@10 uses all of them.
 
-What the protocol leaves open, because its captions are all different, is this here: a caption that several clips share
-is right for each of them, and is one candidate; it is as many queries as clips have it.
+In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, is a
+single candidate, and is a query once for each of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from torch.nn import functional
 TOP = 10
 _RECALLS = (1, 5, 10)
 
-# Rounding makes scores of equal vectors differ by about 1e-16 sqrt(d). They are ties, which count against the query.
+# Scores that differ by less are ties, which count against the query: rounding makes the scores of equal vectors
+# differ by about 1e-16 sqrt(d).
 _TIE = 1e-12
 
 _SCORES_AT_A_TIME = 1 << 22  # 32 MiB in float64
 
 
 class Processes(Protocol):
-    """What the measurement asks of the processes that share it."""
+    """What the measurement needs from the processes that share it."""
 
     rank: int
     world_size: int
@@ -53,7 +54,7 @@ class RetrievalQuality:
     """Embeddings of a validation split whose clips are spread over the processes, each on one of them.
 
     Args:
-        device: Where the embeddings live, in float32, and the scores are computed, in float64.
+        device: Of the embeddings, in float32, and of the scores, in float64.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -72,16 +73,16 @@ class RetrievalQuality:
         captions: Sequence[Sequence[str]],
         labels: Sequence[str | None] | None = None,
     ) -> None:
-        """Take in a batch of clips.
+        """Add a batch of clips.
 
         Args:
-            audio: Embeddings (b, d); only their direction counts.
+            audio: Embeddings (b, d) of any length.
             text: Embeddings (m, d) of all captions, those of the first clip first.
-            captions: Of each clip, m in all; a clip without any is a candidate but no query.
+            captions: Of each clip, m in all; a clip without captions is a candidate but not a query.
             labels: Class of each clip, or None where it has none.
 
         Raises:
-            ValueError: the numbers do not fit together.
+            ValueError: the lengths do not fit together.
         """
         count = sum(len(own) for own in captions)
         labels = [None] * len(audio) if labels is None else list(labels)
@@ -102,14 +103,14 @@ class RetrievalQuality:
 
         `text_to_audio/` and `audio_to_text/` each with
 
-        - `r1`, `r5`, `r10`: share of queries with a right candidate among the first so many, in [0, 1];
+        - `r1`, `r5`, `r10`: share of queries with a right candidate among the first 1, 5, 10, in [0, 1];
         - `median_rank` of the best right candidate, from 1, the mean of the middle two for an even number of queries;
         - `map10`: mean over queries of sum_j [r_j <= 10] j / r_j / min(10, n), where r_j is the rank of the j-th best
           of the n right candidates;
         - `chance_r1`: what r1 is on average for an order drawn at random: mean of n / number of candidates;
 
-        and `r10`, the mean of both. A tie counts against the query, so that a model which gives everything the same
-        embedding finds nothing; so does a NaN. NaN where there are no queries.
+        and `r10`, the mean of both. Ties and NaNs count against the query, so that a model which gives everything the
+        same embedding finds nothing. All values are NaN if there are no queries.
         """
         found = self._gathered(processes)
         if found is None:
@@ -147,7 +148,7 @@ class RetrievalQuality:
         audio = processes.gather(own_audio)
         ids, owners = processes.gather(ids), processes.gather(owners)
         distinct, sums = processes.gather(distinct), processes.gather(sums)
-        # The same text may have come out in other bits in another batch: the mean does not ask who saw it first.
+        # The same text may have other bits in another batch: take the mean, which does not depend on order.
         distinct, rows = distinct.unique(return_inverse=True)
         text = torch.zeros(len(distinct), dim, dtype=torch.float64, device=self._device).index_add_(0, rows, sums)
         pairs = _sorted(owners, torch.searchsorted(distinct, ids))
@@ -160,14 +161,14 @@ class RetrievalQuality:
 
     def zero_shot(self, processes: Processes, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
         """`zero_shot/top1`, the share of labelled clips that are nearest to their class, and `zero_shot/chance_top1`,
-        one over the number of classes; empty where no clip has a label. Collective.
+        one over the number of classes; empty if no clip has a label. Collective.
 
         Args:
-            class_names: Such as `classes` gives; the same on every process.
+            class_names: The same on every process; `classes` returns them.
             embeddings: Of the classes (c, d), in that order (`class_embeddings`).
 
         Raises:
-            ValueError: on every process, where a clip has another label.
+            ValueError: on every process, if a clip has another label.
         """
         known = set(class_names)
         if unknown := [label for label in self.classes(processes) if label not in known]:
@@ -197,7 +198,7 @@ def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
     """Every template with every class's name in the place of {}: all of the first class, then of the second, ...
 
     Raises:
-        ValueError: one line, where there is no template or one has no {}.
+        ValueError: one line, if there is no template or one has no {}.
     """
     if not templates:
         raise ValueError("there is no prompt template: give at least one, such as 'the sound of {}'")
@@ -237,15 +238,15 @@ def _directions(vectors: Tensor) -> Tensor:
 
 
 def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
-    pairs = torch.stack([queries, candidates]).unique(dim=1)  # a clip may list a caption twice
+    pairs = torch.stack([queries, candidates]).unique(dim=1)  # a clip may have a caption twice
     return Pairs(pairs[0].contiguous(), pairs[1].contiguous())
 
 
 def _shared(
     queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Processes, mark: Callable[[], None]
 ) -> Tensor:
-    """What `_ranked` gives for all queries (q, 3), on the CPU; each process computes a share, and calls `mark` now and
-    then, a sign of life. Collective."""
+    """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part; `mark` before each chunk is a
+    sign of life. Collective."""
     rank, world_size = processes.rank, processes.world_size
     start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
     chunk = max(1, _SCORES_AT_A_TIME // len(candidates))
@@ -270,10 +271,10 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
         right: bool (q, c).
 
     Returns:
-        float64 (q, 3); of no meaning for a query without a right candidate.
+        float64 (q, 3); without meaning for a query that has no right candidate.
     """
     scores = queries @ candidates.T
-    # Every comparison goes against the query: a NaN is the worst of the right ones and the best of the wrong ones.
+    # Against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
     of_right = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
     of_wrong = scores.nan_to_num_(nan=math.inf).masked_fill_(right, -math.inf)
     top = min(TOP, len(candidates))
@@ -281,15 +282,17 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
     ranks = 1 + ((of_wrong >= best_right[:, :1]) & ~right).sum(1)
 
     count = right.sum(1, keepdim=True)
-    place = torch.arange(1, top + 1, device=scores.device)  # among the right ones
-    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)  # no more than 10 are counted
+    place = torch.arange(1, top + 1, device=scores.device)  # among the right candidates
+    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(
+        2
+    )  # at most 10 wrong candidates: more make no difference
     precision = torch.where((place <= count) & (place + ahead <= TOP), place / (place + ahead).double(), 0)
     average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
     return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)
 
 
 def _summary(ranked: Tensor, times: Sequence[int]) -> dict[str, float]:
-    """Statistics of (q, 3), each query counted so many times. Sums are exact, so that their order does not matter."""
+    """Statistics of (q, 3); query i counts times[i] times. Sums are exact, so their order does not matter."""
     rows = [row for row, count in zip(ranked.tolist(), times, strict=True) for _ in range(count)]
     if not rows:
         return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)

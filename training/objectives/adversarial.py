@@ -1,6 +1,6 @@
-"""What a generator and a discriminator are trained by: losses, regularisers, and the weight of one against the other.
+"""Losses and regularisers of a generator and a discriminator, and the adaptive weight of the adversarial loss.
 
-Logits are positive where the discriminator takes an image for real. Losses are fp32 means over all logits.
+A positive logit means that the discriminator takes the image for real. Losses are fp32 means over all logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.nn.grad import conv2d_weight
 
 
 def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017; without the 1/2 that some put before)."""
+    """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017; without the factor 1/2 of some
+    implementations)."""
     return F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean()
 
 
@@ -35,12 +36,12 @@ def bce_generator_loss(fake_logits: Tensor) -> Tensor:
 
 
 class AdversarialLoss(NamedTuple):
-    """The two sides of a game."""
+    """A pair of losses that belong together."""
 
     discriminator: Callable[[Tensor, Tensor], Tensor]
-    """Of the logits of real and of generated images."""
+    """Logits of real and of generated images -> loss, 0-d."""
     generator: Callable[[Tensor], Tensor]
-    """Of the logits of generated images."""
+    """Logits of generated images -> loss, 0-d."""
 
 
 ADVERSARIAL_LOSSES = {
@@ -53,11 +54,11 @@ class LeCam(nn.Module):
     """LeCam regulariser (Tseng et al. 2021, section 3.2), clipped as in the authors' code.
 
     mean relu(D(real) - a_fake)^2 + mean relu(a_real - D(fake))^2, where a_real and a_fake are exponential moving
-    averages of mean D(real) and mean D(fake), corrected for their start from 0 as Adam's are. Its state is these
-    averages: ``state_dict()`` belongs into the checkpoint.
+    averages of mean D(real) and mean D(fake), corrected for their start from 0 like Adam's moments. These averages are
+    the state, which belongs into the checkpoint.
 
-    The loss reads only averages of earlier updates. So it does not depend on how a batch is split, if `update` is
-    called once per update with means over the global batch. 0 before the first.
+    The loss uses only averages of earlier updates, so that it does not depend on how a batch is split. It is 0 before
+    the first call of `update`.
 
     Args:
         decay: Of the averages, in [0, 1).
@@ -75,7 +76,7 @@ class LeCam(nn.Module):
         if not 0 <= decay < 1:
             raise ValueError(f"decay {decay} of the LeCam averages: give a number from 0 up to but without 1")
         self.decay = decay
-        for name in ("real", "fake", "mass"):  # the mass is what averages of the constant 1 would be
+        for name in ("real", "fake", "mass"):  # the mass is the average of the constant 1, for the correction
             self.register_buffer(name, torch.zeros(()))
 
     def forward(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
@@ -87,8 +88,8 @@ class LeCam(nn.Module):
 
     @torch.no_grad()
     def update(self, real_mean: Tensor, fake_mean: Tensor) -> None:
-        """Take in mean D(real) and mean D(fake) of one update, 0-d, over the *global* batch. Means of which one is not
-        finite are left out, both. Nothing waits for the device."""
+        """Add mean D(real) and mean D(fake), 0-d, over the *global* batch; once per update. If one of them is not
+        finite, neither is added. Does not wait for the device."""
         usable = real_mean.isfinite() & fake_mean.isfinite()
         for average, value in ((self.real, real_mean), (self.fake, fake_mean), (self.mass, torch.ones_like(self.mass))):
             average.copy_(torch.where(usable, average.lerp(value.to(average), 1 - self.decay), average))
@@ -97,8 +98,8 @@ class LeCam(nn.Module):
 def gradient_penalty(discriminator: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     """mean (|grad_x sum D(x)| - 1)^2 over the images, 0-d, with a graph to the discriminator's weights.
 
-    The penalty of Gulrajani et al. 2017 at real images; the usual weight, 10, is the caller's. The discriminator runs
-    in fp32, under autocast too, since a gradient of small gradients does not survive half precision.
+    The penalty of Gulrajani et al. 2017, at real images, without its usual weight 10. The discriminator runs in fp32
+    even under autocast, because half precision loses gradients of small gradients.
 
     Args:
         discriminator: (b, c, h, w) -> logits. Images must not influence one another's logits.
@@ -110,7 +111,7 @@ def gradient_penalty(discriminator: Callable[[Tensor], Tensor], images: Tensor) 
         return (torch.linalg.vector_norm(gradient.flatten(1), dim=1) - 1).square().mean()
 
 
-# A power of two, so that nothing is rounded: the gradient of a mean over many pixels would vanish in fp16.
+# Keeps the small gradient of a mean over many pixels from vanishing in fp16. A power of two causes no rounding.
 _GRADIENT_SCALE = 2.0**12
 
 
@@ -121,18 +122,18 @@ def image_gradient(loss: Tensor, images: Tensor) -> Tensor:
 
 
 def last_layer_gradient(features: Tensor, image_gradient: Tensor, weight_shape: tuple[int, ...]) -> Tensor:
-    """A loss's gradient with respect to the last convolution's weight, without a pass back through the network.
+    """A loss's gradient with respect to the last convolution's weight, without a backward pass through the network.
 
     Args:
-        features: What the convolution takes, (b, i, h, w).
-        image_gradient: The loss's gradient with respect to what it gives, (b, o, h, w).
+        features: Input of the convolution, (b, i, h, w).
+        image_gradient: The loss's gradient with respect to the output of the convolution, (b, o, h, w).
         weight_shape: (o, i, k, k), k odd; stride 1 and padding k // 2.
 
     Returns:
-        fp32, of ``weight_shape``, detached. A sum over the images that were given, as autograd's is.
+        fp32, of ``weight_shape``, detached; a sum over the images, like autograd's.
 
     Raises:
-        ValueError: a kernel of even side, which has no such padding.
+        ValueError: k is even, so that no padding keeps the size of an image.
     """
     kernel = weight_shape[-1]
     if kernel % 2 == 0:
@@ -145,12 +146,12 @@ def last_layer_gradient(features: Tensor, image_gradient: Tensor, weight_shape: 
 def adaptive_weight(nll_gradient: Tensor, gan_gradient: Tensor, cap: float = 1e4, eps: float = 1e-4) -> Tensor:
     """min(|nll_gradient| / max(|gan_gradient|, eps), cap), 0-d and detached (Esser et al. 2021, equation 7).
 
-    The weight that gives the generator's adversarial loss the same pull on the last layer as the reconstruction has.
+    With this weight the adversarial loss has a gradient of the same norm at the last layer as the reconstruction loss.
 
     Args:
         nll_gradient: Gradient of the reconstruction (and perceptual) loss with respect to the last layer's weight.
-        gan_gradient: The same of the adversarial loss. Both already averaged over all processes and the whole batch:
-            averages of weights would not be the weight of one process.
+        gan_gradient: Gradient of the adversarial loss with respect to the same weight. Both must be averaged over all
+            processes and micro-batches, because an average of ratios is not the ratio of averages.
     """
     nll_norm, gan_norm = (torch.linalg.vector_norm(g.detach().float()) for g in (nll_gradient, gan_gradient))
     return (nll_norm / gan_norm.clamp_min(eps)).clamp_max(cap)

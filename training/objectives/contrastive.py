@@ -1,4 +1,4 @@
-"""Contrastive losses over the global batch, and their gradients as one process that holds all of it has them.
+"""Contrastive losses over the global batch, with the gradients of a single process that holds the whole batch.
 
 For every head h (the final embedding, and intermediate ones: Shukor et al. 2022, ViCHA) the logits of n pairs are
 s_ij = scale_h <audio_hi, text_hj>; the losses of the heads are added.
@@ -7,7 +7,7 @@ s_ij = scale_h <audio_hi, text_hj>; the losses of the heads are added.
     decoupled   the same, j != i in both sums                                           Yeh et al. 2022, DCL
     sigmoid     -(1/n) sum_ij log sigmoid(y_ij (s_ij + bias_h)), y = 1 if i = j else -1   Zhai et al. 2023, SigLIP
 
-Nothing here averages over processes: gradients are those of the global loss, to be summed with a weight of 1.
+Gradients are those of the global loss: sum them over the processes, do not average them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("softmax", "decoupled", "sigmoid")
 
 
 class Processes(Protocol):
-    """What the losses ask of the processes that share a batch. Every process calls them in the same order."""
+    """What the losses need from the processes that share a batch. Every process calls them in the same order."""
 
     rank: int
     world_size: int
@@ -34,7 +34,7 @@ class Processes(Protocol):
 
 
 class ContrastiveResult(NamedTuple):
-    """A loss and where it pulls. All but the gradients of the embeddings are the same on every process."""
+    """A loss and its gradients. All but the gradients of the embeddings are the same on every process."""
 
     loss: Tensor  # 0-d, of the global batch, summed over heads
     audio_gradient: Tensor  # (b, h, d) of the global loss with respect to this process's rows
@@ -45,11 +45,11 @@ class ContrastiveResult(NamedTuple):
     spread_text: Tensor  # 0-d
     scale: Tensor  # (h,) as given
     bias: Tensor  # (h,) as given
-    collapsed: Tensor  # 0-d: what the loss of these pairs is where every sound is equally near to every text
+    collapsed: Tensor  # 0-d: loss of these pairs if every sound is equally near to every text
 
 
 class _Sums(NamedTuple):
-    """What adds up over the processes."""
+    """Values that are summed over the processes."""
 
     loss: Tensor
     scale_gradient: Tensor
@@ -60,21 +60,21 @@ class _Sums(NamedTuple):
 
 
 class Contrastive:
-    """One of the losses, over the batch of all processes, whose parts may differ in size and be empty.
+    """A contrastive loss over the batch of all processes, whose parts may differ in size and be empty.
 
-    softmax and decoupled: the embeddings are gathered, and each process compares its own rows, in both directions, with
-    those of all. sigmoid: the texts travel around the ring of processes, their gradients with them; what a process
-    holds at a time does not grow with the number of processes.
+    softmax and decoupled: the embeddings are gathered, and each process compares its own rows with all rows, in both
+    directions. sigmoid: the texts and their gradients are passed around a ring of processes, so that the memory of a
+    process does not grow with the number of processes.
 
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
         processes: Who shares the batch.
-        mask_duplicates: Pairs i != j with equal captions are no negatives: they stand in no sum.
-        whole: Every process computes the loss of the whole batch, all in the same way: the same bits on any number of
-            processes (for --batch_parts), but work and memory are not shared.
+        mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
+        whole: Every process computes the loss of the whole batch. The result has the same bits on any number of
+            processes (for --batch_parts), but work and memory are not divided among them.
 
     Raises:
-        ValueError: no such loss.
+        ValueError: there is no such loss.
     """
 
     def __init__(self, kind: str, processes: Processes, *, mask_duplicates: bool = True, whole: bool = False) -> None:
@@ -88,8 +88,8 @@ class Contrastive:
     ) -> ContrastiveResult:
         """The loss of the global batch and its gradients, computed in fp32 (fp64 if ``audio`` is). Collective.
 
-        A pair without any negative counts as a loss of 0 in softmax (where that follows) and decoupled (where an empty
-        sum would pull its embeddings together without end).
+        A pair without negatives has a loss of 0: in softmax by the formula, in decoupled because the logarithm of an
+        empty sum would pull its embeddings together without limit.
 
         Args:
             audio: (b, h, d) unit vectors, this process's pairs.
@@ -99,7 +99,7 @@ class Contrastive:
             caption_ids: (b,) int64, equal where captions are.
 
         Raises:
-            ValueError: shapes that do not fit together.
+            ValueError: the shapes do not fit together.
         """
         _check(audio, text, scale, bias, caption_ids)
         dtype = torch.float64 if audio.dtype == torch.float64 else torch.float32
@@ -129,7 +129,7 @@ class Contrastive:
     ) -> tuple[int, _Sums, Tensor, Tensor]:
         """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
         pairs, captions, own = _gather_pairs(processes, audio, text, caption_ids)
-        # Own rows are compared with all: they get a gradient as either, one here and one from everybody.
+        # Own rows have two gradients: as rows, computed here, and as columns, summed over all processes.
         leaves = [tensor.detach().requires_grad_() for tensor in (torch.stack([audio, text], 1), pairs, scale)]
         is_own = torch.arange(len(pairs), device=own.device) == own[:, None]
         left_out = self._duplicates(caption_ids, captions) & ~is_own
@@ -138,7 +138,8 @@ class Contrastive:
         with torch.enable_grad():
             loss = _row_losses(left_out, *leaves).sum() / len(pairs)
         of_own, of_all, of_scale = torch.autograd.grad(loss, leaves)
-        # Equal scores s: -s + log sum_j exp s. Of 512 decoupled pairs 6.236, where runs get stuck.
+        # With equal scores s the loss -s + log sum_j exp s is the log of the number of candidates: 6.236 for 512
+        # decoupled pairs, a value at which runs get stuck.
         compared = (~left_out).sum(dim=1).clamp(min=1)
         collapsed = compared.double().log().sum() / len(pairs)
         *sums, of_all = _sum(
@@ -152,7 +153,7 @@ class Contrastive:
     ) -> tuple[int, _Sums, Tensor, Tensor]:
         """sigmoid. Returns the size of the global batch, sums over it and gradients."""
         rank, world_size, sizes = processes.rank, processes.world_size, processes.gather_objects(len(audio))
-        # Sums in fp64: in how many chunks they are made does not show.
+        # fp64, so that the number of chunks does not change the rounded result.
         loss, compared, audio_gradient, of_scale, of_bias = (
             torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), scale.sum(), audio, scale, bias)
         )
@@ -160,7 +161,7 @@ class Contrastive:
         for step in range(world_size):
             signs = -torch.ones(len(audio), len(visitors), dtype=audio.dtype, device=audio.device)
             left_out = self._duplicates(caption_ids, visitors_captions)
-            if step == 0:  # at home: the texts of these very sounds
+            if step == 0:  # this process's own texts
                 signs.fill_diagonal_(1.0)
                 left_out.fill_diagonal_(False)
             compared += (~left_out).sum()
@@ -178,34 +179,34 @@ class Contrastive:
             if step + 1 < world_size:
                 visitors_captions = processes.shift(visitors_captions, arriving)
         sums = _Sums(*_sum(processes, loss, of_scale, of_bias, audio[:, 0].sum(0), text[:, 0].sum(0), compared))
-        # Equal scores, and the bias that is best for them: the entropy of a coin that is a pair as often as they are.
+        # With equal scores and the best bias for them, the loss per comparison is the entropy of whether it is a pair.
         pairs, others = sum(sizes), sums.collapsed - sum(sizes)
         entropy = -pairs * (pairs / sums.collapsed).log() - torch.special.xlogy(others, others / sums.collapsed)
         return pairs, sums._replace(collapsed=entropy / pairs), audio_gradient, visitors_gradient
 
     def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Equal captions (rows, columns), themselves included; none where they do not matter."""
+        """Where captions are equal (rows, columns), each with itself too; nowhere without `mask_duplicates`."""
         if self.mask_duplicates:
             return rows[:, None] == columns
         return torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
 
 
 def _row_losses(left_out: Tensor, own: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
-    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) among ``pairs`` (n, 2, h, d); ``left_out`` (b, n) says
-    which of those stand in no denominator."""
+    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) against ``pairs`` (n, 2, h, d), without the ones that
+    ``left_out`` (b, n) marks in the denominators."""
     losses = -scale[:, None] * torch.einsum("bhd,bhd->hb", own[:, 0], own[:, 1])
     for here, there in ((0, 1), (1, 0)):
         logits = scale[:, None, None] * torch.einsum("bhd,nhd->hbn", own[:, here], pairs[:, there])
         losses = losses + logits.masked_fill(left_out, -torch.inf).logsumexp(-1) / 2
-    # An empty sum has no logarithm; its gradient, NaN, ends at masked_fill.
+    # The logarithm of an empty sum is -inf and its gradient NaN; masked_fill stops that gradient.
     return torch.where(left_out.all(dim=1), 0.0, losses)
 
 
 def _sigmoid_losses(
     signs: Tensor, left_out: Tensor, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor
 ) -> Tensor:
-    """(h, b, m) of every audio (b, h, d) with every text (m, h, d); ``signs`` and ``left_out`` (b, m) say whether they
-    are a pair, and which do not count."""
+    """Losses (h, b, m) of every audio (b, h, d) with every text (m, h, d). ``signs`` (b, m) is 1 for pairs and -1
+    otherwise; ``left_out`` (b, m) marks what does not count."""
     logits = scale[:, None, None] * torch.einsum("bhd,mhd->hbm", audio, text) + bias[:, None, None]
     return -F.logsigmoid(signs * logits).masked_fill(left_out, 0.0)
 
@@ -213,7 +214,7 @@ def _sigmoid_losses(
 def _gather_pairs(
     processes: Processes, audio: Tensor, text: Tensor, caption_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs (n, 2, h, d) and captions (n,) of all processes, and at which rows (b,) of them one's own are."""
+    """The pairs (n, 2, h, d) and captions (n,) of all processes, and the rows (b,) of this process's own pairs."""
     pairs = processes.gather(torch.stack([audio, text], 1))
     ranks = torch.full_like(caption_ids, processes.rank)
     captions, owners = processes.gather(torch.stack([caption_ids, ranks], 1)).unbind(1)
@@ -222,14 +223,14 @@ def _gather_pairs(
 
 
 def _sum(processes: Processes, *tensors: Tensor) -> list[Tensor]:
-    """Each tensor summed over the processes, in fp64, all in one message."""
+    """Each tensor summed over the processes, in fp64, in a single collective."""
     total = processes.sum(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
     parts = total.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class _Alone:
-    """One process."""
+    """A single process, with the collectives of `Processes`."""
 
     rank, world_size = 0, 1
 

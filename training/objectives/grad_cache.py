@@ -13,7 +13,7 @@ from .contrastive import Contrastive, ContrastiveResult
 
 
 class Processes(Protocol):
-    """What the update asks of the processes that train together."""
+    """What the update needs from the processes that train together."""
 
     @property
     def is_root(self) -> bool: ...
@@ -28,25 +28,24 @@ def contrastive_update(
     batch: Mapping[str, Any],
     inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> ContrastiveResult:
-    """Add the gradients of one update's loss to the engine; its ``step`` is left to the caller. Collective.
+    """Backward passes of one update; the caller calls ``engine.step``. Collective.
 
-    With several micro-batches all are embedded without a graph first. Then each is embedded again, with one, and the
-    gradient of the loss with respect to its embeddings goes back through it. So every micro-batch sees all negatives,
-    and the memory of one is enough.
+    With several micro-batches, all are first embedded without a graph, for the loss and its gradients with respect to
+    the embeddings. Then each is embedded again with a graph, through which its gradient goes back. So every micro-batch
+    is compared with all negatives in the memory of a single one.
 
-    The gradients of temperature and bias are totals over the batch: they are given out once, by the root's first
-    micro-batch. A rule inside the model that looks at them (a clamp) sees them as they are, but for a positive factor.
+    The gradients of temperature and bias are totals over the batch, so only the root's first micro-batch adds them.
 
     Args:
         engine: Of a model that gives ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
-            ``models.MulanOutput``), and whose output depends on its arguments alone: noise is one of them.
+            ``models.MulanOutput``), and whose output depends on its arguments alone, noise included.
         processes: Who trains.
         contrastive: The loss.
         batch: This process's part of the batch, ``caption_ids`` (b,) among it.
         inputs: A micro-batch -> keyword arguments of the model.
     """
-    # Of one micro-batch the graph can be kept. Not where bits must be the same on any number of processes: elsewhere
-    # the same samples are embedded without a graph, for which PyTorch may choose another kernel.
+    # A single micro-batch needs no first pass. With `whole` it is made all the same: another number of processes makes
+    # it, and PyTorch may choose another kernel without a graph, which would change the bits.
     sees_all_at_once = processes.grad_accum_steps == 1 and not contrastive.whole
     result = None if sees_all_at_once else _look_ahead(engine, contrastive, batch, inputs)
     start = 0
@@ -57,7 +56,7 @@ def contrastive_update(
         rows = slice(start, start + len(out.audio))
         start = rows.stop
         is_first = processes.is_root and index == 0
-        # A weight of 1: what all processes and micro-batches hand in is added, no mean of it taken.
+        # items / total = 1: sum over processes and micro-batches instead of averaging.
         engine.backward(_surrogate(out, result, rows, is_first), items=1, total=1)
     assert result is not None
     return result
@@ -85,12 +84,12 @@ def _embeddings(out: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _surrogate(out: Any, result: ContrastiveResult, rows: slice, is_first: bool) -> Tensor:
-    """0-d, with the loss's value and its gradient with respect to these rows (and once to temperature and bias)."""
-    once = 1.0 if is_first else 0.0  # and not left out: a parameter is used on every process or on none
+    """0-d, with the value of the loss and its gradients with respect to these rows, temperature and bias."""
+    once = 1.0 if is_first else 0.0  # times 0 instead of left out: a parameter must be used on all processes or on none
     pull = (
         (out.audio * result.audio_gradient[rows]).sum()
         + (out.text * result.text_gradient[rows]).sum()
         + once * (out.scale * result.scale_gradient + out.bias * result.bias_gradient).sum()
     )
-    # The engine skips an update and says why if a loss is not finite: that must be the loss itself.
+    # The value must be that of the loss, because the engine skips the update if it is not finite.
     return pull + (result.loss - pull).detach()

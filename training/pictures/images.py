@@ -1,4 +1,4 @@
-"""Pictures of samples, at true brightness."""
+"""Pictures of samples, without any normalisation of their brightness."""
 
 import io
 from collections.abc import Mapping

@@ -21,12 +21,12 @@ _WIDTH, _HEIGHT = 320, 128  # of a spectrogram
 _COLUMNS = 4
 _LINES = 2  # of a caption
 _MATRIX_PIXELS = 512
-_LONGEST_CAPTION = 500  # no more is ever shown; measuring text takes its time
+_LONGEST_CAPTION = 500  # characters; cut before its width is measured, which is slow
 
-# Pillow's own font has the letters of ASCII; these are looked for where a caption has others.
+# Tried in this order for captions that are not ASCII, which Pillow's own font lacks.
 _WIDE_FONTS = ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf", "Arial Unicode.ttf", "arial.ttf")
 
-# Red and blue for positive and negative values, as light as the value is small.
+# From blue for -1 over white for 0 to red for 1.
 _DIVERGING = ((33, 82, 156), (128, 172, 213), (247, 247, 247), (232, 146, 116), (166, 27, 41))
 
 
@@ -44,14 +44,14 @@ class Match(NamedTuple):
 def best_matches(
     audio: Tensor, text: Tensor, captions: Sequence[str], right: Sequence[Sequence[str]], count: int = 3
 ) -> list[list[Match]]:
-    """The nearest captions of each clip, and the best of the right ones behind them where it is not among them.
+    """The nearest captions of each clip; if no right one is among them, the best right one follows them.
 
     Args:
         audio: Unit vectors of clips (n, d).
         text: Unit vectors of captions (m, d).
-        captions: Their texts; of equal ones the first counts.
-        right: The texts that are right for each clip.
-        count: How many to show.
+        captions: Their texts (m); of equal texts the first counts.
+        right: The right texts of each clip.
+        count: Number of captions.
     """
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
     scores = (audio.detach().double() @ text[rows].detach().double().T).cpu()
@@ -68,13 +68,11 @@ def best_matches(
 
 
 def spectrogram_grid(spectrograms: Tensor, titles: Sequence[Sequence[Match]]) -> Image.Image:
-    """Spectrograms, low frequencies at the bottom, each with captions under it; right ones are green, with a tick.
-
-    Each caption stands behind its rank and its cosine.
+    """Spectrograms, low frequencies at the bottom, with ranks, cosines and captions below; right ones green and ticked.
 
     Args:
-        spectrograms: (n, mels, frames), n at least 1; each is shown from its own smallest value to its largest.
-        titles: What is written under each.
+        spectrograms: (n, mels, frames), n at least 1; each is scaled to its own smallest and largest value.
+        titles: Captions of each spectrogram.
     """
     fonts = _Fonts([match.caption for matches in titles for match in matches])
     columns = math.ceil(len(spectrograms) / math.ceil(len(spectrograms) / _COLUMNS))
@@ -98,7 +96,7 @@ def _spectrogram_picture(spectrogram: Tensor) -> Image.Image:
     finite = values[values.isfinite()] if values.isfinite().any() else torch.zeros(1)
     low, high = finite.min(), finite.max()
     values = torch.where(values.isfinite(), values, low)
-    # A pixel is the mean of what falls into it; a value fills whole pixels where there are more of them.
+    # A pixel is the mean of the values in it; with fewer values than pixels, values are repeated.
     shown = functional.interpolate(values[None, None], (_HEIGHT, _WIDTH), mode="area")[0, 0]
     return _coloured((shown - low) / (high - low).clamp_min(1e-12), cubehelix())
 
@@ -123,9 +121,9 @@ def _draw_tick(draw: ImageDraw.ImageDraw, left: int, top: int) -> None:
 
 
 def similarity_picture(matrix: Tensor) -> Image.Image:
-    """Cosines of clips (rows) and captions (columns), the pairs that belong together framed, with a scale.
+    """Cosines of clips (rows) and captions (columns), with a colour scale; the pairs that belong together are framed.
 
-    Red is above 0 and blue below, both as strong as the largest value is far from 0, rounded up to a tenth.
+    Red is positive and blue negative; the scale ends at the largest absolute value, rounded up to a tenth.
 
     Args:
         matrix: (n, m) in [-1, 1], n and m at least 1; clip i belongs to caption i. NaN is grey.
@@ -162,7 +160,7 @@ def side_by_side(*pictures: Image.Image) -> Image.Image:
 
 
 def _mark_diagonal(draw: ImageDraw.ImageDraw, left: int, top: int, side: int, count: int) -> None:
-    if side < 5:  # a frame would leave nothing to see: its two ends
+    if side < 5:  # cells are too small for a frame: mark the two ends of the diagonal
         end = count * side
         draw.line((left - 8, top - 8, left - 2, top - 2), fill=_INK, width=2)
         draw.line((left + end + 2, top + end + 2, left + end + 8, top + end + 8), fill=_INK, width=2)
@@ -190,7 +188,7 @@ def _draw_scale(picture: Image.Image, left: int, top: int, height: int, limit: f
 
 
 def cubehelix(count: int = 256) -> Tensor:
-    """Colours from black to white whose brightness rises evenly, also in print: float32 (count, 3) in [0, 255].
+    """Colours from black to white whose brightness rises evenly: float32 (count, 3) in [0, 255].
 
     Green 2011 (Bulletin of the Astronomical Society of India 39, 289), with his start 0.5, rotations -1.5, hue 1 and
     gamma 1: RGB = x + x (1 - x) / 2 A (cos t, sin t), t = 2 pi (start / 3 + 1 + rotations x).
@@ -203,7 +201,7 @@ def cubehelix(count: int = 256) -> Tensor:
 
 
 def _coloured(values: Tensor, colours: Tensor) -> Image.Image:
-    """Values (h, w), 0 the first of colours (k, 3) and 1 the last, linear in between; NaN is grey."""
+    """Picture of values (h, w) in [0, 1]: colours (k, 3) from the first for 0 to the last for 1; NaN is grey."""
     place = values.nan_to_num(0.0).clamp(0, 1) * (len(colours) - 1)
     below = place.long().clamp_max(len(colours) - 2)
     pixels = torch.lerp(colours[below].float(), colours[below + 1].float(), (place - below)[..., None])
@@ -212,19 +210,19 @@ def _coloured(values: Tensor, colours: Tensor) -> Image.Image:
 
 
 class _Fonts:
-    """Fonts for captions in any script, at least so that they can be told apart."""
+    """Fonts for captions in any script; letters that no font has are replaced by ?."""
 
     def __init__(self, captions: Sequence[str]) -> None:
         self.plain = ImageFont.load_default(_FONT_PIXELS)
         self._wide = None if all(caption.isascii() for caption in captions) else _wide_font()
-        #: Where captions begin, right of the mark, the rank and the score.
+        #: Pixels left of a caption, for tick, rank and cosine.
         self.indent = _MARK_PIXELS + math.ceil(self.plain.getlength("999. -0.00")) + 8
 
     def of(self, text: str) -> _Font:
         return self.plain if self._wide is None or text.isascii() else self._wide
 
     def wrap(self, caption: str, width: float) -> list[str]:
-        """The lines of a caption, the last one cut where there would be too many."""
+        """The lines of a caption; the last one ends with ... if the caption is too long."""
         text = " ".join(caption[:_LONGEST_CAPTION].split()) or "(empty)"
         text = "".join(sign if sign.isprintable() else "?" for sign in text)
         if not text.isascii() and self._wide is None:
@@ -242,7 +240,7 @@ class _Fonts:
         return lines
 
     def _fitting(self, text: str, width: float) -> int:
-        """How many of the first letters fit, at least one."""
+        """Number of first letters that fit into the width, at least 1."""
         font = self.of(text)
         return max(1, bisect_right(range(1, len(text) + 1), width, key=lambda end: font.getlength(text[:end])))
 
@@ -257,6 +255,6 @@ def _wide_font() -> _Font | None:
 
 
 def _ascii(text: str) -> str:
-    """Letters without their accents, ? for what has none in ASCII."""
+    """The text with accents removed and ? for letters that are not ASCII."""
     plain = unicodedata.normalize("NFKD", text)
     return "".join(sign if sign.isascii() else "?" for sign in plain if not unicodedata.combining(sign))

@@ -1,7 +1,8 @@
-"""The best model of a run so far, whole on the disk at any moment."""
+"""The best model of a run so far, complete on the disk at any moment."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,17 +17,17 @@ FACTS = "best.json"
 
 
 class BestModel:
-    """`best/` in the folder of a run: the model of the validation with the highest value, and `best.json` with its
-    {"step", "metric", "value"}. A part of the checkpoint.
+    """`best/` in the run folder: the model of the validation with the highest value, and `best.json` with its
+    {"step", "metric", "value"}. Its state is a part of the checkpoint.
 
-    A new model is written beside the old one and put in its place by two renames. A run that was killed between them
-    finds the old one aside, and puts it back when it starts again.
+    A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
+    next start renames the old model back.
 
     Args:
         folder: Of the run.
         is_root: Whether this process writes.
-        metric: Name of what is compared; more is better.
-        broadcast: Gives every process the root's JSON value; the identity where there is one process.
+        metric: Name of the value; higher is better.
+        broadcast: Gives every process the root's JSON value.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class BestModel:
         broadcast: Callable[[Any], Any] = lambda found: found,
     ) -> None:
         self.path = Path(folder) / "best"
-        #: Highest value so far whose model is in `path`, and its step; None before the first.
+        #: Value of the model in `path`, and its step; None before the first.
         self.value: float | None = None
         self.step: int | None = None
-        #: Why the model of the last offer is not on the disk, or the one of the checkpoint is gone, in one line; None
-        #: while all is well. The same on every process.
+        #: Why the last model could not be written, or that the checkpoint's best model is gone, in one line, or None.
+        #: The same on every process.
         self.failure: str | None = None
-        self._is_root, self._metric, self._broadcast = is_root, metric, broadcast
+        self._is_root, self.metric, self._broadcast = is_root, metric, broadcast
         self._new, self._old = self.path.with_name(".best.unfinished"), self.path.with_name(".best.unwanted")
         if is_root:
             try:
@@ -54,14 +55,13 @@ class BestModel:
         self.failure = broadcast(self.failure)
 
     def is_better(self, value: float) -> bool:
-        """Whether a value is higher than every one before. NaN never is."""
+        """Whether a value is higher than that of the best model; NaN is not."""
         return not math.isnan(value) and (self.value is None or value > self.value)
 
-    def offer(self, value: float, step: int, write: Callable[[Path], None]) -> bool:
-        """Keep a model if it is better than every one before; returns whether it is now in `path`. Collective.
+    def save_if_better(self, value: float, step: int, write: Callable[[Path], None]) -> bool:
+        """Keep a model if it is better than the best so far; returns whether it is now in `path`. Collective.
 
-        What the disk does not take is left out, `failure` says why, and the next better one than the last that was
-        taken gets its place.
+        If the disk fails, `failure` says why, and the best model stays as it was.
 
         Args:
             value: Of the metric, the same on every process.
@@ -73,13 +73,14 @@ class BestModel:
             return False
         failure, written = None, False
         if self._is_root:
-            facts = {"step": step, "metric": self._metric, "value": value}
+            facts = {"step": step, "metric": self.metric, "value": value}
             try:
                 self._replace(facts, write)
             except OSError as error:
                 failure = _reason(self.path, error)
-                self._tidy_if_possible()
-            written = self._facts() == facts  # it may be there, though the disk then failed
+                with contextlib.suppress(OSError):  # the next call, or the next start, tries again
+                    self._tidy()
+            written = self._facts() == facts  # the model may be in place although a later operation failed
         self.failure, written = self._broadcast((failure, written))
         if written:
             self.value, self.step = value, step
@@ -90,28 +91,31 @@ class BestModel:
         return {"value": self.value, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Where the model that belongs to it is gone, the next one is the best, and `failure` says
-        so. Collective.
+        """Restore value and step. If the best model is gone, forget them, so that the next model becomes the best, and
+        say so in `failure`. Collective.
 
-        A folder that is newer than the checkpoint stays until a better one than the checkpoint's comes along, which a
-        repetition of the same updates brings in any case.
+        A model of a later step than the checkpoint's stays in `path`: the repeated updates will bring it again.
         """
         facts = self._facts() if self._is_root else None
         if self._broadcast(facts is not None) or state["value"] is None:
             self.value, self.step = state["value"], state["step"]
         else:
             self.failure = (
-                f"{self.path}, the best model so far ({self._metric} {state['value']:.4g} of update {state['step']}), "
-                "is gone: the next validation's takes its place"
+                f"{self.path}, the best model so far ({self.metric} {state['value']:.4g} of update {state['step']}), "
+                "is gone: the model of the next validation takes its place"
             )
 
     def catch_up(self, step: int) -> None:
-        """Count the model in `path` too where it is better and of an update up to `step`, that of the checkpoint: of a
-        validation of which the checkpoint does not know, because a run that is asked to stop saves first. Collective.
+        """Take over the model in `path` if it is better than the checkpoint's and not later than `step`. Collective.
+
+        A run that is asked to stop saves before it validates, so `best/` may know of a later validation.
+
+        Args:
+            step: Completed updates of the checkpoint.
         """
         facts = self._broadcast(self._facts() if self._is_root else None) or {}
         value, of_step = facts.get("value"), facts.get("step")
-        if not (facts.get("metric") == self._metric and isinstance(value, float) and isinstance(of_step, int)):
+        if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
             return
         if of_step <= step and self.is_better(value):
             self.value, self.step = value, of_step
@@ -137,19 +141,13 @@ class BestModel:
         shutil.rmtree(self._old, ignore_errors=True)
 
     def _tidy(self) -> None:
-        """Undo what was begun and not finished."""
+        """Undo a replacement that did not finish."""
         if self._old.exists() and not self.path.exists():
             os.rename(self._old, self.path)
             sync(self.path.parent)
         for leftover in (self._new, self._old):
             if leftover.exists():
                 shutil.rmtree(leftover)
-
-    def _tidy_if_possible(self) -> None:
-        try:
-            self._tidy()
-        except OSError:
-            return  # the next offer, or the next start, tries again
 
 
 def _reason(path: Path, error: OSError) -> str:

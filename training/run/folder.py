@@ -11,29 +11,27 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..files import hold, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
-# Order of the data, split and noise are functions of it: with another one a resumed run would continue none.
+# Data order, split and noise depend on the seed: with another one a resumed run would not continue the old one.
 _OF_THE_RUN = ("seed",)
 
 
 class RunFolder:
-    """`output_dir` and the places in it.
+    """The folder `output_dir` and its files.
 
-    The root makes the folder; what it found, or why it failed, is the same on every process through `broadcast`.
+    The root reads and writes; its results and errors are broadcast, so that they are the same on every process.
 
     Args:
         output_dir: Path of the folder.
         is_root: Whether this process writes.
-        fresh: Move a run that is there to `<output_dir>.old-<n>`, so that this one starts over.
-        broadcast: Gives every process the root's JSON value; the identity where there is one process.
+        fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over.
+        broadcast: Gives every process the root's JSON value; the identity for a single process.
 
     Raises:
-        ValueError: one line, if the folder cannot be made or written.
+        ValueError: one line, if the folder cannot be created or written.
     """
 
     def __init__(
@@ -46,11 +44,11 @@ class RunFolder:
         self.path = Path(output_dir)
         self._is_root = is_root
         self._broadcast = broadcast
-        #: Where `fresh` moved the run that was there, or None.
+        #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
-        #: Whether the folder holds a run that reached its end.
+        #: Whether the folder holds a finished run.
         self.finished: bool
-        #: The update whose weights model/ holds, or None.
+        #: Update whose weights model/ holds, or None.
         self.finished_step: int | None
         self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
 
@@ -64,31 +62,27 @@ class RunFolder:
 
     @property
     def model_dir(self) -> Path:
-        """Made by the run's end."""
+        """Created at the end of the run."""
         return self.path / "model"
 
-    def sample_path(self, step: int) -> Path:
-        """Picture of a step."""
-        return self.samples_dir / f"step_{step:08d}.png"
-
-    def write_sample(self, step: int, png: bytes) -> None:
-        """The picture of a step, on the root. Raises OSError where the disk does not take it."""
+    def write_sample(self, step: int, png: bytes, name: str = "") -> None:
+        """The picture of a step, on the root; `name` distinguishes several models. Raises OSError where the disk does
+        not take it."""
         self.samples_dir.mkdir(exist_ok=True)
-        write_atomically(self.sample_path(step), png)
+        file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
+        write_atomically(self.samples_dir / f"{file_name}.png", png)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """config.yaml: every resolved argument, readable by `--config`."""
+        """Write config.yaml: every resolved argument, as `--config` reads it."""
+        import yaml  # not at the top: the scripts import this file before they answer --help
+
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         self._on_root(lambda: write_atomically(self.path / "config.yaml", text.encode()))
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
-        """environment.json: versions, commit and host, and JSON facts such as backend, ranks, DeepSpeed's config."""
-
-        def write() -> None:
-            text = json.dumps({**environment(), **facts}, indent=2)
-            write_atomically(self.path / "environment.json", text.encode())
-
-        self._on_root(write)
+        """Write environment.json: versions, commit and host, and `facts` (JSON), such as backend and ranks."""
+        path = self.path / "environment.json"
+        self._on_root(lambda: write_atomically(path, json.dumps({**environment(), **facts}, indent=2).encode()))
 
     def check_config(
         self,
@@ -99,9 +93,9 @@ class RunFolder:
         """Refuse to resume with arguments that would change the model, or with another seed.
 
         Args:
-            config: The present settings.
-            model_arguments: Names in it.
-            resolve: Gives settings of equal models equal values; a key may be absent.
+            config: The settings of this start.
+            model_arguments: Names of settings on which the model depends.
+            resolve: Makes settings equal that give equal models, whatever their spelling; a key may be missing.
 
         Raises:
             ValueError: one line naming each of `model_arguments` that differs, with both values.
@@ -114,6 +108,8 @@ class RunFolder:
         model_arguments: Collection[str],
         resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
+        import yaml
+
         path = self.path / "config.yaml"
         try:
             saved = yaml.safe_load(path.read_text())
@@ -123,7 +119,7 @@ class RunFolder:
             ) from None
         saved = saved if isinstance(saved, dict) else {}
         was, now = resolve(saved), resolve(config)
-        # Where one spelling has come to mean something else, the argument behind it is named.
+        # Compare resolved values, but report the arguments as they were written.
         differences = [
             f"--{name} was {saved.get(name)} and is now {config[name]}"
             for name in (*model_arguments, *_OF_THE_RUN)
@@ -136,7 +132,7 @@ class RunFolder:
             )
 
     def _on_root(self, action: Callable[[], Any]) -> Any:
-        """Result of `action` on the root, on every process; its ValueError or OSError likewise, as one line."""
+        """Run `action` on the root; every process returns its result, or raises its error as a one-line ValueError."""
         result, message = None, None
         if self._is_root:
             try:
@@ -154,9 +150,9 @@ class RunFolder:
         return result
 
     def mark_finished(self, step: int) -> None:
-        """model/training.json, written last: model/ holds the weights of this update."""
-        text = json.dumps({"step": step})
-        self._on_root(lambda: write_atomically(self.model_dir / "training.json", text.encode()))
+        """Write model/training.json, which says that model/ is complete and holds the weights of this update."""
+        path = self.model_dir / "training.json"
+        self._on_root(lambda: write_atomically(path, json.dumps({"step": step}).encode()))
 
     def _finished_step(self) -> int | None:
         try:
@@ -173,7 +169,7 @@ class RunFolder:
                 moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = hold(self.path / ".lock")
-        # A page, because a full disk still takes an empty file.
+        # Write 4 KiB: an empty file can be created on a full disk.
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))
         probe.unlink()
@@ -191,11 +187,8 @@ class RunFolder:
         return str(old)
 
 
-def last_start(output_dir: str | Path, fresh: bool = False) -> dict[str, Any]:
-    """What `write_environment` noted when the run in this folder was last started; empty where there is none, or a
-    fresh one begins."""
-    if fresh:
-        return {}
+def last_start(output_dir: str | Path) -> dict[str, Any]:
+    """environment.json of the run in this folder, from its last start; empty if there is none."""
     try:
         facts = json.loads((Path(output_dir) / "environment.json").read_text())
     except (OSError, ValueError):
@@ -204,7 +197,7 @@ def last_start(output_dir: str | Path, fresh: bool = False) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """What the run depends on beside its arguments, as JSON values. No environment variables: they may hold keys."""
+    """Versions, commit and host of this run, as JSON values. No environment variables, because they may hold keys."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -223,7 +216,7 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Commit of this source, with "-dirty" where files differ from it; None outside a git checkout."""
+    """Commit of this source, with "-dirty" if files differ from it; None outside a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -1,18 +1,18 @@
-"""The one clock of a run, and how it is shown."""
+"""The clock of a run, and its display."""
 
 import math
 import shutil
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-# Metrics that a line of progress shows in its own way.
+# Metrics that a progress line shows as step and epoch.
 _CLOCK_KEYS = {"step", "samples", "epoch", "seconds"}
 
 
 def total_samples_from(*, epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
-    """Length of the run in samples: `epochs`, but at most `max_steps` updates; a whole number of them, at least 1."""
+    """Length of the run in samples: `epochs`, but at most `max_steps` updates; whole updates, at least 1."""
     steps = math.ceil(round(epochs * samples_per_epoch) / batch_size)
     return max(1, steps if max_steps is None else min(steps, max_steps)) * batch_size
 
@@ -31,6 +31,8 @@ class Progress:
         self.samples_per_epoch = samples_per_epoch
         self.total_samples = total_samples
         self.samples = 0
+        #: Metrics of the newest update that are not logged yet, because the run was stopped before its evaluation.
+        self.unfinished_line: dict[str, Any] | None = None
 
     @property
     def step(self) -> int:
@@ -44,18 +46,8 @@ class Progress:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training split, with the fraction of the present one."""
+        """Passes over the training split, as a fraction."""
         return self.samples / self.samples_per_epoch
-
-    @property
-    def completed_epochs(self) -> int:
-        """Whole passes over the training split."""
-        return self.samples // self.samples_per_epoch
-
-    @property
-    def fraction(self) -> float:
-        """Part of the run that is done, in [0, 1]."""
-        return min(1.0, self.samples / self.total_samples)
 
     @property
     def finished(self) -> bool:
@@ -72,18 +64,19 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""
-        return {
+        state = {
             "samples": self.samples,
             "batch_size": self.batch_size,
             "samples_per_epoch": self.samples_per_epoch,
         }
+        return state if self.unfinished_line is None else {**state, "unfinished_line": self.unfinished_line}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the clock.
 
         Raises:
-            ValueError: if the batch size was another, because steps would not be counted on, or the training split,
-                because the order of samples could not be continued.
+            ValueError: if the batch size differs, because steps could not be counted on, or the size of the training
+                split, because the order of samples could not be continued.
         """
         if state["batch_size"] != self.batch_size:
             raise ValueError(
@@ -97,104 +90,65 @@ class Progress:
                 "--seed, or start over with --fresh"
             )
         self.samples = state["samples"]
+        self.unfinished_line = state.get("unfinished_line")
 
 
-class ProgressDisplay(Protocol):
-    """Where the clock and short messages are shown."""
+class ProgressDisplay:
+    """Shows the clock and short messages: on a terminal below a tqdm bar, elsewhere as plain lines with the time left.
+
+    Args:
+        progress: The clock.
+        is_root: Only the root prints.
+        stream: Where to print.
+    """
+
+    def __init__(self, progress: Progress, is_root: bool, stream: TextIO | None = None) -> None:
+        self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
+        self._first_samples, self._start_seconds = progress.samples, time.monotonic()
+        self._bar: Any = None
+        if is_root and self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=progress.total_samples,
+                initial=progress.samples,
+                unit=" samples",
+                # tqdm draws no bar where the terminal does not know its width; this gives 80 then.
+                ncols=shutil.get_terminal_size().columns,
+                file=self._stream,
+            )
 
     def update(self) -> None:
         """Show that an update was counted."""
+        if self._bar is not None:
+            self._bar.update(self._progress.samples - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Show the present values."""
+        """Print the clock and these values."""
+        values = (
+            f"  {name} {value:.4g}" if isinstance(value, float) else f"  {name} {value}"
+            for name, value in metrics.items()
+            if name not in _CLOCK_KEYS
+        )
+        clock = self._progress
+        line = f"step {clock.step}/{clock.total_steps}  epoch {clock.epoch:.2f}{''.join(values)}"
+        seen = clock.samples - self._first_samples
+        if seen > 0 and self._bar is None:
+            seconds_per_sample = (time.monotonic() - self._start_seconds) / seen
+            line += f"  {duration(seconds_per_sample * (clock.total_samples - clock.samples))} left"
+        self.say(line)
 
     def say(self, text: str) -> None:
         """Print a line."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        elif self._is_root:
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal tidy."""
-
-
-class ProgressBar:
-    """A tqdm bar with samples per second and the time left, below the lines that were logged."""
-
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
-        from tqdm import tqdm
-
-        self._progress = progress
-        self._stream = stream
-        self._bar = tqdm(
-            total=progress.total_samples,
-            initial=progress.samples,
-            unit=" samples",
-            # 80 where the terminal does not tell; tqdm would draw nothing.
-            ncols=shutil.get_terminal_size().columns,
-            file=stream,
-        )
-
-    def update(self) -> None:
-        self._bar.update(self._progress.samples - self._bar.n)
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        self.say(_line(self._progress, metrics))
-
-    def say(self, text: str) -> None:
-        self._bar.write(text, file=self._stream)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class ProgressLines:
-    """Plain lines for files and pipes: one per `log`, with the time left."""
-
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
-        self._progress = progress
-        self._stream = stream
-        self._first_samples = progress.samples
-        self._start_seconds = time.monotonic()
-
-    def update(self) -> None:
-        pass
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        clock = self._progress
-        seen = clock.samples - self._first_samples
-        left = ""
-        if seen > 0:
-            seconds_per_sample = (time.monotonic() - self._start_seconds) / seen
-            left = f"  {duration(seconds_per_sample * (clock.total_samples - clock.samples))} left"
-        self.say(_line(clock, metrics) + left)
-
-    def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class SilentProgress:
-    """What every process but the root has."""
-
-    def update(self) -> None:
-        pass
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def progress_display(progress: Progress, is_root: bool, stream: TextIO | None = None) -> ProgressDisplay:
-    """A bar where `stream` (default: stderr) is a terminal, plain lines elsewhere, nothing off the root."""
-    stream = stream or sys.stderr
-    if not is_root:
-        return SilentProgress()
-    return ProgressBar(progress, stream) if stream.isatty() else ProgressLines(progress, stream)
+        """Leave the cursor below the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def duration(seconds: float) -> str:
@@ -205,12 +159,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _line(progress: Progress, metrics: Mapping[str, Any]) -> str:
-    values = (
-        f"  {name} {value:.4g}" if isinstance(value, float) else f"  {name} {value}"
-        for name, value in metrics.items()
-        if name not in _CLOCK_KEYS
-    )
-    return f"step {progress.step}/{progress.total_steps}  epoch {progress.epoch:.2f}{''.join(values)}"

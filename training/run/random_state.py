@@ -17,7 +17,7 @@ class RandomState:
     Args:
         rank: Of this process.
         world_size: Number of processes.
-        device: Where it computes.
+        device: Of this process.
         gather: Concatenates tensors of all processes along dimension 0, by rank.
     """
 
@@ -31,12 +31,12 @@ class RandomState:
         return {"generators": gathered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with this process's generators. Where the number of processes was another, or the device, there is no
-        such state: that generator stays as it was seeded."""
+        """Restore this process's generators. A generator without a saved state, because the number of processes or the
+        device has changed, keeps its seed."""
         for name, setter in self._setters().items():
             states = state["generators"].get(name)
             if states is not None and states.shape[0] == self._world_size:
-                setter(states[self._rank].clone())  # torch reads from the start of the storage
+                setter(states[self._rank].clone())  # a copy, because torch reads from the start of the storage
 
     def _states(self) -> dict[str, bytes]:
         version, keys, gauss = random.getstate()

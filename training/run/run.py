@@ -1,58 +1,28 @@
 """A run: its folder, clock, trackers and checkpoints, opened together and kept in step."""
 
-import argparse
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from __future__ import annotations
 
-import torch
+import argparse
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
 from PIL import Image
 from torch import Tensor
 
 from ..checkpoints.store import Checkpoints
-from ..files import sync
 from ..pictures.images import to_png
+from .best import BestModel
+from .contracts import Feed, Processes, Stateful, Update
 from .folder import RunFolder
-from .progress import Progress, progress_display, total_samples_from
+from .loop import Evaluation, updates
+from .progress import Progress, ProgressDisplay, total_samples_from
 from .random_state import RandomState
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
 ASKED_TO_STOP = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 NOT_SAVED = 1
-
-
-class Processes(Protocol):
-    """What a run asks of the processes that train it."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    @property
-    def is_root(self) -> bool: ...
-    @property
-    def is_restart(self) -> bool: ...
-    def agreement(self) -> AbstractContextManager[None]: ...
-    def barrier(self) -> None: ...
-    def before_update(self, wait: Callable[[], None]) -> None: ...
-    def broadcast_object(self, value: Any) -> Any: ...
-    def describe(self) -> dict[str, Any]: ...
-    def gather(self, tensor: Tensor) -> Tensor: ...
-    def mark(self, phase: str) -> None: ...
-    def summary(self) -> str: ...
-
-
-class Stateful(Protocol):
-    """A part of a checkpoint. Both methods are called on every process.
-
-    A part may also have `live_state()`, which is then called instead of `state_dict()`: its tensors may stand for
-    themselves until the next update, and functions may fetch them one by one.
-    """
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Run:
@@ -62,12 +32,12 @@ class Run:
         args: The shared arguments (`add_run_arguments`).
         settings: Every argument by flag name, for config.yaml.
         processes: Who trains.
+        feed: The data.
         model_arguments: Names of settings that a resumed run may not change.
         resolve: Gives settings of equal models equal values, whatever their spelling.
-        samples_per_epoch: Size of the training split.
 
     Raises:
-        ValueError: one line, where the folder cannot be used.
+        UserMistake: one line, where the folder cannot be used.
     """
 
     def __init__(
@@ -75,44 +45,42 @@ class Run:
         args: argparse.Namespace,
         settings: Mapping[str, Any],
         processes: Processes,
+        feed: Feed,
         *,
         model_arguments: Collection[str],
-        samples_per_epoch: int,
         resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
-        self._settings, self._processes = settings, processes
+        self.args, self._settings, self._processes, self._feed = args, settings, processes, feed
         self._model_arguments, self._resolve = model_arguments, resolve
-        # A launcher that starts the processes again gives them the same arguments: they go on.
-        fresh = args.fresh and not processes.is_restart
-        self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
-        self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
+        with processes.agreement():
+            # A launcher that starts the processes again gives them the same arguments: they go on.
+            fresh = args.fresh and not processes.is_restart
+            self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
+            self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
         total_samples = total_samples_from(
             epochs=args.epochs,
             max_steps=args.max_steps,
-            samples_per_epoch=samples_per_epoch,
+            samples_per_epoch=len(feed.train_set),
             batch_size=args.batch_size,
         )
-        self.progress = Progress(args.batch_size, samples_per_epoch, total_samples)
+        self.progress = Progress(args.batch_size, len(feed.train_set), total_samples)
         self._checkpoints = Checkpoints(
             self.folder.checkpoints_dir,
             args.keep_n_checkpoints,
-            processes.is_root,
-            processes.barrier,
-            processes.mark,
-            processes.before_update,
-            self._sync_metrics,
+            processes,
+            synced_first=self.folder.path / "metrics.jsonl",
         )
         self._deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._values: dict[str, Any] = {}
         self._said_failure: str | None = None
         self._unwritten: str | None = None
         self._written: list[str] = []
 
-    def _sync_metrics(self) -> None:
-        """No checkpoint outlives a power cut that the lines before it do not."""
-        path = self.folder.path / "metrics.jsonl"
-        if path.exists():
-            sync(path)
+    @property
+    def is_root(self) -> bool:
+        return self._processes.is_root
 
     def resume(self, **parts: Stateful) -> None:
         """Name the parts of a checkpoint, once, and restore them from the newest one if there is any. Then say what
@@ -123,7 +91,8 @@ class Run:
         """
         here = self._processes
         random_state = RandomState(here.rank, here.world_size, here.device, here.gather)
-        self._parts = {"progress": self.progress, "random": random_state, **parts}
+        own_parts = {"progress": self.progress, "random": random_state, "bad_samples": self._feed.bad_samples}
+        self._parts = {**own_parts, **parts}
         states: dict[str, Any] = {}
         written_by: dict[str, Any] = {}
         news: list[str] = []
@@ -149,8 +118,9 @@ class Run:
                 self.folder.write_config(self._settings)
                 self.folder.write_environment(here.describe())
         with here.agreement():
-            self.tracker.cut_back(self.progress.step)
-        self.display = progress_display(self.progress, here.is_root)
+            is_line_written = self.progress.unfinished_line is None
+            self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
+        self.display = ProgressDisplay(self.progress, here.is_root)
         for line in news:
             self.say(line)
         self.say(here.summary())
@@ -178,22 +148,60 @@ class Run:
         """One line on the root's terminal."""
         self.display.say(text)
 
+    def updates(self, *evaluations: Evaluation, preview: int) -> Iterator[tuple[int, Any]]:
+        """The loop over the updates that are left; see `training.run.loop.updates`."""
+        return updates(self, self._feed, evaluations, preview)
+
+    @property
+    def line_due(self) -> bool:
+        """Whether a line of metrics follows the update under way."""
+        following = self.progress.step + 1
+        return following % self.args.log_every_n_steps == 0 or following >= self.progress.total_steps
+
+    def add(self, **losses: Tensor) -> None:
+        """Take in losses (0-d) of a micro-batch. The line of metrics, if one follows this update, has their means over
+        its micro-batches and all processes; nothing is computed for other updates."""
+        if self.line_due:
+            for name, loss in losses.items():
+                # fp64: the same sum however the batch is spread over processes and micro-batches.
+                part = loss.detach().double() / self._processes.grad_accum_steps
+                self._sums[name] = self._sums[name] + part if name in self._sums else part
+
+    def log(self, update: Update | None = None, /, **values: Any) -> None:
+        """Take in what an engine's step did and other values of this update: numbers or 0-d tensors, equal on all
+        processes. Tensors are read only where a line of metrics follows."""
+        if self.line_due:
+            of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
+            self._values |= {**values, **of_step}
+
+    def line(self) -> dict[str, Any]:
+        """What `add` and `log` took in for the newest update, and the number of skipped updates; empty where no line is
+        due. Collective."""
+        if not self.due(self.args.log_every_n_steps):
+            return {}
+        skipped = sum(getattr(part, "skipped_updates", 0) for part in self._parts.values())
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
+        line = {**self._processes.mean(self._sums), **values, "skipped_updates": skipped}
+        self._sums, self._values = {}, {}
+        return line
+
     def advance(self) -> None:
         """An update was completed."""
         self.progress.advance()
         self.display.update()
         self._deadline.update_done()
 
-    @property
-    def out_of_time(self) -> bool:
-        """Whether it is time for a last save, by `--save_before_minutes` and the root's clock."""
-        return self._processes.is_root and self._deadline.near(self._checkpoints.longest_seconds)
+    def stop_requested(self) -> bool:
+        """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
+        are nearly over by the root's clock. Called once per update."""
+        is_late = self.is_root and self._deadline.near(self._checkpoints.longest_seconds)
+        return self._processes.stop_requested(is_late)
 
     def due(self, every_n_steps: int) -> bool:
         """Whether something that happens every n updates (0: only at the end) happens after this one."""
         return self.progress.every(every_n_steps) or self.progress.finished
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
+    def write_line(self, metrics: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl, the other trackers and the display."""
         clock = self.progress
         rate = (clock.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
@@ -214,14 +222,13 @@ class Run:
         """A picture for the trackers."""
         self.tracker.log_image(self.progress.step, name, image)
 
-    def log_sample(self, name: str, image: Image.Image) -> None:
-        """A picture for samples/ and the trackers. Called on the root, or everywhere with the same one."""
-        if self._processes.is_root:
-            try:
-                self.folder.write_sample(self.progress.step, to_png(image))
-            except OSError as error:
-                self.say(f"cannot write the picture of update {self.progress.step}: {error.strerror or error}")
-        self.log_image(name, image)
+    def log_sample(self, name: str, image: Image.Image, model: str = "") -> None:
+        """A picture for samples/ and, under a name, for the trackers; on the root. `model` distinguishes several."""
+        try:
+            self.folder.write_sample(self.progress.step, to_png(image), model)
+        except OSError as error:
+            self.say(f"cannot write the picture of update {self.progress.step}: {error.strerror or error}")
+        self.log_image("/".join(filter(None, [model, name])), image)
 
     def save(self) -> None:
         """Begin to write a checkpoint of every part; a part of this very update is written once."""
@@ -238,6 +245,11 @@ class Run:
         failure: str | None = self._processes.broadcast_object(self._checkpoints.failure)
         return failure
 
+    def say_failure_of(self, best: BestModel) -> None:
+        """Say why the best model is not on the disk, if it is not."""
+        if best.failure:
+            self.say(best.failure)
+
     def _report_failure(self) -> None:
         """Say once that a write failed; training goes on."""
         failure = self._checkpoints.failure
@@ -245,11 +257,21 @@ class Run:
             self.say(f"{failure}; training goes on, and the next save tries again")
         self._said_failure = failure
 
-    def save_and_exit(self) -> NoReturn:
+    def save_and_exit(self, line: Mapping[str, Any], *, evaluation_is_due: bool) -> NoReturn:
         """The run was asked to stop: leave a checkpoint of this very update and exit with code 75, or with 1 where the
-        disk does not take it."""
+        disk does not take it.
+
+        Args:
+            line: Metrics of the update. They are logged now, or by the next start where an evaluation is due, which
+                comes first.
+            evaluation_is_due: Whether it is.
+        """
         step = self.progress.step
+        if evaluation_is_due:
+            self.progress.unfinished_line = dict(line)
         self.save()
+        if line and not evaluation_is_due:
+            self.write_line({**line, "bad_samples": self._feed.bad_samples.count})
         if not self._failed():
             self.say(f"asked to stop: saved update {step}; run the same command again to go on")
         self.close()

@@ -1,4 +1,4 @@
-"""How fast training goes, without what is not training."""
+"""Clocks: seconds of training, and of the process for `--save_before_minutes`."""
 
 import math
 import os
@@ -11,10 +11,10 @@ _IMPORTED = time.monotonic()
 
 
 def process_seconds() -> float:
-    """Since this process was started; where the system does not tell, since this module was imported."""
+    """Seconds since this process was started; since this module was imported, if /proc does not say."""
     since_import = time.monotonic() - _IMPORTED
     try:
-        # Field 22 of proc(5)'s stat, after the name in parentheses: clock ticks since boot.
+        # Field 22 of /proc/self/stat: start in clock ticks since boot. The fields are counted after the name in ().
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(since_import, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
     except (OSError, ValueError, IndexError, AttributeError):
@@ -22,15 +22,15 @@ def process_seconds() -> float:
 
 
 class Deadline:
-    """When to stop so that a last save is done `minutes` after the process was started.
+    """When to stop, so that a last save is done `minutes` after the process was started.
 
-    It knows how long updates (validation and all) and saves took so far, and keeps room for twice the longest.
+    The last update and the save get twice the time of the longest so far; validation counts as part of an update.
 
     Args:
         minutes: None for no limit.
     """
 
-    _UNKNOWN_SAVE_SECONDS = 10.0  # before the first save was timed
+    _UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
 
     def __init__(self, minutes: float | None) -> None:
         self._limit_seconds = math.inf if minutes is None else 60 * minutes
@@ -38,23 +38,21 @@ class Deadline:
         self._longest_update = 0.0
 
     def update_done(self) -> None:
-        """An update was completed, and whatever followed the one before it."""
+        """Note that an update was completed."""
         now = time.monotonic()
         if self._last_update is not None:
             self._longest_update = max(self._longest_update, now - self._last_update)
         self._last_update = now
 
     def near(self, save_seconds: float) -> bool:
-        """Whether it is time to save; `save_seconds`: the longest save so far, 0 if none."""
-        if self._limit_seconds == math.inf:
-            return False
-        # The answer is acted upon one update later (`Backend.stop_requested`).
+        """Whether it is time to save; `save_seconds`: of the longest save so far, 0 if none."""
+        # Two updates: a stop request takes effect one update late (`Backend.stop_requested`).
         room = 2 * (2 * self._longest_update + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
         return process_seconds() + room >= self._limit_seconds
 
 
 class Stopwatch:
-    """Wall-clock seconds of this start, and the part of them that is training."""
+    """Wall-clock seconds since this start, in total and of training alone."""
 
     def __init__(self) -> None:
         self._start = self._lap = time.monotonic()
@@ -62,12 +60,12 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Since this process started training, everything included."""
+        """Total seconds since this process started training."""
         return time.monotonic() - self._start
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count as training: validation, pictures, checkpoints."""
+        """Context for what is not training: validation, pictures, checkpoints."""
         self._paused_since = began = time.monotonic()
         yield
         self._paused_since = None

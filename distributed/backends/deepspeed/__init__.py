@@ -1,4 +1,4 @@
-"""DeepSpeed: the backend, its engine, the JSON that it reads, and its sharded state."""
+"""DeepSpeed: the backend, its engine, the JSON that configures it, and its sharded state."""
 
 from __future__ import annotations
 

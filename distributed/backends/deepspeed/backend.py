@@ -7,16 +7,14 @@ import importlib.util
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...base import Backend, Engine, Options
+from ...base import Backend
+from ...engines.base import Engine
 from ...errors import UserMistake
 from ...launchers import Launch
+from ...options import Options
 from .config import check_for_parts, merge, read_config
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 class DeepSpeedBackend(Backend):
@@ -26,16 +24,15 @@ class DeepSpeedBackend(Backend):
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch, options, args)
-        self._config_path: str | None = args.deepspeed_config
-        self.config: dict[str, Any] = read_config(self._config_path) if self._config_path else {}
+        self.config_path: str | None = args.deepspeed_config
+        self.config: dict[str, Any] = read_config(self.config_path) if self.config_path else {}
         self.zero_stage: int = args.zero_stage
         self._asked_stage = self.zero_stage
         if options.plan.batch_parts:
             check_for_parts(self.config, options.precision, args.deepspeed_config)
         has_low_precision_weights = bool(self.config.get("bf16", {}).get("enabled")) or options.precision == "fp16"
         if self.zero_stage == 0 and has_low_precision_weights:
-            # Stage 0 hides the fp32 weights and their moments, and no checkpoint would hold them. Stage 1 has the same
-            # numbers.
+            # Stage 0 hides the fp32 weights and moments, so they could not be saved. Stage 1 gives the same numbers.
             self.zero_stage = 1
         self.resolved: dict[str, dict[str, Any]] = {}  # by engine, DeepSpeed's own defaults included
 
@@ -57,13 +54,21 @@ class DeepSpeedBackend(Backend):
 
     @classmethod
     def add_arguments(cls, parser: Any) -> None:
-        parser.add_argument("--deepspeed", action="store_true", help="use DeepSpeed, as its own launcher's scripts do")
+        parser.add_argument(
+            "--deepspeed", action="store_true", help="use DeepSpeed; the deepspeed launcher passes this flag"
+        )
         parser.add_argument(
             "--deepspeed_config",
             metavar="FILE",
-            help="a DeepSpeed JSON; fills what the command line leaves at its default, and must not contradict it",
+            help="a DeepSpeed JSON; sets flags that the command line does not set, and must not contradict the others",
         )
-        parser.add_argument("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage without a JSON")
+        parser.add_argument(
+            "--zero_stage",
+            type=int,
+            choices=(0, 1, 2, 3),
+            default=0,
+            help="DeepSpeed's ZeRO stage; a --deepspeed_config may set it instead",
+        )
 
     @classmethod
     def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
@@ -82,7 +87,7 @@ class DeepSpeedBackend(Backend):
         from ...torch_comm import TorchCommunicator, init_process_group
 
         logger.setLevel("WARNING")
-        # An extension for inference on CPUs, which would take minutes to compile at the first start on a machine.
+        # Not needed: this extension for inference on CPUs would compile for minutes at the first start on a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.device = local_device(self.local_rank, self.launch.launcher)
         if self.device.type == "cpu" and self.options.precision == "fp16":
@@ -93,43 +98,24 @@ class DeepSpeedBackend(Backend):
         init_process_group(self.launch, self.device, self.options.timeout_minutes)
         deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
         self.comm = TorchCommunicator()
-        self._command = _parent_of(os.getppid())
 
-    def stop_requested(self, here: bool = False) -> bool:
-        # The `deepspeed` command ends at a signal without handing it on to the processes that it started.
-        is_orphan = self.launch.launcher == "deepspeed" and _parent_of(os.getppid()) != self._command
-        return super().stop_requested(here or is_orphan)
+    def _launcher_processes(self) -> Any:
+        # A signal ends the `deepspeed` command, which does not pass it on to the launcher's other processes.
+        parent = os.getppid()
+        return (parent, _parent_of(parent)) if self.launch.launcher == "deepspeed" else parent
 
     def disconnect(self, gracefully: bool) -> None:
         from ...torch_comm import leave_process_group
 
         leave_process_group(gracefully)
-        # DeepSpeed's objects hold groups for as long as the process lives. Their threads still let go of the last
-        # tensors, and one that does so while the interpreter goes down aborts the process.
+        # DeepSpeed's objects keep process groups alive, whose threads are still freeing the last tensors. A thread that
+        # does so while the interpreter shuts down aborts the process.
         time.sleep(0.2)
 
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        name: str = "model",
-        max_grad_norm: float | None = None,
-    ) -> Engine:
+    def engine_class(self) -> type[Engine]:
         from .engine import ZeroEngine
 
-        engine = ZeroEngine(
-            self,
-            self.config,
-            self.zero_stage,
-            model,
-            optimizer,
-            name=name,
-            max_grad_norm=max_grad_norm,
-            config_path=self._config_path,
-        )
-        self.resolved[name] = engine.resolved_config
-        return engine
+        return ZeroEngine
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.resolved}
@@ -146,7 +132,7 @@ class DeepSpeedBackend(Backend):
 
 
 def _parent_of(process: int) -> int | None:
-    """Its parent's id; None where the system does not tell."""
+    """The id of the process's parent; None where the system has no /proc."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

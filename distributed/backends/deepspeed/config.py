@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON meets the command line: it fills what was left at its default, and never contradicts silently."""
+"""Merges a DeepSpeed JSON with the command line: the JSON sets flags that were not given, and contradicts none."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def read_config(path: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserMistake(f"--deepspeed_config {path} holds a {type(config).__name__}, not an object {{...}}")
     for key in config.keys() - SECTIONS:
-        # DeepSpeed passes over what it does not know. It may know more than we do: only what is nearly right is wrong.
+        # DeepSpeed ignores unknown keys. A newer one may know more keys than SECTIONS, so refuse only likely typos.
         if similar := difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.8):
-            raise UserMistake(f"{key} in {path} is no key of DeepSpeed's; did you mean {similar[0]}?")
+            raise UserMistake(f"{key} in {path} is not a key that DeepSpeed reads; did you mean {similar[0]}?")
     return config
 
 
 @contextlib.contextmanager
 def refusals(path: str | None) -> Iterator[None]:
-    """What DeepSpeed says inside of the JSON in ``path``, in one line; without one, its errors are not the user's.
+    """Turns DeepSpeed's errors about the JSON in ``path`` into one line; without a JSON they stay as they are.
 
     Raises:
-        UserMistake: alike on every process.
+        UserMistake: the same on every process.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def refusals(path: str | None) -> Iterator[None]:
 
 
 def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
-    """Fill ``args`` from the JSON where the command line said nothing.
+    """Set the flags in ``args`` that the command line did not give from the JSON.
 
     Raises:
         UserMistake: a value of the wrong kind, or two that disagree; the line names both.
@@ -141,7 +141,7 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
 
 
 def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
-    """The JSON asks for nothing that computes otherwise than the other backends, where all are to give the same bits.
+    """With --batch_parts, check that the JSON asks for nothing that computes differently from the other backends.
 
     Raises:
         UserMistake: an optimizer of its own, weights of low precision, or state on another device.
@@ -153,8 +153,8 @@ def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
     found += [f"{key} in {path}" for key in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(key)]
     if found:
         raise UserMistake(
-            f"--batch_parts gives the bits of every other backend, but with {found[0]} DeepSpeed computes otherwise "
-            "than they do; leave out one of the two"
+            f"--batch_parts gives the same bits on every backend, but with {found[0]} DeepSpeed computes differently "
+            "from the other backends; leave out one of the two"
         )
 
 
@@ -170,9 +170,9 @@ def resolve(
     parameter_count: int,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """The whole configuration that DeepSpeed gets: no ``auto``, and nothing left to a default that has changed before.
+    """The whole configuration that DeepSpeed gets: no ``auto``, and explicit values where defaults have changed before.
 
-    Accumulation stays with our engine (any number of backward calls add up), so DeepSpeed sees one step per update.
+    ZeroEngine accumulates (any number of backward calls add up), so DeepSpeed sees one step per update.
     """
     full = _without_auto(config)
     full.update(
@@ -188,13 +188,13 @@ def resolve(
     zero = full.setdefault("zero_optimization", {})
     zero["stage"] = zero_stage
     if zero_stage == 1:
-        zero["overlap_comm"] = False  # gradients leave once, in step()
+        zero["overlap_comm"] = False  # gradients are reduced once, in step()
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         # DeepSpeed's default buffers hold 500 million elements, however small the model is.
         if bucket not in zero:
             zero[bucket] = min(500_000_000, -(-parameter_count // 128) * 128)  # DeepSpeed wants it aligned
     bf16, fp16 = full.setdefault("bf16", {}), full.setdefault("fp16", {})
-    # --precision bf16 alone is autocast around fp32 weights, as on every backend; the JSON may ask for bf16 weights.
+    # --precision bf16 means autocast around fp32 weights, as on every backend; only the JSON can ask for bf16 weights.
     bf16.setdefault("enabled", False)
     bf16["check_grad_overflow"] = True  # a non-finite update is skipped in every precision
     fp16["enabled"] = precision == "fp16"
@@ -210,20 +210,20 @@ def resolve(
 
 
 def _without_auto(value: Any) -> Any:
-    """A copy without the keys whose value is left to us, at any depth."""
+    """A copy without the keys whose value is ``auto``, at any depth."""
     if isinstance(value, dict):
         return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
     return [_without_auto(inner) for inner in value if inner != AUTO] if isinstance(value, list) else value
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"JSON has no number {name}")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"key {key!r} stands twice")
+            raise ValueError(f"key {key!r} is there twice")
         result[key] = value
     return result

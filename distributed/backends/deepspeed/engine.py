@@ -1,9 +1,9 @@
-"""The engine over DeepSpeed: its sharding and its optimizers, our accumulation, finiteness and neutral state."""
+"""The engine over DeepSpeed, which shards and updates; accumulation, finiteness and the saved state are Tandem's."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,17 +12,13 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from ...base import Backend
 from ...engines.base import Engine
-from ...engines.finite import SkipGuard
-from ...engines.micro import backward_weight, clip_divisor, gradient_norm, no_gradients, split_batch
+from ...engines.micro import clip_divisor, gradient_norm
 from ...engines.optimizer_state import live_weights, unfuse
 from ...engines.parts import GradientParts
-from ...engines.precision import autocast
-from ...engines.replicas import check_replicas, check_replicas_now_and_then
-from ...options import Update
+from .backend import DeepSpeedBackend
 from .config import refusals, resolve
-from .state import read_zero_optimizer, weight_readers, write_gradients, write_weights, write_zero_optimizer
+from .state import on_cpu, read_zero_optimizer, weight_readers, write_gradients, write_weights, write_zero_optimizer
 
 
 class ZeroEngine(Engine):
@@ -30,26 +26,21 @@ class ZeroEngine(Engine):
 
     def __init__(
         self,
-        backend: Backend,
-        config: dict[str, Any],
-        zero_stage: int,
+        backend: DeepSpeedBackend,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         name: str,
         max_grad_norm: float | None,
-        config_path: str | None = None,
     ) -> None:
-        options = backend.options
-        check_replicas(model, "before training", backend.gather_objects)
-        self.module, self._backend, self._stage, self._name = model, backend, zero_stage, name
-        self._precision, self._plan = options.precision, options.plan
-        self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
+        super().__init__(backend, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+        options, self._stage = backend.options, backend.zero_stage
+        self._is_sharded = self._stage == 3
         runtime = resolve(
-            config,
+            backend.config,
             world_size=backend.world_size,
             global_batch_size=options.plan.global_batch_size,
-            zero_stage=zero_stage,
+            zero_stage=self._stage,
             precision=options.precision,
             max_grad_norm=self._max_grad_norm,
             learning_rate=float(optimizer.param_groups[0]["lr"]),
@@ -57,8 +48,8 @@ class ZeroEngine(Engine):
             on_cpu=backend.device.type == "cpu",
         )
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
-        # Where the module does not hold full fp32 weights, a plain twin does for as long as somebody reads it.
-        self._twin = copy.deepcopy(model) if zero_stage == 3 or weights_are_low_precision else None
+        # ``gathered`` fills this copy with the full fp32 weights where the module does not hold them.
+        self._twin = copy.deepcopy(model) if self._stage == 3 or weights_are_low_precision else None
         self._empty_twin()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._parts: GradientParts | None = None
@@ -67,84 +58,55 @@ class ZeroEngine(Engine):
             unfuse(optimizer)
         if options.compile:
             model.compile()
-        self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
-        with _weights_left_alone(), refusals(config_path):
-            self._ds, self._optimizer, _, self._scheduler = deepspeed.initialize(
+        with _without_broadcast(), refusals(backend.config_path):
+            self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
                 model=model,
                 model_parameters=trainable,
-                optimizer=None if "optimizer" in config else optimizer,
+                optimizer=None if "optimizer" in backend.config else optimizer,
                 config=runtime,
                 dist_init_required=False,
             )
-        self.resolved_config = {
+        self._optimizer = self._ds.basic_optimizer
+        self._sets_own_lr = self._scheduler is not None
+        backend.resolved[name] = {
             **runtime,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
-            "optimizer_in_use": type(self._ds.basic_optimizer).__name__,
+            "optimizer_in_use": type(self._optimizer).__name__,
         }
-        self._is_unsharded_fp32 = zero_stage == 0 and not weights_are_low_precision
+        self._is_unsharded_fp32 = self._stage == 0 and not weights_are_low_precision
         if self._is_unsharded_fp32 or self._parts is not None:
-            self._ds._config.gradient_clipping = self._optimizer.clip_grad = 0.0  # this engine clips
-        self._is_frozen = self._is_plain = False
-        self._plain_weights_are_cast = weights_are_low_precision and zero_stage < 3
-        self._micro_batch: int | None = None
-        self._updates = 0
+            self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
+        self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_frozen:
-            raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
-        self._backend.watchdog.mark("forward", update=self._updates)
-        # Not self._ds(...): that takes every backward through its outputs for a training step's, torch.autograd.grad
-        # for an adaptive weight included. Its sharding works through hooks on the module.
-        if self._is_plain and self._plain_weights_are_cast:
-            weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
-            with torch.compiler.set_stance("force_eager"):
-                return torch.func.functional_call(self.module, weights, args, kwargs)
-        if self._is_plain:
-            return self.module.forward(*args, **kwargs)
-        with autocast(self._precision, self._backend.device):
-            return self.module(*args, **kwargs)
+    # The forward pass calls the module, because DeepSpeed shards through hooks on the module. DeepSpeed's own engine
+    # would treat torch.autograd.grad through its outputs (for an adaptive loss weight) as a training step's backward.
 
-    def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for index, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
-            self._micro_batch = index
-            yield part
-        self._micro_batch = None
+    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._plain_weights_are_cast:
+            return super()._plain_forward(*args, **kwargs)
+        weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
+        with torch.compiler.set_stance("force_eager"):
+            return torch.func.functional_call(self.module, weights, args, kwargs)
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        items: int | Tensor | None = None,
-        total: int | Tensor | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        if self._is_frozen:
-            raise RuntimeError("this engine is frozen: its update is not under way")
+    def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
         if retain_graph and self._stage == 3:
             raise RuntimeError(
-                "ZeRO 3 gives weights back during a backward pass, so that no second one can follow through the same "
+                "ZeRO 3 frees gathered weights during a backward pass, so a second one cannot follow through the same "
                 "graph; add the losses and call backward once, or run the forward pass again"
             )
-        self._backend.watchdog.mark("backward", update=self._updates)
-        weight = backward_weight(items, total, self._plan)
         if self._parts is not None:
             self._parts.backward(loss, self._guard.poison(loss, weight), self._micro_batch, retain_graph)
             if self._stage == 3:
-                self._optimizer.backward_epilogue()  # gives back what this backward pass has gathered
-        else:
-            weight = weight * self._backend.world_size  # DeepSpeed averages
-            self._backward_through_zero(loss * self._guard.poison(loss, weight), retain_graph)
-        self._backend.watchdog.mark("computing")
-
-    def _backward_through_zero(self, loss: Tensor, retain_graph: bool) -> None:
+                self._zero.backward_epilogue()  # frees the weights that this backward pass gathered
+            return
+        loss = loss * self._guard.poison(loss, weight * self._backend.world_size)  # DeepSpeed averages
         if self._stage:
-            # ZeRO takes a second backward after one forward for the same one and overwrites; this starts a new one.
-            self._optimizer.clear_backward_seen_flag()
+            # After one forward pass, ZeRO would let a second backward pass overwrite the first; this starts a new one.
+            self._zero.clear_backward_seen_flag()
         loss.register_hook(lambda _: self._ds._backward_prologue())
         self._ds.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def step(self) -> Update:
-        self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
+    def _update(self) -> tuple[Tensor, Tensor]:
         self._backend.about_to_update()
         if self._parts is not None:
             norm, finite = self._step_with(self._parts)
@@ -153,36 +115,30 @@ class ZeroEngine(Engine):
         else:
             self._ds.step()
             norm = self._ds.get_global_grad_norm()
-            finite = torch.tensor(not getattr(self._optimizer, "overflow", False), device=self._backend.device)
+            finite = torch.tensor(not getattr(self._zero, "overflow", False), device=self._backend.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._backend.device).float()
-        norm = torch.where(finite, norm, torch.nan)
-        self._updates += 1
-        self._backend.watchdog.mark("computing", update=self._updates)
-        self._guard.after_update(finite, self._updates)
-        if self._stage < 3:  # there every process holds other slices, and nothing twice
-            check_replicas_now_and_then(self._backend, self.module, self._name, self._updates)
-        return Update(norm, ~finite)
+        return torch.where(finite, norm, torch.nan), finite
 
     @torch.no_grad()
     def _step_with(self, parts: GradientParts) -> tuple[Tensor, Tensor]:
-        """The finished gradient, made as it is without DeepSpeed, goes to DeepSpeed's optimizer past its reduction."""
+        """Reduces as the other backends do, and hands the result to DeepSpeed's optimizer without its own reduction."""
         parts.finish()
         norm = gradient_norm(parts.gradients)
         finite = torch.isfinite(norm)
         if bool(finite):
             torch._foreach_div_(parts.gradients, clip_divisor(norm, self._max_grad_norm).float())
-            write_gradients(self._optimizer, self._stage, parts.by_parameter)
-            self._optimizer.step()
+            write_gradients(self._zero, self._stage, parts.by_parameter)
+            self._zero.step()
             if self._scheduler is not None:
                 self._scheduler.step()
         parts.zero_()
         return norm, finite
 
     def _step_unsharded(self) -> tuple[Tensor, Tensor]:
-        """ZeRO 0 in fp32 is a plain optimizer, and DeepSpeed would clip with a NaN norm: look before it steps."""
+        """ZeRO 0 in fp32 is a plain optimizer, which DeepSpeed would let step with a NaN norm: check the norm first."""
         for parameter in [p for p in self.module.parameters() if p.requires_grad and p.grad is None]:
             parameter.grad = torch.zeros_like(parameter)
-        self._ds._running_engine_step = True  # what step() says while it reduces
+        self._ds._running_engine_step = True  # as in DeepSpeed's own step()
         self._ds.allreduce_gradients()
         self._ds._running_engine_step = False
         grads = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
@@ -199,26 +155,14 @@ class ZeroEngine(Engine):
         return norm, finite
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
-        with no_gradients(self.module):
-            self._is_frozen = True
-            try:
-                yield
-            finally:
-                self._is_frozen = False
-
-    @contextmanager
     def twice_differentiable(self) -> Iterator[None]:
-        self._is_plain = True
         if self._stage == 3:
-            # ZeRO 3 gives weights back after a first backward pass, unless a submodule still uses them: so says this
-            # entry, which the update clears.
+            # ZeRO 3 frees weights after the first backward pass unless a submodule still uses them. This entry claims
+            # so until the update clears it.
             for parameter in self.module.parameters():
                 parameter.ds_active_sub_modules.add("second backward pass")  # type: ignore[attr-defined]
-        try:
+        with super().twice_differentiable():
             yield
-        finally:
-            self._is_plain = False
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
@@ -243,38 +187,23 @@ class ZeroEngine(Engine):
             for parameter in self._twin.parameters():
                 parameter.data = parameter.data.new_empty(0)
 
-    @property
-    def lr(self) -> float:
-        return float(self._ds.basic_optimizer.param_groups[0]["lr"])
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        if self._scheduler is not None:
-            return  # a scheduler section in the JSON wins
-        for group in self._ds.basic_optimizer.param_groups:
-            group["lr"] = value
-
-    @property
-    def skipped_updates(self) -> int:
-        return int(self._guard.total)
-
     def live_state(self) -> dict[str, Any]:
         weights: Mapping[str, Any]
         if self._is_unsharded_fp32:
             weights = live_weights(self.module)
         else:
             readers = weight_readers(self.module, self._stage)
-            weights = {name: partial(_on_cpu, read) for name, read in readers.items()}
+            weights = {name: partial(on_cpu, read) for name, read in readers.items()}
         return {
             "weights": weights,
-            "optimizer": read_zero_optimizer(self._ds.basic_optimizer, self._optimizer, self.module, self._stage),
+            "optimizer": read_zero_optimizer(self._optimizer, self._zero, self.module, self._stage),
             "scaler": self._scaler_state(),
             "updates": self._updates,
             "skipped_updates": self.skipped_updates,
         }
 
     def _scaler_state(self) -> dict[str, float]:
-        scaler = getattr(self._optimizer, "loss_scaler", None)
+        scaler = getattr(self._zero, "loss_scaler", None)
         if scaler is None or not self._ds.fp16_enabled():
             return {}
         since_overflow = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
@@ -283,12 +212,12 @@ class ZeroEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._backend.about_to_update()
-        write_weights(self.module, self._optimizer, self._stage, state["weights"])
-        write_zero_optimizer(self._ds.basic_optimizer, self._optimizer, self.module, self._stage, state["optimizer"])
+        write_weights(self.module, self._zero, self._stage, state["weights"])
+        write_zero_optimizer(self._optimizer, self._zero, self.module, self._stage, state["optimizer"])
         if state["scaler"] and self._ds.fp16_enabled():
-            scaler = self._optimizer.loss_scaler
+            scaler = self._zero.loss_scaler
             scaler.cur_scale = state["scaler"]["scale"]
-            # It counts updates and remembers the last overflow; -1 is its "never".
+            # The scaler counts updates and remembers the update of the last overflow; -1 means never.
             scaler.cur_iter, scaler.last_overflow_iter = int(state["scaler"].get("finite_in_a_row", 0)), -1
             if "hysteresis" in state["scaler"]:
                 scaler.cur_hysteresis = state["scaler"]["hysteresis"]
@@ -299,14 +228,10 @@ class ZeroEngine(Engine):
         self._guard.total.fill_(state["skipped_updates"])
 
 
-def _on_cpu(read: Callable[[], Tensor]) -> Tensor:
-    return read().to("cpu", copy=True)
-
-
 @contextmanager
-def _weights_left_alone() -> Iterator[None]:
-    """DeepSpeed broadcasts the weights byte by byte, which fails for 0-d parameters; that they are the same everywhere
-    has been checked already."""
+def _without_broadcast() -> Iterator[None]:
+    """Keeps DeepSpeed from broadcasting the weights: that fails for 0-d parameters, and all processes have been checked
+    to hold the same weights."""
 
     def shard(init: Any, parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)

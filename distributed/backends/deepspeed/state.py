@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -24,14 +25,13 @@ from torch import Tensor, nn
 from ...engines.optimizer_state import check_moments, check_names, neutral_state, read_optimizer, write_optimizer
 
 
-def shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Full shapes of weights and persistent buffers by name; ZeRO 3 leaves empty tensors in the module."""
-    return {name: getattr(t, "ds_shape", t.shape) for name, t in _state_tensors(module).items()}
+def on_cpu(read: Callable[..., Tensor], *args: Any) -> Tensor:
+    """A copy on the CPU of the tensor that ``read(*args)`` fetches."""
+    return read(*args).detach().to("cpu", copy=True)
 
 
 def weight_readers(module: nn.Module, stage: int) -> dict[str, Callable[[], Tensor]]:
-    """By name, functions that fetch the full fp32 weight, or a persistent buffer as it is, without a copy where there
-    is nothing to gather."""
+    """By name, functions that fetch a full fp32 weight or a persistent buffer. Only what is gathered is a copy."""
     return {name: partial(_read_weight, tensor, stage) for name, tensor in _state_tensors(module).items()}
 
 
@@ -40,20 +40,23 @@ def _read_weight(tensor: Tensor, stage: int) -> Tensor:
     if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
         full = safe_get_full_fp32_param(tensor)
     elif hasattr(tensor, "ds_id"):
-        full = _gather_frozen(tensor)
+        with deepspeed.zero.GatheredParameters([tensor]):  # a frozen parameter
+            full = tensor.detach().clone()
     full = (tensor if full is None else full).detach()
     return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
 
 
 @torch.no_grad()
 def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mapping[str, Tensor]) -> None:
-    """Set masters, then refresh whatever copies the forward pass reads.
+    """Set the fp32 weights, then refresh the copies that the forward pass reads.
 
     Raises:
         ValueError: a weight is missing, unexpected or of another shape.
     """
-    check_names("weight", weights, shapes(module))
-    for name, tensor in _state_tensors(module).items():
+    tensors = _state_tensors(module)
+    # ZeRO 3 leaves empty tensors in the module, which know their full shapes.
+    check_names("weight", weights, {name: getattr(t, "ds_shape", t.shape) for name, t in tensors.items()})
+    for name, tensor in tensors.items():
         value = weights[name]
         if stage == 3 and isinstance(tensor, nn.Parameter):
             local = _local_slice(tensor, value)
@@ -67,7 +70,7 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
     if stage in (1, 2):
         optimizer.update_lp_params()
     elif stage == 3 and (kept_whole := optimizer.persistent_parameters):
-        kept_whole[0].partition(kept_whole)  # what an update has gathered would stay as it is
+        kept_whole[0].partition(kept_whole)  # else all_gather would keep what an update has gathered
         kept_whole[0].all_gather(kept_whole)
 
 
@@ -75,27 +78,27 @@ def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn
     """As ``optimizer_state.read_optimizer``; functions fetch the moments that are sharded."""
     if stage == 0:
         return read_optimizer(basic, _names(module))
-    step, slots = _slots(basic)
+    step, slots = 0, []
+    for state in basic.state.values():
+        step = max(step, int(state.get("step", 0)))
+        slots = [slot for slot, value in state.items() if slot != "step" and isinstance(value, Tensor)]
     if slots and stage in (1, 2):
-        # DeepSpeed does this once, after the first parameter group's first step, when the others have no moments yet.
+        # DeepSpeed links moments once, after the first parameter group's first step: too early for the other groups.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+    names = _names(module)
     moments = {
-        slot: {name: partial(_read_moment, parameter, slot) for parameter, name in _names(module).items()}
+        slot: {name: partial(on_cpu, safe_get_full_optimizer_state, p, slot) for p, name in names.items()}
         for slot in slots
     }
     return neutral_state(basic, step, moments)
-
-
-def _read_moment(parameter: Tensor, slot: str) -> Tensor:
-    return safe_get_full_optimizer_state(parameter, slot).detach().to("cpu", copy=True)
 
 
 @torch.no_grad()
 def write_zero_optimizer(
     basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int, state: Mapping[str, Any]
 ) -> None:
-    """Create the moments that ZeRO would create at its first step, then fill them.
+    """Create the moments as ZeRO does at its first step, then fill them.
 
     Raises:
         ValueError: a moment is missing, unexpected or of another shape.
@@ -107,7 +110,7 @@ def write_zero_optimizer(
     check_moments(basic, state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
     basic.state.clear()
     if stage in (1, 2):
-        optimizer._hp_optimizer_states_linked = False  # what was linked before is gone
+        optimizer._hp_optimizer_states_linked = False  # the tensors that were linked are gone
     if not state["moments"]:
         return
     for flat, group in _flat_partitions(basic, optimizer, stage):
@@ -117,17 +120,18 @@ def write_zero_optimizer(
         basic.state[flat] = {"step": step, **slots} if state["step"] else slots  # SGD counts no steps
     if stage in (1, 2):
         optimizer._lazy_init_hp_params_optimizer_state()
-    write: Callable[[Any, Tensor, str], None]
-    write = _write_local if stage == 3 else safe_set_full_optimizer_state
     for slot, tensors in state["moments"].items():
         for parameter, name in names.items():
-            write(parameter, tensors[name], slot)
+            if stage == 3:
+                safe_set_local_optimizer_state(parameter, _local_slice(parameter, tensors[name]), slot)
+            else:
+                safe_set_full_optimizer_state(parameter, tensors[name], slot)
 
 
 @torch.no_grad()
 def write_gradients(optimizer: Any, stage: int, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Have the optimizer's next step use these gradients, full size and the same on every process, as they are: no
-    message is exchanged, and nothing is averaged or rounded."""
+    """Have the optimizer's next step use these gradients, which are full size and equal on every process, without
+    reducing, averaging or rounding them."""
     if stage == 0:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
@@ -149,38 +153,19 @@ def _flat_partitions(basic: torch.optim.Optimizer, optimizer: Any, stage: int) -
     """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
     if stage < 3:
         return [(flat, group) for group in basic.param_groups for flat in group["params"]]
-    # ZeRO 3 puts them into the groups for the moment of the step only.
+    # ZeRO 3 puts them into the parameter groups only during a step.
     groups = optimizer.sub_group_to_group_id
     return [(flat, basic.param_groups[groups[i]]) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
-
-
-def _write_local(parameter: Any, value: Tensor, slot: str) -> None:
-    safe_set_local_optimizer_state(parameter, _local_slice(parameter, value), slot)
 
 
 def _local_slice(parameter: Any, value: Tensor) -> Tensor:
     """This rank's slice of a full tensor at ZeRO 3, padded where the size does not divide."""
     size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank()
-    part = value.flatten()[start : start + size]  # only this part is read from the file behind it
+    part = value.flatten()[start : start + size]  # of a memory-mapped file, only this is read
     local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
     local[: part.numel()] = part
     return local
-
-
-def _gather_frozen(parameter: Any) -> Tensor:
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()
-
-
-def _slots(basic: torch.optim.Optimizer) -> tuple[int, list[str]]:
-    step, slots = 0, []
-    for state in basic.state.values():
-        step = max(step, int(state.get("step", 0)))
-        slots = [slot for slot, value in state.items() if slot != "step" and isinstance(value, Tensor)]
-    return step, slots
 
 
 def _names(module: nn.Module) -> dict[Tensor, str]:

@@ -15,7 +15,7 @@ import soundfile
 import torch
 from torch import Tensor
 
-from data import SoundFeed, TrainingStream, ValidationStream, open_sounds, open_tokenizer, split
+from data import Feed, SoundBatch, TrainingStream, ValidationStream, open_sounds, open_tokenizer, sound_feed, split
 from data.order import TrainingOrder
 from data.sounds.captioned import CaptionedSounds, caption_id, collate_sounds
 
@@ -52,8 +52,8 @@ def arguments(audio_data: Path | str, **changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**settings, **changed})
 
 
-def feed(audio_data: Path | str, **changed: Any) -> SoundFeed:
-    return SoundFeed(arguments(audio_data, **changed), Alone(), TOKENIZER)
+def feed(audio_data: Path | str, **changed: Any) -> Feed[SoundBatch]:
+    return sound_feed(arguments(audio_data, **changed), Alone(), TOKENIZER)
 
 
 def folder_of_sounds(folder: Path, n: int, broken: Iterable[int] = (), n_captions: int = 5) -> Path:
@@ -171,7 +171,7 @@ def test_validation_hears_the_middle_and_reads_the_first_caption(intact):
             seen[index] = waveform
     assert sorted(seen) == sorted(opened.valid_set[i] for i in range(len(opened.valid_set)))
     for index, waveform in seen.items():
-        assert torch.equal(waveform, opened.sounds.load(index))
+        assert torch.equal(waveform, opened.samples.sounds.load(index))
 
 
 def test_split_depends_on_its_own_seed_alone(intact):
@@ -192,7 +192,8 @@ def test_preview_is_the_beginning_of_validation_or_of_the_first_batch(intact, va
         shown = opened.preview(count)
         assert torch.equal(shown["waveforms"], expected["waveforms"][:count])
         assert torch.equal(shown["tokens"], expected["tokens"][:count])
-        for key in ("captions", "lengths", "all_captions", "labels"):
+        assert shown.keys() == expected.keys()
+        for key in ("captions", "lengths", "all_captions", "labels", "positions", "ids"):
             assert shown[key] == expected[key][:count]
 
 
@@ -205,36 +206,6 @@ def test_preview_goes_on_beyond_a_batch_to_the_end_of_validation(intact):
         assert torch.equal(shown[key], torch.cat([batch[key] for batch in batches]))
     for key in ("captions", "lengths", "all_captions", "labels"):
         assert shown[key] == [value for batch in batches for value in batch[key]]
-
-
-def test_preview_of_several_processes_is_that_of_one(intact):
-    class Second(Alone):
-        """The second of two processes, which knows what the first one has."""
-
-        rank, world_size = 1, 2
-
-        def gather(self, tensor: Tensor) -> Tensor:
-            return torch.cat(
-                [first._preview["waveforms" if tensor.ndim == 2 and tensor.is_floating_point() else "tokens"], tensor]
-            )
-
-        def gather_objects(self, value: Any) -> list[Any]:
-            keys = ("lengths", "captions", "all_captions", "labels")
-            key = next(key for key in keys if second._preview[key][: len(value)] == value)
-            assert len(value) == 1, "of two rows, the one that is shown"
-            return [first._preview[key], value]
-
-    class First(Alone):
-        world_size = 2
-
-    first, second, alone = (
-        SoundFeed(arguments(intact), processes, TOKENIZER) for processes in (First(), Second(), Alone())
-    )
-    for opened in (first, second, alone):
-        opened.start(0)
-    shown, expected = second.preview(3), alone.preview(3)
-    assert torch.equal(shown["waveforms"], expected["waveforms"]) and shown["captions"] == expected["captions"]
-    assert torch.equal(shown["tokens"], expected["tokens"]) and shown["lengths"] == expected["lengths"]
 
 
 def test_bad_sounds_are_replaced_by_the_next_of_the_order_counted_and_told(damaged):
@@ -271,7 +242,7 @@ def test_text_without_a_token_is_a_bad_sample(intact, tmp_path):
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"sound": 0, "in": 1}, unk_token=None))
     words.save(str(tmp_path / "tokenizer.json"))
-    opened = SoundFeed(arguments(intact), Alone(), open_tokenizer(str(tmp_path / "tokenizer.json"), 8))
+    opened = sound_feed(arguments(intact), Alone(), open_tokenizer(str(tmp_path / "tokenizer.json"), 8))
     with pytest.raises(ValueError, match="none of 12 sounds could be read"):
         opened.start(0)
 

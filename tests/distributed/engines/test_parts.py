@@ -1,4 +1,4 @@
-"""Gradients by part of the batch: the same bits however many ranks share the parts. The ranks are threads."""
+"""Gradients by part of the batch: the same bits on any number of ranks. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE = torch.tensor(1.0)
 
 
 class Weights(nn.Module):
-    """Parameters whose gradients are the numbers that a loss is made of; one that no loss reaches, one 0-d."""
+    """Parameters whose gradients are the numbers given to ``loss``. One is 0-d, and one is not part of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Weights(nn.Module):
 
 
 def gradients_of(part: int, call: int) -> Tensor:
-    """Numbers over 40 powers of two, so that hardly any sum of a few is exact, in fp64 neither."""
+    """Numbers over 40 powers of two, so that hardly any sum of a few is exact, even in fp64."""
     generator = torch.Generator().manual_seed(100 * part + call)
     exponents = torch.randint(-20, 21, (218,), generator=generator)
     return torch.randn(218, generator=generator) * 2.0**exponents
@@ -131,7 +131,7 @@ def test_an_unfused_adam_steps_alike_however_parameters_are_cut(amsgrad: bool) -
 
 
 def test_products_round_alike_at_every_address() -> None:
-    """In a process of its own: MKL decides at its first product."""
+    """It runs in a process of its own, because MKL reads MKL_CBWR at its first product."""
     script = """
 import sys; sys.path[:0] = ["tests/distributed"]
 import distributed

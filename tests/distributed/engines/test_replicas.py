@@ -1,4 +1,4 @@
-"""Are the copies of a model the same, bit for bit?"""
+"""Checksums see every bit, and the check names the tensor and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_minus_zero_is_not_zero() -> None:
 
 
 def gathered(*replicas: nn.Module) -> Callable[[Any], list[Any]]:
-    """What an exchange between ranks that hold these replicas gives."""
+    """Stands for an exchange between ranks that hold these replicas."""
     return lambda own: [checksums(dict(replica.state_dict())) for replica in replicas]
 
 

@@ -2,11 +2,10 @@
 
 import errno
 import os
+import resource
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,28 +13,13 @@ import torch
 
 from training.checkpoints.store import Checkpoints
 
-# What touches the disk, as C functions and methods are called.
-OPERATIONS = {
-    "open",
-    "write",
-    "flush",
-    "fsync",
-    "mkdir",
-    "rename",
-    "replace",
-    "truncate",
-    "unlink",
-    "rmdir",
-    "__exit__",
-}
-
 
 def parts(value: float) -> dict:
     return {"model": {"weight": torch.full((3,), value), "count": value}, "ema": {"weight": torch.full((2,), value)}}
 
 
 def value_of(checkpoints: Checkpoints) -> float:
-    """What the newest good checkpoint holds, all of it the same."""
+    """The value in the newest good checkpoint, all of whose parts belong together."""
     found = checkpoints.newest_good(lambda line: pytest.fail(line))
     assert found is not None
     loaded, meta = checkpoints.load(found, expected=["model", "ema"])
@@ -45,55 +29,85 @@ def value_of(checkpoints: Checkpoints) -> float:
     return float(values.pop())
 
 
-def in_a_child(action: Callable[[], None]) -> int:
-    """The action in a process of its own; returns its exit status as `os.waitpid` gives it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.save(step, parts(float(step)), {"value": float(step)})
+    checkpoints.wait()
 
 
-def save_until(stage: int, checkpoints: Checkpoints) -> Callable[[], None]:
-    """Save value 2, and die by SIGKILL before (even stage) or after (odd) a file operation."""
-
-    def action() -> None:
-        seen = 0
-
-        def profile(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal seen
-            if event in ("c_call", "c_return") and getattr(argument, "__name__", "") in OPERATIONS:
-                if seen == stage:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                seen += 1
-
-        threading.setprofile(profile)  # of the thread that writes
-        checkpoints.save(2, parts(2.0), {"value": 2.0})
-        checkpoints.wait()
-
-    return action
+def assert_next_save_succeeds(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 3)
+    assert checkpoints.failure is None and value_of(checkpoints) == 3.0
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step_00000003"]
 
 
-def test_killed_before_and_after_every_file_operation(tmp_path: Path) -> None:
+@pytest.fixture
+def with_one_saved(tmp_path: Path, one_process: Callable[[], Any]) -> Callable[[int], Checkpoints]:
+    """Checkpoints in a new folder that hold step 1."""
+
+    def make(stage: int) -> Checkpoints:
+        checkpoints = Checkpoints(tmp_path / str(stage), 1, one_process())
+        save(checkpoints, 1)
+        return checkpoints
+
+    return make
+
+
+def test_killed_before_and_after_every_file_operation(with_one_saved, is_killed) -> None:
     stage, killed, results = 0, True, []
     while killed:
-        checkpoints = Checkpoints(tmp_path / str(stage), keep=1, is_root=True)
-        checkpoints.save(1, parts(1.0), {"value": 1.0})
-        checkpoints.wait()
-        killed = in_a_child(save_until(stage, checkpoints)) == signal.SIGKILL
+        checkpoints = with_one_saved(stage)
+        killed = is_killed(stage, lambda checkpoints=checkpoints: save(checkpoints, 2), in_threads=True)
         results.append(value_of(checkpoints))
-        checkpoints.save(3, parts(3.0), {"value": 3.0})
-        checkpoints.wait()
-        assert value_of(checkpoints) == 3.0
-        assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step_00000003"], stage
+        assert_next_save_succeeds(checkpoints)
         stage += 1
-    # The old one up to some operation, the new one from there on; many operations before and after that.
+    # The old checkpoint up to some operation, the new one from there on; many operations before and after it.
     switch = results.index(2.0)
     assert results == [1.0] * switch + [2.0] * (len(results) - switch)
     assert switch > 30 and len(results) - switch > 10
+
+
+def limit_file_size(limit: int) -> tuple[int, int]:
+    """No file of this process may grow longer, in bytes; returns the limits before."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    return before
+
+
+def test_killed_in_the_middle_of_a_file(with_one_saved, in_a_child) -> None:
+    """The kernel kills the process at the byte that exceeds its limit of a file's size."""
+    limit, killed = 0, True
+    while killed:
+        checkpoints = with_one_saved(limit)
+
+        def action(checkpoints: Checkpoints = checkpoints, limit: int = limit) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+            limit_file_size(limit)
+            save(checkpoints, 2)
+
+        killed = in_a_child(action) == signal.SIGXFSZ
+        assert value_of(checkpoints) == (1.0 if killed else 2.0)
+        assert_next_save_succeeds(checkpoints)
+        limit += 30
+    assert limit > 200
+
+
+def test_a_disk_that_takes_only_a_part_of_a_file_is_reported_and_the_next_save_succeeds(with_one_saved) -> None:
+    limit, failed = 0, True
+    while failed:
+        checkpoints = with_one_saved(limit)
+        before = limit_file_size(limit)
+        try:
+            save(checkpoints, 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        failed = checkpoints.failure is not None
+        if failed:
+            assert os.strerror(errno.EFBIG) in checkpoints.failure and "step_00000002" in checkpoints.failure
+            assert "\n" not in checkpoints.failure and value_of(checkpoints) == 1.0
+            assert not list(checkpoints.folder.glob(".unfinished-*")), "a part of it would fill the disk"
+        assert_next_save_succeeds(checkpoints)
+        limit += 30
+    assert limit > 200
 
 
 def fail_from(stage: int, reason: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -119,26 +133,21 @@ def fail_from(stage: int, reason: int, monkeypatch: pytest.MonkeyPatch) -> list[
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
 def test_an_error_of_the_disk_at_every_operation_is_reported_and_the_next_save_succeeds(
-    tmp_path: Path, reason: int
+    with_one_saved, reason: int
 ) -> None:
     stage, failed = 0, True
     while failed:
-        checkpoints = Checkpoints(tmp_path / str(stage), keep=1, is_root=True)
-        checkpoints.save(1, parts(1.0), {"value": 1.0})
-        checkpoints.wait()
+        checkpoints = with_one_saved(stage)
         with pytest.MonkeyPatch.context() as monkeypatch:
             failures = fail_from(stage, reason, monkeypatch)
-            checkpoints.save(2, parts(2.0), {"value": 2.0})
-            checkpoints.wait()
+            save(checkpoints, 2)
         failed = bool(failures)
         is_there = (checkpoints.folder / "step_00000002").is_dir()
-        assert (checkpoints.failure is None) == is_there, "what is there whole was not in vain"
+        assert (checkpoints.failure is None) == is_there, "a checkpoint that is complete is no failure"
         if checkpoints.failure:
             assert os.strerror(reason) in checkpoints.failure and "step_00000002" in checkpoints.failure
             assert not list(checkpoints.folder.glob(".unfinished-*")), "a part of it would fill the disk"
         assert value_of(checkpoints) in (1.0, 2.0)
-        checkpoints.save(3, parts(3.0), {"value": 3.0})
-        checkpoints.wait()
-        assert checkpoints.failure is None and value_of(checkpoints) == 3.0
+        assert_next_save_succeeds(checkpoints)
         stage += 1
     assert stage > 8

@@ -6,14 +6,16 @@ import pytest
 
 from training.measures.collapse import CollapseAlarm
 
-SPREADS = {"spread_audio": 0.6, "spread_text": 0.5}
+VARIANCES = {"audio_variance": 0.6, "text_variance": 0.5}
 
 
 def said(
-    alarm: CollapseAlarm, losses: list[float], value: float, first_step: int = 1001, **spreads: float
+    alarm: CollapseAlarm, losses: list[float], value: float, first_step: int = 1001, **variances: float
 ) -> list[str]:
-    looks = [alarm.look(first_step + 10 * i, loss, value, **{**SPREADS, **spreads}) for i, loss in enumerate(losses)]
-    return [text for text in looks if text]
+    checks = [
+        alarm.check(first_step + 10 * i, loss, value, **{**VARIANCES, **variances}) for i, loss in enumerate(losses)
+    ]
+    return [text for text in checks if text]
 
 
 def test_loss_stuck_at_6_236_is_told():
@@ -30,10 +32,10 @@ def test_a_healthy_run_whose_loss_falls_through_the_value_is_not_warned():
     assert not said(CollapseAlarm(after_steps=0), losses, value)
 
 
-def test_the_value_may_be_another_at_every_look():
+def test_the_value_may_be_another_at_every_check():
     """Captions that repeat are no negatives: how many are left depends on the batch."""
     alarm = CollapseAlarm(after_steps=0)
-    warnings = [alarm.look(step, 4.0 + 0.1 * (step % 2), 4.0 + 0.1 * (step % 2), 0.5, 0.5) for step in range(1, 20)]
+    warnings = [alarm.check(step, 4.0 + 0.1 * (step % 2), 4.0 + 0.1 * (step % 2), 0.5, 0.5) for step in range(1, 20)]
     assert sum(warning is not None for warning in warnings) == 1
 
 
@@ -45,9 +47,9 @@ def test_a_loss_that_swings_about_the_value_is_no_collapse():
 
 def test_nothing_is_said_during_the_warm_up():
     alarm = CollapseAlarm(after_steps=1000)
-    assert not said(alarm, [math.log(64)] * 100, math.log(64), first_step=1, spread_audio=0.0)
+    assert not said(alarm, [math.log(64)] * 100, math.log(64), first_step=1, audio_variance=0.0)
     assert len(said(alarm, [math.log(64)] * 3, math.log(64), first_step=1001)) == 0, (
-        "looks before the end of the warm-up count not"
+        "checks before the end of the warm-up count not"
     )
     assert len(said(alarm, [math.log(64)] * 30, math.log(64), first_step=1031)) == 1
 
@@ -64,15 +66,15 @@ def test_it_is_said_once_and_again_only_after_it_recovered():
 @pytest.mark.parametrize("side", ["audio", "text"])
 def test_embeddings_that_are_all_the_same_are_said_of_their_side(side):
     alarm = CollapseAlarm(after_steps=0)
-    (warning,) = said(alarm, [1.0] * 10, 4.0, **{f"spread_{side}": 1e-5})
+    (warning,) = said(alarm, [1.0] * 10, 4.0, **{f"{side}_variance": 1e-5})
     other = {"audio": "text", "text": "audio"}[side]
     assert f"the {side} side has collapsed" in warning and f"the {other} side" not in warning and "1e-05" in warning
-    assert not said(alarm, [1.0], 4.0, **{f"spread_{side}": 1.5e-3})
-    assert not said(alarm, [1.0], 4.0, **{f"spread_{side}": 1e-5}), "it had not recovered"
+    assert not said(alarm, [1.0], 4.0, **{f"{side}_variance": 1.5e-3})
+    assert not said(alarm, [1.0], 4.0, **{f"{side}_variance": 1e-5}), "it had not recovered"
     assert not said(alarm, [1.0], 4.0)
-    assert len(said(alarm, [1.0], 4.0, **{f"spread_{side}": 1e-5})) == 1
-    assert len(said(alarm, [1.0], 4.0, **{f"spread_{other}": 1e-5})) == 1
+    assert len(said(alarm, [1.0], 4.0, **{f"{side}_variance": 1e-5})) == 1
+    assert len(said(alarm, [1.0], 4.0, **{f"{other}_variance": 1e-5})) == 1
 
 
 def test_values_that_are_not_numbers_are_not_called_a_collapse():
-    assert not said(CollapseAlarm(after_steps=0), [math.nan] * 10, 4.0, spread_audio=math.nan, spread_text=math.nan)
+    assert not said(CollapseAlarm(after_steps=0), [math.nan] * 10, 4.0, audio_variance=math.nan, text_variance=math.nan)

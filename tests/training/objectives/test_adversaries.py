@@ -17,7 +17,7 @@ from models import VQGAN, Discriminator
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments
 from training.objectives.adversarial import LeCam, gradient_penalty
-from training.objectives.adversaries import Game, Rules
+from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
 BATCH = 8
 RATE = 1e-2
@@ -44,18 +44,32 @@ def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
     return generator, Discriminator(8, layers=2)
 
 
-def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, **rules: Any) -> Game:
+class Logged(AdversarialTraining):
+    """Keeps the means of what is logged of an update."""
+
+    def __init__(self, backend: Backend, *args: Any, **options: Any) -> None:
+        super().__init__(*args, backend, log=self._add, **options)
+        self.means: dict[str, Tensor] = {}
+        self._parts = backend.grad_accum_steps
+
+    def _add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.means[name] = self.means.get(name, 0) + value.detach().double() / self._parts
+
+
+def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, **weights: Any) -> Logged:
     """SGD without momentum: weights change by the gradient, so that a wrong factor shows."""
     g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
     d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
-    return Game(
+    return Logged(
+        backend,
         g,
         d,
-        backend,
         quantizer=generator.quantizer,
         last_weight_shape=generator.last_layer.weight.shape,
         images=lambda micro: micro["x"],
-        rules=Rules(**rules),
+        reconstruction_loss=l1,
+        weights=AdversarialWeights(**weights),
     )
 
 
@@ -68,13 +82,15 @@ def weighted(losses: Mapping[str, Tensor]) -> Tensor:
     return sum((0.5 * loss for loss in losses.values()), start=torch.zeros(()))
 
 
-def play(game: Game, images: Tensor, *, with_penalty: bool = True, step: int = 0) -> dict[str, Tensor]:
-    means: dict[str, Tensor] = {}
-    _, fakes, _ = game.generator_step(
-        {"x": images}, means, reconstruction_loss=l1, code_loss=weighted, is_adversarial=True, step=step, seed=0
-    )
-    game.discriminator_step({"x": images}, fakes, means, with_penalty=with_penalty)
-    return means
+def generator_step(game: Logged, images: Tensor, *, is_adversarial: bool, step: int = 0) -> Any:
+    return game.generator_step({"x": images}, code_loss=weighted, is_adversarial=is_adversarial, step=step, seed=0)
+
+
+def play(game: Logged, images: Tensor, *, with_penalty: bool = True, step: int = 0) -> dict[str, Tensor]:
+    game.means = {}
+    _, fakes, _ = generator_step(game, images, is_adversarial=True, step=step)
+    game.discriminator_step({"x": images}, fakes, with_penalty=with_penalty)
+    return game.means
 
 
 def plain_update(generator: VQGAN, discriminator: Discriminator, images: Tensor, lecam: LeCam, **rules: Any) -> Tensor:
@@ -158,9 +174,7 @@ def test_the_generators_gradient_norm_holds_nothing_of_the_discriminators(backen
         assert parameter.grad is None or not parameter.grad.any(), name
         if parameter.grad is not None:
             parameter.grad.fill_(100.0)
-    update, _, _ = game.generator_step(
-        {"x": images}, {}, reconstruction_loss=l1, code_loss=weighted, is_adversarial=False, step=0, seed=0
-    )
+    update, _, _ = generator_step(game, images, is_adversarial=False)
     torch.testing.assert_close(update.grad_norm, norm, rtol=1e-4, atol=0)
 
 
@@ -170,15 +184,7 @@ def test_before_its_start_nothing_of_the_discriminator_is_computed(backend: Back
     game = make_game(backend, generator, discriminator)
     calls = []
     discriminator.register_forward_hook(lambda *_: calls.append(1))
-    game.generator_step(
-        {"x": torch.rand(BATCH, 3, 16, 16)},
-        {},
-        reconstruction_loss=l1,
-        code_loss=weighted,
-        is_adversarial=False,
-        step=0,
-        seed=0,
-    )
+    generator_step(game, torch.rand(BATCH, 3, 16, 16), is_adversarial=False)
     assert calls == []
 
 
@@ -208,9 +214,6 @@ def test_an_update_that_is_skipped_leaves_the_codebook_alone(backend: Backend) -
     before = {name: tensor.clone() for name, tensor in generator.state_dict().items()}
     broken = torch.rand(BATCH, 3, 16, 16)
     broken[-1, 0, 0, 0] = torch.nan
-    means: dict[str, Tensor] = {}
-    update, _, _ = game.generator_step(
-        {"x": broken}, means, reconstruction_loss=l1, code_loss=weighted, is_adversarial=False, step=1, seed=0
-    )
+    update, _, _ = generator_step(game, broken, is_adversarial=False, step=1)
     assert bool(update.skipped)
     torch.testing.assert_close(dict(generator.state_dict()), before, rtol=0, atol=0)

@@ -5,19 +5,15 @@ import json
 import math
 import os
 import shutil
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 from training.run.best import BestModel
 
-OPERATIONS = {"open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "scandir", "__exit__"}
 METRIC = "valid/r10"
 
 
@@ -50,31 +46,31 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def offer_all(best: BestModel, values: dict[int, float]) -> list[int]:
+def save_all(best: BestModel, values: dict[int, float]) -> list[int]:
     """Steps whose models were taken."""
-    return [step for step, value in values.items() if best.offer(value, step, model(value))]
+    return [step for step, value in values.items() if best.save_if_better(value, step, model(value))]
 
 
 def test_only_what_is_strictly_better_is_taken_and_nan_never(tmp_path):
     best = best_of(tmp_path)
-    assert not best.offer(math.nan, 50, model(0)) and names(tmp_path) == []
+    assert not best.save_if_better(math.nan, 50, model(0)) and names(tmp_path) == []
     values = {100: 0.2, 200: 0.2, 300: math.nan, 400: 0.1, 500: 0.3, 600: 0.3}
-    assert offer_all(best, values) == [100, 500]
+    assert save_all(best, values) == [100, 500]
     assert content(tmp_path) == (0.3, 500) and names(tmp_path) == ["best"]
     assert best.state_dict() == {"value": 0.3, "step": 500} and best.failure is None
 
 
 def test_values_below_zero_are_taken_too(tmp_path):
-    assert offer_all(best_of(tmp_path), {1: -3.0, 2: -2.0, 3: -2.5}) == [1, 2]
+    assert save_all(best_of(tmp_path), {1: -3.0, 2: -2.0, 3: -2.5}) == [1, 2]
 
 
 def test_only_the_root_writes_and_every_process_knows(tmp_path):
     said: list[Any] = []
     root = best_of(tmp_path, broadcast=lambda found: said.append(found) or found)
-    assert root.offer(0.5, 10, model(0.5))
+    assert root.save_if_better(0.5, 10, model(0.5))
     answers = iter(json.loads(json.dumps(said)))
     other = BestModel(tmp_path, False, metric=METRIC, broadcast=lambda _: next(answers))
-    assert other.offer(0.5, 10, lambda folder: pytest.fail("the root alone writes"))
+    assert other.save_if_better(0.5, 10, lambda folder: pytest.fail("the root alone writes"))
     assert other.state_dict() == root.state_dict()
 
 
@@ -83,91 +79,61 @@ def test_a_replay_from_an_older_checkpoint_ends_in_the_same_state(tmp_path):
     best, states = best_of(tmp_path), {}
     for step, value in values.items():
         states[step] = json.loads(json.dumps(best.state_dict()))  # as it was before this validation
-        best.offer(value, step, model(value))
+        best.save_if_better(value, step, model(value))
     expected = best.state_dict(), content(tmp_path)
     for first, state in states.items():
         again = best_of(tmp_path)
         again.load_state_dict(state)
-        offer_all(again, {step: value for step, value in values.items() if step >= first})
+        save_all(again, {step: value for step, value in values.items() if step >= first})
         assert (again.state_dict(), content(tmp_path)) == expected
         assert again.failure is None
 
 
 def test_a_best_model_that_is_gone_is_said_and_replaced_by_the_next(tmp_path):
     best = best_of(tmp_path)
-    best.offer(0.5, 100, model(0.5))
+    best.save_if_better(0.5, 100, model(0.5))
     state = best.state_dict()
     shutil.rmtree(tmp_path / "best")
     again = best_of(tmp_path)
     again.load_state_dict(state)
     assert "0.5 of update 100" in again.failure and "is gone" in again.failure and "\n" not in again.failure
-    assert again.offer(0.3, 200, model(0.3)) and content(tmp_path) == (0.3, 200) and again.failure is None
+    assert again.save_if_better(0.3, 200, model(0.3)) and content(tmp_path) == (0.3, 200) and again.failure is None
 
 
-def in_a_child(action: Callable[[], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
-def die_at(stage: int, action: Callable[[], None]) -> Callable[[], None]:
-    """The action, ended by SIGKILL before (even stage) or after (odd) one of its file operations."""
-
-    def run() -> None:
-        seen = 0
-
-        def profile(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal seen
-            if event in ("c_call", "c_return") and getattr(argument, "__name__", "") in OPERATIONS:
-                if seen == stage:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                seen += 1
-
-        sys.setprofile(profile)
-        action()
-
-    return run
-
-
-def test_killed_before_and_after_every_file_operation(tmp_path):
+def test_killed_before_and_after_every_file_operation(tmp_path, is_killed):
     stage, killed, results = 0, True, []
     while killed:
         folder = tmp_path / str(stage)
         folder.mkdir()
         best = best_of(folder)
-        best.offer(1.0, 1, model(1.0))
-        killed = os.WIFSIGNALED(in_a_child(die_at(stage, lambda best=best: best.offer(2.0, 2, model(2.0)))))
+        best.save_if_better(1.0, 1, model(1.0))
+        killed = is_killed(stage, lambda best=best: best.save_if_better(2.0, 2, model(2.0)), in_threads=False)
         again = best_of(folder)
         again.load_state_dict({"value": 1.0, "step": 1})
         assert names(folder) == ["best"] and again.failure is None, stage
         results.append(content(folder))
-        assert again.offer(2.0, 2, model(2.0)) and content(folder) == (2.0, 2)
+        assert again.save_if_better(2.0, 2, model(2.0)) and content(folder) == (2.0, 2)
         stage += 1
     switch = results.index((2.0, 2))
     assert results == [(1.0, 1)] * switch + [(2.0, 2)] * (len(results) - switch)
     assert switch > 20 and len(results) - switch > 10
 
 
-def test_the_first_model_too_is_whole_or_not_there(tmp_path):
+def test_the_first_model_too_is_whole_or_not_there(tmp_path, is_killed):
     stage, killed, results = 0, True, []
     while killed:
         folder = tmp_path / str(stage)
         folder.mkdir()
-        killed = os.WIFSIGNALED(in_a_child(die_at(stage, lambda f=folder: best_of(f).offer(2.0, 2, model(2.0)))))
+        killed = is_killed(stage, lambda f=folder: best_of(f).save_if_better(2.0, 2, model(2.0)), in_threads=False)
         again = best_of(folder)
         assert names(folder) in ([], ["best"])
         results.append(bool(names(folder)) and content(folder) == (2.0, 2))
-        assert again.offer(2.0, 2, model(2.0)) and content(folder) == (2.0, 2)
+        assert again.save_if_better(2.0, 2, model(2.0)) and content(folder) == (2.0, 2)
         stage += 1
     assert results == sorted(results) and sum(results) < len(results) - 10
 
 
-def test_killed_while_a_start_puts_things_right(tmp_path):
+def test_killed_while_a_start_puts_things_right(tmp_path, is_killed):
     stage, killed = 0, True
     while killed:
         folder = tmp_path / str(stage)
@@ -175,7 +141,7 @@ def test_killed_while_a_start_puts_things_right(tmp_path):
         model(1.0)(folder / ".best.unwanted")
         (folder / ".best.unwanted" / "best.json").write_text(json.dumps({"step": 1, "metric": METRIC, "value": 1.0}))
         model(2.0)(folder / ".best.unfinished")
-        killed = os.WIFSIGNALED(in_a_child(die_at(stage, lambda folder=folder: best_of(folder))))
+        killed = is_killed(stage, lambda folder=folder: best_of(folder), in_threads=False)
         best_of(folder)
         assert content(folder) == (1.0, 1) and names(folder) == ["best"], stage
         stage += 1
@@ -213,10 +179,10 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         folder = tmp_path / str(stage)
         folder.mkdir()
         best = best_of(folder)
-        best.offer(1.0, 1, model(1.0))
+        best.save_if_better(1.0, 1, model(1.0))
         with pytest.MonkeyPatch.context() as patch:
             failed = failing(stage, patch, forever)
-            taken = best.offer(2.0, 2, model(2.0))
+            taken = best.save_if_better(2.0, 2, model(2.0))
         if not failed:
             break
         seen.add(failed[0])
@@ -228,7 +194,7 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         assert again.failure is None and names(folder) == ["best"]
         assert content(folder) == ((2.0, 2) if taken else (1.0, 1)) == (best.value, best.step)
         # A worse one than the one that is there is not taken, one in between is.
-        assert best.offer(1.5, 3, model(1.5)) is not taken
+        assert best.save_if_better(1.5, 3, model(1.5)) is not taken
         assert best.failure is None and content(folder) == ((2.0, 2) if taken else (1.5, 3))
         stage += 1
     assert {"mkdir", "write_text", "fsync", "rename"} <= seen and stage > 10
@@ -238,18 +204,18 @@ def test_what_an_attempt_left_behind_is_no_part_of_the_next(tmp_path):
     best = best_of(tmp_path)
     model(0.1)(tmp_path / ".best.unfinished")
     (tmp_path / ".best.unfinished" / "model-00002.safetensors").write_text("0.1")
-    assert best.offer(1.0, 1, model(1.0)) and content(tmp_path) == (1.0, 1)
+    assert best.save_if_better(1.0, 1, model(1.0)) and content(tmp_path) == (1.0, 1)
 
 
 def test_a_mistake_in_the_writer_is_no_disk_failure(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        best_of(tmp_path).offer(1.0, 1, lambda folder: 1 / 0)
-    assert best_of(tmp_path).offer(1.0, 2, model(1.0)) and names(tmp_path) == ["best"]
+        best_of(tmp_path).save_if_better(1.0, 1, lambda folder: 1 / 0)
+    assert best_of(tmp_path).save_if_better(1.0, 2, model(1.0)) and names(tmp_path) == ["best"]
 
 
 def test_a_model_of_the_checkpoints_own_update_counts_where_it_is_better_and_no_later_one(tmp_path):
     """A run that was asked to stop saves before it validates; one that was killed repeats what it had validated."""
-    best_of(tmp_path).offer(0.5, 4, model(0.5))
+    best_of(tmp_path).save_if_better(0.5, 4, model(0.5))
     for step, state, expected in [
         (4, {"value": 0.2, "step": 2}, (0.5, 4)),
         (4, {"value": None, "step": None}, (0.5, 4)),

@@ -4,15 +4,7 @@ import io
 
 import pytest
 
-from training.run.progress import (
-    Progress,
-    ProgressBar,
-    ProgressLines,
-    SilentProgress,
-    duration,
-    progress_display,
-    total_samples_from,
-)
+from training.run.progress import Progress, ProgressDisplay, duration, total_samples_from
 
 
 class Terminal(io.StringIO):
@@ -44,14 +36,8 @@ def test_step_and_epoch_derive_from_samples():
     seen = []
     while not progress.finished:
         progress.advance()
-        seen.append((progress.samples, progress.step, progress.epoch, progress.completed_epochs, progress.fraction))
-    assert seen == [
-        (8, 1, 0.4, 0, 0.2),
-        (16, 2, 0.8, 0, 0.4),
-        (24, 3, 1.2, 1, 0.6),
-        (32, 4, 1.6, 1, 0.8),
-        (40, 5, 2.0, 2, 1),
-    ]
+        seen.append((progress.samples, progress.step, progress.epoch))
+    assert seen == [(8, 1, 0.4), (16, 2, 0.8), (24, 3, 1.2), (32, 4, 1.6), (40, 5, 2.0)]
     assert progress.total_steps == 5
 
 
@@ -86,20 +72,13 @@ def test_a_clock_of_another_batch_size_or_data_set_is_refused():
         Progress(4, 90, 100).load_state_dict(state)
 
 
-def test_display_suits_where_it_is_shown():
-    progress = Progress(4, 100, 100)
-    assert isinstance(progress_display(progress, True, Terminal()), ProgressBar)
-    assert isinstance(progress_display(progress, True, io.StringIO()), ProgressLines)
-    assert isinstance(progress_display(progress, False, Terminal()), SilentProgress)
-
-
 def test_plain_lines_show_clock_metrics_and_time_left(monkeypatch):
     seconds = iter([100.0, 130.0])
     monkeypatch.setattr("training.run.progress.time.monotonic", lambda: next(seconds))
     progress = Progress(10, 100, 400)
     progress.samples = 100
     stream = io.StringIO()
-    display = ProgressLines(progress, stream)
+    display = ProgressDisplay(progress, True, stream)
     display.log({"step": 10, "loss": 1.0})
     progress.samples = 200
     display.log({"step": 20, "samples": 200, "loss": 0.123456, "codes_used": 7})
@@ -114,24 +93,26 @@ def test_bar_starts_where_the_run_resumes_and_messages_do_not_break_it():
     progress = Progress(10, 100, 400)
     progress.samples = 200
     terminal = Terminal()
-    display = progress_display(progress, True, terminal)
+    display = ProgressDisplay(progress, True, terminal)
     progress.advance()
     display.update()
     display.log({"loss": 0.5})
     display.say("checkpoint saved")
     display.close()
     text = terminal.getvalue()
+    assert "left" not in text
     assert "200/400" in text and "210/400" in text
     assert "step 21/40  epoch 2.10  loss 0.5\n" in text and "checkpoint saved\n" in text
 
 
-def test_silence_off_the_root(capsys):
-    display = progress_display(Progress(1, 1, 1), is_root=False)
-    display.update()
-    display.log({"loss": 1.0})
-    display.say("x")
-    display.close()
-    assert capsys.readouterr() == ("", "")
+def test_silence_off_the_root():
+    for stream in (Terminal(), io.StringIO()):
+        display = ProgressDisplay(Progress(1, 1, 1), False, stream)
+        display.update()
+        display.log({"loss": 1.0})
+        display.say("x")
+        display.close()
+        assert stream.getvalue() == ""
 
 
 def test_durations_read_well():

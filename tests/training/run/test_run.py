@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,11 +17,14 @@ import torch
 import yaml
 from PIL import Image
 
+from training.checkpoints import store
+from training.checkpoints.store import Checkpoints
 from training.flags.converters import positive_int
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments
-from training.run import run as run_module
 from training.run import stopwatch
+from training.run.best import BestModel
+from training.run.loop import Evaluation
 from training.run.random_state import RandomState
 from training.run.run import Run
 from training.run.stopwatch import Deadline
@@ -30,11 +34,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class OneProcess:
-    rank, world_size, device = 0, 1, torch.device("cpu")
+    rank, world_size, device, grad_accum_steps = 0, 1, torch.device("cpu"), 1
     is_root, is_restart = True, False
 
-    def __init__(self, **description):
+    def __init__(self, stop_after: int | None = None, **description):
         self._description = {"backend": "single", "world_size": 1, "device": "cpu", **description}
+        self._stop_after, self._asked = stop_after, 0
 
     def agreement(self):
         return nullcontext()
@@ -51,6 +56,14 @@ class OneProcess:
     def mark(self, phase):
         pass
 
+    def mean(self, values):
+        return {name: value.item() for name, value in values.items()}
+
+    def stop_requested(self, here=False):
+        """A signal arrives during the update number `stop_after` of this start."""
+        self._asked += 1
+        return here or self._asked == self._stop_after
+
     def broadcast_object(self, value):
         return json.loads(json.dumps(value))
 
@@ -62,7 +75,9 @@ class OneProcess:
 
 
 class Weights:
-    """Adds one to its weight at each update."""
+    """Adds one to its weight at each update. An engine, its module and its average in one."""
+
+    skipped_updates = 0
 
     def __init__(self):
         self.weight = torch.zeros(2)
@@ -73,33 +88,116 @@ class Weights:
     def load_state_dict(self, state):
         self.weight = state["weight"].clone()
 
+    def gathered(self):
+        return nullcontext(self)
 
-def write_model(path: Path) -> None:
+    def step(self):
+        self.weight += 1
+        return Step(grad_norm=torch.tensor(0.5), lr=0.1)
+
+    def averages(self):
+        return {"ema": self}
+
+    def best(self, module):
+        return self
+
+
+class Step(NamedTuple):
+    grad_norm: torch.Tensor
+    lr: float
+
+
+class Bad:
+    """Bad samples, of which there are none."""
+
+    count = 0
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Numbers:
+    """A feed whose batches are the numbers of their first samples."""
+
+    noun, train_set, valid_set = "number", range(16), range(4)
+
+    def __init__(self):
+        self.bad_samples = Bad()
+
+    def start(self, start_samples):
+        self._at = start_samples
+        return self._at
+
+    def next(self):
+        self._at += 4
+        return self._at
+
+    def preview(self, count):
+        return list(range(count))
+
+    def report_bad_samples(self, say):
+        pass
+
+
+def write_model(model: Weights, path: Path) -> None:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text("{}")
+    (path / "config.json").write_text(json.dumps(model.weight.tolist()))
 
 
-def train(folder, *flags: str, stop_at: int | None = None, here: OneProcess | None = None) -> Weights:
-    """Train for --max_steps updates of 4 samples, or be killed after `stop_at` of them."""
+class Killed(Exception):
+    """The process is gone."""
+
+
+def parsed(folder, *flags: str):
     parser = ArgumentParser("toy.py")
     parser.add_argument("--width", type=positive_int, default=2)
     add_run_arguments(parser, output_dir=str(folder), batch_size=4, save_every_n_steps=2)
     args = parser.parse(["--log_every_n_steps", "1", "--max_steps", "6", *flags])
-    run = Run(args, parser.settings(args), here or OneProcess(), model_arguments=("width",), samples_per_epoch=16)
+    return args, parser.settings(args)
+
+
+def train(
+    folder, *flags: str, stop_at: int | None = None, here: OneProcess | None = None, events: list | None = None
+) -> Weights:
+    """Train for --max_steps updates of 4 samples, or be killed after `stop_at` of them."""
+    args, settings = parsed(folder, *flags)
+    told = events if events is not None else []
+    run = Run(args, settings, here or OneProcess(), Numbers(), model_arguments=("width",))
     model = Weights()
-    run.resume(model=model)
-    while not run.progress.finished and run.progress.step != stop_at:
-        model.weight += 1
-        run.advance()
-        run.log({"loss": 1.0 / run.progress.step, "weight": model.weight[0].item()})
-        if run.due(args.save_every_n_steps):
-            run.save()
-        if run.out_of_time:
-            run.save_and_exit()
-    if run.progress.finished and not run.is_complete:
-        run.finish(write_model, run.folder.model_dir)
-    run.close()
+
+    def validate(model, step):
+        told.append(f"validate {step}")
+        return {"weight": model.weight[0].item(), "picture": Image.new("RGB", (4, 4))}
+
+    def draw(models, shown, step):
+        told.append(f"draw {step}")
+        return Image.new("RGB", (4, 4))
+
+    best = BestModel(run.folder.path, True, metric="valid/ema/weight")
+    evaluation = Evaluation(model, model, validate, draw, write={"model": write_model}, best=best)
+    run.resume(model=model, best=best)
+    for step, batch in run.updates(evaluation, preview=2):
+        assert batch == 4 * step
+        told.append(f"update {step}")
+        update = model.step()
+        run.add(loss=torch.tensor(1.0 / (step + 1)))
+        run.log(update, weight=model.weight[0])
+        if step + 1 == stop_at:
+            killed(run)
+            return model
     return model
+
+
+def killed(run: Run) -> None:
+    """What the loop would do before the process is killed, without its evaluation: the line and the save."""
+    run.advance()
+    run.write_line(run.line())
+    if run.due(run.args.save_every_n_steps):
+        run.save()
+    run.close()
 
 
 def logged(folder, name: str) -> list:
@@ -150,7 +248,7 @@ def test_a_finished_run_says_so_and_can_be_extended(tmp_path, capsys):
 def test_a_model_that_the_disk_does_not_take_is_exit_code_1_and_written_by_the_next_start(
     tmp_path, monkeypatch, capsys
 ):
-    def refuse(path: Path) -> None:
+    def refuse(model: Weights, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
@@ -318,11 +416,11 @@ def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
 
 def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, monkeypatch):
     events = []
-    sync, rename = run_module.sync, os.rename
-    monkeypatch.setattr(run_module, "sync", lambda path: (events.append(path.name), sync(path)))
+    sync, rename = store.sync, os.rename
+    monkeypatch.setattr(store, "sync", lambda path: (events.append(path.name), sync(path)))
     monkeypatch.setattr(os, "rename", lambda *paths: (events.append("rename"), rename(*paths)))
     train(tmp_path, stop_at=2)
-    assert events == ["metrics.jsonl", "rename"]
+    assert events[events.index("rename") - 1] == "metrics.jsonl"
 
 
 def test_another_seed_is_refused(tmp_path):
@@ -331,20 +429,145 @@ def test_another_seed_is_refused(tmp_path):
         train(tmp_path, "--seed", "1")
 
 
-def test_a_picture_is_written_by_the_root_alone(tmp_path, monkeypatch):
-    """The public VQGAN trainer had every rank write the same file at once."""
-    written = []
-    monkeypatch.setattr("training.run.folder.RunFolder.write_sample", lambda folder, step, png: written.append(step))
-    parser = ArgumentParser("toy.py")
-    add_run_arguments(parser, output_dir=str(tmp_path), batch_size=4)
-    args = parser.parse(["--max_steps", "1"])
+DUE = ["--validate_every_n_steps", "2", "--sample_every_n_steps", "3", "--save_every_n_steps", "4"]
+
+
+def without_clocks(folder) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_second")} for line in lines]
+
+
+@pytest.fixture
+def saves(monkeypatch):
+    """Steps at which a checkpoint was asked for are added to the list of events that this gives."""
+    events = []
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda *args: (events.append(f"save {args[1]}"), save(*args))[1])
+    return events
+
+
+def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
+    train(tmp_path, *DUE, events=saves)
+    validation = {step: [f"validate {step}"] * 2 for step in (1, 3, 5)}  # trained weights, then their average
+    assert saves == [
+        "update 0", "update 1", *validation[1], "update 2", "draw 2", "update 3", *validation[3], "save 4", "update 4",
+        "update 5", *validation[5], "draw 5", "save 6",
+    ]  # fmt: skip
+    assert list(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])) == [
+        "step", "samples", "epoch", "loss", "weight", "lr", "grad_norm", "skipped_updates", "valid/weight",
+        "valid/ema/weight", "bad_samples", "samples_per_second", "seconds",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_00000003.png", "step_00000006.png"]
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == 6.0
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 6])
+def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, saves, stop_after, capsys):
+    train(tmp_path / "whole", *DUE)
+    saves.clear()
+    with pytest.raises(SystemExit) as exit:
+        train(tmp_path / "run", *DUE, here=OneProcess(stop_after=stop_after), events=saves)
+    assert exit.value.code == 75 and f"asked to stop: saved update {stop_after}" in capsys.readouterr().err
+    assert saves[-2:] == [f"update {stop_after - 1}", f"save {stop_after}"], "nothing comes before the save, or after"
+    is_evaluation_due = stop_after != 1
+    assert logged(tmp_path / "run", "step") == list(range(1, stop_after + 1 - is_evaluation_due))
+    saves.clear()
+    train(tmp_path / "run", *DUE, events=saves)
+    assert saves[0].split()[0] == ("update" if stop_after == 1 else "draw" if stop_after == 3 else "validate")
+    assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
+    for name in ("best/config.json", "model/config.json", "best/best.json"):
+        assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_a_start_that_is_killed_in_its_evaluation_is_made_up_for_by_the_next(tmp_path, monkeypatch):
+    train(tmp_path / "whole", *DUE)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "run", *DUE, here=OneProcess(stop_after=2))
+    write_line = Run.write_line
+    for is_line_written in (False, True):
+        with monkeypatch.context() as killer:
+
+            def killed_there(run, line, is_line_written=is_line_written):
+                if is_line_written:
+                    write_line(run, line)
+                raise Killed
+
+            killer.setattr(Run, "write_line", killed_there)
+            with pytest.raises(Killed):
+                train(tmp_path / "run", *DUE)
+        assert logged(tmp_path / "run", "step") == [1, 2][: 1 + is_line_written]
+    train(tmp_path / "run", *DUE)
+    assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
+
+
+def test_several_models_have_metrics_and_pictures_of_their_own(tmp_path):
+    args, settings = parsed(tmp_path, "--max_steps", "1")
+    run = Run(args, settings, OneProcess(), Numbers(), model_arguments=())
+    small, large = Weights(), Weights()
+    evaluations = [
+        Evaluation(
+            model,
+            model,
+            lambda module, step, name=name: {"size": len(name)},
+            lambda models, shown, step: Image.new("RGB", (4, 4)),
+            write={f"model/{name}": write_model},
+            name=name,
+        )
+        for name, model in {"small": small, "larger": large}.items()
+    ]
+    run.resume(small=small, large=large)
+    (tmp_path / "model").mkdir()
+    for _ in run.updates(*evaluations, preview=1):
+        small.step()
+    (line,) = without_clocks(tmp_path)
+    assert {name: value for name, value in line.items() if name.startswith("valid")} == {
+        "valid/small/size": 5, "valid/small/ema/size": 5, "valid/larger/size": 6, "valid/larger/ema/size": 6
+    }  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "step_00000001_larger.png",
+        "step_00000001_small.png",
+    ]
+    assert json.loads((tmp_path / "model" / "small" / "config.json").read_text()) == [1.0, 1.0]
+
+
+def test_losses_are_means_over_micro_batches_and_cost_nothing_where_no_line_is_due(tmp_path):
+    class Read:
+        """A loss that notices when it is looked at."""
+
+        def detach(self):
+            raise AssertionError("no line is due")
+
+    args, settings = parsed(tmp_path, "--log_every_n_steps", "2", "--max_steps", "3")
     here = OneProcess()
-    run = Run(args, parser.settings(args), here, model_arguments=(), samples_per_epoch=16)
+    here.grad_accum_steps = 3
+    run = Run(args, settings, here, Numbers(), model_arguments=())
     run.resume()
-    here.is_root = False
-    run.log_sample("reconstructions", Image.new("RGB", (4, 4)))
-    assert written == []
-    here.is_root = True
-    run.log_sample("reconstructions", Image.new("RGB", (4, 4)))
-    assert written == [0]
+    assert not run.line_due
+    run.add(loss=Read())
+    run.advance()
+    assert run.line() == {} and run.line_due
+    for loss in (0.1, 0.2, 0.4):
+        run.add(loss=torch.tensor(loss))
+    run.advance()
+    mean = sum(torch.tensor(loss).double().item() / 3 for loss in (0.1, 0.2, 0.4))
+    assert run.line() == {"loss": mean, "skipped_updates": 0}
+    assert run.line_due, "the last update has a line"
     run.close()
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_picture_is_drawn_and_written_by_the_root_alone(tmp_path, is_root):
+    """The public VQGAN trainer had every rank write the same file at once."""
+    train(tmp_path, "--max_steps", "1")
+    shutil.rmtree(tmp_path / "samples")
+    here, events = OneProcess(), []
+    args, settings = parsed(tmp_path, "--max_steps", "2")
+    run = Run(args, settings, here, Numbers(), model_arguments=())
+    model = Weights()
+    draw = lambda *_: (events.append("drawn"), Image.new("RGB", (4, 4)))[1]  # noqa: E731
+    evaluation = Evaluation(model, model, lambda *_: {}, draw)
+    run.resume(model=model, best=BestModel(run.folder.path, True, metric="valid/ema/weight"))
+    for _ in run.updates(evaluation, preview=1):
+        here.is_root = is_root
+    assert events == ["drawn"] * is_root and (tmp_path / "samples").exists() == is_root

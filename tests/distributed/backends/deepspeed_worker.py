@@ -1,8 +1,8 @@
-"""DeepSpeed itself on one process, with JSON files that bring their own optimizer or scheduler.
+"""DeepSpeed on one process and the CPU, with JSON files that bring their own optimizer or scheduler.
 
-    python tests/distributed/deepspeed_worker.py --folder <where the results go, a JSON file per case that ran>
+    python tests/distributed/backends/deepspeed_worker.py --folder <where the results go, a JSON file per case that ran>
 
-In a process of its own, because DeepSpeed takes seconds to import and leaves its mark on the process.
+It runs in a process of its own, because DeepSpeed takes seconds to import and changes global state.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of conftest.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
+from conftest import parsed
 from torch import nn
 
 import distributed
@@ -61,7 +63,7 @@ def train(engine: Engine, updates: range, config: dict[str, Any]) -> dict[str, l
     record: dict[str, list[float]] = {"loss": [], "lr": [], "moved": [], "grad_norm": []}
     for update in updates:
         before = flat(engine)
-        loss = engine(batch(update).to(device_of(engine))).square().mean()
+        loss = engine(batch(update)).square().mean()
         engine.backward(loss)
         if "scheduler" in config:
             engine.lr = SCRIPT_RATE  # as scripts do before every update; the scheduler wins
@@ -72,17 +74,13 @@ def train(engine: Engine, updates: range, config: dict[str, Any]) -> dict[str, l
     return record
 
 
-def device_of(engine: Engine) -> torch.device:
-    return next(engine.module.parameters()).device
-
-
 def flat(engine: Engine) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in engine.state_dict()["weights"].values()])
 
 
 def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     def engine(name: str, seed: int = 0) -> Engine:
-        model = make_model(seed).to(backend.device)
+        model = make_model(seed)
         return backend.wrap(model, script_optimizer(model), name=name)
 
     whole, first, second = engine("whole"), engine("first"), engine("second", seed=99)
@@ -102,15 +100,9 @@ def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) 
 
 def run(name: str, folder: Path) -> None:
     """One case, into ``<name>.json``."""
-    parser = argparse.ArgumentParser()
-    distributed.add_arguments(parser)
-    parser.set_defaults(
-        batch_size=8, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=4, compile=False,
-        learning_rate=SCRIPT_RATE, explicit=frozenset(),
-    )  # fmt: skip
     path = folder / "ds.json"
     path.write_text(json.dumps(CONFIGS[name]))
-    args = parser.parse_args(["--deepspeed_config", str(path)])
+    args = parsed("--deepspeed_config", str(path), batch_size=8, learning_rate=SCRIPT_RATE)
     with distributed.from_args(args) as backend:
         (folder / f"{name}.json").write_text(json.dumps(measure(backend, args, CONFIGS[name])))
 

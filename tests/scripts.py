@@ -1,0 +1,291 @@
+"""The training scripts, tiny: how tests run them in this process, what a run leaves, and how two runs are compared.
+
+A new script is one more entry of `SCRIPTS`: every test of test_every_script.py then runs on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+import data
+import models
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = Path(__file__).with_name("words_tokenizer.json")  # a few words, between marks of start and end
+VOCABULARY: dict[str, int] = json.loads(TOKENIZER.read_text())["model"]["vocab"]
+WORDS = list(VOCABULARY)[3:]  # the first 24 of them name a sound each
+N_TRAIN = 51  # of the 64 samples of a demonstration; 13 are for validation
+
+# Every update is logged; validation, pictures and checkpoints come after the last update alone.
+RUN = {
+    "batch_size": 8, "valid_fraction": 0.2, "num_workers": 0, "ema_decay": 0, "log_every_n_steps": 1,
+    "validate_every_n_steps": 0, "sample_every_n_steps": 0, "save_every_n_steps": 0,
+}  # fmt: skip
+# Of the run that tests look at and that interrupted runs must equal.
+EIGHT = {
+    "max_steps": 8, "seed": 3, "ema_decay": 0.9, "validate_every_n_steps": 2, "sample_every_n_steps": 4,
+    "save_every_n_steps": 2, "keep_n_checkpoints": 9,
+}  # fmt: skip
+
+
+def write_images(folder: Path, count: int) -> Path:
+    """A folder of images of noise, 20 x 20 pixels: 00.png, 01.png, ..."""
+    folder.mkdir(exist_ok=True)
+    noise = np.random.default_rng(0).integers(0, 256, (count, 20, 20, 3), dtype=np.uint8)
+    for number, pixels in enumerate(noise):
+        Image.fromarray(pixels).save(folder / f"{number:02d}.png")
+    return folder
+
+
+def write_sounds(folder: Path, texts: Sequence[str]) -> Path:
+    """A folder of sounds of any rate, length and number of channels, with a text beside each: 00.wav, 00.txt, ..."""
+    folder.mkdir(exist_ok=True)
+    noise = np.random.default_rng(0)
+    for number, text in enumerate(texts):
+        rate, channels = (8000, 11025, 44100)[number % 3], 1 + number % 4
+        frames = int(rate * (0.1 + 0.05 * number))
+        phases = np.arange(frames)[:, None] * (2 * np.pi * 200 * 1.1**number / rate)
+        waves = 0.3 * np.sin(phases) + noise.normal(0, 0.02, (frames, channels))
+        soundfile.write(folder / f"{number:02d}.wav", waves, rate)
+        (folder / f"{number:02d}.txt").write_text(text)
+    return folder
+
+
+@dataclass(frozen=True)
+class Data:
+    """A kind of training data: the flag that names it, its demonstration, and what writes a folder of n files."""
+
+    flag: str
+    demonstration: str
+    write: Callable[[Path, int], Path]
+
+
+IMAGES = Data("image_folder", "demo:shapes", write_images)
+SOUNDS = Data("audio_data", "demo:tones", lambda folder, n: write_sounds(folder, [f"{w} sound" for w in WORDS[:n]]))
+
+
+class KilledError(BaseException):
+    """Stands in for SIGKILL: nothing catches it, and nothing is written after it."""
+
+
+def kill(*_: Any) -> None:
+    raise KilledError
+
+
+def ask_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass(frozen=True, eq=False)
+class Script:
+    """A training script, and flags with which an update of it takes milliseconds.
+
+    Args:
+        name: Of the module.
+        model: The class that loads a run's model/ folder.
+        data: What it trains on.
+        tiny: Flags of a tiny model.
+        all_parts: Flags that put every part of the script's state into a checkpoint within 8 updates.
+        other_models: Flags and values that make another model; flag -> (its value in `tiny`, another value).
+    """
+
+    name: str
+    model: Any
+    data: Data
+    tiny: Mapping[str, Any]
+    other_models: Mapping[str, tuple[Any, Any]]
+    all_parts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(self.name)
+
+    @property
+    def configs(self) -> Path:
+        """The folder of its config files."""
+        return ROOT / "configs" / self.name.removeprefix("train_")
+
+    @property
+    def eight(self) -> list[str]:
+        """Flags of the run of eight updates."""
+        return words({**EIGHT, **self.all_parts})
+
+    def flags(self, folder: Path, *more: str) -> list[str]:
+        data = {self.data.flag: f"{self.data.demonstration}:64", "output_dir": folder}
+        return [*words({**RUN, **data, **self.tiny}), *more]
+
+    def parsed(self, *flags: str) -> argparse.Namespace:
+        parsed: argparse.Namespace = self.module.build_parser().parse(flags)
+        return parsed
+
+    def arguments_of(self, run: Path) -> argparse.Namespace:
+        """Those with which a run was trained."""
+        return self.parsed("--config", str(run / "config.yaml"))
+
+    def main(self, *flags: str) -> str:
+        """Run the script in this process, on the CPU; returns what it wrote to stderr."""
+        said = io.StringIO()
+        try:
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+                patch.setattr(torch.cuda, "is_available", lambda: False)
+                self.module.main(flags)
+        finally:
+            sys.stderr.write(said.getvalue())
+        return said.getvalue()
+
+    def output_of(self, folder: Path, *more: str) -> str:
+        """Train the tiny model; returns what the run wrote to stderr."""
+        return self.main(*self.flags(folder, *more))
+
+    def train(self, folder: Path, *more: str) -> Path:
+        """Train the tiny model; returns the run folder."""
+        self.output_of(folder, *more)
+        return folder
+
+    def refused(self, folder: Path, *more: str) -> str:
+        """The one line of an error, which ends the process with code 2."""
+        with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as raised:
+            self.train(folder, *more)
+        assert raised.value.code == 2, said.getvalue()
+        line = said.getvalue().splitlines()[-1]
+        assert line.startswith(f"{self.name}.py: error: ")
+        return line
+
+    @contextlib.contextmanager
+    def in_update(self, step: int, do: Callable[[], None]) -> Iterator[None]:
+        """Call a function in the middle of update number ``step`` (from 0)."""
+        schedule, done = self.module.learning_rate, []
+
+        def learning_rate(now: int, *args: Any) -> Any:
+            if now == step and not done:
+                done.append(now)
+                do()
+            return schedule(now, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.module, "learning_rate", learning_rate)
+            yield
+
+    def train_killed(self, step: int, folder: Path, *more: str) -> None:
+        """Train until the process is killed in update ``step`` (from 0)."""
+        with self.in_update(step, kill), pytest.raises(KilledError):
+            self.train(folder, *more)
+
+    def train_stopped(self, step: int, folder: Path, *more: str) -> None:
+        """Train until the process is asked to stop in update ``step`` (from 0), which it completes and saves."""
+        with self.in_update(step, ask_to_stop), pytest.raises(SystemExit) as raised:
+            self.train(folder, *more)
+        assert raised.value.code == 75
+        assert (folder / "checkpoints" / f"step_{step + 1:08d}").is_dir()
+
+
+VAE = Script(
+    "train_vae",
+    models.DiscreteVAE,
+    IMAGES,
+    tiny={
+        "image_size": 16, "num_layers": 2, "num_resnet_blocks": 1, "num_tokens": 16, "emb_dim": 6, "hidden_dim": 8
+    },
+    all_parts={"num_images_save": 11, "random_flip": None},
+    other_models={"num_tokens": (16, 32), "hidden_dim": (8, 4), "emb_dim": (6, 4), "num_resnet_blocks": (1, 0)},
+)  # fmt: skip
+VQGAN = Script(
+    "train_vqgan",
+    models.VQGAN,
+    IMAGES,
+    tiny={"image_size": 16, "num_layers": 2, "dim": 8, "codebook_size": 64, "codebook_dim": 4, "discr_layers": 2},
+    all_parts={"quantizer": "vq", "discr_start_step": 3, "lecam_weight": 0.1},
+    other_models={"codebook_size": (64, 128), "dim": (8, 4), "num_resnet_blocks": ("1", "1,1"), "discr_dim": (None, 4)},
+)
+MULAN = Script(
+    "train_mulan",
+    models.MuLaN,
+    SOUNDS,
+    tiny={
+        "sample_rate": 8000, "clip_seconds": 0.5, "n_fft": 256, "hop_length": 64, "n_mels": 32, "patch_size": 8,
+        "audio_dim": 16, "audio_depth": 2, "text_dim": 16, "text_depth": 2, "heads": 2, "dim_head": 8, "dim_latent": 8,
+        "tokenizer": TOKENIZER, "max_text_tokens": 24, "lr_warmup_steps": 4,
+    },
+    other_models={"dim_latent": (8, 4), "audio_depth": (2, 3), "max_text_tokens": (24, 16)},
+)  # fmt: skip
+SCRIPTS = {script.name: script for script in (VAE, VQGAN, MULAN)}
+
+
+def words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as a command line has them; None: a flag without a value."""
+    return [word for flag, value in flags.items() for word in (f"--{flag}", *([] if value is None else [str(value)]))]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clocks(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on the machine's speed."""
+    return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_second")} for line in metrics(run)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of every file in a folder, by its path there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def checkpoint(run: Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, as "part: name"."""
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    return {f"{path.stem}: {name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def final_weights(run: Path) -> dict[str, Tensor]:
+    """Of the model that a run left."""
+    return load_file(run / "model" / "model.safetensors")
+
+
+def validation_images(args: argparse.Namespace) -> Tensor:
+    """The validation split of an image script, float32 in [0, 1], in order."""
+    channels = 4 if getattr(args, "transparent", False) else 3
+    images = data.open_images(args.image_folder, image_size=args.image_size, channels=channels, seed=args.seed)
+    _, split = data.split(len(images), args.valid_fraction, args.seed, at_least=args.batch_size)
+    return torch.stack([data.to_unit_range(images.load(split[i])) for i in range(len(split))])
+
+
+def assert_same_bits(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Two sets of tensors are equal by name."""
+    assert ours.keys() == expected.keys()
+    assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
+
+
+def assert_same_run(ours: Path, expected: Path) -> None:
+    """Two runs wrote the same lines, pictures and models, and every tensor of their last checkpoints is equal."""
+    assert without_clocks(ours) == without_clocks(expected)
+    step = metrics(expected)[-1]["step"]
+    assert_same_bits(checkpoint(ours, step), checkpoint(expected, step))
+    of_this_start = ("config.yaml", "environment.json", "metrics.jsonl", "checkpoints")
+    left, wanted = (
+        {k: v for k, v in files(run).items() if not k.startswith(of_this_start)} for run in (ours, expected)
+    )
+    assert left.keys() == wanted.keys()
+    assert [name for name in left if left[name] != wanted[name]] == []

@@ -1,0 +1,160 @@
+"""What the documents name exists: links, paths, commands, flags, make's targets and imported names."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
+# How a command line names a program -> the module with its build_parser.
+PROGRAMS = {"benchmarks": "benchmarks.__main__"} | {
+    path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()
+}
+STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
+FLAGS_OF_LAUNCHERS = {
+    "--cpus-per-task", "--hostfile", "--max-restarts", "--nnodes", "--nproc_per_node", "--open-mode", "--rdzv_backend",
+    "--rdzv_endpoint", "--rdzv_id", "--requeue",
+}  # fmt: skip
+FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"
+WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json"}
+
+CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+@cache
+def parser_of(program: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = importlib.import_module(PROGRAMS[program]).build_parser()
+    return parser
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Every flag, those of sub-commands among them."""
+    flags = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags = flags.union(*map(flags_of, action.choices.values()))
+    return flags
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Program and arguments of every command that starts one of the programs, in a code block or in inline code."""
+    lines = text.replace("\\\n", " ").splitlines()
+    for line in [line for line in lines if "`" not in line] + re.findall(r"`([^`\n]+)`", text):
+        if line.split() and line.split()[0] in STARTERS:
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words = list(lexer)
+            start = next((n for n, word in enumerate(words) if word in PROGRAMS), len(words))
+            end = next((n for n, word in enumerate(words) if n > start and set(word) <= set("();<>|&")), None)
+            if start < len(words):
+                yield words[start], words[start + 1 : end]
+
+
+def anchors(document: Path) -> set[str]:
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(document: Path) -> Iterator[tuple[Path, str]]:
+    """Targets inside the repository: file and anchor, which may be empty."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if not target.startswith("https://"):
+            name, _, anchor = target.partition("#")
+            yield (document.parent / name).resolve() if name else document, anchor
+
+
+@each_document
+def test_every_link_leads_somewhere(document: Path) -> None:
+    for path, anchor in links(document):
+        assert path.exists(), path
+        assert not anchor or anchor in anchors(path), f"{path.name}#{anchor}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    seen, found = set(), [README]
+    while found:
+        document = found.pop()
+        if document.suffix == ".md" and document not in seen:
+            seen.add(document)
+            found += [path for path, _ in links(document)]
+    assert seen == set(DOCUMENTS)
+
+
+@each_document
+def test_every_path_that_is_named_exists(document: Path) -> None:
+    """Tests may be named by their path below tests/. Capital letters stand for a name to choose."""
+    text = document.read_text()
+    paths = set(re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./*-]*(?<!\.)", text)) - WRITTEN_BY_PROGRAMS
+    scripts = set(re.findall(r"(?<![\w/.*])[\w*]+(?:/[\w*]+)*\.py\b", text))
+    named = sorted(name for name in paths | scripts if name.islower())
+    assert [name for name in named if not [*ROOT.glob(name), *(ROOT / "tests").glob(name)]] == []
+
+
+@each_document
+def test_every_command_is_one_that_its_program_takes(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for program, arguments in commands(document.read_text()):
+        try:
+            parser_of(program).parse_args([word for word in arguments if word != "--help"])
+        except SystemExit:
+            pytest.fail(f"{program} {arguments}: {capsys.readouterr().err}")
+
+
+def test_commands_are_found() -> None:
+    found = {program for document in DOCUMENTS for program, _ in commands(document.read_text())}
+    assert found == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_config_is_one_that_its_script_takes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = importlib.import_module(f"train_{config.parent.name}").build_parser()
+    try:
+        args = vars(parser.parse(["--config", str(config)]))
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+    if config == ROOT / "configs/vae/base.yaml":  # docs/vae.md: it has the script's defaults
+        assert all(args[name] == parser.get_default(name) for name in args["explicit"] - {"config"})
+
+
+@each_document
+def test_every_flag_that_is_named_is_one_of_a_program_or_launcher(document: Path) -> None:
+    text = re.sub(r"^#SBATCH.*$", "", document.read_text(), flags=re.MULTILINE)
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    assert named <= FLAGS_OF_LAUNCHERS.union(*(flags_of(parser_of(program)) for program in PROGRAMS))
+
+
+@each_document
+def test_every_make_target_exists(document: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"(?:`|^    )make (\w+)", document.read_text(), flags=re.MULTILINE)) <= targets
+
+
+@each_document
+def test_every_name_that_is_imported_exists(document: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem."):
+                module = importlib.import_module(str(node.module).removeprefix("tandem."))
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+@each_document
+def test_nothing_is_left_to_be_filled_in(document: Path) -> None:
+    assert not re.search(r"@@|TODO|FIXME", document.read_text())
+
+
+def test_readme_and_contributing_stay_short() -> None:
+    assert len(README.read_text().splitlines()) <= 220
+    assert len(CONTRIBUTING.read_text().splitlines()) <= 60

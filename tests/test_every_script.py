@@ -1,0 +1,319 @@
+"""What every training script does, from the command line to the files it leaves; tiny models, one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.scripts import (
+    EIGHT,
+    N_TRAIN,
+    ROOT,
+    RUN,
+    SCRIPTS,
+    KilledError,
+    Script,
+    assert_same_bits,
+    assert_same_run,
+    checkpoint,
+    files,
+    kill,
+    metrics,
+)
+from training.run import stopwatch
+
+
+@pytest.fixture(scope="module", params=SCRIPTS.values(), ids=str)
+def script(request: pytest.FixtureRequest) -> Script:
+    found: Script = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(script: Script, run_of_eight: Callable[[Script], Path]) -> Path:
+    return run_of_eight(script)
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """The finished run, to be changed."""
+    return Path(shutil.copytree(finished, tmp_path / "copied", symlinks=True))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_all_scripts_are_tested() -> None:
+    assert {path.stem for path in ROOT.glob("train_*.py")} == set(SCRIPTS)
+
+
+# Arguments.
+
+
+def test_every_config_is_understood(script: Script) -> None:
+    paths = sorted(script.configs.glob("*.yaml"))
+    assert {"demo", "base"} <= {path.stem for path in paths}
+    for path in paths:
+        assert vars(script.parsed("--config", str(path))).keys() >= vars(script.parsed()).keys()
+
+
+def arguments_of(script: Script, monkeypatch: pytest.MonkeyPatch, *said: str) -> Any:
+    """The arguments with which `main` trains."""
+    given: list[Any] = []
+    monkeypatch.setattr(script.module, "train", lambda args, *_: given.append(args))
+    script.main(*said)
+    return given[0]
+
+
+def test_without_data_the_demonstration_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flag, name = script.data.flag, script.configs.name
+    args = arguments_of(script, monkeypatch)
+    assert getattr(args, flag).startswith(script.data.demonstration) and args.output_dir == f"runs/{name}-demo"
+    args = arguments_of(script, monkeypatch, f"--{flag}", "data")
+    assert getattr(args, flag) == "data" and args.output_dir == f"runs/{name}"
+
+
+# A run and what it leaves.
+
+
+def test_config_yaml_holds_every_argument_and_is_read_back(script: Script, finished: Path) -> None:
+    written = yaml.safe_load((finished / "config.yaml").read_text())
+    parser = script.module.build_parser()
+    assert parser.settings(parser.parse(["--config", str(finished / "config.yaml")])) == written
+    said = {**RUN, **script.tiny, **EIGHT, **script.all_parts, "distributed_backend": "auto"}
+    assert {name: str(written[name]) for name in said} == {
+        name: str(True if value is None else value) for name, value in said.items()
+    }
+
+
+def test_config_yaml_alone_repeats_the_run(script: Script, finished: Path, tmp_path: Path) -> None:
+    script.main("--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path))
+    assert_same_run(tmp_path, finished)
+
+
+def test_environment_json_says_what_ran_where_and_how(finished: Path) -> None:
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__.split("+")[0]
+    assert {"python", "git_commit", "host", "command"} <= environment.keys()
+    resolved = {"backend": "single", "world_size": 1, "device": "cpu", "precision": "fp32", "batch_size": 8}
+    assert resolved.items() <= environment.items()
+
+
+def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(finished: Path) -> None:
+    lines = metrics(finished)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    for line in lines:
+        assert line["samples"] == 8 * line["step"]
+        assert line["epoch"] == pytest.approx(line["samples"] / N_TRAIN, abs=1e-6)
+        assert line.keys() >= {"loss", "lr", "grad_norm", "samples_per_second", "seconds"}
+        assert line["skipped_updates"] == line["bad_samples"] == 0
+
+
+def test_the_weights_and_their_average_are_validated_where_asked(finished: Path) -> None:
+    for line in metrics(finished):
+        measured = {key for key in line if key.startswith("valid/")}
+        online = {key for key in measured if not key.startswith("valid/ema/")}
+        assert bool(online) == (line["step"] % 2 == 0)
+        assert measured - online == {key.replace("valid/", "valid/ema/") for key in online}
+        assert not online or any(line[key] != line[key.replace("valid/", "valid/ema/")] for key in online)
+
+
+def test_pictures_and_checkpoints_are_written_where_asked_and_never_before_the_first_update(finished: Path) -> None:
+    assert names(finished / "samples") == ["step_00000004.png", "step_00000008.png"]
+    assert names(finished / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 4, 6, 8))]
+
+
+def test_the_last_checkpoints_are_kept(script: Script, tmp_path: Path) -> None:
+    script.train(tmp_path, "--max_steps", "4", "--save_every_n_steps", "1")
+    assert names(tmp_path / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 3, 4))]
+
+
+def test_a_checkpoint_holds_clock_moments_average_and_generators(finished: Path) -> None:
+    text = " ".join(checkpoint(finished, 8))
+    for part in ("random: ", "ema: weights/", "exp_avg/", "exp_avg_sq/"):
+        assert part in text, part
+    assert '"samples": 64' in (finished / "checkpoints" / "step_00000008" / "state.json").read_text()
+
+
+def test_the_model_that_is_left_loads_and_is_the_average(script: Script, finished: Path) -> None:
+    last = checkpoint(finished, 8)
+    left = dict(script.model.from_pretrained(finished / "model").state_dict())
+    assert_same_bits(left, {name: last[f"ema: weights/{name}"] for name in left})
+    trained = {key.partition(": weights/")[2]: t for key, t in last.items() if not key.startswith("ema: ")}
+    assert any(not torch.equal(left[name], trained[name]) for name in left)
+
+
+def test_the_rate_in_the_log_counts_training_and_not_validation(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, hours = script.module.evaluate, [0]
+
+    def slow(*args: Any) -> Any:
+        hours[0] += 1
+        return evaluate(*args)
+
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * hours[0]))
+    monkeypatch.setattr(script.module, "evaluate", slow)
+    script.train(tmp_path, "--max_steps", "3", "--validate_every_n_steps", "2")
+    assert hours[0] == 2 and metrics(tmp_path)[-1]["seconds"] > 3600
+    for line in metrics(tmp_path):
+        assert 8 / 3600 < line["samples_per_second"] < 1e6
+
+
+def test_without_validation_all_samples_are_trained_on_and_nothing_is_validated(script: Script, tmp_path: Path) -> None:
+    script.train(tmp_path, "--valid_fraction", "0", "--max_steps", "2", "--validate_every_n_steps", "1")
+    for line in metrics(tmp_path):
+        assert line["epoch"] == pytest.approx(line["samples"] / 64)
+        assert not [key for key in line if key.startswith("valid")]
+    assert names(tmp_path / "samples") == ["step_00000002.png"] and not (tmp_path / "best").exists()
+
+
+def test_broken_files_are_named_counted_and_replaced_and_an_epoch_is_the_rest_of_them(
+    script: Script, tmp_path: Path
+) -> None:
+    folder = script.data.write(tmp_path / "data", 24)
+    (broken,) = (path for path in folder.glob("07.*") if path.suffix != ".txt")
+    broken.write_bytes(broken.read_bytes()[:30])
+    said = script.output_of(tmp_path / "run", f"--{script.data.flag}", str(folder), "--epochs", "2",
+                            "--valid_fraction", "0")  # fmt: skip
+    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 1 and said.count(broken.name) == 1
+    assert len(metrics(tmp_path / "run")) == math.ceil(2 * 24 / 8)
+
+
+# Resuming.
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "step", "workers"),
+    [("killed", 1, 0), ("killed", 5, 2), ("stopped", 1, 2), ("stopped", 4, 0)],
+    ids=lambda value: str(value),
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+    interrupt: str, step: int, workers: int, script: Script, finished: Path, tmp_path: Path
+) -> None:
+    """Weights, moments, averages, clock, generators, the best model and every line of the log. Before the first
+    checkpoint and after; asked to stop at an update with a validation (the second) and at one without (the fifth)."""
+    getattr(script, f"train_{interrupt}")(step, tmp_path, *script.eight)
+    said = script.output_of(tmp_path, *script.eight, "--num_workers", str(workers))
+    assert ("resumed from" in said) == ((interrupt, step) != ("killed", 1))
+    assert_same_run(tmp_path, finished)
+
+
+def test_an_extended_run_killed_before_its_model_was_written_does_not_keep_the_old_one(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = script.model.save_pretrained
+
+    def save_killed(model: Any, folder: Path) -> None:
+        save(model, folder) if "best" in folder.name else kill()
+
+    monkeypatch.setattr(script.module, "learning_rate", lambda *_: 1e-3)  # a schedule knows how long the run is
+    run, said = tmp_path / "run", ["--ema_decay", "0.9", "--validate_every_n_steps", "2", "--sample_every_n_steps", "2"]
+    script.train(tmp_path / "whole", *said, "--max_steps", "4")
+    script.train(run, *said, "--max_steps", "2")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(script.model, "save_pretrained", save_killed)
+        script.train(run, *said, "--max_steps", "4")
+    script.train(run, *said, "--max_steps", "4")
+    assert_same_run(run, tmp_path / "whole")
+
+
+def test_a_finished_run_says_so_and_how_to_extend_it_asks_nothing_and_changes_nothing(
+    script: Script, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of how it was trained stays as well."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: pytest.fail("a folder was deleted"))
+    before = files(copied)
+    said = script.output_of(copied, *script.eight, "--learning_rate", "0.5")
+    assert "to train on" not in said and "finished:" not in said
+    assert "this run is finished" in said and str(copied / "model") in said and "--max_steps" in said
+    assert files(copied) == before
+
+
+# Files that are written after the last checkpoint, the last one first: another file of the model says that it is whole.
+@pytest.mark.parametrize("lost", [["model/*", "*.pt"], ["model/*"], ["model/config.json", "model/training.json"],
+                                  ["model/training.json"]], ids=str)  # fmt: skip
+def test_a_run_killed_after_training_writes_its_model_at_the_next_start(
+    lost: list[str], script: Script, copied: Path
+) -> None:
+    before = files(copied)
+    for path in {path for pattern in lost for path in copied.glob(pattern)}:
+        path.unlink()
+    assert "finished:" in script.output_of(copied, *script.eight)
+    of_this_start = ("config.yaml", "environment.json")
+    assert {**files(copied), **{name: before[name] for name in of_this_start}} == before
+
+
+def test_fresh_moves_the_old_run_away_and_starts_over(script: Script, copied: Path) -> None:
+    before = files(copied)
+    said = script.output_of(copied, *script.eight, "--fresh")
+    moved = copied.with_name("copied.old-1")
+    assert files(moved) == before and moved.name in said
+    assert_same_run(copied, moved)
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [(script, flag) for script in SCRIPTS.values() for flag in script.other_models],
+    ids=str,
+    indirect=["script"],
+)
+def test_another_model_is_refused_on_resume_by_the_name_of_its_flag(script: Script, flag: str, copied: Path) -> None:
+    was, now = script.other_models[flag]
+    before = files(copied)
+    line = script.refused(copied, *script.eight, "--max_steps", "9", f"--{flag}", str(now))
+    # Nothing else stands there: a flag that takes its default from this one is not said as well.
+    assert f"--{flag} was {was} and is now {now}; use" in line
+    assert files(copied) == before
+
+
+# Starting from trained weights.
+
+
+def test_training_starts_from_the_weights_of_another_run(script: Script, finished: Path, tmp_path: Path) -> None:
+    script.train(tmp_path, *script.eight, "--init_from", str(finished / "model"), "--learning_rate", "1e-30",
+                 "--max_steps", "1")  # fmt: skip
+    ours, theirs = (
+        dict(script.model.from_pretrained(run / "model").named_parameters()) for run in (tmp_path, finished)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_weights_of_another_model_are_refused_by_what_differs(script: Script, finished: Path, tmp_path: Path) -> None:
+    flag, (was, now) = next(iter(script.other_models.items()))
+    more = [*script.eight, "--init_from", str(finished / "model")]
+    assert f"{flag} {was}" in script.refused(tmp_path, *more, f"--{flag}", str(now))
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (["--DATA", "nowhere"], "nowhere"),
+        (["--DATA", "DEMONSTRATION:10"], "too few"),
+        (["--init_from", "nowhere.pt"], "nowhere.pt"),
+        (["--batch_size", "7", "--grad_accum_steps", "2"], "7 /"),
+        (["--lerning_rate", "1"], "did you mean --learning_rate?"),
+    ],
+    ids=str,
+)
+def test_a_mistake_gives_one_line(said: list[str], text: str, script: Script, tmp_path: Path) -> None:
+    of_data = ("DATA", script.data.flag), ("DEMONSTRATION", script.data.demonstration)
+    for name, value in of_data:
+        said = [word.replace(name, value) for word in said]
+    assert text in script.refused(tmp_path, *said)

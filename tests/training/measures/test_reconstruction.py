@@ -1,0 +1,69 @@
+"""Image quality against closed forms and scikit-image."""
+
+import math
+
+import pytest
+import torch
+from skimage.metrics import structural_similarity
+
+from training.measures.reconstruction import psnr, ssim
+
+
+def pictures(seed: int, *shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_psnr_of_a_constant_error_is_minus_twenty_log10_of_it():
+    images = torch.full((2, 3, 4, 4), 0.5)
+    reconstructions = images.clone()
+    reconstructions[0] += 0.1
+    reconstructions[1] -= 0.01
+    assert psnr(images, reconstructions).tolist() == pytest.approx([20.0, 40.0], abs=1e-3)
+
+
+def test_psnr_clamps_to_the_range_and_caps_equal_images():
+    images = torch.ones(1, 1, 2, 2)
+    assert psnr(images, images * 7).item() == pytest.approx(100.0)
+    assert psnr(images, -images).item() == pytest.approx(0.0)
+
+
+def test_psnr_of_worked_example():
+    # Mean squared error (0.04 + 0.16) / 4 = 0.05.
+    images = torch.tensor([[[[0.2, 0.4], [0.0, 0.0]]]])
+    assert psnr(images, torch.zeros_like(images)).item() == pytest.approx(-10 * math.log10(0.05))
+
+
+@pytest.mark.parametrize(
+    ("channels", "height", "width", "noise"), [(3, 32, 48, 0.1), (1, 11, 11, 0.5), (4, 20, 13, 0.01)]
+)
+def test_ssim_equals_scikit_image(channels, height, width, noise):
+    smooth = torch.nn.functional.interpolate(pictures(0, 2, channels, 4, 4), size=(height, width), mode="bilinear")
+    noisy = (smooth + noise * (pictures(1, *smooth.shape) - 0.5)).clamp(0, 1)
+    expected = [
+        structural_similarity(
+            x.double().numpy(), y.double().numpy(), data_range=1.0, channel_axis=0,
+            gaussian_weights=True, sigma=1.5, use_sample_covariance=False,
+        )
+        for x, y in zip(smooth, noisy, strict=True)
+    ]  # fmt: skip
+    assert ssim(smooth, noisy).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_ssim_of_equal_images_is_one_and_of_constants_its_luminance_term():
+    images = pictures(0, 2, 3, 16, 16)
+    assert ssim(images, images).tolist() == pytest.approx([1.0, 1.0])
+    x, y = torch.full((1, 1, 12, 12), 0.2), torch.full((1, 1, 12, 12), 0.6)
+    assert ssim(x, y).item() == pytest.approx((2 * 0.12 + 1e-4) / (0.04 + 0.36 + 1e-4), rel=1e-6)
+
+
+def test_ssim_takes_images_smaller_than_its_window():
+    images = pictures(0, 1, 3, 8, 5)
+    assert ssim(images, images).item() == pytest.approx(1.0)
+    assert -1 <= ssim(images, 1 - images).item() < 0.5
+
+
+def test_ssim_does_not_follow_autocast():
+    x, y = pictures(0, 1, 3, 16, 16), pictures(1, 1, 3, 16, 16)
+    expected = ssim(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ssim(x, y), expected)

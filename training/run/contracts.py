@@ -1,0 +1,69 @@
+"""What a run asks of the processes, the data, the engines and whatever else has a part in its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Processes(Protocol):
+    """What a run asks of the processes that train it."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_root(self) -> bool: ...
+    @property
+    def is_restart(self) -> bool: ...
+    @property
+    def grad_accum_steps(self) -> int: ...
+    def agreement(self) -> AbstractContextManager[None]: ...
+    def barrier(self) -> None: ...
+    def before_update(self, wait: Callable[[], None]) -> None: ...
+    def broadcast_object(self, value: Any) -> Any: ...
+    def describe(self) -> dict[str, Any]: ...
+    def gather(self, tensor: Tensor) -> Tensor: ...
+    def mark(self, phase: str) -> None: ...
+    def mean(self, value: Any) -> Any: ...
+    def stop_requested(self, here: bool = False) -> bool: ...
+    def summary(self) -> str: ...
+
+
+class Update(Protocol):
+    """What a run asks of the report on an engine's step."""
+
+    @property
+    def grad_norm(self) -> Tensor: ...
+    @property
+    def lr(self) -> float: ...
+
+
+class Stateful(Protocol):
+    """A part of a checkpoint. Both methods are called on every process.
+
+    A part may also have `live_state()`, which is then called instead of `state_dict()`: its tensors may stand for
+    themselves until the next update, and functions may fetch them one by one.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Feed(Protocol):
+    """What a run asks of the data."""
+
+    noun: str
+    train_set: Any
+    valid_set: Any
+    bad_samples: Any
+
+    def start(self, start_samples: int) -> Any: ...
+    def next(self) -> Any: ...
+    def preview(self, count: int) -> Any: ...
+    def report_bad_samples(self, say: Callable[[str], None]) -> None: ...

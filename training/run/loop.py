@@ -1,0 +1,147 @@
+"""The order of everything that happens around an update, once for all scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+
+from ..ema import ExponentialMovingAverage, NoAverage
+
+if TYPE_CHECKING:
+    from .best import BestModel
+    from .contracts import Feed
+    from .run import Run
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured, drawn and kept of one model of a run. A run of several models has one for each.
+
+    `validate` and `draw` run without gradients.
+
+    Args:
+        engine: Of the model.
+        average: Of its weights (`make_ema`).
+        validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
+            process, for the trained weights ("valid/psnr") and for their average ("valid/ema/psnr"). `step` is the
+            number of the newest update, from 0, as the loop yields it.
+        draw: ({"online": model, "ema": average}, samples of `Feed.preview`, step) -> the picture for samples/. Called
+            on the root alone. Without an average there is no "ema".
+        write: What the end of the run writes: by path below the run folder, a function of (model, path). The first one
+            also writes best/. The model is the average where there is one.
+        best: Keeps the model of the best validation, if the script wants it.
+        name: Distinguishes the metrics and pictures of several models; "" for one.
+        picture_name: What the trackers call the picture.
+    """
+
+    engine: Any
+    average: ExponentialMovingAverage | NoAverage
+    validate: Callable[[Any, int], Mapping[str, Any]]
+    draw: Callable[[Mapping[str, Any], Any, int], Image.Image]
+    write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
+    best: BestModel | None = None
+    name: str = ""
+    picture_name: str = "reconstructions"
+
+
+def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
+    """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
+    order: count the update, save and exit where the run is asked to stop, validate, write the line of metrics, draw,
+    save. After the last update the models are written. Yields nothing where the run is complete.
+
+    Args:
+        run: After `Run.resume`.
+        feed: Of the data.
+        evaluations: One per model.
+        preview: How many samples are drawn.
+
+    Raises:
+        SystemExit: with code 75 after a stop request; with code 1 where the last checkpoint or model cannot be written.
+    """
+    for evaluation in evaluations:
+        if evaluation.best:
+            evaluation.best.catch_up(run.progress.step)
+            run.say_failure_of(evaluation.best)
+    if run.is_complete:
+        run.close()
+        return
+    run.say(
+        f"{len(feed.train_set)} {feed.noun}s to train on, {len(feed.valid_set)} to validate, "
+        f"{run.progress.total_steps} updates"
+    )
+    batch = feed.start(run.progress.samples)
+    shown = feed.preview(preview)
+    if run.progress.unfinished_line is not None:  # the run was stopped between this update and its evaluation
+        with run.stopwatch.paused():
+            _evaluate(run, feed, evaluations, shown, run.progress.unfinished_line)
+    while not run.progress.finished:
+        yield run.progress.step, batch
+        run.advance()
+        stop = run.stop_requested()
+        line = run.line()
+        with run.stopwatch.paused():
+            if stop:
+                # Neither validation nor pictures come before the save: whoever asked may kill the run any moment. The
+                # next start evaluates.
+                feed.report_bad_samples(run.say)
+                run.save_and_exit(line, evaluation_is_due=_evaluation_is_due(run, feed))
+            _evaluate(run, feed, evaluations, shown, line)
+            if run.due(run.args.save_every_n_steps):
+                run.save()
+        if not run.progress.finished:
+            batch = feed.next()
+    for evaluation in evaluations:
+        with evaluation.engine.gathered() as online:
+            for path, write in evaluation.write.items():
+                run.finish(partial(write, evaluation.average.best(online)), run.folder.path / path)
+    run.close()
+
+
+def _evaluation_is_due(run: Run, feed: Feed) -> bool:
+    is_validation_due = run.due(run.args.validate_every_n_steps) and len(feed.valid_set) > 0
+    return is_validation_due or run.due(run.args.sample_every_n_steps)
+
+
+def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any, line: Mapping[str, Any]) -> None:
+    """Validation, the line of metrics and pictures, each where it is due after the newest update."""
+    line = dict(line)
+    if run.due(run.args.validate_every_n_steps) and len(feed.valid_set):
+        for evaluation in evaluations:
+            line |= _validate(run, evaluation)
+    if line or run.due(run.args.save_every_n_steps):
+        feed.report_bad_samples(run.say)
+    if line:
+        run.write_line({**line, "bad_samples": feed.bad_samples.count})
+    run.progress.unfinished_line = None
+    if run.due(run.args.sample_every_n_steps):
+        for evaluation in evaluations:
+            with evaluation.engine.gathered() as online, torch.no_grad():
+                if run.is_root:
+                    models = {"online": online, **evaluation.average.averages()}
+                    picture = evaluation.draw(models, shown, run.progress.step - 1)
+                    run.log_sample(evaluation.picture_name, picture, evaluation.name)
+
+
+def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
+    """Values by name of the trained weights and of their average; the best model is kept."""
+    values: dict[str, float] = {}
+    valid = "/".join(filter(None, ["valid", evaluation.name]))
+    with evaluation.engine.gathered() as online, torch.no_grad():
+        averages = {f"{valid}/{name}": average for name, average in evaluation.average.averages().items()}
+        for prefix, model in {valid: online, **averages}.items():
+            for name, value in evaluation.validate(model, run.progress.step - 1).items():
+                if isinstance(value, Image.Image):
+                    run.log_image(f"{prefix}/{name}", value)
+                else:
+                    values[f"{prefix}/{name}"] = value
+        if best := evaluation.best:
+            (write, *_) = evaluation.write.values()
+            best.save_if_better(values[best.metric], run.progress.step, partial(write, evaluation.average.best(online)))
+            run.say_failure_of(best)
+    return values
