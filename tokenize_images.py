@@ -7,28 +7,27 @@
     python tokenize_images.py --model runs/vqgan/model --decode codes/ --output images/
 
 All give the same bytes, whatever the number of processes and loader workers. Run the same command again to go on after
-an interruption. data/codes.py says what is in codes/, and how to load it in two lines.
+an interruption. data/stores/codes.py says what is in codes/, and how to load it in two lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from training.flags.converters import non_negative_int, positive_int
+from training import files
+from training.flags.converters import positive_int
+from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
+from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
     from torch import Tensor
 
-
-Say = Callable[[str], None]
+    import data
 ENCODING_ONLY = ("image_size", "images_per_shard", "format", "on_bad_sample", "report")
 
 
@@ -37,32 +36,26 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("tokenize_images.py", text, is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s --model DIR (--image_folder DIR | --decode DIR) --output DIR [flags]"
     # fmt: off
-    add = parser.add_argument_group("from and to").add_argument
-    add("--model", required=True, metavar="DIR", help="model/ folder of a run of train_vae.py or train_vqgan.py")
-    source = parser.add_mutually_exclusive_group(required=True)
+    group = parser.add_argument_group("from and to")
+    group.add_argument("--model", required=True, metavar="DIR",
+        help="model/ folder of a run of train_vae.py or train_vqgan.py")
+    source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--image_folder", metavar="DIR",
         help="encode this folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
     source.add_argument("--decode", metavar="DIR", help="make PNG images of the codes in this folder")
-    add("--output", "--output_dir", required=True, metavar="DIR", help="folder to write; what it holds is continued")
-    add("--fresh", action="store_true", help="start over; what the output holds is moved to DIR.old-N")
+    add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
 
     add = parser.add_argument_group("encoding").add_argument
     add("--image_size", type=positive_int, metavar="PIXELS",
         help="side of the centre crop; default: the model's, and only a VQGAN takes another")
-    add("--images_per_shard", type=positive_int, default=1024, metavar="IMAGES", help="per file of codes")
-    add("--format", choices=("safetensors", "npy"), default="safetensors", help="of the files of codes")
+    add("--images_per_shard", type=positive_int, default=1024, metavar="IMAGES", help="images whose codes share a file")
+    add("--format", choices=("safetensors", "npy"), default="safetensors", help="file format of the codes")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
         help="where a file cannot be read: leave it out and name it in the index, or stop")
     add("--report", action="store_true", help="say at the end how much of the codebook is used")
-
-    add = parser.add_argument_group("computation").add_argument
-    add("--batch_size", type=positive_int, default=32, metavar="IMAGES", help="per forward pass of a process")
-    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass")
-    add("--num_workers", type=non_negative_int, default=2, metavar="N",
-        help="loader processes (encoding) or threads that write (decoding) per process")
-    add("--cpu_threads", type=positive_int, default=1, metavar="N",
-        help="of a process that computes on the CPU; start more processes rather than more threads")
     # fmt: on
+    workers = "loader processes (encoding) or threads that write (decoding) per process"
+    add_computation_arguments(parser, batch_size=32, unit="IMAGES", num_workers_help=workers)
     distributed.add_arguments(parser)
     return parser
 
@@ -80,10 +73,10 @@ class Tokenizer(NamedTuple):
 
 
 def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
-    """Raises ValueError, in one line, where there is no such model."""
+    """Open a model's folder. Raises ValueError, in one line, where there is no such model."""
     import torch
 
-    from data.stores.resumable import sha256_of
+    from data.stores.output import sha256_of
     from models import VQGAN, DiscreteVAE
     from models.files.pretrained import read_config, read_headers
 
@@ -128,13 +121,12 @@ def grid_of(tokenizer: Tokenizer, image_size: int, backend: distributed.Backend)
 
 
 def computation(args: argparse.Namespace, backend: distributed.Backend, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a forward pass depends on beside its input. With another batch size or number of threads, CPUs were seen to
-    choose other kernels and to give latents that differ by 1e-6, with which a code may flip now and then. Inside of a
-    batch neither the place of an image nor the other images matter: so all batches are padded to one size."""
+    """What codes depend on beside the images. With another batch size or number of threads, CPUs choose other kernels,
+    whose latents were seen to differ by 1e-6, and now and then another code is the nearest. Neither the place of an
+    image in a batch nor the other images matter, so all batches are padded to one size."""
     return {
         "config": tokenizer.config, "weights_sha256": tokenizer.weights_sha256, "batch_size": args.batch_size,
-        "precision": backend.options.precision, "deterministic": args.deterministic, "device": backend.device.type,
-        "cpu_threads": args.cpu_threads if backend.device.type == "cpu" else None,
+        "precision": backend.options.precision, **kernel_settings(args, backend),
     }  # fmt: skip
 
 
@@ -143,10 +135,9 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     import torch
 
     import data
-    from data.images.sequence import ImageSequence, map_images, names_sha256, relative_names, report_left_out
-    from data.stores.codes import CodeWriter, code_dtype, read_codes
-    from data.stores.resumable import Rounds, explained, open_output
-    from training.files import hold, write_atomically
+    from data.images.sequence import image_batches, map_images
+    from data.stores.codes import code_dtype, code_shards, read_codes, write_code_index
+    from data.stores.output import OutputFolder, names_sha256
     from training.measures.averages import code_statistics
 
     with backend.agreement():
@@ -154,44 +145,32 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         image_size = args.image_size or tokenizer.image_size
         grid = grid_of(tokenizer, image_size, backend)
         images = data.open_images(args.image_folder, image_size=image_size, channels=tokenizer.channels)
-        names = relative_names(images)
+        names = [images.name(index) for index in range(len(images))]
     settings = {
         "task": "encode", **computation(args, backend, tokenizer), "num_codes": tokenizer.num_codes, "grid": grid,
         "dtype": str(code_dtype(tokenizer.num_codes)), "image_size": image_size, "images": len(names),
         "names_sha256": names_sha256(names), "images_per_shard": args.images_per_shard, "format": args.format,
     }  # fmt: skip
-    write, folder = explained(write_atomically), Path(args.output)
-    _lock = open_output(folder, settings, backend, write=write, hold=hold, fresh=args.fresh, say=say)
-    writer = CodeWriter(folder, names, settings, write)
-    todo = backend.broadcast_object(writer.unfinished() if backend.is_root else None)
-    log, stop = data.BadSampleLog(len(names)), args.on_bad_sample == "error"
-    known = [bad for shard in range(writer.n_shards) if shard not in todo for bad in writer.bad(shard)]
-    report_left_out(log, known, backend, say, stop=stop)
+    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
+    shards = code_shards(output, names)
 
-    ranges = [writer.images_of(shard) for shard in todo[backend.rank :: backend.world_size]]
-    loading = {"num_workers": args.num_workers, "pin_memory": backend.device.type == "cuda"}
-    batches, started = iter(ImageSequence(images, ranges, batch_size=args.batch_size, **loading)), time.perf_counter()
-    rounds = Rounds(todo, backend, lambda n: say(f"encoded {n} of {len(todo)} shards"))
-    for shard in rounds:
-        bad: list[data.BadSample] = []
-        with backend.agreement():
-            if shard is not None:
-                codes, bad = map_images(next(batches), tokenizer.encode, backend.device)
-                writer.write_shard(shard, codes, bad)
-        report_left_out(log, bad, backend, say, stop=stop)
-    seconds = time.perf_counter() - started
-    if rounds.left:
-        return rounds.left
-    with backend.agreement():
-        if backend.is_root:
-            writer.write_index()
-    say(f"{len(names) - log.count} images in {writer.n_shards} shards of codes: {args.output}")
+    def codes_of(todo: Sequence[int]) -> Iterator[tuple[list[Tensor], list[data.BadSample]]]:
+        ranges = [shards.items(shard) for shard in todo]
+        loading = {"num_workers": args.num_workers, "pin_memory": backend.device.type == "cuda"}
+        batches = image_batches(images, ranges, batch_size=args.batch_size, **loading)
+        return (map_images(of_shard, tokenizer.encode, backend.device) for of_shard in batches)
+
+    stop = args.on_bad_sample == "error"
+    filled = shards.fill(codes_of, lambda: write_code_index(shards), "encoded", stop_at_bad=stop)
+    if filled.shards_left:
+        return filled.shards_left
+    say(f"{len(names) - filled.bad} images in {len(shards)} shards of codes: {args.output}")
     if args.report:
         with backend.agreement():
-            counts = read_codes(folder).counts(range(backend.rank, writer.n_shards, backend.world_size))
+            counts = read_codes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
-        n = sum(map(len, map(writer.images_of, todo)))
-        say(f"{n} images in {seconds:.3g} s, {n / seconds:.3g} images/s; {log.count} files could not be read")
+        n, seconds = filled.items, filled.seconds
+        say(f"{n} images in {seconds:.3g} s, {n / seconds:.3g} images/s; {filled.bad} files were left out")
         say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
     return 0
 
@@ -199,9 +178,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
 def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
     """A folder of codes to a folder of PNG images; returns how many shards are left to do after a signal."""
     from data.stores.codes import read_codes
+    from data.stores.output import OutputFolder
     from data.stores.pngs import PngFolder
-    from data.stores.resumable import Rounds, explained, open_output
-    from training.files import hold, write_atomically
 
     with backend.agreement():
         stored = read_codes(args.decode)
@@ -210,16 +188,14 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
         pictures = PngFolder(Path(args.output), stored.paths, num_threads=max(1, args.num_workers))
     settings = {"task": "decode", **computation(args, backend, tokenizer), "index_sha256": stored.sha256}
-    write = explained(write_atomically)
-    _lock = open_output(Path(args.output), settings, backend, write=write, hold=hold, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
     n_shards = len(stored.paths)
-    rounds = Rounds(range(n_shards), backend, lambda n: say(f"decoded {n} of {n_shards} shards"))
-    for shard in rounds:
+    for shard in output.rounds(range(n_shards), "decoded"):
         with backend.agreement():
             if shard is not None:
                 pictures.decode(stored, shard, args.batch_size, tokenizer.decode)
-    say(f"{sum(map(len, stored.paths[: n_shards - rounds.left]))} images: {args.output}")
-    return rounds.left
+    say(f"{sum(map(len, stored.paths[: n_shards - output.shards_left]))} images: {args.output}")
+    return output.shards_left
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -227,21 +203,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse(argv)
     if args.decode and (unused := [f"--{name}" for name in ENCODING_ONLY if name in args.explicit]):
         parser.error(f"{unused[0]} is for encoding; leave it out beside --decode")
-    args.fresh = args.fresh and not distributed.launched_again()
-    # The layer plans the batches of a training; here none is shared by the processes.
-    no_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
-    layer = {**vars(args), **no_training, "batch_size": 0, "explicit": args.explicit - {"batch_size"}}
     try:
-        with distributed.from_args(argparse.Namespace(**layer)) as backend:
-            import torch
-
-            from training.run.run import ASKED_TO_STOP
-
-            torch.set_num_threads(args.cpu_threads)
-            say: Say = functools.partial(print, flush=True) if backend.is_root else (lambda text: None)
-            if shards_left := (decode if args.decode else encode)(args, backend, say):
-                say(f"asked to stop: the same command goes on with the {shards_left} shards that are left")
-                sys.exit(ASKED_TO_STOP)
+        with distributed.for_inference(args) as backend:
+            run_stages([decode if args.decode else encode], args, backend)
     except distributed.UserMistake as mistake:
         parser.error(str(mistake))
 

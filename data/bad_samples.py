@@ -1,13 +1,19 @@
-"""Samples that cannot be read: what is known of one, and when there are too many to go on."""
+"""Samples that cannot be read, and how many of them stop a run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 _LISTED = 20
+
+
+class Described(Protocol):
+    """Samples that a user can find."""
+
+    def describe(self, index: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -18,15 +24,17 @@ class BadSample:
     path: str
     reason: str
 
+    @classmethod
+    def of(cls, samples: Described, index: int, error: Exception) -> BadSample:
+        """The sample that could not be read because of `error`."""
+        return cls(index, samples.describe(index), reason_of(error))
+
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
 
 
 class BadSampleLog:
-    """The bad samples met so far in a data set of `n_samples`, each once.
-
-    Bookkeeping only: gather over the ranks before `add`.
-    """
+    """The bad samples met so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
@@ -75,3 +83,8 @@ class BadSampleLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace what is known by `state`."""
         self._samples = {int(i): BadSample(int(i), str(path), str(reason)) for i, path, reason in state["samples"]}
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed: for an OSError what the system says, without the path, else the error's own text."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""The files below a folder, by their names alone."""
+"""The files below a folder, found by their names; no file is opened."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
                 files.append(name)
             else:
                 n_others += 1
-        pending += sorted(folders, reverse=True)  # so that of two links to one folder, the first in order is followed
+        pending += sorted(folders, reverse=True)  # of two links to one folder, follow the first in order
     return sorted(files), n_others
 
 
@@ -52,7 +52,7 @@ def _require_folder(folder: str, what: str, demo: str) -> None:
 
 
 def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
-    """Folder -> (what identifies it whatever the path, its entries but the hidden ones)."""
+    """Folder -> (device and inode, which identify it under any path; its entries without the hidden ones)."""
     try:
         status = os.stat(path)
         with os.scandir(path) as entries:

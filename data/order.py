@@ -1,4 +1,4 @@
-"""Which sample comes when: shuffles that are computed position by position, so that nothing grows with the data set."""
+"""The order of samples: shuffles that are computed position by position, in memory that does not grow with the data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _FEISTEL_ROUNDS = 8
 class Permutation:
     """A shuffle of 0..n-1 that is a function of `key` alone and gives any of its places in O(1) time and memory.
 
-    A balanced Feistel network (Luby and Rackoff 1988) permutes 0..4^k-1 for a 4^k >= n; what falls outside 0..n-1 is
-    sent through it again until it falls inside ("cycle walking", Black and Rogaway 2002): on average fewer than four
-    times, for more than 16 items.
+    A balanced Feistel network (Luby and Rackoff 1988) permutes 0..4^k-1 for a 4^k >= n; a result outside 0..n-1 is
+    sent through the network again until it is inside ("cycle walking", Black and Rogaway 2002): on average fewer than
+    four times, for more than 16 items.
     """
 
     def __init__(self, n: int, *key: int | str) -> None:
         assert n > 0, n
         self.n = n
-        self._half_bits = max(3, math.ceil((n - 1).bit_length() / 2))  # 2 would prefer some shuffles of 5
+        self._half_bits = max(
+            3, math.ceil((n - 1).bit_length() / 2)
+        )  # with 2 bits some shuffles of 5 items would be more likely than others
         self._half_mask = (1 << self._half_bits) - 1
         self._round_keys = [derive_key(*key, "round", i) for i in range(_FEISTEL_ROUNDS)]
 

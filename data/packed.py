@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 
 class PackedStrings:
-    """Strings in two flat buffers. A list of str would be copied, page by page, into every loader worker by the mere
-    counting of references."""
+    """Strings in two flat buffers. Reading a list of str changes its reference counts, so every forked worker would end
+    up with a copy of its memory pages."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
@@ -17,7 +17,7 @@ class PackedStrings:
             self.append(string)
 
     def append(self, string: str) -> None:
-        """One more string; what UTF-8 cannot hold must come from `os.fsdecode`."""
+        """Add a string. One that is no valid UTF-8 must come from `os.fsdecode`."""
         self._bytes += os.fsencode(string)
         self._ends.append(len(self._bytes))
 

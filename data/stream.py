@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from .bad_samples import BadSample
 from .order import Subset, TrainingOrder, ValidationOrder
-from .workers import START_METHOD, become_worker, signals_held_back
+from .workers import Loader
 
 OnBadSample = Literal["replace", "error"]
 _MOST_TRIES = 100
-
-warnings.filterwarnings("ignore", message="This DataLoader will create")  # from every rank; the user set the number
 
 
 class Samples(Protocol):
@@ -91,10 +88,10 @@ class TrainingStream:
         local = range(rank * share, (rank + 1) * share)
         loader = _BatchLoader(samples, TrainingOrder(subset, seed), True, on_bad_sample, collate, noun)
         requests = _Requests(start_samples, batch_size, local)
-        self._loader = _data_loader(loader, requests, num_workers, pin_memory, keep_workers=False)
+        self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Any]:
-        return _batches(self._loader)
+        return iter(self._batches)
 
 
 class ValidationStream:
@@ -124,7 +121,7 @@ class ValidationStream:
         n_parts = self._n_steps * world_size
         requests = [(0, range(n * i // n_parts, n * (i + 1) // n_parts)) for i in range(rank, n_parts, world_size)]
         loader = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
-        self._loader = _data_loader(loader, requests, num_workers, pin_memory, keep_workers=True)
+        self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory, keep_workers=True)
 
     def __len__(self) -> int:
         return self._n_steps
@@ -134,7 +131,7 @@ class ValidationStream:
         return -(-min(count, self._n) * self._n_steps // max(self._n, 1))  # step i ends at sample n (i + 1) / n_steps
 
     def __iter__(self) -> Iterator[Any]:
-        return _batches(self._loader)
+        return iter(self._batches)
 
 
 _Request = tuple[int, range]  # position of a batch's first sample in the order, places in that batch to load
@@ -150,30 +147,23 @@ class _Requests:
         return ((first, self._local) for first in itertools.count(self._start, self._batch_size))
 
 
-class _BatchLoader(Dataset):
-    """Loads one batch per request. An error comes back as a value: DataLoader would bury its text in a traceback."""
+@dataclass(frozen=True)
+class _BatchLoader:
+    """Loads one batch per request."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        order: TrainingOrder | ValidationOrder,
-        augment: bool,
-        on_bad_sample: OnBadSample,
-        collate: Collate,
-        noun: str,
-    ) -> None:
-        self._samples, self._order, self._augment, self._on_bad_sample = samples, order, augment, on_bad_sample
-        self._collate, self._noun = collate, noun
+    samples: Samples
+    order: TrainingOrder | ValidationOrder
+    augment: bool
+    on_bad_sample: OnBadSample
+    collate: Collate
+    noun: str
 
-    def __getitem__(self, request: _Request) -> dict[str, Any] | ValueError:
+    def __call__(self, request: _Request) -> dict[str, Any]:
         first, positions = request
         bad: dict[int, BadSample] = {}
-        try:
-            samples = [self._load(first + position, bad) for position in positions]
-        except ValueError as error:
-            return error
+        samples = [self._load(first + position, bad) for position in positions]
         return {
-            **self._collate([sample for sample, _ in samples]),
+            **self.collate([sample for sample, _ in samples]),
             "positions": list(positions),
             "ids": [index for _, index in samples],
             "bad": list(bad.values()),
@@ -181,50 +171,16 @@ class _BatchLoader(Dataset):
 
     def _load(self, position: int, bad: dict[int, BadSample]) -> tuple[Any, int]:
         """The sample at `position` of the order, or the next one there that can be read."""
-        tries = min(len(self._order), _MOST_TRIES)
+        tries = min(len(self.order), _MOST_TRIES)
         first_failure: BadSample | None = None
         for skip in range(tries):
-            epoch, index = self._order(position, skip)
+            epoch, index = self.order(position, skip)
             try:
-                return self._samples.load(index, epoch, self._augment), index
+                return self.samples.load(index, epoch, self.augment), index
             except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                failure = BadSample(index, self._samples.describe(index), reason)
-            if self._on_bad_sample == "error":
+                failure = BadSample.of(self.samples, index, error)
+            if self.on_bad_sample == "error":
                 raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
             bad[index] = failure
             first_failure = first_failure or failure
-        raise ValueError(f"none of {tries} {self._noun} could be read: {first_failure}")
-
-
-def _data_loader(
-    dataset: _BatchLoader, requests: Iterable[_Request], num_workers: int, pin_memory: bool, *, keep_workers: bool
-) -> DataLoader:
-    return DataLoader(
-        dataset,
-        batch_size=None,  # one request is one batch
-        sampler=requests,
-        collate_fn=_unchanged,
-        num_workers=num_workers,
-        worker_init_fn=become_worker,
-        multiprocessing_context=START_METHOD if num_workers else None,
-        persistent_workers=keep_workers and num_workers > 0,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # else every pass would draw its base seed from the training's generator
-    )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def _batches(loader: DataLoader) -> Iterator[Any]:
-    with signals_held_back():
-        results = iter(loader)
-    return map(_raised, results)
-
-
-def _raised(batch: dict[str, Any] | ValueError) -> dict[str, Any]:
-    if isinstance(batch, ValueError):
-        raise batch
-    return batch
+        raise ValueError(f"none of {tries} {self.noun} could be read: {first_failure}")

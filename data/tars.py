@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from .bad_samples import reason_of
 from .packed import PackedStrings
 from .sounds.decoding import ENDINGS, ClipDecoder, Source
-from .sounds.sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, texts_of_file
+from .sounds.sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, read_texts, require_captions
 
 _VERSION = 1
-_LONGEST_TEXT = 1 << 20  # bytes
 _BLOCK = tarfile.BLOCKSIZE
-# Columns of the table: where the sound, the .json and the .txt of a sample begin, and their bytes; -1: there is none.
+# Columns of the table: first byte and size of the sound, the .json and the .txt of a sample; -1 where there is none.
 _KINDS = (ENDINGS, *((ending,) for ending in TEXT_ENDINGS))
 _COLUMNS = 2 * len(_KINDS)
 
@@ -52,11 +52,9 @@ class Tars:
 
     def __init__(self, paths: Sequence[str], clips: ClipDecoder) -> None:
         self._clips, self._paths = clips, list(paths)
-        self.sample_rate, self.clip_samples = clips.sample_rate, clips.clip_samples
         self._names = PackedStrings()
         tables = []
-        for path in self._paths:
-            index = open_index(path)
+        for index in map(open_index, self._paths):
             tables.append(index.table)
             for name in index.names:
                 self._names.append(name)
@@ -66,7 +64,6 @@ class Tars:
             raise ValueError(f"no sound ({' '.join(ENDINGS)}) in {_counted(self._paths)}")
         if not (self._table[:, 2::2] >= 0).any():
             raise ValueError(f"no sound in {_counted(self._paths)} has a caption, a .json or .txt of the same name")
-        self._last: tuple[int, Texts] | None = None
 
     def __len__(self) -> int:
         return len(self._table)
@@ -76,13 +73,10 @@ class Tars:
         return self._clips.load(Source(self._path(index), offset, size), index, epoch, augment)
 
     def captions(self, index: int) -> list[str]:
-        captions = self._read(index).captions
-        if not captions:
-            raise ValueError(NO_CAPTION)
-        return captions
+        return require_captions(self._texts(index))
 
     def label(self, index: int) -> str | None:
-        return self._read(index).label
+        return self._texts(index).label
 
     def describe(self, index: int) -> str:
         return f"{self._path(index)}/{self._names[index]}"
@@ -90,19 +84,12 @@ class Tars:
     def _path(self, index: int) -> str:
         return self._paths[int(np.searchsorted(self._firsts, index, side="right")) - 1]
 
-    def _read(self, index: int) -> Texts:
-        if self._last is None or self._last[0] != index:
-            places = self._table[index, 2:].reshape(-1, 2).tolist()
-            found = [
-                (offset, size, ending) for (offset, size), ending in zip(places, TEXT_ENDINGS, strict=True) if size >= 0
-            ]
-            if not found:
-                raise ValueError(f"{NO_CAPTION}: the tar holds neither a .txt nor a .json of its name")
-            offset, size, ending = found[0]
-            with open(self._path(index), "rb", buffering=0) as file:
-                content = os.pread(file.fileno(), min(size, _LONGEST_TEXT), offset)
-            self._last = index, texts_of_file(content, ending)
-        return self._last[1]
+    def _texts(self, index: int) -> Texts:
+        places = self._table[index, 2:].reshape(-1, 2).tolist()
+        for (offset, size), ending in zip(places, TEXT_ENDINGS, strict=True):
+            if size >= 0:
+                return read_texts(self._path(index), ending, offset, size)
+        raise ValueError(f"{NO_CAPTION}: the tar holds neither a .txt nor a .json of its name")
 
 
 def open_index(path: str) -> TarIndex:
@@ -119,7 +106,7 @@ def open_index(path: str) -> TarIndex:
                 return index
         index = scan(path)
     except OSError as error:
-        raise ValueError(f"cannot read the tar {path!r}: {error.strerror or error}") from None
+        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     for cache in _cache_files(path):
         with contextlib.suppress(OSError):
             _save_index(cache, key, index)
@@ -159,7 +146,7 @@ def _members(path: str) -> Iterator[tuple[str, int, int]]:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (member := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+                    tar.members.clear()  # type: ignore[attr-defined]  # the list would grow with the tar
                     if member.offset_data + (member.size if member.isreg() else 0) > n_bytes:
                         raise tarfile.ReadError(f"{member.name!r} lies beyond its end")
                     if member.isreg() and not member.issparse():
@@ -167,11 +154,11 @@ def _members(path: str) -> Iterator[tuple[str, int, int]]:
                 end = tar.offset
         except (tarfile.TarError, EOFError) as error:
             raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
-        # tarfile takes whatever is no header for the end; a whole tar ends with a block of zeros.
+        # tarfile stops without an error at anything that is no header, but a whole tar ends with a block of zeros.
         if os.pread(file.fileno(), _BLOCK, min(end, n_bytes)) != bytes(_BLOCK):
-            where = (
-                f"no header at byte {end}" if end < n_bytes else f"it ends at byte {n_bytes} without a mark of the end"
-            )
+            where = f"it ends at byte {n_bytes} without a mark of the end"
+            if end < n_bytes:
+                where = f"no header at byte {end}"
             raise ValueError(f"the tar {path!r} is damaged or cut off: {where}")
 
 
@@ -184,7 +171,7 @@ def _cache_files(path: str) -> list[str]:
 
 
 def _load_index(cache: str, key: npt.NDArray[np.int64]) -> TarIndex | None:
-    """None where there is no such file, or it is another's, or damaged."""
+    """The index in a file; None where there is no such file, or it is of another tar, or damaged."""
     try:
         with np.load(cache, allow_pickle=False) as stored:
             table, ends, text = stored["table"], stored["ends"], stored["names"].tobytes()
@@ -214,7 +201,7 @@ def _save_index(cache: str, key: npt.NDArray[np.int64], index: TarIndex) -> None
     try:
         with os.fdopen(descriptor, "wb") as file:
             np.savez(file, **content)
-        os.chmod(temporary, 0o644)  # mkstemp's is for its owner alone
+        os.chmod(temporary, 0o644)  # mkstemp makes a file that only its owner may read
         os.replace(temporary, cache)
     except BaseException:
         with contextlib.suppress(OSError):

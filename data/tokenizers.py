@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .missing import required
+from .optional_packages import missing_package
 
 _NAME_OF_CLIP = "clip"
 FILE = "tokenizer.json"
@@ -22,14 +22,14 @@ FILE = "tokenizer.json"
 class Tokenizer:
     """Sentences -> tokens (b, max_text_tokens) and how many of them count; see `open_tokenizer`.
 
-    It crosses to another process by its name: files are read again there, where it was not forked.
+    Pickled, it is only its name and size: another process reads the file again.
 
     Args:
-        name: What it was opened by.
+        name: The name it was opened by.
         vocab_size: One more than the largest token.
         max_text_tokens: Columns of tokens.
         to_ids: A sentence -> its tokens, at most max_text_tokens, those that mark start and end included.
-        content: Of its file; empty for CLIP's, which comes with a package.
+        content: Of its file; empty for the tokenizer of CLIP, which comes with a package.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tokenizer:
         return tokens, lengths
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Lay the tokenizer's file into a model's folder as tokenizer.json; nothing where it is CLIP's."""
+        """Write the tokenizer's file into a model's folder as tokenizer.json; no file for the tokenizer of CLIP."""
         if self._content:
             with open(os.path.join(folder, FILE), "wb") as file:
                 file.write(self._content)
@@ -124,13 +124,13 @@ def _clip(max_text_tokens: int) -> Tokenizer:
 
 @functools.lru_cache(maxsize=1)
 def _simple_tokenizer() -> Any:
-    """open_clip's tokenizer, from its one file: to import the package takes torchvision, timm and some seconds, and
-    the tokenizer needs nothing of it but the vocabulary beside the file."""
+    """open_clip's tokenizer, imported from its file alone: importing the package takes seconds and needs torchvision
+    and timm, which the tokenizer does not use."""
     package = importlib.util.find_spec("open_clip")
     folders = package.submodule_search_locations if package else None
     path = os.path.join(folders[0], "tokenizer.py") if folders else ""
     if not os.path.isfile(path):
-        raise required("the tokenizer clip", "open_clip_torch")
+        raise missing_package("the tokenizer clip", "open_clip_torch")
     name = f"{__name__}_open_clip"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -140,7 +140,7 @@ def _simple_tokenizer() -> Any:
         spec.loader.exec_module(module)
     except ImportError as error:
         del sys.modules[name]
-        raise required("the tokenizer clip", error.name or "open_clip_torch") from None
+        raise missing_package("the tokenizer clip", error.name or "open_clip_torch") from None
     return module.SimpleTokenizer()
 
 
@@ -150,7 +150,7 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Fast
     except ImportError:
-        raise required("a tokenizer.json", "tokenizers") from None
+        raise missing_package("a tokenizer.json", "tokenizers") from None
     try:
         with open(path, "rb") as file:
             content = file.read()

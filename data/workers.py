@@ -1,24 +1,107 @@
-"""How a loader worker lives and ends: the main process decides, not the keyboard and not the cluster's scheduler."""
+"""Loading by worker processes. The main process decides when a worker ends: signals from the keyboard or the cluster's
+scheduler do not reach workers."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-# Forked, a worker has one thread, whose signal mask is then that of all its threads; and it shares the lists of files.
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+# A forked worker has one thread, so its signal mask holds for all of it, and it shares the lists of files.
 START_METHOD = "fork" if sys.platform == "linux" else None
 
 _LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
+# Every rank would print this warning; the user chose the number of workers.
+warnings.filterwarnings("ignore", message="This DataLoader will create")
+
+
+class Loader:
+    """What `load` makes of each request, in the order of the requests. Every pass over a loader begins anew.
+
+    Args:
+        load: Request -> result; pickled where workers are not forked. The main process raises its ValueError.
+        requests: May be endless.
+        num_workers: Processes that load ahead; 0: load in this process.
+        pin_memory: Put tensors into pinned memory, for fast copies to a GPU.
+        keep_workers: Use the same workers for every pass.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Any], Any],
+        requests: Iterable[Any],
+        num_workers: int,
+        *,
+        pin_memory: bool = False,
+        keep_workers: bool = False,
+    ) -> None:
+        self._loader = DataLoader(
+            _Requests(load),
+            batch_size=None,  # one request is one result
+            sampler=requests,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            worker_init_fn=_become_worker,
+            multiprocessing_context=START_METHOD if num_workers else None,
+            persistent_workers=keep_workers and num_workers > 0,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else every pass would draw its base seed from the training's generator
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        with _signals_held_back():
+            results = iter(self._loader)
+        return map(_raised, results)
+
+
+def load_groups(
+    load: Callable[[Any], Any], groups: Sequence[Sequence[Any]], num_workers: int, *, pin_memory: bool = False
+) -> Iterator[Iterator[Any]]:
+    """Groups of requests -> for each group an iterator over its results, to be used up before the next group.
+
+    The other arguments are those of `Loader`.
+    """
+    results = iter(Loader(load, list(itertools.chain(*groups)), num_workers, pin_memory=pin_memory))
+    return (itertools.islice(results, len(group)) for group in groups)
+
+
+class _Requests(Dataset):
+    """An error comes back as a value: DataLoader would bury its text in a traceback."""
+
+    def __init__(self, load: Callable[[Any], Any]) -> None:
+        self._load = load
+
+    def __getitem__(self, request: Any) -> Any:
+        try:
+            return self._load(request)
+        except ValueError as error:
+            return error
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _raised(result: Any) -> Any:
+    if isinstance(result, ValueError):
+        raise result
+    return result
+
 
 @contextlib.contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Workers forked inside are deaf from birth to the signals meant for the main process, which hears them later."""
+def _signals_held_back() -> Iterator[None]:
+    """Workers forked inside never receive the signals meant for the main process, which receives them afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_MAIN_PROCESS)
     try:
         yield
@@ -26,7 +109,7 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def become_worker(worker_id: int) -> None:
+def _become_worker(worker_id: int) -> None:
     """DataLoader's worker_init_fn: end when the main process says so or is gone."""
     if START_METHOD == "fork":
         threading.Thread(target=_end_with_the_main_process, daemon=True).start()

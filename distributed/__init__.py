@@ -33,6 +33,7 @@ __all__ = [
     "UserMistake",
     "add_arguments",
     "available",
+    "for_inference",
     "from_args",
     "launch",
     "launched_again",
@@ -198,3 +199,12 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
         deterministic=args.deterministic,
     )
     return backend(launch, options, args)
+
+
+def for_inference(args: argparse.Namespace) -> Backend:
+    """As `from_args`, for a script that trains nothing: no batch is shared by the processes, and `args` needs no flags
+    of training. Sets `args.fresh` to False where the launcher starts a job again."""
+    args.fresh = args.fresh and not launched_again()
+    without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
+    explicit = args.explicit - {"batch_size"}
+    return from_args(argparse.Namespace(**{**vars(args), **without_training, "batch_size": 0, "explicit": explicit}))

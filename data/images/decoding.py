@@ -1,4 +1,4 @@
-"""From an image file to a square uint8 tensor, fast."""
+"""From an image file to a square uint8 tensor, fast; and its random changes in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-# By content, not by name; a short list, because Pillow would start Ghostscript on a file of PostScript.
+from ..hashing import derive_key
+
+# Recognised by content, not by name. The list is short, because Pillow would start Ghostscript on a PostScript file.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -24,7 +26,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# Remarks on metadata and size, from every worker of every rank: a picture is either read or reported as bad.
+# Every worker of every rank would print Pillow's warnings about metadata and size; bad images are reported anyway.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
@@ -43,10 +45,13 @@ def decode_image(path: str, image_size: int, channels: int) -> Tensor:
             raise ValueError(
                 "the file is empty" if empty else f"the content is none of {', '.join(_FORMATS)}"
             ) from None
-        except (
-            Exception
-        ) as error:  # broken content makes decoders fail in every way: SyntaxError, struct.error, KeyError
+        except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
             raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
+    """Image (c, h, w), mirrored left to right in half of the draws, which depend on (seed, epoch, index) alone."""
+    return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
 def _decode(file: BinaryIO, size: int) -> Image.Image:
@@ -54,21 +59,21 @@ def _decode(file: BinaryIO, size: int) -> Image.Image:
     with Image.open(file, formats=_FORMATS) as image:
         width, height = _decode_small(image, size)
         square = _resize_and_crop(_resizable(image), width, height, size)
-        orientation = _orientation(image)  # last, as it decodes a PNG on its own and would hide what is broken
+        orientation = _orientation(image)  # read last: for a PNG it decodes the pixels, and ignores errors there
     return square.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else square
 
 
 def _orientation(image: Image.Image) -> int:
     try:
         return image.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # broken metadata, of whatever kind, does not make a bad picture
+    except Exception:  # broken metadata does not make a bad image
         return 1
 
 
 def _decode_small(image: Image.Image, size: int) -> tuple[float, float]:
-    """Ask for a JPEG at 1/2, 1/4 or 1/8 where both sides remain >= size -> true (width, height) of what is decoded.
+    """Decode a JPEG at 1/2, 1/4 or 1/8 where both sides remain >= size -> the exact (width, height) of the result.
 
-    The decoder rounds up: 375 pixels at 1/2 become 188, of which the picture covers 187.5.
+    The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
     """
     scaled = image.draft(None, (size, size))
     return scaled[1][2:] if scaled else image.size
@@ -78,7 +83,7 @@ def _resizable(image: Image.Image) -> Image.Image:
     """Any mode -> L, RGB or RGBA."""
     if image.mode in ("L", "RGB") and not image.has_transparency_data:
         return image  # convert() would copy it
-    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip at 255
+    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
         return Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
     if image.has_transparency_data:
         return image.convert("RGBA")

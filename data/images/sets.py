@@ -7,11 +7,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .folder import ImageFolder
+from ..demonstrations import demonstration_size
+from ..listing import list_files
+from ..packed import PackedStrings
+from .decoding import decode_image, randomly_flipped
 from .shapes import Shapes
 
-DEMO_PREFIX = "demo:"
-DEMO_SIZE = 4096
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 class Images(Protocol):
@@ -22,13 +24,48 @@ class Images(Protocol):
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """uint8 (channels, image_size, image_size); augmentation draws from (seed, epoch, index) alone.
 
-        Raises OSError, ValueError or whatever the decoder raises where the image cannot be read.
+        Raises OSError or ValueError where the image cannot be read.
         """
         ...
 
     def describe(self, index: int) -> str:
         """The name by which a user finds the image: its path."""
         ...
+
+    def name(self, index: int) -> str:
+        """What stands for the image in an index: its path below the folder, '/' between the parts."""
+        ...
+
+
+class ImageFolder:
+    """Every image below a folder, flat or nested, in the order of the relative path. See `Images` for the methods.
+
+    Raises ValueError, in one line, where the folder is missing, no folder, not readable or holds no image.
+    """
+
+    def __init__(self, folder: str, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0) -> None:
+        self.folder = folder
+        self.image_size, self.channels, self.flip, self.seed = image_size, channels, flip, seed
+        images, n_others = list_files(folder, ENDINGS, "images", "demo:shapes")
+        if not images:
+            raise ValueError(
+                f"no image in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
+                f"files that end in {' '.join(ENDINGS)} are read, in the folder and in those below it"
+            )
+        self._names = PackedStrings(images)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+        image = decode_image(self.describe(index), self.image_size, self.channels)
+        return randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self.folder, self._names[index])
+
+    def name(self, index: int) -> str:
+        return self._names[index]
 
 
 def open_images(
@@ -41,20 +78,7 @@ def open_images(
     """
     if channels not in (3, 4):
         raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {channels}")
-    if spec is None or spec.startswith(DEMO_PREFIX):
-        n = _demo_size(spec or "demo:shapes")
+    spec = "demo:shapes" if spec is None else spec
+    if (n := demonstration_size(spec, "shapes", "images")) is not None:
         return Shapes(n, image_size=image_size, channels=channels, flip=flip, seed=seed)
     return ImageFolder(os.path.expanduser(spec), image_size=image_size, channels=channels, flip=flip, seed=seed)
-
-
-def _demo_size(spec: str) -> int:
-    name, _, number = spec.removeprefix(DEMO_PREFIX).partition(":")
-    if name != "shapes":
-        raise ValueError(f"there is no demonstration set {spec!r}: the one there is is demo:shapes")
-    if number == "":
-        return DEMO_SIZE
-    if not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise ValueError(
-            f"{spec!r} asks for {number!r} images, which is no positive number: write e.g. demo:shapes:{DEMO_SIZE}"
-        )
-    return int(number)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..hashing import Draws
-from .augmentation import randomly_flipped
+from .decoding import randomly_flipped
 
 Array = npt.NDArray[np.floating]
 
@@ -30,7 +30,7 @@ COLOURS = {
     "purple": (128, 58, 180),
     "pink": (236, 88, 160),
 }
-SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; the one in the middle goes without saying
+SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; captions leave the middle size unsaid
 PLACES = {
     "top left": (0.25, 0.25),
     "at the top": (0.5, 0.25),
@@ -116,6 +116,8 @@ class Shapes:
 
     def describe(self, index: int) -> str:
         return f"demo:shapes[{index}]"
+
+    name = describe
 
     def caption(self, index: int) -> str:
         """What the picture (not mirrored) shows: "a red circle top left and a small blue star bottom right"."""

@@ -1,10 +1,10 @@
 """From a sound file to a clip of fixed length, reading no more of the file than the clip needs.
 
 Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection: about 150 kB
-more. MP3 has no table of where what is: everything before the clip is read, though not decoded. (Measured for 10 s out
+more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for 10 s out
 of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) The length of an MP3 file of variable bit rate
-whose header does not state it is a guess, and what lies behind that is never heard. What is cut off of an Ogg file
-cannot be noticed; other files are bad where the clip is missing.
+whose header does not state it is a guess, and sound after that length is never heard. An Ogg file that was cut off is
+read without an error; other files are bad where the clip is missing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ..hashing import Draws
-from ..missing import required
+from ..optional_packages import missing_package
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 SAMPLE_RATES = (1_000, 1_000_000)  # a file that states another one is damaged
 
 _MARGIN = 256  # samples, of the lower of two rates, that the filter of soxr's "HQ" needs on both sides
 _LOUDEST = 10.0  # of a file of floats, which should stay in [-1, 1]
-# Frames. By so much a length may be wrong that no header states, but the size of the file; and so long the decoder is
-# wrong after a jump, because a packet (of 1152 frames) borrows bits from as many as 9 before it.
+# Frames: how wrong a length may be that is guessed from the file's size; and for how long the decoder is wrong after a
+# jump, because a packet (of 1152 frames) borrows bits from as many as 9 before it.
 _MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
 _CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
-_UNKNOWN_SIZE = 0x7FFF0000  # what writes into a pipe states a size like 2^31 - 1 or 2^32 - 1 bytes
+_UNKNOWN_SIZE = 0x7FFF0000  # programs that write into a pipe state a size like 2^31 - 1 or 2^32 - 1 bytes
 
 Array = npt.NDArray[np.float32]
 
 
 class Source(NamedTuple):
-    """A sound file, or the part of a file, in bytes, that is one."""
+    """A sound file, or a part of a file, in bytes, that holds one."""
 
     path: str
     offset: int = 0
@@ -70,8 +70,8 @@ class ClipDecoder:
         end_seconds: float = math.inf,
     ) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
-        end_seconds: anywhere, drawn from (seed, epoch, index), with `augment`, else in the middle. What is shorter than
-        a clip is repeated until it fills one. Floats beyond [-1, 1] are clipped.
+        end_seconds: anywhere, drawn from (seed, epoch, index), with `augment`, else in the middle. A shorter sound is
+        repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
 
         Raises OSError where the file cannot be opened and ValueError, in one line, where it cannot be decoded there.
         """
@@ -138,7 +138,7 @@ def require_decoders() -> None:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
     except ImportError as error:
-        raise required("reading sound files", error.name or "soundfile") from None
+        raise missing_package("reading sound files", error.name or "soundfile") from None
 
 
 class FileWindow(io.RawIOBase):
@@ -178,8 +178,8 @@ class FileWindow(io.RawIOBase):
 
 @contextlib.contextmanager
 def _quiet_worker() -> Iterator[None]:
-    """In a loader worker, nothing is written to stderr meanwhile: the decoder of MP3 remarks on every jump."""
-    if get_worker_info() is None:  # other threads of the main process may have something to say
+    """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every jump."""
+    if get_worker_info() is None:  # other threads of the main process may write to stderr
         yield
         return
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
 
-from ..bad_samples import BadSample
+from ..bad_samples import BadSample, reason_of
 from ..listing import list_files
 from ..packed import PackedStrings
-from ..workers import START_METHOD, become_worker, signals_held_back
+from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders
 from .sets import Sounds, open_sounds
 
-# What libsndfile reads and hardly any other program writes; of raw samples nobody knows the rate.
+# Beside the usual ones, formats that libsndfile reads; not raw samples, whose sample rate is unknown.
 ENDINGS = (
     *DECODED_ENDINGS, ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx",
     ".8svx", ".paf", ".pvf", ".sds", ".xi", ".htk", ".ircam",
@@ -33,30 +33,23 @@ ENDINGS = (
 Clips = Tensor | BadSample
 
 
-class LongSounds(Protocol):
-    """Numbered sounds, each to be heard in a few clips."""
+class LongSounds(NamedTuple):
+    """Numbered sounds, each to be heard in a few clips.
 
-    def __len__(self) -> int: ...
+    names: what stands for each sound in an index: its path below the folder.
+    clips: index -> float32 (k, clip_samples) in [-1, 1], 1 <= k; raises OSError or ValueError, in one line, where the
+        sound cannot be read.
+    describe: index -> the name by which a user finds the sound: its path.
+    """
 
-    def name(self, index: int) -> str:
-        """What stands for the sound in an index: its path below the folder."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """The name by which a user finds the sound: its path."""
-        ...
-
-    def clips(self, index: int) -> Tensor:
-        """float32 (k, clip_samples) in [-1, 1], 1 <= k.
-
-        Raises OSError or ValueError, in one line, where the sound cannot be read.
-        """
-        ...
+    names: list[str]
+    clips: Callable[[int], Tensor]
+    describe: Callable[[int], str]
 
 
 def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSounds:
-    """A folder of sounds, which need no captions; or another set that `open_sounds` knows, of which the middle of each
-    sound is heard.
+    """A folder of sounds, which need no captions, each in at most max_clips clips; or another set that `open_sounds`
+    knows, of which the middle of each sound is heard.
 
     Raises ValueError, in one line, where there is no such set or nothing in it.
     """
@@ -65,54 +58,27 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
         names, _ = list_files(path, ENDINGS, "sounds", "demo:tones")
         if names:
             require_decoders()
-            return FolderOfLongSounds(path, names, decoder, max_clips)
+            paths = PackedStrings(os.path.join(path, name) for name in names)
+            return LongSounds(names, functools.partial(_clips_of, paths, decoder, max_clips), paths.__getitem__)
     seconds = decoder.clip_samples / decoder.sample_rate
-    return MiddlesOf(open_sounds(spec, sample_rate=decoder.sample_rate, clip_seconds=seconds))
+    sounds = open_sounds(spec, sample_rate=decoder.sample_rate, clip_seconds=seconds)
+    names = [sounds.describe(index) for index in range(len(sounds))]
+    return LongSounds(names, functools.partial(_middle_of, sounds), sounds.describe)
 
 
-class FolderOfLongSounds:
-    """Sound files of a folder, each in at most max_clips clips. See `LongSounds` for the methods."""
-
-    def __init__(self, folder: str, names: Sequence[str], decoder: ClipDecoder, max_clips: int) -> None:
-        self._folder, self._names, self._decoder, self._max_clips = folder, PackedStrings(names), decoder, max_clips
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-    def describe(self, index: int) -> str:
-        return os.path.join(self._folder, self._names[index])
-
-    def clips(self, index: int) -> Tensor:
-        return read_clips(self.describe(index), self._decoder, self._max_clips)
+def _clips_of(paths: PackedStrings, decoder: ClipDecoder, max_clips: int, index: int) -> Tensor:
+    return read_clips(paths[index], decoder, max_clips)
 
 
-class MiddlesOf:
-    """The middle clip of each sound of a set. See `LongSounds` for the methods."""
-
-    def __init__(self, sounds: Sounds) -> None:
-        self._sounds = sounds
-
-    def __len__(self) -> int:
-        return len(self._sounds)
-
-    def name(self, index: int) -> str:
-        return self._sounds.describe(index)
-
-    def describe(self, index: int) -> str:
-        return self._sounds.describe(index)
-
-    def clips(self, index: int) -> Tensor:
-        return self._sounds.load(index)[None]
+def _middle_of(sounds: Sounds, index: int) -> Tensor:
+    return sounds.load(index)[None]
 
 
 def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:
     """Where the clips of a sound begin, in frames.
 
-    As many as it takes to hear all of it, at most max_clips, spread evenly from its beginning to its end; those that
-    fill it overlap a little. A single one of a longer sound is its middle. What is no longer than a clip is one clip.
+    As many clips as it takes to hear all of the sound, at most max_clips, spread evenly from its beginning to its end;
+    clips that cover all of it overlap a little. A single clip of a longer sound is its middle.
     """
     spare = frames - clip_frames
     if spare <= 0:
@@ -131,7 +97,7 @@ def read_clips(path: str, decoder: ClipDecoder, max_clips: int) -> Tensor:
     clip_frames = math.ceil(decoder.clip_samples * rate / decoder.sample_rate)
     starts = clip_starts(frames, clip_frames, max_clips)
     if len(starts) == 1:
-        return decoder.load(source, 0)[None]  # its middle, or all; and here it says what is wrong with a damaged file
+        return decoder.load(source, 0)[None]  # also says what is wrong with a damaged file
     return torch.stack(
         [
             decoder.load(source, 0, start_seconds=start / rate, end_seconds=(start + clip_frames) / rate)
@@ -177,65 +143,33 @@ def file_embedder(
         try:
             clips = read_clips(path, decoder, max_clips)
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-        vectors, _ = embed_sounds([(0, clips)], embed, batch_size)
+            raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
+        (vectors,), _ = embed_sounds([clips], embed, batch_size)
         return torch.from_numpy(vectors[0])
 
     return embed_file
 
 
-class ClipSequence:
-    """Ranges of `sounds`: of each range an iterator over (index, clips) of its sounds, to be used up before the next.
-
-    Args:
-        sounds: What to load from.
-        ranges: Indices.
-        num_workers: Processes that load ahead; 0: load here.
-    """
-
-    def __init__(self, sounds: LongSounds, ranges: Sequence[range], *, num_workers: int = 0) -> None:
-        self._sizes = [len(indices) for indices in ranges]
-        self._loader = DataLoader(
-            _Loader(sounds),
-            batch_size=None,  # one request is one sound
-            sampler=list(itertools.chain(*ranges)),
-            collate_fn=_unchanged,
-            num_workers=num_workers,
-            worker_init_fn=become_worker,
-            multiprocessing_context=START_METHOD if num_workers else None,
-            generator=torch.Generator(),
-        )
-
-    def __iter__(self) -> Iterator[Iterator[tuple[int, Clips]]]:
-        with signals_held_back():
-            sounds = iter(self._loader)
-        return (itertools.islice(sounds, size) for size in self._sizes)
+def load_clips(sounds: LongSounds, ranges: Sequence[range], *, num_workers: int = 0) -> Iterator[Iterator[Clips]]:
+    """Ranges of indices -> for each range an iterator over the clips of its sounds, to be used up before the next."""
+    return load_groups(functools.partial(_clips_or_bad, sounds), ranges, num_workers)
 
 
-class _Loader(Dataset):
-    def __init__(self, sounds: LongSounds) -> None:
-        self._sounds = sounds
-
-    def __getitem__(self, index: int) -> tuple[int, Clips]:
-        try:
-            return index, self._sounds.clips(index)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            return index, BadSample(index, self._sounds.describe(index), reason)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
+def _clips_or_bad(sounds: LongSounds, index: int) -> Clips:
+    try:
+        return sounds.clips(index)
+    except (OSError, ValueError) as error:
+        return BadSample.of(sounds, index, error)
 
 
 def embed_sounds(
-    sounds: Iterable[tuple[int, Clips]], embed: Callable[[Tensor], Tensor], batch_size: int
-) -> tuple[npt.NDArray[np.float32], list[BadSample]]:
-    """Sounds to unit vectors (n, d): of each the mean of its clips' embeddings, of length 1 again; and what cannot be
-    read. Without any sound that can be read, (0, 0).
+    sounds: Iterable[Clips], embed: Callable[[Tensor], Tensor], batch_size: int
+) -> tuple[list[npt.NDArray[np.float32]], list[BadSample]]:
+    """Clips of sounds -> for each sound that can be read the mean of its clips' embeddings, scaled to length 1, in one
+    array (n, d) or, where none can be read, in no array; and what cannot be read.
 
     Args:
-        sounds: In order; see `ClipSequence`.
+        sounds: In order.
         embed: Waveforms (batch_size, clip_samples) -> unit vectors (batch_size, d) on the CPU, each a function of its
             own row.
         batch_size: Rows of every call; what is missing in the last one is silence.
@@ -247,7 +181,7 @@ def embed_sounds(
     counts: list[int] = []
 
     def all_clips() -> Iterator[Tensor]:
-        for _, clips in sounds:
+        for clips in sounds:
             if isinstance(clips, BadSample):
                 bad.append(clips)
             else:
@@ -260,9 +194,9 @@ def embed_sounds(
         waveforms[: len(part)] = torch.stack(part)
         parts.append(embed(waveforms)[: len(part)].double())
     if not parts:
-        return np.zeros((0, 0), np.float32), bad
+        return [], bad
     vectors = torch.cat(parts)
     if not vectors.isfinite().all():
         raise ValueError("the model gives embeddings that are not finite: with fp16, try --precision bf16 or fp32")
     means = torch.stack([of_one.mean(0) for of_one in vectors.split(counts)])
-    return F.normalize(means, dim=1).float().numpy(), bad
+    return [F.normalize(means, dim=1).float().numpy()], bad

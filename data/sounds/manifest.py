@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..bad_samples import reason_of
 from ..packed import PackedStrings
 from .decoding import ClipDecoder, Source
 from .sidecars import NO_CAPTION, texts_of_object
@@ -54,7 +55,6 @@ class Manifest:
 
     def __init__(self, path: str, clips: ClipDecoder) -> None:
         self._folder, self._clips = os.path.dirname(path), clips
-        self.sample_rate, self.clip_samples = clips.sample_rate, clips.clip_samples
         self._paths, self._captions, self._labels = PackedStrings(), PackedStrings(), PackedStrings()
         self._starts, self._ends = array("d"), array("d")
         for row in read_manifest(path):
@@ -98,7 +98,7 @@ def read_manifest(path: str) -> Iterator[Row]:
                 line = number
                 yield _row(entry)
     except OSError as error:
-        raise ValueError(f"cannot read the manifest {path!r}: {error.strerror}") from None
+        raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
     except _BadLine as error:
         raise ValueError(f"{path}, line {error.line}: {error}") from None
     except UnicodeDecodeError as error:

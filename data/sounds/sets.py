@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..demonstrations import demonstration_size
 from ..tars import Tars
 from .decoding import ClipDecoder, require_decoders
 from .manifest import ENDINGS as MANIFEST_ENDINGS
@@ -16,19 +17,11 @@ from .manifest import Manifest
 from .sidecars import SoundFolder, list_sounds
 from .tones import Tones
 
-DEMO_PREFIX = "demo:"
-DEMO_SIZE = 4096
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class Sounds(Protocol):
     """A numbered set of sounds, of which clips of one length are heard at a time."""
-
-    @property
-    def sample_rate(self) -> int: ...
-
-    @property
-    def clip_samples(self) -> int: ...
 
     def __len__(self) -> int: ...
 
@@ -69,8 +62,8 @@ def open_sounds(spec: str | None, *, sample_rate: int, clip_seconds: float, seed
     if not (sample_rate > 0 and round(clip_seconds * sample_rate) > 0):
         raise ValueError(f"there is no sample in a clip of {clip_seconds:g} s at {sample_rate} Hz")
     clips = ClipDecoder(sample_rate, round(clip_seconds * sample_rate), seed)
-    if spec is None or spec.startswith(DEMO_PREFIX):
-        n = _demo_size(spec or "demo:tones")
+    spec = "demo:tones" if spec is None else spec
+    if (n := demonstration_size(spec, "tones", "sounds")) is not None:
         return Tones(n, sample_rate=sample_rate, clip_samples=clips.clip_samples, seed=seed)
     require_decoders()
     return _open_files(os.path.expanduser(spec), clips)
@@ -98,11 +91,9 @@ def _only_tars(paths: list[str]) -> list[str]:
     for path in paths:
         if not path.lower().endswith(".tar"):
             compressed = path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"))
-            hint = (
-                "decompress it first: a compressed tar cannot be read at random"
-                if compressed
-                else (f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of sounds, or tars")
-            )
+            hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of sounds, or tars"
+            if compressed:
+                hint = "decompress it first: a compressed tar cannot be read at random"
             raise ValueError(f"{path!r} is no set of sounds: {hint}")
     return paths
 
@@ -133,16 +124,3 @@ def _counted(path: str) -> list[str]:
         raise ValueError(f"the range {match[0]} in {path!r} is empty: write the smaller number first")
     numbers = range(int(first), int(last) + 1)
     return [f"{path[: match.start()]}{number:0{len(first)}d}{path[match.end() :]}" for number in numbers]
-
-
-def _demo_size(spec: str) -> int:
-    name, _, number = spec.removeprefix(DEMO_PREFIX).partition(":")
-    if name != "tones":
-        raise ValueError(f"there is no demonstration set {spec!r}: the one there is is demo:tones")
-    if number == "":
-        return DEMO_SIZE
-    if not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise ValueError(
-            f"{spec!r} asks for {number!r} sounds, which is no positive number: write e.g. demo:tones:{DEMO_SIZE}"
-        )
-    return int(number)

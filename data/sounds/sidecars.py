@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -38,24 +39,22 @@ class SoundFolder:
 
     def __init__(self, folder: str, listed: list[str], clips: ClipDecoder) -> None:
         self._folder, self._clips = folder, clips
-        self.sample_rate, self.clip_samples = clips.sample_rate, clips.clip_samples
         texts = {
             ending: {os.path.splitext(name)[0]: name for name in listed if name.lower().endswith(ending)}
             for ending in TEXT_ENDINGS
         }
         self._sounds = PackedStrings(name for name in listed if name.lower().endswith(ENDINGS))
-        self._texts = PackedStrings()
+        self._text_names = PackedStrings()
         for index in range(len(self._sounds)):
             stem = os.path.splitext(self._sounds[index])[0]
-            self._texts.append(next((texts[ending][stem] for ending in TEXT_ENDINGS if stem in texts[ending]), ""))
-        if not any(self._texts[index] for index in range(len(self._texts))):
+            self._text_names.append(next((texts[ending][stem] for ending in TEXT_ENDINGS if stem in texts[ending]), ""))
+        if not any(self._text_names[index] for index in range(len(self))):
             manifests = sorted(name for name in os.listdir(folder) if name.lower().endswith(_MANIFESTS))
             instead = f"; or give the manifest, {os.path.join(folder, manifests[0])!r}" if manifests else ""
             raise ValueError(
                 f"no sound of the {len(self._sounds)} in {folder!r} has a caption: beside {self._sounds[0]!r} there "
                 f"has to be {os.path.splitext(self._sounds[0])[0] + '.txt'!r} (a caption per line) or a .json{instead}"
             )
-        self._last: tuple[int, Texts] | None = None
 
     def __len__(self) -> int:
         return len(self._sounds)
@@ -64,26 +63,19 @@ class SoundFolder:
         return self._clips.load(Source(self.describe(index)), index, epoch, augment)
 
     def captions(self, index: int) -> list[str]:
-        captions = self._read(index).captions
-        if not captions:
-            raise ValueError(NO_CAPTION)
-        return captions
+        return require_captions(self._texts(index))
 
     def label(self, index: int) -> str | None:
-        return self._read(index).label
+        return self._texts(index).label
 
     def describe(self, index: int) -> str:
         return os.path.join(self._folder, self._sounds[index])
 
-    def _read(self, index: int) -> Texts:
-        if self._last is None or self._last[0] != index:
-            name = self._texts[index]
-            if not name:
-                raise ValueError(f"{NO_CAPTION}: there is neither a .txt nor a .json beside it")
-            with open(os.path.join(self._folder, name), "rb") as file:
-                content = file.read(_LONGEST_TEXT)
-            self._last = index, texts_of_file(content, name)
-        return self._last[1]
+    def _texts(self, index: int) -> Texts:
+        name = self._text_names[index]
+        if not name:
+            raise ValueError(f"{NO_CAPTION}: there is neither a .txt nor a .json beside it")
+        return read_texts(os.path.join(self._folder, name), name)
 
 
 def list_sounds(folder: str) -> list[str]:
@@ -105,8 +97,20 @@ def list_sounds(folder: str) -> list[str]:
     return [name for name in listed if name.lower().endswith(".tar")] if is_tars else listed
 
 
-def texts_of_file(content: bytes, name: str) -> Texts:
-    """Content of a .txt or .json -> its texts. Raises ValueError, in one line, where it is no such content."""
+@functools.lru_cache(maxsize=1)  # the captions and the label of a sound are asked for one after the other
+def read_texts(path: str, name: str, offset: int = 0, size: int = _LONGEST_TEXT) -> Texts:
+    """The texts in a .txt or .json, of which at most 1 MiB is read.
+
+    Args:
+        path: The file.
+        name: Its name, or that of the part of the file, from `offset` on, that holds the texts.
+        offset: In bytes.
+        size: In bytes.
+
+    Raises OSError where the file cannot be read and ValueError, in one line, where it holds no such texts.
+    """
+    with open(path, "rb", buffering=0) as file:
+        content = os.pread(file.fileno(), min(size, _LONGEST_TEXT), offset)
     try:
         text = content.decode("utf-8-sig")
         is_json = name.lower().endswith(".json")
@@ -115,10 +119,17 @@ def texts_of_file(content: bytes, name: str) -> Texts:
         raise ValueError(f"its caption file {os.path.basename(name)} cannot be read: {error}") from None
 
 
+def require_captions(texts: Texts) -> list[str]:
+    """The captions. Raises ValueError where there is none."""
+    if not texts.captions:
+        raise ValueError(NO_CAPTION)
+    return texts.captions
+
+
 def texts_of_object(value: Any) -> Texts:
     """{"caption": "..."}, or "text", or "captions" -> captions; "label" -> class.
 
-    "caption" and "text" are a string or a list of them; "captions" a list, or a string in which | parts them.
+    "caption" and "text" are a string or a list of strings; "captions" a list, or a string with | between the captions.
     Raises ValueError where it is something else.
     """
     if not isinstance(value, Mapping):
@@ -126,32 +137,30 @@ def texts_of_object(value: Any) -> Texts:
     captions: list[str] = []
     for key in ("caption", "captions", "text"):
         entry = value.get(key)
-        parts = (
-            parted(entry)
-            if key == "captions" and isinstance(entry, str)
-            else [entry]
-            if isinstance(entry, str)
-            else entry
-        )
-        if parts is None:
-            continue
-        if not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
+        if isinstance(entry, str):
+            entry = split_captions(entry) if key == "captions" else [entry]
+        if not (entry is None or _is_list_of_strings(entry)):
             raise ValueError(f"its {key} is neither a string nor a list of strings")
-        captions += parts
+        captions += entry or []
     label = value.get("label")
-    return Texts(cleaned(captions), None if label is None or label == "" else " ".join(cleaned([str(label)])) or None)
+    words = cleaned([] if label is None else [str(label)])
+    return Texts(cleaned(captions), words[0] if words else None)
 
 
-def parted(text: str) -> list[str]:
-    """A list of captions in one string: as JSON, or with | between them."""
+def split_captions(text: str) -> list[str]:
+    """Several captions in one string: a JSON list, or texts with | between them."""
     if text.lstrip().startswith("["):
         try:
             parts = json.loads(text)
-            if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
-                return parts
-        except (ValueError, RecursionError):
-            pass  # such as "[music] | [applause]"
+        except (ValueError, RecursionError):  # such as "[music] | [applause]"
+            parts = None
+        if _is_list_of_strings(parts):
+            return list(parts)
     return text.split("|")
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)
 
 
 def cleaned(captions: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A folder of PNG images that take the places of others."""
+"""A folder of PNG images, decoded from codes, at the relative paths of the originals."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .codes import StoredCodes, stays_inside
-from .resumable import explained
+from .codes import StoredCodes
+from .output import explained_write
+from .shards import stays_inside
 
 _END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
 class PngFolder:
-    """Images below a folder, at the relative paths of the originals.
+    """Writes decoded images.
 
     Args:
         folder: Where to write.
@@ -56,18 +57,15 @@ class PngFolder:
 
 
 def _save(path: Path, pixels: Tensor) -> None:
+    """Write an image whole or not at all if the process is killed. It is not synced, which would take most of the time:
+    the next start looks at what a power cut left."""
     content = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(content, "png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    explained(_replace)(path, content.getvalue())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all if the process is killed. Not synced, which would take most of the time: what a power cut
-    leaves is looked at by the next start."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    with explained_write(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content.getbuffer())
+        os.replace(temporary, path)
 
 
 def _to_pixels(images: Tensor) -> Tensor:
@@ -76,8 +74,8 @@ def _to_pixels(images: Tensor) -> Tensor:
 
 
 def png_names(paths: Sequence[str]) -> list[str]:
-    """Where the image of each path goes: the ending becomes .png. Where two would meet (a.jpg and a.webp) it follows
-    the old ending instead; no two names are equal.
+    """Where the image of each path goes: the ending becomes .png. Where two would get one name (a.jpg and a.webp), .png
+    is appended instead; no two names are equal.
 
     Raises:
         ValueError: one line, where a path would leave the folder.

@@ -1,4 +1,4 @@
-"""The rows of a matrix that are nearest to queries, and how to show them."""
+"""Search among embedded sounds: the rows of a matrix that are nearest to queries, and how to show them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from ..bad_samples import reason_of
+from ..tokenizers import FILE as TOKENIZER_FILE
 from ..tokenizers import open_tokenizer
 
 
@@ -18,8 +20,8 @@ class TopRows:
     """For each of the queries (m, d) the `count` rows of the largest inner product among all rows that were added; of
     equal ones the first. Exact: every row is looked at.
 
-    Products are summed in fp64 and rounded to fp32, which is their exact value but for that rounding. So neither the
-    rows added with a row nor the other queries matter, and equal rows have equal products.
+    Products are summed in fp64 and then rounded to fp32, so that a product depends neither on the rows that are added
+    together nor on the other queries, and equal rows have equal products.
     """
 
     rows: npt.NDArray[np.int64]
@@ -37,7 +39,7 @@ class TopRows:
         found = (self._queries @ vectors.astype(np.float64).T).astype(np.float32)
         numbers = np.broadcast_to(np.arange(self._seen, self._seen + len(vectors)), found.shape)
         cosines, rows = np.hstack([self.cosines, found]), np.hstack([self.rows, numbers])
-        # Equals stand in the order of their rows, and a stable sort leaves them so.
+        # Equal products stand in the order of their rows, which a stable sort keeps.
         best = np.argsort(-cosines, axis=1, kind="stable")[:, : self._count]
         self.cosines, self.rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
         self._seen += len(vectors)
@@ -71,37 +73,36 @@ class Answer(NamedTuple):
         return json.dumps({**fields, "codes": list(self.codes)} if self.codes else fields)
 
 
-def read_queries(said: Sequence[str], path: str | None) -> list[str]:
-    """The queries that were said, then those of a file, one per line; empty ones are passed over.
+def read_queries(given: Sequence[str], path: str | None) -> list[str]:
+    """The queries of the command line, then those of a file, one per line; empty ones are left out.
 
     Raises:
         ValueError: one line, where the file cannot be read or no query is left.
     """
-    queries = list(said)
+    queries = list(given)
     if path is not None:
         try:
             queries += Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeError) as error:
-            raise ValueError(
-                f"cannot read the queries in {path}: {getattr(error, 'strerror', None) or error}"
-            ) from None
+            raise ValueError(f"cannot read the queries in {path}: {reason_of(error)}") from None
     queries = [query.strip() for query in queries if query.strip()]
     if not queries:
         raise ValueError("there is no query: what was given is empty")
     return queries
 
 
-def tokens_of_query(text: str, tokenizer: str, max_text_tokens: int, vocab_size: int) -> Tensor:
-    """The tokens (1, t) of a sentence, by a tokenizer that `open_tokenizer` knows.
+def tokens_of_query(text: str, model_folder: Path, max_text_tokens: int, vocab_size: int) -> Tensor:
+    """The tokens (1, t) of a sentence, by the tokenizer.json in a model's folder, or by CLIP's where there is none.
 
     Raises:
-        ValueError: one line, where there is no such tokenizer, or it is not that of a model with this vocabulary.
+        ValueError: one line, where it cannot be read, or is not the tokenizer of a model with this vocabulary.
     """
-    opened = open_tokenizer(tokenizer, max_text_tokens)
-    if opened.vocab_size != vocab_size:
+    own = model_folder / TOKENIZER_FILE
+    tokenizer = open_tokenizer(str(own) if own.exists() else "clip", max_text_tokens)
+    if tokenizer.vocab_size != vocab_size:
         raise ValueError(
-            f"the model was trained on {vocab_size} tokens, but the tokenizer {opened.name} has {opened.vocab_size}: "
-            "put the tokenizer.json that it was trained with into its folder"
+            f"the model was trained on {vocab_size} tokens, but the tokenizer {tokenizer.name} has "
+            f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
         )
-    tokens, (length,) = opened.encode([text])
+    tokens, (length,) = tokenizer.encode([text])
     return tokens[:, :length]

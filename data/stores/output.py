@@ -1,0 +1,191 @@
+"""An output folder that the same command goes on filling after it was cut off, and that no other command touches."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..bad_samples import reason_of
+from ..feed import Processes
+
+SETTINGS_FILE = "settings.json"
+_LONGEST_VALUE = 40
+
+
+class Workers(Processes, Protocol):
+    """Processes that can be asked to stop."""
+
+    def broadcast_object(self, value: Any) -> Any: ...
+    def stop_requested(self) -> bool: ...
+
+
+class Files(Protocol):
+    """How files are written and locked: the module `training.files`, which a leaf cannot import."""
+
+    def write_atomically(self, path: Path, content: bytes) -> None: ...
+    def hold(self, path: Path) -> Any: ...
+
+
+class OutputFolder:
+    """A folder, made, locked and claimed for one command by the first process. Every process makes one, at once.
+
+    settings.json holds the settings with which the folder was begun: a command with other settings is refused. The lock
+    is held for as long as the object lives.
+
+    Args:
+        path: Of the folder.
+        settings: Everything that the content depends on, as JSON values, the same on every process.
+        processes: Who writes.
+        files: The module `training.files`.
+        fresh: Move a folder that an earlier command filled to `<path>.old-<n>`, and start over.
+        say: Prints a line, on one process.
+
+    Raises:
+        UserMistake: one line, where the folder cannot be written, is in use, or holds something else. It names each
+            setting that differs.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        processes: Workers,
+        files: Files,
+        *,
+        fresh: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.path, self.settings, self.processes, self.say, self._files = path, settings, processes, say, files
+        on_all = processes.gather_objects(settings)
+        with processes.agreement():
+            if any(theirs != on_all[0] for theirs in on_all):
+                raise ValueError("the processes do not see the same files, or compute on different devices")
+            if processes.rank == 0:
+                try:
+                    self._open(fresh)
+                except OSError as error:
+                    raise ValueError(
+                        f"cannot write the folder {path}: {reason_of(error)}; give another --output"
+                    ) from None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file of the folder whole or not at all, even if the process is killed. Raises ValueError, in one
+        line, where the disk does not take it."""
+        with explained_write(self.path / name):
+            self._files.write_atomically(self.path / name, content)
+
+    def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:
+        """Spread shards over the processes: yields this process's shard of each round, or None where there is none left
+        for it, equally often on every process. After each round it says how many are `done` ("encoded"). A signal ends
+        the rounds early, after the one under way; `shards_left` is then above 0."""
+        self.shards_left = len(shards)
+        world = self.processes.world_size
+        for first in range(0, len(shards), world):
+            mine = first + self.processes.rank
+            yield shards[mine] if mine < len(shards) else None
+            self.shards_left = max(0, self.shards_left - world)
+            self.say(f"{done} {len(shards) - self.shards_left} of {len(shards)} shards")
+            # A stop request is read one call late, so ask twice.
+            if any([self.processes.stop_requested(), self.processes.stop_requested()]):
+                return
+
+    def _open(self, fresh: bool) -> None:
+        """Raises OSError and ValueError."""
+        lock = self.path / ".lock"
+        if fresh and self.path.is_dir():
+            with self._files.hold(lock):
+                moved = self._move_away()
+            self.say(
+                f"starting over; what was in {self.path} is in {moved}" if moved else f"{self.path} held nothing yet"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._files.hold(lock)
+        self._claim()
+
+    def _move_away(self) -> Path | None:
+        """Rename a folder that a command began; returns where it went, or None where there is nothing to move."""
+        if not (self.path / SETTINGS_FILE).exists():
+            return None
+        folder = Path(os.path.abspath(self.path))
+        number = 1
+        while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
+            number += 1
+        os.rename(folder, old)
+        return old
+
+    def _claim(self) -> None:
+        """Begin in an empty folder, or go on in one that was begun with the same settings."""
+        path = self.path / SETTINGS_FILE
+        if path.exists():
+            self._require_same(_read_settings(path))
+        elif others := sorted(name for name in os.listdir(self.path) if not name.startswith(".")):
+            raise ValueError(
+                f"{self.path} holds {others[0]!r} and no {SETTINGS_FILE}, so it is not a folder that can be continued; "
+                "give an --output that is new or empty"
+            )
+        else:
+            self._files.write_atomically(path, json_bytes(self.settings))
+
+    def _require_same(self, before: Mapping[str, Any]) -> None:
+        now = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file
+        differences = [
+            f"{name} was {_shortened(before.get(name))} and is now {_shortened(now.get(name))}"
+            for name in dict.fromkeys([*before, *now])
+            if before.get(name) != now.get(name)
+        ]
+        if differences:
+            raise ValueError(
+                f"cannot go on in {self.path}, which was begun with other settings: {', '.join(differences)}; use the "
+                "old ones, give another --output, or start over with --fresh"
+            )
+
+
+@contextlib.contextmanager
+def explained_write(path: Path) -> Iterator[None]:
+    """Turn an OSError of writing `path` into a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {reason_of(error)}; mend that, and the same command goes on") from None
+
+
+def json_bytes(value: Any) -> bytes:
+    """The content of a JSON file for people to read."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def sha256_of(paths: Iterable[Path]) -> str:
+    """Hexadecimal SHA-256 of files, one after the other: of one file, what `sha256sum` says."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def names_sha256(names: Sequence[str]) -> str:
+    """Hexadecimal SHA-256 of a list of paths: of each, in the file system's bytes, and a zero byte."""
+    return hashlib.sha256(b"".join(os.fsencode(name) + b"\0" for name in names)).hexdigest()
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+        return content
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"cannot read {path}: {reason_of(error)}; give another --output, or start over with --fresh"
+        ) from None
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:12]}..."

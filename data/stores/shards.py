@@ -1,0 +1,258 @@
+"""Arrays on the disk: shards of a fixed number of items, a record beside each, and an index that makes them complete.
+
+codes-00000.safetensors   the rows of the items that could be read, in order; or codes-00000.npy
+codes-00000.json          rows, checksum, and what could not be read; written when the shard is
+index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per row, in order
+index.json                settings and checksums; written last: where it is, all is complete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as safetensors_load
+from safetensors.numpy import save as safetensors_save
+
+from ..bad_samples import BadSample, BadSampleLog, reason_of
+from .output import OutputFolder, json_bytes, sha256_of
+
+INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
+_DAMAGES = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError,
+)  # fmt: skip
+
+Array = npt.NDArray[Any]
+# Shards -> for each, in order, its rows (n, ...) in parts, and what could not be read.
+Compute = Callable[[Sequence[int]], Iterator[tuple[Sequence[npt.ArrayLike], list[BadSample]]]]
+
+
+class Filled(NamedTuple):
+    """What `ShardWriter.fill` did: shards that are left to do after a signal; items of this run and unreadable items of
+    all runs, over all processes; seconds."""
+
+    shards_left: int
+    items: int
+    bad: int
+    seconds: float
+
+
+class ShardWriter:
+    """Fills an output folder with shards, in any order and by any number of processes.
+
+    Args:
+        output: Where to write.
+        empty: Rows of no item (0, ...), of the shape and dtype of the rows.
+        sizes: Items of each shard, readable or not.
+        names: Relative paths of all items in order, where items may be unreadable or `lines` is used.
+        name: Of the array in each file, and the beginning of the file's name.
+        ending: "safetensors" or "npy".
+        paths_in_records: Whether records hold the paths of unreadable items beside their indices.
+    """
+
+    def __init__(
+        self,
+        output: OutputFolder,
+        empty: Array,
+        sizes: Sequence[int],
+        names: Sequence[str] = (),
+        *,
+        name: str,
+        ending: str = "safetensors",
+        paths_in_records: bool = True,
+    ) -> None:
+        self.output, self._empty, self._names, self._name, self._ending = output, empty, names, name, ending
+        self._paths_in_records = paths_in_records
+        self._items = [range(last - size, last) for size, last in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def items(self, shard: int) -> range:
+        """Indices of a shard's items."""
+        return self._items[shard]
+
+    def fill(
+        self, compute: Compute, write_index: Callable[[], None], done: str, *, stop_at_bad: bool = False
+    ) -> Filled:
+        """Compute and write all shards that are not there or damaged, then the index. Collective.
+
+        Args:
+            compute: Gets the shards of this process.
+            write_index: Called on one process, once all shards are there.
+            done: What has been done to a shard, for messages: "encoded".
+            stop_at_bad: Stop at the first item that cannot be read.
+
+        Raises:
+            UserMistake: one line; where the disk is full, or too many items cannot be read, or one and `stop_at_bad`.
+        """
+        started = time.perf_counter()
+        processes = self.output.processes
+        todo = processes.broadcast_object(self._unfinished() if processes.rank == 0 else None)
+        log = BadSampleLog(sum(map(len, self._items)))
+        self._report(log, [bad for k in range(len(self)) if k not in todo for bad in self._bad(k)], stop_at_bad)
+        results = iter(compute(todo[processes.rank :: processes.world_size]))
+        for shard in self.output.rounds(todo, done):
+            bad: list[BadSample] = []
+            with processes.agreement():
+                if shard is not None:
+                    parts, bad = next(results)
+                    self._write(shard, parts, bad)
+            self._report(log, bad, stop_at_bad)
+        seconds = time.perf_counter() - started
+        if not self.output.shards_left:
+            with processes.agreement():
+                if processes.rank == 0:
+                    write_index()
+        return Filled(self.output.shards_left, sum(len(self.items(k)) for k in todo), log.count, seconds)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Path, shard and row of each row, in order. All shards are there."""
+        lines = []
+        for shard in range(len(self)):
+            left_out = {sample.index for sample in self._bad(shard)}
+            paths = [self._names[index] for index in self.items(shard) if index not in left_out]
+            lines += [{"path": path, "shard": shard, "row": row} for row, path in enumerate(paths)]
+        return lines
+
+    def bad(self) -> list[dict[str, str]]:
+        """Path and reason of each item that could not be read. All shards are there."""
+        return [{"path": bad.path, "reason": bad.reason} for k in range(len(self)) for bad in self._bad(k)]
+
+    def entries(self) -> list[dict[str, Any]]:
+        """File, rows and checksum of each shard, for the index. All shards are there."""
+        records = [(k, self._record(k)) for k in range(len(self))]
+        return [{"file": self._file(k), "rows": r["rows"], "sha256": r["sha256"]} for k, r in records]
+
+    def write_lines(self, file: str, objects: Iterable[Any]) -> str:
+        """A JSON object per line -> the file's SHA-256."""
+        text = "".join(json.dumps(line) + "\n" for line in objects).encode()
+        self.output.write(file, text)
+        return hashlib.sha256(text).hexdigest()
+
+    def write_index(self, index: Mapping[str, Any]) -> None:
+        """index.json: the settings of the folder, then `index`."""
+        self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **index}))
+
+    def _write(self, shard: int, parts: Sequence[npt.ArrayLike], bad: Sequence[BadSample]) -> None:
+        arrays = [np.asarray(part) for part in (self._empty, *parts)]
+        rows = np.concatenate(arrays, dtype=self._empty.dtype, casting="unsafe")
+        assert len(rows) + len(bad) == len(self.items(shard)), (len(rows), len(bad), shard)
+        content = _to_bytes(rows, self._name, self._ending)
+        self.output.write(self._file(shard), content)
+        unreadable = [
+            [sample.index, *([self._names[sample.index]] if self._paths_in_records else []), sample.reason]
+            for sample in bad
+        ]
+        record = {"rows": len(rows), "sha256": hashlib.sha256(content).hexdigest(), "bad": unreadable}
+        self.output.write(self._file(shard, "json"), json_bytes(record))
+
+    def _unfinished(self) -> list[int]:
+        """Shards without a record, or whose file is not what the record says. Reads all that there is."""
+        return [shard for shard in range(len(self)) if not self._is_finished(shard)]
+
+    def _is_finished(self, shard: int) -> bool:
+        try:
+            record = self._record(shard)
+            is_whole = record["rows"] + len(record["bad"]) == len(self.items(shard))
+            return is_whole and record["sha256"] == sha256_of([self.output.path / self._file(shard)])
+        except _DAMAGES:
+            return False
+
+    def _bad(self, shard: int) -> list[BadSample]:
+        """What could not be read for a shard that is there, by relative path."""
+        return [BadSample(index, self._names[index], reason) for index, *_, reason in self._record(shard)["bad"]]
+
+    def _record(self, shard: int) -> Any:
+        return json.loads((self.output.path / self._file(shard, "json")).read_text())
+
+    def _file(self, shard: int, ending: str = "") -> str:
+        return f"{self._name}-{shard:05d}.{ending or self._ending}"
+
+    def _report(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
+        """Say what any process could not read, each item once. Collective."""
+        processes = self.output.processes
+        new = log.share(bad, processes.gather_objects)
+        with processes.agreement():
+            if new and stop:
+                raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
+        for sample in new:
+            text = f"cannot read {sample}; it is left out"
+            self.output.say(text.encode(errors="backslashreplace").decode())  # a name may hold bytes that are no text
+        with processes.agreement():
+            log.check()
+
+
+def shard_sizes(n_items: int, items_per_shard: int) -> list[int]:
+    """Items of each shard, of which the last may be smaller."""
+    return [min(items_per_shard, n_items - first) for first in range(0, n_items, items_per_shard)]
+
+
+def read_shard(folder: Path, entry: Mapping[str, Any], name: str) -> Array:
+    """The rows of a shard, by its entry in an index. Raises one of many errors where it is damaged: see `explained`."""
+    content = (folder / entry["file"]).read_bytes()
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise ValueError("its checksum is not that of the index")
+    if entry["file"].endswith(".npy"):
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    return safetensors_load(content)[name]
+
+
+def read_index(folder: Path, name: str) -> tuple[dict[str, Any], str]:
+    """index.json of a folder of shards, and its SHA-256.
+
+    Raises:
+        ValueError: one line, where there is none, or it is damaged or names files elsewhere.
+    """
+    path = folder / INDEX_FILE
+    if not path.exists():
+        what = f"it holds no index of {name}"
+        if not folder.is_dir():
+            what = "there is no such folder"
+        elif any(folder.glob(f"{name}-*")):
+            what = "the command that fills it did not finish: start it again"
+        raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {what}")
+    with explained(path):
+        content = path.read_bytes()
+        index = json.loads(content)
+        for entry in index["shards"]:
+            if not stays_inside(entry["file"], parts=1):
+                raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
+        return index, hashlib.sha256(content).hexdigest()
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file of a store raises into a ValueError of one line that names `path`."""
+    try:
+        yield
+    except _DAMAGES as error:
+        reason = " ".join(reason_of(error).split())[:200] or type(error).__name__
+        raise ValueError(f"cannot read {path}: {reason}; make it again") from None
+
+
+def stays_inside(path: Any, parts: int | None = None) -> bool:
+    """Whether a path, of so many parts, leads to a file below any folder that it is appended to."""
+    if not isinstance(path, str) or not path or "\0" in path:
+        return False
+    pure = PurePosixPath(path)
+    fits = parts is None or len(pure.parts) == parts
+    return fits and not pure.is_absolute() and bool(pure.name) and ".." not in pure.parts
+
+
+def _to_bytes(rows: Array, name: str, ending: str) -> bytes:
+    if ending == "safetensors":
+        return safetensors_save({name: rows})
+    content = io.BytesIO()
+    np.save(content, rows, allow_pickle=False)
+    return content.getvalue()

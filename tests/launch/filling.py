@@ -1,0 +1,175 @@
+"""What the tests of tokenize_images.py and embed.py share: tiny models, inputs, and folders that the scripts fill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from safetensors.numpy import load_file
+
+import embed
+import tokenize_images
+import training.files
+from models import VQGAN, MuLaN
+
+SIZE = 16
+RATE, CLIP = 4000, 2000  # half a second
+IMAGES = ("a.png", "b.jpg", "cats/1.webp", "cats/2.png", "cats/old/3.jpeg", "d.bmp", "e.png", "z/f.png", "z/g.png")
+SOUNDS = {
+    "a.wav": 0.5, "b.flac": 0.3, "dogs/1.ogg": 0.5, "dogs/2.wav": 0.8, "dogs/old/3.aiff": 0.5, "long.wav": 5.0,
+    "quiet.au": 0.5, "z/long.wav": 1.9, "z/y.wav": 0.5,
+}  # fmt: skip
+write_atomically = training.files.write_atomically
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the code under test catches it."""
+
+
+def vqgan(seed: int = 0, **options: Any) -> VQGAN:
+    torch.manual_seed(seed)
+    return VQGAN(**{"image_size": SIZE, "dim": 4, "num_layers": 2, "codebook_size": 512, **options}).eval()
+
+
+def mulan(seed: int = 0, **options: Any) -> MuLaN:
+    sizes = {"audio_dim": 16, "audio_depth": 1, "text_dim": 16, "text_depth": 1, "heads": 2, "dim_head": 8}
+    hearing = {"sample_rate": RATE, "clip_seconds": CLIP / RATE, "n_fft": 128, "hop_length": 64, "n_mels": 16}
+    torch.manual_seed(seed)
+    return MuLaN(**{**sizes, **hearing, "patch_size": 8, "max_text_tokens": 16, "dim_latent": 8, **options}).eval()
+
+
+def write_images(folder: Path) -> None:
+    """Noise, so that codes differ from place to place."""
+    for seed, name in enumerate(IMAGES):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+
+
+def write_sounds(folder: Path) -> None:
+    """Tones that glide from one pitch to another in noise, so that every part of each is its own."""
+    for seed, (name, seconds) in enumerate(SOUNDS.items()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        times = np.arange(round(seconds * RATE)) / RATE
+        noise = np.random.default_rng(seed).uniform(-0.2, 0.2, len(times))
+        soundfile.write(folder / name, 0.5 * np.sin(2 * np.pi * (100 + 150 * seed + 300 * times) * times) + noise, RATE)
+    (folder / "notes.txt").write_text("no sound")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that fills a folder with shards of nine items, four to a shard.
+
+    Args:
+        name: Of its file.
+        main: Its main function.
+        source: Flag of what it reads.
+        per_shard: Name of the setting of how many items a shard has.
+        shards: What its shards are called.
+        names: Of the inputs, in order.
+        n_index_files: Files that are written after all shards.
+        model: Makes a model from a seed.
+        write_inputs: Into a folder.
+        use: Flags that read a folder, given the model, it and another folder.
+    """
+
+    name: str
+    main: Callable[[list[str]], None]
+    source: str
+    per_shard: str
+    shards: str
+    names: tuple[str, ...]
+    n_index_files: int
+    model: Callable[..., Any]
+    write_inputs: Callable[[Path], None]
+    use: Callable[[Path, Path, Path], list[Any]]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def flags(self, model: Path, source: Path | str, output: Path, *more: Any) -> list[str]:
+        said = ["--model", model, self.source, source, "--output", output, f"--{self.per_shard}", 4]
+        return [str(word) for word in (*said, "--batch_size", 3, "--num_workers", 0, *more)]
+
+    def fill(self, model: Path, source: Path | str, output: Path, *more: Any) -> Path:
+        self.main(self.flags(model, source, output, *more))
+        return output
+
+    def refused(self, capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
+        """The one line of an error, which ends the process with code 2."""
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as raised:
+            self.main([str(word) for word in argv])
+        assert raised.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{self.name}: error: ")
+        return line
+
+    def rows(self, folder: Path) -> dict[str, np.ndarray]:
+        """Rows by path, read as the modules of the stores say it."""
+        shards = [load_file(path)[self.shards] for path in sorted(folder.glob(f"{self.shards}-*.safetensors"))]
+        return {line["path"]: shards[line["shard"]][line["row"]] for line in lines(folder)}
+
+    def bad(self, folder: Path) -> list[dict[str, str]]:
+        """What the folder says of the inputs that could not be read."""
+        if (folder / "bad.jsonl").exists():
+            return lines(folder, "bad.jsonl")
+        bad: list[dict[str, str]] = index(folder)["bad"]
+        return bad
+
+
+TOKENIZE = Script(
+    "tokenize_images.py", tokenize_images.main, "--image_folder", "images_per_shard", "codes", IMAGES, 2, vqgan,
+    write_images, lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
+)  # fmt: skip
+EMBED = Script(
+    "embed.py", embed.main, "--audio", "files_per_shard", "embeddings", tuple(SOUNDS), 3, mulan,
+    write_sounds, lambda model, index, other: ["--model", model, "--index", index, "--query", "a dog"],
+)  # fmt: skip
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All but the locks, which name the process."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def stamps(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
+    """What tells a file from one that was written again."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob(pattern)}
+
+
+def index(folder: Path) -> Any:
+    return json.loads((folder / "index.json").read_text())
+
+
+def change_index(folder: Path, **changes: Any) -> None:
+    (folder / "index.json").write_text(json.dumps({**index(folder), **changes}))
+
+
+def lines(folder: Path, file: str = "index.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def broken_copy(source: Path, folder: Path, *names: str) -> Path:
+    """A copy in which some files cannot be read."""
+    shutil.copytree(source, folder)
+    for name in names:
+        (folder / name).write_bytes(b"no such content")
+    return folder
+
+
+def on_one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device whose numbers the tests know; nothing in a test has to survive a power cut."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

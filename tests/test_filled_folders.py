@@ -1,0 +1,364 @@
+"""What tokenize_images.py and embed.py both do: fill a folder shard by shard, go on after any end, refuse the rest.
+Tiny models, one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import filling
+import numpy as np
+import pytest
+import torch
+from filling import EMBED, TOKENIZE, Killed, Script, broken_copy, change_index, files, index, lines, stamps
+from safetensors.numpy import load_file, save_file
+
+import training.files
+from data.stores.output import sha256_of
+
+BOTH = [TOKENIZE, EMBED]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_one_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        filling.on_one_cpu(patch)
+        yield
+
+
+@pytest.fixture(scope="module", params=BOTH, ids=str)
+def script(request: pytest.FixtureRequest) -> Script:
+    script: Script = request.param
+    return script
+
+
+@pytest.fixture(scope="module")
+def model(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    script.model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    script.write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(script: Script, model: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A filled folder, for tests that only read it or copy it."""
+    return script.fill(model, source, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "copied")
+
+
+@pytest.fixture
+def on_write(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replace the function that writes files; without an argument put it back."""
+
+    def replace(write: Callable[[Path, bytes], None] = filling.write_atomically) -> None:
+        monkeypatch.setattr(training.files, "write_atomically", write)
+
+    return replace
+
+
+def test_shards_and_index_say_the_same(script: Script, whole: Path, model: Path) -> None:
+    said = index(whole)
+    assert [shard["rows"] for shard in said["shards"]] == [4, 4, 1]
+    assert [shard["sha256"] for shard in said["shards"]] == [sha256_of([whole / s["file"]]) for s in said["shards"]]
+    assert [(line["shard"], line["row"]) for line in lines(whole)] == [(i // 4, i % 4) for i in range(9)]
+    assert [line["path"] for line in lines(whole)] == list(script.names)
+    assert not script.bad(whole) and said["weights_sha256"] == sha256_of([model / "model.safetensors"])
+    assert (said[script.per_shard], said["batch_size"], said["cpu_threads"]) == (4, 3, 1)
+
+
+def test_loader_workers_change_nothing(script: Script, whole: Path, model: Path, source: Path, tmp_path: Path) -> None:
+    assert files(script.fill(model, source, tmp_path, "--num_workers", 2)) == files(whole)
+
+
+def test_the_number_of_threads_is_as_said_and_1_by_default(
+    script: Script, model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for name, more in (("a", []), ("b", ["--cpu_threads", 3])):
+        script.fill(model, source, tmp_path / name, *more)
+    assert asked == [1, 3]
+    assert [index(tmp_path / name)["cpu_threads"] for name in "ab"] == [1, 3]
+
+
+# Files that cannot be read.
+
+
+def test_a_bad_file_is_left_out_and_named_and_changes_no_other_row(
+    script: Script, whole: Path, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = script.names[1]
+    folder = script.fill(model, broken_copy(source, tmp_path / "source", name), tmp_path / "output")
+    assert capsys.readouterr().out.count(name) == 1
+    found, exact = script.rows(folder), script.rows(whole)
+    assert list(found) == [other for other in script.names if other != name]
+    for other, row in found.items():
+        np.testing.assert_array_equal(row, exact[other])
+    (bad,) = script.bad(folder)
+    assert bad["path"] == name and bad["reason"]
+    assert [shard["rows"] for shard in index(folder)["shards"]] == [3, 4, 1]
+
+
+def test_a_shard_without_a_readable_item_is_empty_and_can_be_used(
+    script: Script, whole: Path, model: Path, source: Path, tmp_path: Path
+) -> None:
+    folder = script.fill(model, broken_copy(source, tmp_path / "source", script.names[-1]), tmp_path / "output")
+    file = f"{script.shards}-00002.safetensors"
+    empty, full = load_file(folder / file)[script.shards], load_file(whole / file)[script.shards]
+    assert empty.shape == (0, *full.shape[1:]) and empty.dtype == full.dtype
+    script.main([str(word) for word in script.use(model, folder, tmp_path / "images")])
+    if script is TOKENIZE:
+        assert len(files(tmp_path / "images")) == 8 + 1
+
+
+def test_on_bad_sample_error_stops(
+    script: Script, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = broken_copy(source, tmp_path / "source", script.names[6])
+    for _ in range(2):
+        said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output", "--on_bad_sample", "error"))
+        assert script.names[6] in said
+    script.fill(model, broken, tmp_path / "output", "--on_bad_sample", "skip")  # goes on where that one stopped
+    assert len(lines(tmp_path / "output")) == 8
+
+
+def test_too_many_bad_files_stop(
+    script: Script, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = broken_copy(source, tmp_path / "source", script.names[1], script.names[6])
+    said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output"))
+    assert "2 of 9 samples could not be read" in said
+    assert not (tmp_path / "output" / "index.json").exists()
+
+
+# Going on.
+
+
+def test_killed_at_any_write_and_started_again_gives_the_same_files(
+    script: Script, whole: Path, model: Path, source: Path, tmp_path: Path, on_write: Callable[..., None]
+) -> None:
+    for fatal in range(1 + 2 * 3 + script.n_index_files):  # settings; three shards with their records; the index
+        folder, written = tmp_path / str(fatal), []
+
+        def write_or_die(path: Path, content: bytes, fatal: int = fatal, written: list[Path] = written) -> None:
+            if len(written) == fatal:
+                path.with_name(f".{path.name}.tmp").write_bytes(content[: len(content) // 2])
+                raise Killed
+            written.append(path)
+            filling.write_atomically(path, content)
+
+        on_write(write_or_die)
+        with pytest.raises(Killed):
+            script.fill(model, source, folder)
+        on_write()
+        before = stamps(folder, "*.safetensors")
+        finished = {path.with_suffix(".safetensors").name for path in folder.glob(f"{script.shards}-*.json")}
+        assert len(finished) == min(3, max(0, fatal - 1) // 2)
+        script.fill(model, source, folder)
+        after = stamps(folder, "*.safetensors")
+        assert {name for name in before if before[name] == after[name]} == finished
+        assert files(folder) == files(whole)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_finished_folder_is_not_computed_again(
+    script: Script, whole: Path, copied: Path, model: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = stamps(copied, f"{script.shards}-*")
+    monkeypatch.setattr("data.images.sets.ImageFolder.load", None)
+    monkeypatch.setattr("data.sounds.decoding.ClipDecoder.load", None)
+    script.fill(model, source, copied)
+    assert stamps(copied, f"{script.shards}-*") == before and files(copied) == files(whole)
+
+
+@pytest.mark.parametrize("damage", ["shard", "record", "missing shard"])
+def test_a_damaged_shard_is_computed_again(
+    damage: str, script: Script, whole: Path, copied: Path, model: Path, source: Path
+) -> None:
+    shard, record = (copied / f"{script.shards}-00001.{ending}" for ending in ("safetensors", "json"))
+    if damage == "shard":
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    elif damage == "record":
+        record.write_text('{"rows": 4')
+    else:
+        shard.unlink()
+    assert files(copied) != files(whole)
+    assert files(script.fill(model, source, copied)) == files(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(
+    number: signal.Signals,
+    script: Script,
+    whole: Path,
+    model: Path,
+    source: Path,
+    tmp_path: Path,
+    on_write: Callable[..., None],
+) -> None:
+    first = f"{script.shards}-00000"
+
+    def write_and_signal(path: Path, content: bytes) -> None:
+        if path.name == f"{first}.safetensors":
+            os.kill(os.getpid(), number)
+        filling.write_atomically(path, content)
+
+    on_write(write_and_signal)
+    later = ["--query", "not yet"] if script is EMBED else ["--report"]
+    with pytest.raises(SystemExit) as raised:
+        script.fill(model, source, tmp_path, *later)
+    assert raised.value.code == 75
+    assert sorted(files(tmp_path)) == [f"{first}.json", f"{first}.safetensors", "settings.json"]
+    assert files(script.fill(model, source, tmp_path)) == files(whole)
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
+    script: Script,
+    whole: Path,
+    model: Path,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    on_write: Callable[..., None],
+) -> None:
+    def no_space(path: Path, content: bytes) -> None:
+        if path.name == f"{script.shards}-00001.safetensors":
+            raise OSError(28, "No space left on device")
+        filling.write_atomically(path, content)
+
+    on_write(no_space)
+    said = script.refused(capsys, *script.flags(model, source, tmp_path))
+    assert "-00001.safetensors: No space left on device" in said and "the same command goes on" in said
+    on_write()
+    assert files(script.fill(model, source, tmp_path)) == files(whole)
+
+
+OTHER_FLAGS = [
+    (BOTH, "per_shard", 5, "_per_shard was 4 and is now 5"),
+    (BOTH, "batch_size", 4, "batch_size was 3 and is now 4"),
+    (BOTH, "precision", "bf16", 'precision was "fp32" and is now "bf16"'),
+    (BOTH, "cpu_threads", 2, "cpu_threads was 1 and is now 2"),
+    ([TOKENIZE], "image_size", 20, "image_size was 16 and is now 20"),
+    ([TOKENIZE], "format", "npy", "format was"),
+    ([EMBED], "max_clips", 2, "max_clips was 6 and is now 2"),
+]
+
+
+def test_other_flags_are_refused_by_name(
+    script: Script,
+    whole: Path,
+    model: Path,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    before = files(whole)
+    for scripts, flag, value, named in OTHER_FLAGS:
+        if script in scripts:
+            flag = script.per_shard if flag == "per_shard" else flag
+            assert named in script.refused(capsys, *script.flags(model, source, whole, f"--{flag}", value))
+    assert files(whole) == before
+
+
+def test_another_model_or_listing_is_refused(
+    script: Script, copied: Path, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.model(seed=1).save_pretrained(tmp_path / "model")
+    said = script.refused(capsys, *script.flags(tmp_path / "model", source, copied))
+    assert "weights_sha256 was" in said and "names_sha256" not in said
+    moved = shutil.copytree(source, tmp_path / "source")
+    script.fill(model, moved, copied)  # the same listing elsewhere
+    (moved / script.names[3]).rename((moved / script.names[3]).with_stem("other"))
+    assert "names_sha256 was" in script.refused(capsys, *script.flags(model, moved, copied))
+
+
+def test_fresh_moves_the_old_content_aside(
+    script: Script, whole: Path, copied: Path, model: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.fill(model, source, copied, "--fresh", f"--{script.per_shard}", 5)
+    assert files(copied.with_name("copied.old-1")) == files(whole)
+    assert len(index(copied)["shards"]) == 2
+    assert "copied.old-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]])
+def test_a_folder_of_something_else_is_left_alone(
+    fresh: list[str], script: Script, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = shutil.copytree(source, tmp_path / "mine")
+    before = files(mine)
+    assert script.names[0] in script.refused(capsys, *script.flags(model, source, mine, *fresh))
+    assert files(mine) == before
+
+
+# Damaged folders.
+
+
+def damage_first_line(folder: Path, **changes: Any) -> None:
+    """Change the first line of index.jsonl, and the checksum with it."""
+    first, *rest = lines(folder)
+    (folder / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{**first, **changes}, *rest]))
+    change_index(folder, lines_sha256=sha256_of([folder / "index.jsonl"]))
+
+
+def damage_shard(folder: Path, name: str, rows: np.ndarray) -> None:
+    """Other content of the first shard, with the checksum to it."""
+    path = folder / f"{name}-00000.safetensors"
+    save_file({name: rows}, path)
+    first, *rest = index(folder)["shards"]
+    change_index(folder, shards=[{**first, "sha256": sha256_of([path])}, *rest])
+
+
+def shard_of(value: int, shape: tuple[int, ...], dtype: Any) -> Callable[[Path, str], None]:
+    return lambda folder, name: damage_shard(folder, name, np.full(shape, value, dtype))
+
+
+DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
+    "no index": (BOTH, lambda f, name: (f / "index.json").unlink(), "did not finish"),
+    "no folder": (BOTH, lambda f, name: shutil.rmtree(f), "no such folder"),
+    "half an index": (BOTH, lambda f, name: (f / "index.json").write_text('{"shards": ['), "cannot read"),
+    "an empty index": (BOTH, lambda f, name: (f / "index.json").write_text("[]"), "cannot read"),
+    "other lines": (BOTH, lambda f, name: (f / "index.jsonl").write_text(""), "index.jsonl: its checksum"),
+    "a shard elsewhere": (BOTH, lambda f, name: change_index(f, shards=[{"file": "../x", "rows": 3}] * 3), "'../x'"),
+    "a changed shard": (BOTH, lambda f, name: (f / f"{name}-00000.safetensors").write_bytes(b""), "checksum"),
+    "no shard": (BOTH, lambda f, name: (f / f"{name}-00001.safetensors").unlink(), "-00001.safetensors: No such file"),
+    "another kind of index": ([EMBED], lambda f, name: change_index(f, task="encode"), "something else"),
+    "embeddings of another shape": ([EMBED], shard_of(0, (4, 9), np.float32), "not float32 (4, 8)"),
+    "embeddings of another dtype": ([EMBED], shard_of(0, (4, 8), np.float64), "float64"),
+    "a path that leaves": ([TOKENIZE], lambda f, name: damage_first_line(f, path="../a.png"), "'../a.png'"),
+    "an absolute path": ([TOKENIZE], lambda f, name: damage_first_line(f, path="/tmp/a.png"), "'/tmp/a.png'"),
+    "a row twice": ([TOKENIZE], lambda f, name: damage_first_line(f, row=1), "not in order"),
+    "a shard that is not there": ([TOKENIZE], lambda f, name: damage_first_line(f, shard=7), "cannot read"),
+    "codes outside the codebook": ([TOKENIZE], shard_of(512, (4, 4, 4), np.uint16), "outside"),
+    "negative codes": ([TOKENIZE], shard_of(-1, (4, 4, 4), np.int32), "outside [0, 512)"),
+    "codes of another shape": ([TOKENIZE], shard_of(0, (4, 4), np.uint16), "not codes (4, 4, 4)"),
+    "fractional codes": ([TOKENIZE], shard_of(0, (4, 4, 4), np.float32), "float32"),
+}
+
+
+def test_a_damaged_folder_is_refused_in_one_line(
+    script: Script, whole: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for damage, (scripts, change, expected) in DAMAGES.items():
+        if script in scripts:
+            copied = shutil.copytree(whole, tmp_path / damage)
+            change(copied, script.shards)
+            assert expected in script.refused(capsys, *script.use(model, copied, tmp_path / f"{damage} out")), damage
+    assert not list(tmp_path.glob("*.png"))

@@ -1,0 +1,26 @@
+"""Flags of the scripts that use trained weights. Standard library only, so that `--help` answers at once."""
+
+import argparse
+
+from .converters import non_negative_int, positive_int
+
+
+def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, required: bool = False) -> None:
+    """Add --output and --fresh to a group of flags."""
+    group.add_argument("--output", "--output_dir", required=required, metavar="DIR", help=output_help)
+    group.add_argument("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
+
+
+def add_computation_arguments(
+    parser: argparse.ArgumentParser, *, batch_size: int, unit: str, num_workers_help: str
+) -> None:
+    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"."""
+    # fmt: off
+    add = parser.add_argument_group("computation").add_argument
+    add("--batch_size", type=positive_int, default=batch_size, metavar=unit, help="per forward pass of a process")
+    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32",
+        help="precision of the forward pass")
+    add("--num_workers", type=non_negative_int, default=2, metavar="N", help=num_workers_help)
+    add("--cpu_threads", type=positive_int, default=1, metavar="N",
+        help="threads of each process, on a CPU; starting more processes is faster than more threads")
+    # fmt: on

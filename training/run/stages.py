@@ -1,0 +1,53 @@
+"""What a script does that uses trained weights: stages, one after the other, until one of them is asked to stop.
+
+PyTorch is imported when the stages run, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Say = Callable[[str], None]
+
+
+class Processes(Protocol):
+    """What stages ask of the processes that work together."""
+
+    device: torch.device
+
+    @property
+    def is_root(self) -> bool: ...
+
+
+def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, processes: Processes) -> None:
+    """Run `stage(args, processes, say)` for each stage, which returns how many shards a signal left to do.
+
+    `say` prints a line on the root: to stderr where `args.json` keeps stdout for data.
+
+    Raises:
+        SystemExit: with code 75, after a signal.
+    """
+    import torch
+
+    from .run import ASKED_TO_STOP
+
+    torch.set_num_threads(args.cpu_threads)
+    to = sys.stderr if getattr(args, "json", False) else sys.stdout
+    say: Say = functools.partial(print, file=to, flush=True) if processes.is_root else (lambda text: None)
+    for stage in stages:
+        if shards_left := stage(args, processes, say):
+            say(f"asked to stop: the same command goes on with the {shards_left} shards that are left")
+            sys.exit(ASKED_TO_STOP)
+
+
+def kernel_settings(args: argparse.Namespace, processes: Processes) -> dict[str, Any]:
+    """What the last bits of a result depend on beside the model and its input, as kernels are chosen by it."""
+    threads = args.cpu_threads if processes.device.type == "cpu" else None
+    return {"deterministic": args.deterministic, "device": processes.device.type, "cpu_threads": threads}
