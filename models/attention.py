@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -55,15 +56,14 @@ class Attention(nn.Module):
         Args:
             bias: Added to the logits, broadcastable to (b, heads, n, n); -inf hides a key. Each row must keep one.
         """
-        qkv = self.to_qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
-        qk, v = l2_normalize(qkv[:, :, :2]), qkv[:, :, 2]
-        q, k = (qk[:, :, 0] * self.q_scale).to(v.dtype), (qk[:, :, 1] * self.k_scale).to(v.dtype)
+        qkv = rearrange(self.to_qkv(self.norm(x)), "b n (part h d) -> part b h n d", part=3, h=self.heads)
+        (q, k), v = l2_normalize(qkv[:2]), qkv[2]
+        q, k = (q * self.q_scale).to(v.dtype), (k * self.k_scale).to(v.dtype)
         if bias is not None:
             bias = bias.to(v.dtype)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         with sdpa_kernel(_KERNELS):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=LOGIT_SCALE)
-        return self.to_out(out.transpose(1, 2).flatten(2))
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
 class FeedForward(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,7 +63,7 @@ class RelativePositionBias(nn.Module):
         device = patches.device
         dy = torch.arange(1 - rows, rows, device=device)
         dx = torch.arange(1 - columns, columns, device=device)
-        displacements = torch.stack(torch.meshgrid(dy, dx, indexing="ij"), dim=-1).flatten(0, 1)
+        displacements = torch.cartesian_prod(dy, dx)
         dtype: torch.dtype = self.mlp[0].weight.dtype  # type: ignore[assignment]
         displacements = displacements.to(torch.promote_types(dtype, torch.float32))
         displacements = displacements.sign() * displacements.abs().log1p()
@@ -71,7 +72,8 @@ class RelativePositionBias(nn.Module):
         places = patches // columns * (2 * columns - 1) + patches % columns
         centre = (rows - 1) * (2 * columns - 1) + columns - 1
         index = places[:, :, None] - places[:, None, :] + centre
-        return F.embedding(index, table).movedim(-1, 1).contiguous()  # one copy, where each layer would make one
+        bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
+        return bias.contiguous()  # one copy here, or each layer would make one
 
 
 class AudioTransformer(nn.Module):
@@ -135,15 +137,14 @@ class AudioTransformer(nn.Module):
         """
         rows, columns = self.grid(*spectrograms.shape[1:])
         p, count = self.patch_size, rows * columns
-        patches = self.crop(spectrograms).unflatten(2, (columns, p)).unflatten(1, (rows, p))
-        patches = patches.transpose(2, 3).reshape(-1, count, p * p)
+        patches = rearrange(self.crop(spectrograms), "b (y i) (x j) -> b (y x) (i j)", i=p, j=p)
         positions = sincos_positions(rows, columns, self.dim, spectrograms.device)
         chosen = torch.arange(count, device=spectrograms.device)[None]
         if noise is None or self.kept(count) == count:
             positions = positions[None]
         else:
             chosen = noise.argsort(dim=1, stable=True)[:, : self.kept(count)]
-            patches = patches.gather(1, chosen[:, :, None].expand(-1, -1, p * p))
+            patches = patches.gather(1, repeat(chosen, "b n -> b n pixels", pixels=p * p))
             positions = positions[chosen]
         x = self.embed(patches)
         x = x + positions.to(x.dtype)
@@ -160,5 +161,4 @@ def sincos_positions(rows: int, columns: int, dim: int, device: torch.device) ->
     frequencies = torch.exp(torch.arange(quarter, device=device) * (-math.log(10000) / quarter))
     y, x = (torch.arange(size, device=device)[:, None] * frequencies for size in (rows, columns))
     y, x = (torch.cat([angles.sin(), angles.cos()], dim=-1) for angles in (y, x))
-    grid = torch.cat([y[:, None].expand(-1, columns, -1), x[None].expand(rows, -1, -1)], dim=-1)
-    return grid.flatten(0, 1)
+    return torch.cat([repeat(y, "y d -> (y x) d", x=columns), repeat(x, "x d -> (y x) d", y=rows)], dim=-1)

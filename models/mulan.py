@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,17 +10,12 @@ from torch import Tensor, nn
 
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
-from .files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
+from .files.pretrained import Pretrained, constructor_arguments
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
 from .text_transformer import TextTransformer
 
 # The scale of the similarities is at most this (Radford et al. 2021, section 2.5).
 MAX_SCALE = 100.0
-
-# Arguments that may differ between a model and the weights it takes: they are of training, or where it starts.
-_NOT_IN_THE_WEIGHTS = {
-    "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias"
-}  # fmt: skip
 
 
 class MulanOutput(NamedTuple):
@@ -71,7 +65,7 @@ class Latents(nn.Module):
             return l2_normalize(torch.stack(latents, dim=1))
 
 
-class MuLaN(nn.Module):
+class MuLaN(Pretrained):
     """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
 
     Args:
@@ -96,6 +90,11 @@ class MuLaN(nn.Module):
     Raises:
         ValueError: one line that names the argument.
     """
+
+    not_in_the_weights = frozenset((
+        "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature",
+        "init_bias",
+    ))  # fmt: skip
 
     def __init__(
         self,
@@ -125,9 +124,7 @@ class MuLaN(nn.Module):
         init_bias: float = -10.0,
     ) -> None:
         super().__init__()
-        self.config: dict[str, Any] = {
-            name: value for name, value in locals().items() if name not in ("self", "__class__")
-        }
+        self.config = constructor_arguments(locals())
         _check_config(self.config)
         self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
         self.clip_samples = round(clip_seconds * sample_rate)
@@ -209,33 +206,6 @@ class MuLaN(nn.Module):
     def _noise_size(self, samples: int) -> int:
         rows, columns = self.audio.grid(self.frontend.bands, self.frontend.frames(samples))
         return MASK_NOISE + rows * columns
-
-    # Files.
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``folder``/model.safetensors and config.json, atomically."""
-        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> MuLaN:
-        """The model that ``save_pretrained`` wrote, in eval mode.
-
-        Raises:
-            ValueError: one line, where a file is missing or not of this model.
-        """
-        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
-        try:
-            return build_with_weights(lambda: cls(**config), weights).eval()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
-
-    def load_weights_from(self, folder: str | Path) -> None:
-        """Take the weights of a ``save_pretrained`` folder.
-
-        Raises:
-            ValueError: one line, naming what differs where the two models do.
-        """
-        take_weights(self, folder, _NOT_IN_THE_WEIGHTS)
 
 
 def _check_config(config: dict[str, Any]) -> None:

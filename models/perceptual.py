@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .files.pretrained import build_with_weights
+from .files.building import build_with_weights
 from .files.published import read_state_dict
 
 # Simonyan & Zisserman 2015, configuration D: channels of the five blocks, and convolutions in each.

@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from .files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
+from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import make_quantizer
 
 _SLOPE = 0.1  # of every LeakyReLU
 _MOST_GROUPS = 16
-_NOT_IN_THE_WEIGHTS = {"image_size", "diversity_gamma", "inv_temperature", "vq_decay"}
 
 
 class VQGANOutput(NamedTuple):
@@ -32,7 +31,7 @@ class VQGANOutput(NamedTuple):
     """(b, dim, h, w): what goes into the decoder's last layer, detached; for an adaptive weight."""
 
 
-class VQGAN(nn.Module):
+class VQGAN(Pretrained):
     """Images to a grid of codes and back. Fully convolutional: any height and width that 2^num_layers divides.
 
     Args:
@@ -54,6 +53,8 @@ class VQGAN(nn.Module):
         ValueError: a size that does not divide, or a codebook size that the quantizer cannot have.
     """
 
+    not_in_the_weights = frozenset(("image_size", "diversity_gamma", "inv_temperature", "vq_decay"))
+
     def __init__(
         self,
         image_size: int = 256,
@@ -71,25 +72,13 @@ class VQGAN(nn.Module):
         vq_cosine: bool = False,
     ) -> None:
         super().__init__()
+        self.config = constructor_arguments(locals())
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: an image is halved once at least and 40 times at most")
         blocks = _blocks_per_level(num_resnet_blocks, num_layers)
         _check_side("image_size", image_size, num_layers)
-        self.config: dict[str, Any] = {
-            "image_size": image_size,
-            "dim": dim,
-            "channels": channels,
-            "num_layers": num_layers,
-            "num_resnet_blocks": blocks,
-            "quantizer": quantizer,
-            "codebook_size": codebook_size,
-            "codebook_dim": codebook_dim,
-            "diversity_gamma": diversity_gamma,
-            "inv_temperature": inv_temperature,
-            "fsq_levels": None if fsq_levels is None else list(fsq_levels),
-            "vq_decay": vq_decay,
-            "vq_cosine": vq_cosine,
-        }
+        self.config["num_resnet_blocks"] = blocks
+        self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
         self.image_size, self.channels, self.num_layers = image_size, channels, num_layers
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
 
@@ -162,7 +151,7 @@ class VQGAN(nn.Module):
             side = math.isqrt(codes.shape[1])
             if side * side != codes.shape[1]:
                 raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give codes (b, h, w)")
-            codes = codes.unflatten(1, (side, side))
+            codes = rearrange(codes, "b (h w) -> b h w", h=side)
         return self._decode(self.quantizer.decode_codes(codes))[0]
 
     def _encode(self, images: Tensor) -> Tensor:
@@ -176,33 +165,6 @@ class VQGAN(nn.Module):
         for layer in self.decoder[:-1]:
             features = layer(features)
         return self.last_layer(features).float(), features
-
-    # Files.
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``folder``/model.safetensors and config.json, atomically."""
-        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> VQGAN:
-        """The model that ``save_pretrained`` wrote, in eval mode.
-
-        Raises:
-            ValueError: one line, where a file is missing or not of this model.
-        """
-        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
-        try:
-            return build_with_weights(lambda: cls(**config), weights).eval()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
-
-    def load_weights_from(self, folder: str | Path) -> None:
-        """Take the weights of a ``save_pretrained`` folder.
-
-        Raises:
-            ValueError: one line, naming what differs where the two models do.
-        """
-        take_weights(self, folder, _NOT_IN_THE_WEIGHTS)
 
 
 class ResBlock(nn.Module):

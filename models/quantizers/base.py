@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from .statistics import AllReduce, GlobalMean
@@ -104,7 +105,8 @@ class Quantizer(nn.Module, ABC):
         with torch.autocast(z.device.type, enabled=False):
             rows, codes, losses = self._quantize(self._project(self._rows(z)))
             grid = (z.shape[0], *z.shape[2:])
-            return Quantized(rows.unflatten(0, grid).movedim(-1, 1).contiguous(), codes.view(grid), losses)
+            quantized = rearrange(rows.unflatten(0, grid), "b ... d -> b d ...").contiguous()
+            return Quantized(quantized, codes.view(grid), losses)
 
     @torch.no_grad()
     def codes(self, z: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class Quantizer(nn.Module, ABC):
 
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Codes (b, ...) int64 in [0, num_codes) -> (b, dim, ...) fp32, bit for bit the `quantized` of forward."""
-        return self._look_up(codes).movedim(-1, 1).contiguous()
+        return rearrange(self._look_up(codes), "b ... d -> b d ...").contiguous()
 
     @torch.no_grad()
     def observe(self, z: Tensor) -> None:
@@ -177,7 +179,7 @@ class Quantizer(nn.Module, ABC):
                 f"z has the shape {tuple(z.shape)}, this quantizer takes (b, {self.dim}, ...): "
                 f"project to {self.dim} channels first"
             )
-        return z.float().movedim(1, -1).flatten(0, -2)
+        return rearrange(z.float(), "b d ... -> (b ...) d")
 
 
 def straight_through(entries: Tensor, rows: Tensor) -> Tensor:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder
+from ..files.pretrained import Pretrained, constructor_arguments
 from ..quantizers import VectorQuantizer
 from .base import of_one_process, straight_through
 from .hashing import mix
@@ -29,7 +28,7 @@ class ResidualQuantized(NamedTuple):
     """``commitment`` (q,) fp32, unweighted: the mean square of what level k leaves of the embeddings."""
 
 
-class ResidualQuantizer(nn.Module):
+class ResidualQuantizer(Pretrained):
     """Each level quantizes what the levels before it have left: r_0 = x, c_k = the entry nearest to r_k,
     r_{k+1} = r_k - e_k(c_k). Zeghidour et al. 2021 (SoundStream), algorithm 1; 12 levels of 1024 entries of MuLan's
     audio embeddings are what MusicLM is conditioned on (Agostinelli et al. 2023, section 3.2).
@@ -55,6 +54,8 @@ class ResidualQuantizer(nn.Module):
         ValueError: a value outside these ranges.
     """
 
+    not_in_the_weights = frozenset(("decay", "revive_below"))
+
     def __init__(
         self,
         dim: int,
@@ -65,13 +66,10 @@ class ResidualQuantizer(nn.Module):
         revive_below: float = 0.01,
     ) -> None:
         super().__init__()
+        self.config = constructor_arguments(locals())
         if num_quantizers < 1:
             raise ValueError(f"num_quantizers {num_quantizers}: at least 1 level")
         self.dim, self.num_quantizers, self.codebook_size = dim, num_quantizers, codebook_size
-        self.config = {
-            "dim": dim, "num_quantizers": num_quantizers, "codebook_size": codebook_size, "decay": decay,
-            "revive_below": revive_below,
-        }  # fmt: skip
         self.levels = nn.ModuleList(
             VectorQuantizer(codebook_size, dim, decay=decay, revive_below=revive_below) for _ in range(num_quantizers)
         )
@@ -173,21 +171,6 @@ class ResidualQuantizer(nn.Module):
         self._check_levels("codes", codes)
         return codes + self._offsets(codes)
 
-    def codes_of(self, tokens: Tensor) -> Tensor:
-        """The inverse of `tokens_of`.
-
-        Raises:
-            ValueError: tokens of another shape, or a token that does not belong to the level of its column.
-        """
-        self._check_levels("tokens", tokens)
-        codes = tokens - self._offsets(tokens)
-        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.codebook_size:
-            raise ValueError(
-                f"a token stands outside of its level: those of column l are in [l x {self.codebook_size}, "
-                f"(l + 1) x {self.codebook_size}); keep the columns in order, from the first level on"
-            )
-        return codes
-
     def _levels(self) -> list[VectorQuantizer]:
         return [level for level in self.levels if isinstance(level, VectorQuantizer)]
 
@@ -201,28 +184,6 @@ class ResidualQuantizer(nn.Module):
     def _check_levels(self, name: str, columns: Tensor) -> None:
         if columns.ndim != 2 or not 1 <= columns.shape[1] <= self.num_quantizers:
             raise ValueError(f"{name} have the shape {tuple(columns.shape)}, not (b, 1 to {self.num_quantizers})")
-
-    # Files.
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``folder``/model.safetensors and config.json, atomically."""
-        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> ResidualQuantizer:
-        """The quantizer that ``save_pretrained`` wrote, in eval mode.
-
-        Raises:
-            ValueError: one line, where a file is missing or not of this model.
-        """
-        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
-        try:
-            levels = sum(name.endswith(".codebook") for name in weights)
-            if config.get("num_quantizers") != levels:  # before so many are built
-                raise ValueError(f"num_quantizers is {config.get('num_quantizers')}, but it holds {levels} codebooks")
-            return build_with_weights(lambda: cls(**config), weights).eval()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,42 +155,3 @@ def test_images_that_do_not_divide_say_why() -> None:
         tiny()(torch.rand(1, 3, 16, 18))
     with pytest.raises(ValueError, match="no square"):
         tiny().decode(torch.zeros(1, 3, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_a_saved_model_loads_in_one_line(quantizer: str, tmp_path: Path) -> None:
-    """Codebook included; nobody could load the public trainer's EMA file."""
-    model = tiny(quantizer, num_resnet_blocks=[0, 1])
-    model(images())  # a codebook that starts from the first batch
-    model.eval().save_pretrained(tmp_path / "model")
-    again = VQGAN.from_pretrained(tmp_path / "model")
-    assert again.config == model.config and not again.training
-    assert torch.equal(again.encode(images()), model.encode(images()))
-    assert torch.equal(again(images()).reconstruction, model(images()).reconstruction)
-    fresh = tiny(quantizer, num_resnet_blocks=[0, 1], image_size=32)
-    fresh.load_weights_from(tmp_path / "model")
-    assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), model.state_dict().values(), strict=True))
-
-
-def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
-    tiny(dim=16).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="of another model; they need dim 16"):
-        tiny().load_weights_from(tmp_path / "model")
-
-
-def test_a_copy_has_weights_of_its_own_and_the_same_processes() -> None:
-    """The average of the weights and the ZeRO engine copy the model; a backend holds sockets and cannot be copied."""
-
-    class Uncopyable:
-        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor
-
-        def __deepcopy__(self, memo: Any) -> None:
-            raise AssertionError("copied")
-
-    model, backend = tiny("vq"), Uncopyable()
-    model.quantizer.all_reduce = model.quantizer.gather = backend.sum
-    twin = copy.deepcopy(model)
-    twin.last_layer.bias.data += 1
-    assert not torch.equal(twin.last_layer.bias, model.last_layer.bias)
-    assert set(model.state_dict()) == set(twin.state_dict())
