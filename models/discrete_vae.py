@@ -18,7 +18,7 @@ from .files.pretrained import Pretrained, constructor_arguments
 
 
 class VAEOutput(NamedTuple):
-    """What a forward pass gives."""
+    """Results of a forward pass."""
 
     loss: Tensor
     """0-d: recon_loss + kl_div_loss_weight x kl."""
@@ -50,7 +50,7 @@ class ResBlock(nn.Module):
 class Codebook(nn.Embedding):
     """Rows (D,) of an embedding, looked up by code or mixed by weight.
 
-    Both are calls of this module, so that DeepSpeed's ZeRO 3, which gathers weights module by module, sees the use.
+    Both are calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module when it is called.
     """
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -68,12 +68,12 @@ class DiscreteVAE(Pretrained):
         num_tokens: Codes in the codebook.
         codebook_dim: Width of a codebook entry.
         num_layers: Halvings of the side; the grid of codes has side image_size / 2^num_layers.
-        num_resnet_blocks: Residual blocks on the coarsest grid, on both ways.
+        num_resnet_blocks: Residual blocks on the coarsest grid, in the encoder and in the decoder.
         hidden_dim: Channels of the convolutions.
         channels: 3 for RGB, 4 for RGBA.
         smooth_l1_loss: Smooth L1 (beta 1) instead of the mean squared error.
-        temperature: Of the softmax, where forward is given none.
-        straight_through: Hard codes forward, the gradient of the soft ones.
+        temperature: Temperature of the softmax, unless forward is given one.
+        straight_through: Decode hard codes, with the gradient of the soft codes.
         reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
         kl_div_loss_weight: Weight of the KL term.
         normalization: Means and standard deviations per channel, or None for images as they are. A channel beyond
@@ -113,7 +113,7 @@ class DiscreteVAE(Pretrained):
             )
         _check_image_size(image_size, num_layers)
         if reinmax and not straight_through:
-            raise ValueError("reinmax refines the straight-through gradient: it needs straight_through as well")
+            raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
         if normalization is not None:
             mean, std = ([float(value) for value in values[:channels]] for values in normalization)
             normalization = (mean + [0.0] * (channels - len(mean)), std + [1.0] * (channels - len(std)))
@@ -158,7 +158,7 @@ class DiscreteVAE(Pretrained):
 
         Args:
             noise: Standard Gumbel (b, num_tokens, s, s); None for none, which makes the pass deterministic.
-            temperature: Of the softmax over codes; None for the constructor's.
+            temperature: Temperature of the softmax over codes; None for the constructor's.
         """
         target = self._normalize(images)
         logits = self._logits(target).float()  # softmax and losses stay in fp32 under autocast
@@ -189,11 +189,11 @@ class DiscreteVAE(Pretrained):
     def _logits(self, x: Tensor) -> Tensor:
         """Normalised images (b, c, h, w) -> logits over the codes (b, s, s, K)."""
         *layers, to_logits = self.encoder
-        x = x.to(self._mean.dtype)  # that of the weights, where the whole model was cast
+        x = x.to(self._mean.dtype)  # the weights may have been cast to half precision
         for layer in layers:
             x = layer(x)
-        # With K = 8192 what follows is memory traffic. This small copy makes the logits' last axis contiguous: softmax
-        # and codebook, forward and backward, then take three quarters of the time.
+        # With K = 8192 softmax and codebook are bound by memory traffic. Copying x, which is small, to channels_last
+        # makes the last axis of the logits contiguous, and both take a quarter less time, forward and backward.
         return rearrange(to_logits(x.contiguous(memory_format=torch.channels_last)), "b k h w -> b h w k")
 
     def _relax(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
@@ -215,7 +215,7 @@ class DiscreteVAE(Pretrained):
     def _kl_from_uniform(self, logits: Tensor) -> Tensor:
         """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
         if not self.kl_div_loss_weight:
-            logits = logits.detach()  # only looked at: no gradient to keep memory for
+            logits = logits.detach()  # the KL is only reported: keep no memory for its gradient
         log_q = logits.log_softmax(dim=-1)
         return (log_q.exp() * log_q).sum(dim=-1).mean() + math.log(self.num_tokens)
 

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import make_quantizer
 
-_SLOPE = 0.1  # of every LeakyReLU
+_SLOPE = 0.1  # negative slope of every LeakyReLU
 _MOST_GROUPS = 16
 
 
 class VQGANOutput(NamedTuple):
-    """What a forward pass gives."""
+    """Results of a forward pass."""
 
     reconstruction: Tensor
     """fp32 (b, c, h, w), about [0, 1] and not clamped."""
     codes: Tensor
     """int64 (b, h / 2^n, w / 2^n) in [0, num_codes)."""
     losses: dict[str, Tensor]
-    """The quantizer's, by name, 0-d and unweighted."""
+    """Losses of the quantizer by name, 0-d and unweighted."""
     features: Tensor
-    """(b, dim, h, w): what goes into the decoder's last layer, detached; for an adaptive weight."""
+    """(b, dim, h, w): input of the decoder's last layer, detached; for the adaptive weight of a GAN loss."""
 
 
 class VQGAN(Pretrained):
@@ -39,15 +39,16 @@ class VQGAN(Pretrained):
         dim: Channels at full resolution; level n has dim x 2^(n-1).
         channels: 3 for RGB, 4 for RGBA.
         num_layers: Halvings of the side; a code stands for 2^num_layers x 2^num_layers pixels.
-        num_resnet_blocks: Residual blocks, on both ways: of the coarsest level, or of each level, finest first.
+        num_resnet_blocks: Residual blocks in the encoder and in the decoder: a number for the coarsest level, or a
+            list with a number for each level, finest first.
         quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``.
         codebook_size: Codes in the codebook.
         codebook_dim: Width of a codebook entry, where the quantizer does not fix it (vq, ibq).
         diversity_gamma: Weight of the batch's entropy in the entropy loss (lfq, bsq, ibq).
-        inv_temperature: Of the soft assignment in the entropy loss (lfq, bsq).
+        inv_temperature: Inverse temperature of the soft assignment in the entropy loss (lfq, bsq).
         fsq_levels: Levels of each channel of fsq; None for the published ones for codebook_size.
-        vq_decay: Of the codebook's moving averages (vq).
-        vq_cosine: Nearest entry by angle (vq).
+        vq_decay: Decay of the codebook's moving averages (vq).
+        vq_cosine: Choose the nearest entry by angle (vq).
 
     Raises:
         ValueError: a size that does not divide, or a codebook size that the quantizer cannot have.
@@ -74,7 +75,7 @@ class VQGAN(Pretrained):
         super().__init__()
         self.config = constructor_arguments(locals())
         if not 1 <= num_layers <= 40:
-            raise ValueError(f"num_layers {num_layers}: an image is halved once at least and 40 times at most")
+            raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
         blocks = _blocks_per_level(num_resnet_blocks, num_layers)
         _check_side("image_size", image_size, num_layers)
         self.config["num_resnet_blocks"] = blocks
@@ -83,7 +84,7 @@ class VQGAN(Pretrained):
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
 
         encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
-        decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # built from its end
+        decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # in reverse order
         for (fan_in, fan_out), count in zip(itertools.pairwise(widths), blocks, strict=True):
             encoder.append(nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE)))
             encoder += [ResBlock(fan_out, _leaky_half) for _ in range(count)]
@@ -106,7 +107,7 @@ class VQGAN(Pretrained):
 
     @property
     def num_codes(self) -> int:
-        """Codes in the codebook: that of FSQ may be a little smaller or larger than asked for."""
+        """Number of codes; with FSQ it may differ a little from codebook_size."""
         return int(self.quantizer.num_codes)
 
     @property
@@ -120,8 +121,8 @@ class VQGAN(Pretrained):
         """Images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
-            observe: Only show the images to the quantizer, for statistics over several micro-batches
-                (``quantizer.observe``), and give nothing back.
+            observe: Only add the images to the quantizer's statistics over several micro-batches
+                (``quantizer.observe``), and return None.
         """
         z = self._encode(images)
         if observe:
@@ -160,7 +161,7 @@ class VQGAN(Pretrained):
         return self.encoder(images.to(self.last_layer.weight.dtype))
 
     def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantized (b, d, h', w') -> images fp32, and the features they were made of."""
+        """Quantized (b, d, h', w') -> images fp32, and the input of the last layer."""
         features = quantized.to(self.last_layer.weight.dtype)
         for layer in self.decoder[:-1]:
             features = layer(features)
@@ -168,7 +169,7 @@ class VQGAN(Pretrained):
 
 
 class ResBlock(nn.Module):
-    """Two halves that keep the width, conv1, plus the input."""
+    """Two halves of equal width, conv1, plus the input."""
 
     def __init__(self, channels: int, half: Callable[[int], list[nn.Module]]) -> None:
         super().__init__()
@@ -179,22 +180,22 @@ class ResBlock(nn.Module):
 
 
 def _leaky_half(channels: int) -> list[nn.Module]:
-    """conv3, GroupNorm, LeakyReLU: the encoder's."""
+    """Half a block of the encoder: conv3, GroupNorm, LeakyReLU."""
     return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), nn.LeakyReLU(_SLOPE)]
 
 
 def _gated_half(channels: int) -> list[nn.Module]:
-    """conv3 to twice the width, GLU (Dauphin et al. 2017), GroupNorm: the decoder's."""
+    """Half a block of the decoder: conv3 to twice the width, GLU (Dauphin et al. 2017), GroupNorm."""
     return [nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GLU(dim=1), _group_norm(channels)]
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """16 groups, or as many fewer as divide the channels."""
+    """At most 16 groups: the greatest common divisor of 16 and the channels."""
     return nn.GroupNorm(math.gcd(_MOST_GROUPS, channels), channels)
 
 
 def _blocks_per_level(num_resnet_blocks: int | Sequence[int], num_layers: int) -> list[int]:
-    """A number for every level, finest first."""
+    """Numbers of residual blocks for every level, finest first."""
     if isinstance(num_resnet_blocks, int):
         blocks = [0] * (num_layers - 1) + [num_resnet_blocks]
     else:

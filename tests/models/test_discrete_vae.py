@@ -95,42 +95,6 @@ def test_the_scripts_defaults_have_16672259_parameters() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 16_672_259
 
 
-def names(*modules: str) -> list[str]:
-    return [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
-
-
-def test_weight_names_without_residual_blocks_are_those_of_dalle_pytorch() -> None:
-    expected = ["codebook.weight"]
-    expected += names("encoder.0.0", "encoder.1.0", "encoder.2.0", "encoder.3")
-    expected += names("decoder.0.0", "decoder.1.0", "decoder.2.0", "decoder.3")
-    assert sorted(DiscreteVAE().state_dict()) == sorted(expected)
-
-
-def test_weight_names_with_two_residual_blocks_are_those_of_dalle_pytorch() -> None:
-    expected = ["codebook.weight"]
-    expected += names("encoder.0.0", "encoder.1.0", "encoder.2.0")
-    expected += names("encoder.3.net.0", "encoder.3.net.2", "encoder.3.net.4")
-    expected += names("encoder.4.net.0", "encoder.4.net.2", "encoder.4.net.4", "encoder.5")
-    expected += names("decoder.0", "decoder.1.net.0", "decoder.1.net.2", "decoder.1.net.4")
-    expected += names("decoder.2.net.0", "decoder.2.net.2", "decoder.2.net.4")
-    expected += names("decoder.3.0", "decoder.4.0", "decoder.5.0", "decoder.6")
-    assert sorted(DiscreteVAE(num_resnet_blocks=2).state_dict()) == sorted(expected)
-
-
-def test_weight_shapes_are_those_of_the_specification() -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in small_vae(num_resnet_blocks=1).state_dict().items()}
-    assert shapes["codebook.weight"] == (13, 6)
-    assert shapes["encoder.0.0.weight"] == (5, 3, 4, 4)
-    assert shapes["encoder.3.weight"] == (13, 5, 1, 1)
-    assert shapes["decoder.0.weight"] == (5, 6, 1, 1)
-    assert shapes["decoder.2.0.weight"] == (5, 5, 4, 4)
-    assert shapes["decoder.4.weight"] == (3, 5, 1, 1)
-
-
-def test_without_residual_blocks_the_first_transposed_convolution_reads_the_codebook() -> None:
-    assert small_vae().state_dict()["decoder.0.0.weight"].shape == (6, 5, 4, 4)
-
-
 # The forward pass.
 
 
@@ -357,32 +321,7 @@ def test_memory_format_changes_no_value() -> None:
     torch.testing.assert_close(found.reconstruction, expected.reconstruction)
 
 
-# Mistakes.
-
-
-@pytest.mark.parametrize(
-    ("image_size", "num_layers", "advice"),
-    [(100, 3, "use 64 or 128"), (4, 3, "use 8"), (7, 3, "use 8"), (0, 3, "use 8"), (300, 8, "use 256 or 512")],
-)
-def test_an_image_size_that_does_not_fit_is_an_error_with_the_nearest_that_do(
-    image_size: int, num_layers: int, advice: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^image_size {image_size} must .* {advice}$"):
-        DiscreteVAE(image_size=image_size, num_layers=num_layers)
-
-
 def test_the_smallest_image_has_one_code() -> None:
     model = DiscreteVAE(image_size=8, num_layers=3, hidden_dim=4)
     assert model.noise_shape == (512, 1, 1)
     assert model.get_codebook_indices(some_images(size=8)).shape == (3, 1)
-
-
-def test_reinmax_needs_straight_through() -> None:
-    with pytest.raises(ValueError, match="straight_through"):
-        DiscreteVAE(reinmax=True)
-
-
-@pytest.mark.parametrize("wrong", [{"num_layers": 0}, {"num_resnet_blocks": -1}])
-def test_depths_that_make_no_model_are_an_error(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="at least 1 layer and 0 blocks"):
-        DiscreteVAE(**wrong)

@@ -182,6 +182,18 @@ def test_weights_trained_under_another_normalisation_are_refused(tmp_path: Path)
     assert one_line_of(small_vae().load_weights_from, tmp_path).endswith("they need normalization None")
 
 
+FORMATS: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_name("formats.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "sizes"), [*((name, {}) for name in CASES), ("vae", {"num_resnet_blocks": 0})])
+def test_names_and_shapes_of_the_weights_stay_what_they_are(name: str, sizes: dict[str, Any]) -> None:
+    """A change here is a change of format: files that were written before could not be read. Those of the vae are
+    DALLE-pytorch's."""
+    weights = made(CASES[name], **sizes).state_dict()
+    expected = FORMATS[f"{name} without blocks" if sizes else name]
+    assert {weight: list(tensor.shape) for weight, tensor in weights.items()} == expected
+
+
 # DALLE-pytorch's vae-final.pt.
 
 
