@@ -133,30 +133,25 @@ def test_no_noise_is_deterministic_and_equals_noise_of_zero() -> None:
     assert torch.equal(first.loss, model(images, noise=torch.zeros(3, *model.noise_shape)).loss)
 
 
-def test_alpha_is_left_as_it_is_and_colours_are_centred() -> None:
-    model = small_vae(channels=4)
-    images = some_images(channels=4)
-    target = torch.cat([images[:, :3] * 2 - 1, images[:, 3:]], dim=1)
+@pytest.mark.parametrize(
+    ("normalization", "mean", "std"),
+    [
+        (((0.5,) * 3, (0.5,) * 3), [0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 1.0]),
+        (((0.2, 0.5, 0.5), (0.4, 0.5, 0.5)), [0.2], [0.4]),
+        (None, [0.0] * 3, [1.0] * 3),
+    ],
+    ids=["alpha is left as it is", "grey takes the first", "none"],
+)
+def test_images_are_normalised_channel_by_channel(normalization: Any, mean: list[float], std: list[float]) -> None:
+    model, images = small_vae(channels=len(mean), normalization=normalization), some_images(channels=len(mean))
+    assert model.config["normalization"] == (normalization and [mean, std])
+    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
+    target = (images - means) / deviations
     with torch.no_grad():
-        soft = (reference_logits(model, target) / 0.9).softmax(1)
-        decoded = reference_decoder(model, soft)
+        decoded = reference_decoder(model, (reference_logits(model, target) / 0.9).softmax(1))
         out = model(images)
     assert out.recon_loss.item() == pytest.approx(F.mse_loss(decoded, target).item(), rel=1e-5)
-    torch.testing.assert_close(out.reconstruction[:, :3], (decoded[:, :3] + 1) / 2)
-    torch.testing.assert_close(out.reconstruction[:, 3], decoded[:, 3])
-
-
-def test_grey_images_take_the_first_of_the_normalisations() -> None:
-    model = small_vae(channels=1, normalization=((0.2, 0.5, 0.5), (0.4, 0.5, 0.5)))
-    assert model.config["normalization"] == [[0.2], [0.4]]
-    assert model(some_images(channels=1)).reconstruction.shape == (3, 1, 16, 16)
-
-
-def test_without_normalisation_images_enter_as_they_are() -> None:
-    model, images = small_vae(normalization=None), some_images()
-    with torch.no_grad():
-        decoded = reference_decoder(model, (reference_logits(model, images) / 0.9).softmax(1))
-        torch.testing.assert_close(model(images).reconstruction, decoded)
+    torch.testing.assert_close(out.reconstruction, decoded * deviations + means)
 
 
 def test_shapes_follow_the_grid() -> None:
@@ -213,8 +208,11 @@ def test_straight_through_decodes_exactly_the_hard_codes(reinmax: bool) -> None:
         assert torch.equal(model(images).reconstruction, model.decode(model.get_codebook_indices(images)))
 
 
-def test_straight_through_takes_the_gradient_of_the_soft_codes() -> None:
-    model, images, temperature = small_vae(straight_through=True), some_images(), 0.7
+@pytest.mark.parametrize("reinmax", [False, True])
+def test_hard_codes_have_the_gradients_of_the_papers(reinmax: bool) -> None:
+    """Straight-through: that of the soft codes. ReinMax (Liu et al. 2023, equation 7): 2 J(pi1) g - J(pi0) g / 2 with
+    J(p) g = p (g - <p, g>)."""
+    model, images, temperature = small_vae(straight_through=True, reinmax=reinmax), some_images(), 0.7
     noise = some_noise(model)
     model(images, noise=noise, temperature=temperature).loss.backward()
     got = encoder_gradient(model)
@@ -224,26 +222,14 @@ def test_straight_through_takes_the_gradient_of_the_soft_codes() -> None:
     soft = ((logits + noise) / temperature).softmax(1)
     hard = one_hot(soft).requires_grad_()
     (wanted,) = torch.autograd.grad(F.mse_loss(reference_decoder(model, hard), images * 2 - 1), hard)
-    soft.backward(wanted)
-    torch.testing.assert_close(got, encoder_gradient(model), rtol=1e-4, atol=1e-7)
-
-
-def test_reinmax_gradient_equals_the_formula_of_the_paper() -> None:
-    """Liu et al. 2023, equation 7: with J(p) g = p (g - <p, g>), the gradient is 2 J(pi1) g - J(pi0) g / 2."""
-    model, images, temperature = small_vae(straight_through=True, reinmax=True), some_images(), 0.7
-    noise = some_noise(model)
-    model(images, noise=noise, temperature=temperature).loss.backward()
-    got = encoder_gradient(model)
-
-    model.zero_grad()
-    logits = reference_logits(model, images * 2 - 1)
-    hard = one_hot((logits + noise).detach()).requires_grad_()
-    (wanted,) = torch.autograd.grad(F.mse_loss(reference_decoder(model, hard), images * 2 - 1), hard)
-    pi0 = softmax(logits.detach().double().numpy())
-    pi1 = (hard.detach().double().numpy() + softmax(logits.detach().double().numpy() / temperature)) / 2
-    g = wanted.double().numpy()
-    jacobian = [p * (g - (p * g).sum(axis=1, keepdims=True)) for p in (pi0, pi1)]
-    logits.backward(torch.from_numpy(2 * jacobian[1] - jacobian[0] / 2).float())
+    if reinmax:
+        values, g = logits.detach().double().numpy(), wanted.double().numpy()
+        pi0 = softmax(values)
+        pi1 = (hard.detach().double().numpy() + softmax(values / temperature)) / 2
+        jacobian = [p * (g - (p * g).sum(axis=1, keepdims=True)) for p in (pi0, pi1)]
+        logits.backward(torch.from_numpy(2 * jacobian[1] - jacobian[0] / 2).float())
+    else:
+        soft.backward(wanted)
     torch.testing.assert_close(got, encoder_gradient(model), rtol=1e-4, atol=1e-7)
 
 

@@ -11,6 +11,7 @@ import pytest
 from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, ResidualQuantizer
 from models.attention import Transformer
 from models.log_mel import Spectrogram
+from models.perceptual import load_perceptual
 from models.quantizers import make_quantizer
 
 
@@ -68,6 +69,7 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (make_quantizer, {"name": "fsq", "codebook_size": 512}, "256, 1024, 4096, 16384, 65536"),
     (make_quantizer, {"name": "fsq", "levels": [8, 2]}, "3 or more"),
     (make_quantizer, {"name": "fsq"}, "needs levels"),
+    (load_perceptual, {"kind": "alex"}, "'alex' is none of none, vgg, lpips"),
     (ResidualQuantizer, {"dim": 6, "num_quantizers": 0}, "at least 1 level"),
     (ResidualQuantizer, {"dim": 6, "decay": 1.0}, "decay is in"),
     (ResidualQuantizer, {"dim": 6, "codebook_size": 1}, "at least 2 entries"),
