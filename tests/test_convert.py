@@ -317,14 +317,14 @@ def unknown_model(run: Path, tmp: Path) -> Path:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
-    "nothing there": (lambda run, tmp: tmp / "nowhere", "there is nothing"),
+    "nothing there": (lambda run, tmp: tmp / "nowhere", "it does not exist"),
     "an empty folder": (lambda run, tmp: tmp, "expected a run folder"),
     "a checkpoint without its run": (alone, "its run's config.yaml"),
     "a run of other sizes": (lambda run, tmp: with_config(run, tmp, num_tokens=17), "should have shape (17, 6)"),
     "a run of absurd depth": (lambda run, tmp: with_config(run, tmp, num_layers=10**9), "num_layers 1000000000 is"),
     "a run of 4 million blocks": (lambda run, tmp: with_config(run, tmp, num_resnet_blocks=4 << 20), "many more"),
     "a run of a newer script": (lambda run, tmp: with_config(run, tmp, colour="red"), "unknown key 'colour'"),
-    "a model of another kind": (unknown_model, "Perceiver, which is no model known here"),
+    "a model of another kind": (unknown_model, "Perceiver, which is no model of this version"),
     "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "not a zip file"),
 }
 
