@@ -1,11 +1,12 @@
-"""Look at trained weights, and carry them from one form to another.
+"""Look at trained weights, and convert them from one form to another.
 
     python convert.py inspect PATH
     python convert.py export PATH --to model DIR
     python convert.py export PATH --to dalle FILE.pt
     python convert.py import PATH RUN_DIR
 
-PATH is a run folder (its newest checkpoint counts), a checkpoint, a model folder or a .pt file. Nothing in it is run.
+PATH is a run folder (of which the newest checkpoint is taken), a checkpoint, a model folder or a .pt file. No code in
+it is run.
 """
 
 from __future__ import annotations
@@ -13,79 +14,64 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from training.flags.parser import ArgumentParser
 
-if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
-    from models.files.pretrained import Headers
+# PyTorch takes seconds to import: functions import it, and models, after the arguments are known to be right.
 
 CHECKSUMS_BROKEN = 1  # exit code
-# PyTorch's words for those of safetensors.
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
 
 def vae_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of train_vae.py that make a DiscreteVAE with these constructor arguments.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The flags with which train_vae.py builds a DiscreteVAE of these arguments; ValueError where it cannot."""
     if config["channels"] not in (3, 4):
         raise ValueError(f"train_vae.py trains on 3 or 4 channels, this model has {config['channels']}")
     check_normalization(config, "train_vae.py")
     same = ("image_size", "num_tokens", "num_layers", "num_resnet_blocks", "hidden_dim")
-    said = {name: config[name] for name in same}
-    return {**said, "emb_dim": config["codebook_dim"], "transparent": config["channels"] == 4}
+    flags = {name: config[name] for name in same}
+    return {**flags, "emb_dim": config["codebook_dim"], "transparent": config["channels"] == 4}
 
 
-def check_normalization(config: Mapping[str, Any], whose: str) -> None:
-    """What cannot be told how images are normalised takes the usual way, and so must a DiscreteVAE that goes there."""
+def check_normalization(config: Mapping[str, Any], target: str) -> None:
+    """Refuse a DiscreteVAE of another normalisation than the default, which is the only one that ``target`` knows."""
     import torch
 
     from models import DiscreteVAE
 
     with torch.device("meta"):
-        usual = DiscreteVAE(channels=config["channels"]).config["normalization"]
-    if config["normalization"] != usual:
-        raise ValueError(f"{whose} cannot be told that images are normalised by {config['normalization']}")
+        default = DiscreteVAE(channels=config["channels"]).config["normalization"]
+    if config["normalization"] != default:
+        raise ValueError(f"{target} has no setting for images that are normalised by {config['normalization']}")
 
 
 def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of train_vqgan.py that make a VQGAN with these constructor arguments.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The flags with which train_vqgan.py builds a VQGAN of these arguments; ValueError where it cannot."""
     if config["channels"] != 3:
         raise ValueError(f"train_vqgan.py trains on 3 channels, this model has {config['channels']}")
     lists = {name: config[name] for name in ("num_resnet_blocks", "fsq_levels") if config[name] is not None}
-    said = {name: value for name, value in config.items() if name not in {*lists, "channels", "fsq_levels"}}
-    return said | {name: ",".join(map(str, values)) for name, values in lists.items()}
+    flags = {name: value for name, value in config.items() if name not in {*lists, "channels", "fsq_levels"}}
+    return flags | {name: ",".join(map(str, values)) for name, values in lists.items()}
 
 
 @dataclass(frozen=True)
 class Script:
-    """A training script - one with build_parser, build_model and MODEL_ARGUMENTS - and the model that it trains.
-
-    Args:
-        module: Name of the script.
-        model: Name of the model's class.
-        weights: Part of its checkpoints that holds the model.
-        average: Part that holds the moving average of its weights, where there is one.
-        flags: The script's flags for constructor arguments of the model.
-    """
+    """A training script and the model that it trains. The script has build_parser, build_model and MODEL_ARGUMENTS."""
 
     module: str
+    """Name of the script."""
     model: str
+    """Name of the model's class."""
     weights: str
+    """Part of its checkpoints that holds the model."""
     average: str
+    """Part that holds the moving average of the weights, where there is one."""
     flags: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Constructor arguments of the model -> the script's flags."""
 
 
 SCRIPTS = (
@@ -95,7 +81,7 @@ SCRIPTS = (
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("convert.py", "Look at trained weights, and carry them from one form to another.")
+    parser = ArgumentParser("convert.py", "Look at trained weights, and convert them from one form to another.")
     parser.usage = None  # argparse's own
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -106,23 +92,24 @@ def build_parser() -> ArgumentParser:
         sub.add_argument("path", metavar="PATH", help="run folder, checkpoint, model folder or .pt file")
         return sub.add_argument
 
-    which = {"choices": ("best", "ema", "online"), "default": "best"}
     # fmt: off
-    add = command(inspect, "inspect", "Say what is in it, without loading it.")
-    add("--json", action="store_true", help="for programs")
-    add("--no_checksums", action="store_true", help="do not read a checkpoint whole to check it")
+    weights: dict[str, Any] = {
+        "choices": ("best", "ema", "online"), "default": "best",
+        "help": "weights of a checkpoint: their moving average (ema), as trained (online), or ema if it exists (best)"}
+    add = command(inspect, "inspect", "Describe the contents of PATH without loading its weights.")
+    add("--json", action="store_true", help="print JSON")
+    add("--no_checksums", action="store_true", help="do not read all of a checkpoint to verify its checksums")
 
     add = command(export, "export", "Write a model folder or a .pt file.")
     add("out", metavar="OUT", help="folder or file to write")
     add("--to", choices=("model", "dalle"), required=True,
         help="a folder of model.safetensors and config.json, or DALLE-pytorch's vae-final.pt")
-    add("--weights", **which,
-        help="of a checkpoint: the moving average where there is one, the moving average, or the trained weights")
-    add("--force", action="store_true", help="replace what is there")
+    add("--weights", **weights)
+    add("--force", action="store_true", help="replace OUT where it exists")
 
     add = command(import_weights, "import", "Make a run folder from which a training starts with these weights.")
     add("run_dir", metavar="RUN_DIR", help="new folder")
-    add("--weights", **which, help="of a checkpoint, as for export")
+    add("--weights", **weights)
     # fmt: on
     return parser
 
@@ -131,7 +118,7 @@ def build_parser() -> ArgumentParser:
 
 
 def find(path: Path) -> tuple[str, Path]:
-    """What is at ``path`` ("file", "checkpoint" or "model"), and where: a run stands for its newest checkpoint."""
+    """The kind of ``path`` ("file", "checkpoint" or "model"), and where it is: for a run, its newest checkpoint."""
     from models.files.pretrained import CONFIG_FILE
     from training.checkpoints.store import latest_checkpoint
 
@@ -140,16 +127,16 @@ def find(path: Path) -> tuple[str, Path]:
             return kind, path
     if latest := latest_checkpoint(path / "checkpoints"):
         return "checkpoint", latest
-    for folder in (path / "model", path / "init"):  # checkpoints deleted, or not trained yet
+    for folder in (path / "model", path / "init"):  # its checkpoints were deleted, or training has not started
         if (folder / CONFIG_FILE).is_file():
             return "model", folder
-    missing = "" if path.exists() else "there is nothing; "
+    missing = "" if path.exists() else "it does not exist; "
     raise ValueError(f"{path}: {missing}expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
 def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts and meta of a checkpoint; its tensors are read where they are looked at, and all of them to ``verify``."""
-    from models.files.pretrained import one_line
+    """Parts and metadata of a checkpoint. Tensors are read on use; ``verify`` reads all files to compare checksums."""
+    from models.files.errors import one_line
     from training.checkpoints.store import read_checkpoint
 
     try:
@@ -159,7 +146,7 @@ def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, A
     except RuntimeError as error:  # a file too large to be mapped
         raise ValueError(f"cannot read the checkpoint {folder}: {one_line(error)}") from None
     if odd := [name for name, part in parts.items() if not isinstance(part, dict)]:
-        raise ValueError(f"cannot read the checkpoint {folder}: {odd[0]} is no part")
+        raise ValueError(f"cannot read the checkpoint {folder}: its part {odd[0]} is no JSON object")
     return parts, meta
 
 
@@ -169,33 +156,34 @@ def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
 
     path = run / "config.yaml"
     try:
-        said = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"the checkpoint's model is described by its run's config.yaml, but: {reason}") from None
     for script in SCRIPTS:
         module = importlib.import_module(script.module)
-        if isinstance(said, dict) and set(module.MODEL_ARGUMENTS) <= set(said):
+        if isinstance(config, dict) and set(module.MODEL_ARGUMENTS) <= set(config):
             parser = module.build_parser()
             parser.prog = "convert.py"
             args = parser.parse(["--config", str(path)])
-            args.init_from = None  # where it once started from
+            args.init_from = None  # the weights that the run started from may be gone
             return script, args
-    raise ValueError(f"{path} is of no script known here ({', '.join(f'{script.module}.py' for script in SCRIPTS)})")
+    raise ValueError(f"{path} is no config of {' or '.join(f'{script.module}.py' for script in SCRIPTS)}")
 
 
 def load_checkpoint(folder: Path, which: str) -> Any:
     """The model in a checkpoint: "ema", "online", or "best", which is the average where there is one."""
     from torch import Tensor
 
-    from models.files.pretrained import build_with_weights, check_arguments, one_line
+    from models.files.building import build_with_weights, check_arguments
+    from models.files.errors import one_line
 
     script, args = arguments_of(Path(os.path.abspath(folder)).parent.parent)
     module = importlib.import_module(script.module)
     parts, _ = read(folder)
     average = parts.get(script.average)
     if which == "ema" and not average:
-        raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or say online")
+        raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
     try:
         part = average if average and which != "online" else parts[script.weights]
         weights: dict[str, Tensor] = part["weights"]
@@ -208,7 +196,7 @@ def load_checkpoint(folder: Path, which: str) -> Any:
 
 
 def load_model(path: Path, which: str) -> Any:
-    """The model at ``path``, whatever form it has there."""
+    """The model at ``path``, which may be of any kind that `find` knows."""
     import models
     from models.files.pretrained import read_config
 
@@ -222,7 +210,7 @@ def load_model(path: Path, which: str) -> Any:
     name, _ = read_config(where)
     model: Any = getattr(models, name) if name in models.__all__ else None
     if not hasattr(model, "from_pretrained"):
-        raise ValueError(f"{where} holds a {name[:80]}, which is no model known here")
+        raise ValueError(f"{where} holds a {name[:80]}, which is no model of this version")
     return model.from_pretrained(where)
 
 
@@ -230,7 +218,8 @@ def load_model(path: Path, which: str) -> Any:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    from models.files.pretrained import printable
+    from models.files.description import describe_dalle_file, describe_model_folder
+    from models.files.errors import printable
 
     kind, where = find(Path(args.path))
     if kind == "checkpoint":
@@ -267,59 +256,18 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
 
 
 def describe_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Its weights and its optimizer, where it has them."""
+    """Facts about the weights and the optimizer of a part, where it has them."""
+    from models.files.description import describe_weights
+
     weights, optimizer = part.get("weights"), part.get("optimizer")
-    facts = describe_weights(headers_of(weights)) if isinstance(weights, dict) else {}
+    facts = describe_weights(weights) if isinstance(weights, dict) else {}
     if isinstance(optimizer, dict):
         facts |= {"optimizer": optimizer.get("type"), "optimizer_step": optimizer.get("step")}
     return facts
 
 
-def headers_of(weights: Mapping[Any, Any]) -> Headers:
-    from torch import Tensor
-
-    return {str(name): (str(w.dtype), tuple(w.shape)) for name, w in weights.items() if isinstance(w, Tensor)}
-
-
-def describe_model_folder(folder: Path) -> dict[str, Any]:
-    from models.files.pretrained import CONFIG_FILE, read_config, read_headers
-
-    name, arguments = read_config(folder)
-    files = read_headers(folder)
-    return {
-        "kind": "model folder",
-        "model": name,
-        "arguments": arguments,
-        **describe_weights({name: header for headers in files.values() for name, header in headers.items()}),
-        "bytes": {file: (folder / file).stat().st_size for file in (CONFIG_FILE, *files)},
-    }
-
-
-def describe_dalle_file(path: Path) -> dict[str, Any]:
-    from models.discrete_vae import DALLE_HPARAMS
-    from models.files.pretrained import load_dalle_file
-
-    hparams, weights = load_dalle_file(path, DALLE_HPARAMS)
-    return {
-        "kind": "DALLE-pytorch file",
-        "model": "DiscreteVAE",
-        "arguments": hparams,
-        **describe_weights(headers_of(weights)),
-        "bytes": {path.name: path.stat().st_size},
-    }
-
-
-def describe_weights(headers: Headers) -> dict[str, Any]:
-    dtypes = {DTYPES.get(dtype, dtype).removeprefix("torch.") for dtype, _ in headers.values()}
-    return {
-        "tensors": len(headers),
-        "parameters": sum(math.prod(shape) for _, shape in headers.values()),
-        "dtype": ", ".join(sorted(dtypes)),
-    }
-
-
 def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Facts for a person; a resolved configuration inside them is for --json."""
+    """Facts as lines of text. Mappings below the third level, such as a resolved configuration, need --json."""
     for key, value in facts.items():
         if isinstance(value, dict) and len(indent) < 4:
             yield f"{indent}{key}:"
@@ -338,9 +286,9 @@ def export(args: argparse.Namespace) -> None:
     is_folder = args.to == "model"
     if out.exists() and out.is_dir() != is_folder:
         raise ValueError(f"{out} is a {'file' if is_folder else 'folder'}; --to {args.to} writes another kind")
-    is_there = any(out.iterdir()) if out.is_dir() else out.exists()
-    if is_there and not args.force:
-        raise ValueError(f"{out} is there already; give another name, or --force to replace it")
+    exists = any(out.iterdir()) if out.is_dir() else out.exists()
+    if exists and not args.force:
+        raise ValueError(f"{out} exists already; give another name, or --force to replace it")
     model = load_model(Path(args.path), args.weights)
     if is_folder:
         model.save_pretrained(out)
@@ -354,14 +302,14 @@ def export(args: argparse.Namespace) -> None:
 
 
 def import_weights(args: argparse.Namespace) -> None:
-    """Copy the weights into a new run folder, and write a start.yaml that names them and the flags that they need."""
+    """Copy the weights into a new run folder, and write a start.yaml with their path and the flags that they need."""
     import yaml
 
     from training.files import write_atomically
 
     run_dir = Path(args.run_dir)
     if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
-        raise ValueError(f"{run_dir} is there already; give a new folder")
+        raise ValueError(f"{run_dir} exists already; give a new folder")
     model = load_model(Path(args.path), args.weights)
     script = next((script for script in SCRIPTS if script.model == type(model).__name__), None)
     if script is None:
@@ -379,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except (ValueError, OSError) as error:
-        from models.files.pretrained import printable
+        from models.files.errors import printable
 
         parser.error(printable(" ".join(str(error).split())))
 

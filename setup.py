@@ -47,6 +47,14 @@ setup(
     python_requires=">=3.10",
     packages=[f"tandem.{name}" for name in PACKAGES],
     package_dir={f"tandem.{name}": name.replace(".", "/") for name in PACKAGES},
-    install_requires=["torch>=2.10", "numpy>=1.26", "pillow>=11", "PyYAML>=6", "safetensors>=0.8", "tqdm>=4.66"],
+    install_requires=[
+        "torch>=2.10",
+        "numpy>=1.26",
+        "pillow>=11",
+        "PyYAML>=6",
+        "safetensors>=0.8",
+        "tqdm>=4.66",
+        "einops>=0.8",
+    ],
     extras_require=EXTRAS,
 )

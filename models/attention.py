@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Logits are this times the cosine of the scaled queries and keys.
+# Factor of the logits, which are products of normalised queries and keys times their learned scales.
 LOGIT_SCALE = 8.0
 
-# Those that take a bias with and without a gradient. PyTorch's choice among all of them depends on whether there is a
-# graph, and features computed without one must have the bits of those computed again with it.
+# The kernels that take a bias both with and without a gradient. PyTorch's choice among all kernels depends on whether
+# there is a graph, but gradient caching computes features without one and again with one, and needs equal bits.
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Added to a squared length, so that a zero vector has a gradient. Vectors of length 0.1 keep theirs to a relative 5e-7.
@@ -19,7 +20,7 @@ _EPSILON = 1e-8
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """``x`` in fp32, or in fp64 where it is."""
+    """``x`` in fp32, unless it is in fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -36,7 +37,7 @@ class Attention(nn.Module):
 
     Args:
         dim: Width of the input and the output.
-        heads: Heads, each with its own queries, keys and values.
+        heads: Number of heads, each with its own queries, keys and values.
         dim_head: Width of a head.
     """
 
@@ -53,17 +54,16 @@ class Attention(nn.Module):
         """Tokens (b, n, dim) -> (b, n, dim), without the residual.
 
         Args:
-            bias: Added to the logits, broadcastable to (b, heads, n, n); -inf hides a key. Each row must keep one.
+            bias: Added to the logits, broadcastable to (b, heads, n, n); -inf hides a key. Each row must keep a key.
         """
-        qkv = self.to_qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
-        qk, v = l2_normalize(qkv[:, :, :2]), qkv[:, :, 2]
-        q, k = (qk[:, :, 0] * self.q_scale).to(v.dtype), (qk[:, :, 1] * self.k_scale).to(v.dtype)
+        qkv = rearrange(self.to_qkv(self.norm(x)), "b n (part h d) -> part b h n d", part=3, h=self.heads)
+        (q, k), v = l2_normalize(qkv[:2]), qkv[2]
+        q, k = (q * self.q_scale).to(v.dtype), (k * self.k_scale).to(v.dtype)
         if bias is not None:
             bias = bias.to(v.dtype)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         with sdpa_kernel(_KERNELS):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=LOGIT_SCALE)
-        return self.to_out(out.transpose(1, 2).flatten(2))
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
 class FeedForward(nn.Module):
@@ -83,7 +83,7 @@ class FeedForward(nn.Module):
 
 
 class Transformer(nn.Module):
-    """``depth`` times attention and feed-forward, each with its residual; no norm at the end.
+    """``depth`` layers of attention and feed-forward, each with a residual; no norm at the end.
 
     Raises:
         ValueError: a number that is not positive.

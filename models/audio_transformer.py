@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,7 +13,7 @@ from .attention import Transformer
 
 
 class _PreciseLayerNorm(nn.LayerNorm):
-    """Computed in the precision of its input, given in that of its weights: powers are beyond fp16's range."""
+    """Computes in the precision of its input, because powers exceed fp16, and returns the precision of its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -22,9 +23,8 @@ class _PreciseLayerNorm(nn.LayerNorm):
 class PatchEmbedding(nn.Module):
     """Patches (b, n, p x p) -> (b, n, dim), normalised before and after (Kumar et al. 2023, "Dual PatchNorm").
 
-    The first norm takes away how loud a patch is, and with it whether a sound fades or swells; mean and standard
-    deviation of the patch therefore go around it, as asinh, which is the identity for small ones and a logarithm for
-    powers.
+    The first norm removes the loudness of a patch, and so whether a sound fades or swells. Mean and standard deviation
+    of the patch are therefore added after it, through asinh: the identity for small values, a logarithm for powers.
     """
 
     def __init__(self, patch_size: int, dim: int) -> None:
@@ -41,10 +41,10 @@ class PatchEmbedding(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-    """A number for each head and displacement between two patches, given by a small MLP.
+    """A bias for each head and each displacement between two patches, computed by a small MLP.
 
-    Displacements go in as sign(d) ln(1 + |d|), so that clips longer than those trained on stay near what the MLP has
-    seen (Liu et al. 2022, "Swin transformer V2", section 3.3).
+    Displacements go in as sign(d) ln(1 + |d|), so that longer clips than in training stay near the range that the MLP
+    was trained on (Liu et al. 2022, "Swin transformer V2", section 3.3).
     """
 
     def __init__(self, heads: int, hidden_dim: int) -> None:
@@ -57,25 +57,26 @@ class RelativePositionBias(nn.Module):
     def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
         """Indices (b, n) of patches in a grid of ``rows`` x ``columns``, row by row -> (b, heads, n, n).
 
-        Entry (i, j) is that of the displacement from patch j to patch i.
+        Entry (i, j) belongs to the displacement from patch j to patch i.
         """
         device = patches.device
         dy = torch.arange(1 - rows, rows, device=device)
         dx = torch.arange(1 - columns, columns, device=device)
-        displacements = torch.stack(torch.meshgrid(dy, dx, indexing="ij"), dim=-1).flatten(0, 1)
+        displacements = torch.cartesian_prod(dy, dx)
         dtype: torch.dtype = self.mlp[0].weight.dtype  # type: ignore[assignment]
         displacements = displacements.to(torch.promote_types(dtype, torch.float32))
         displacements = displacements.sign() * displacements.abs().log1p()
         table = self.mlp(displacements.to(dtype))
-        # Patch (y, x) has the place y (2 columns - 1) + x; differences of places are distinct, one per displacement.
+        # Patch (y, x) gets the place y (2 columns - 1) + x: each displacement is a different difference of places.
         places = patches // columns * (2 * columns - 1) + patches % columns
         centre = (rows - 1) * (2 * columns - 1) + columns - 1
         index = places[:, :, None] - places[:, None, :] + centre
-        return F.embedding(index, table).movedim(-1, 1).contiguous()  # one copy, where each layer would make one
+        bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
+        return bias.contiguous()  # one copy here, or each layer would make one
 
 
 class AudioTransformer(nn.Module):
-    """Spectrograms (b, bands, frames) to pooled features, of the final output and of layers below it.
+    """Spectrograms (b, bands, frames) to pooled features of the final output and of layers below it.
 
     Sides that are no multiples of the patch are cropped to the nearest one below: the highest bands and the last
     frames are left out.
@@ -83,7 +84,7 @@ class AudioTransformer(nn.Module):
     Args:
         dim: Width of the tokens; a multiple of 4, for the positions.
         depth: Layers.
-        heads, dim_head: Of the attention.
+        heads, dim_head: Number and width of the attention heads.
         patch_size: Side of a patch, in bands and frames.
         patch_dropout: Share of the patches left out where noise is given.
         hierarchical_layers: How many layers below the last to pool as well.
@@ -119,11 +120,11 @@ class AudioTransformer(nn.Module):
         return bands // self.patch_size, frames // self.patch_size
 
     def kept(self, patches: int) -> int:
-        """How many of so many patches are left where noise is given; at least one."""
+        """Number of patches that remain after dropout; at least one."""
         return patches - min(int(patches * self.patch_dropout), patches - 1)
 
     def crop(self, spectrograms: Tensor) -> Tensor:
-        """The part (b, rows x p, columns x p) that fills patches."""
+        """The part (b, rows x p, columns x p) that whole patches cover."""
         rows, columns = self.grid(*spectrograms.shape[1:])
         return spectrograms[:, : rows * self.patch_size, : columns * self.patch_size]
 
@@ -131,19 +132,18 @@ class AudioTransformer(nn.Module):
         """Spectrograms (b, bands, frames) -> (b, 1 + hierarchical_layers, dim), [:, 0] of the final output.
 
         Args:
-            noise: Uniform (b, patches): in each sample the patches with the smallest are kept. None: all are.
+            noise: Uniform (b, patches): each sample keeps the patches with the smallest noise. None keeps all.
         """
         rows, columns = self.grid(*spectrograms.shape[1:])
         p, count = self.patch_size, rows * columns
-        patches = self.crop(spectrograms).unflatten(2, (columns, p)).unflatten(1, (rows, p))
-        patches = patches.transpose(2, 3).reshape(-1, count, p * p)
+        patches = rearrange(self.crop(spectrograms), "b (y i) (x j) -> b (y x) (i j)", i=p, j=p)
         positions = sincos_positions(rows, columns, self.dim, spectrograms.device)
         chosen = torch.arange(count, device=spectrograms.device)[None]
         if noise is None or self.kept(count) == count:
             positions = positions[None]
         else:
             chosen = noise.argsort(dim=1, stable=True)[:, : self.kept(count)]
-            patches = patches.gather(1, chosen[:, :, None].expand(-1, -1, p * p))
+            patches = patches.gather(1, repeat(chosen, "b n -> b n pixels", pixels=p * p))
             positions = positions[chosen]
         x = self.embed(patches)
         x = x + positions.to(x.dtype)
@@ -154,11 +154,10 @@ class AudioTransformer(nn.Module):
 
 
 def sincos_positions(rows: int, columns: int, dim: int, device: torch.device) -> Tensor:
-    """Fixed positions (rows x columns, dim) in fp32: half of the width tells the row, half the column, each as sines
+    """Fixed positions (rows x columns, dim) in fp32: half of the width encodes the row, half the column, each as sines
     and cosines of dim / 4 wavelengths from 2 pi to almost 10000 x 2 pi (Vaswani et al. 2017, section 3.5)."""
     quarter = dim // 4
     frequencies = torch.exp(torch.arange(quarter, device=device) * (-math.log(10000) / quarter))
     y, x = (torch.arange(size, device=device)[:, None] * frequencies for size in (rows, columns))
     y, x = (torch.cat([angles.sin(), angles.cos()], dim=-1) for angles in (y, x))
-    grid = torch.cat([y[:, None].expand(-1, columns, -1), x[None].expand(rows, -1, -1)], dim=-1)
-    return grid.flatten(0, 1)
+    return torch.cat([repeat(y, "y d -> (y x) d", x=columns), repeat(x, "x d -> (y x) d", y=rows)], dim=-1)

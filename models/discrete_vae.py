@@ -6,29 +6,19 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .files.pretrained import (
-    build_with_weights,
-    load_dalle_file,
-    load_pretrained_folder,
-    one_line,
-    save_dalle_file,
-    save_pretrained_folder,
-)
-
-# The keys of a vae-final.pt.
-DALLE_HPARAMS = (
-    "image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks"
-)  # fmt: skip
+from .files.dalle import load_dalle_file, save_dalle_file
+from .files.pretrained import Pretrained, constructor_arguments
 
 
 class VAEOutput(NamedTuple):
-    """What a forward pass gives."""
+    """Results of a forward pass."""
 
     loss: Tensor
     """0-d: recon_loss + kl_div_loss_weight x kl."""
@@ -60,7 +50,7 @@ class ResBlock(nn.Module):
 class Codebook(nn.Embedding):
     """Rows (D,) of an embedding, looked up by code or mixed by weight.
 
-    Both are calls of this module, so that DeepSpeed's ZeRO 3, which gathers weights module by module, sees the use.
+    Both are calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module when it is called.
     """
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -70,7 +60,7 @@ class Codebook(nn.Embedding):
         return super().forward(codes)
 
 
-class DiscreteVAE(nn.Module):
+class DiscreteVAE(Pretrained):
     """Images to a grid of codes and back; the choice of a code is relaxed by Gumbel-softmax noise while training.
 
     Args:
@@ -78,12 +68,12 @@ class DiscreteVAE(nn.Module):
         num_tokens: Codes in the codebook.
         codebook_dim: Width of a codebook entry.
         num_layers: Halvings of the side; the grid of codes has side image_size / 2^num_layers.
-        num_resnet_blocks: Residual blocks on the coarsest grid, on both ways.
+        num_resnet_blocks: Residual blocks on the coarsest grid, in the encoder and in the decoder.
         hidden_dim: Channels of the convolutions.
         channels: 3 for RGB, 4 for RGBA.
         smooth_l1_loss: Smooth L1 (beta 1) instead of the mean squared error.
-        temperature: Of the softmax, where forward is given none.
-        straight_through: Hard codes forward, the gradient of the soft ones.
+        temperature: Temperature of the softmax, unless forward is given one.
+        straight_through: Decode hard codes, with the gradient of the soft codes.
         reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
         kl_div_loss_weight: Weight of the KL term.
         normalization: Means and standard deviations per channel, or None for images as they are. A channel beyond
@@ -93,6 +83,9 @@ class DiscreteVAE(nn.Module):
         ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
     """
 
+    not_in_the_weights = frozenset(
+        ("image_size", "smooth_l1_loss", "temperature", "straight_through", "reinmax", "kl_div_loss_weight")
+    )
     _mean: Tensor
     _std: Tensor
 
@@ -113,31 +106,18 @@ class DiscreteVAE(nn.Module):
         normalization: tuple[Sequence[float], Sequence[float]] | None = ((0.5,) * 3, (0.5,) * 3),
     ) -> None:
         super().__init__()
+        self.config = constructor_arguments(locals())
         if num_layers < 1 or num_resnet_blocks < 0:
             raise ValueError(
                 f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}: at least 1 layer and 0 blocks"
             )
         _check_image_size(image_size, num_layers)
         if reinmax and not straight_through:
-            raise ValueError("reinmax refines the straight-through gradient: it needs straight_through as well")
+            raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
         if normalization is not None:
             mean, std = ([float(value) for value in values[:channels]] for values in normalization)
             normalization = (mean + [0.0] * (channels - len(mean)), std + [1.0] * (channels - len(std)))
-        self.config: dict[str, Any] = {
-            "image_size": image_size,
-            "num_tokens": num_tokens,
-            "codebook_dim": codebook_dim,
-            "num_layers": num_layers,
-            "num_resnet_blocks": num_resnet_blocks,
-            "hidden_dim": hidden_dim,
-            "channels": channels,
-            "smooth_l1_loss": smooth_l1_loss,
-            "temperature": temperature,
-            "straight_through": straight_through,
-            "reinmax": reinmax,
-            "kl_div_loss_weight": kl_div_loss_weight,
-            "normalization": None if normalization is None else [list(values) for values in normalization],
-        }
+        self.config["normalization"] = None if normalization is None else [list(values) for values in normalization]
         self.image_size, self.num_tokens, self.channels = image_size, num_tokens, channels
         self.temperature, self.straight_through, self.reinmax = temperature, straight_through, reinmax
         self.smooth_l1_loss, self.kl_div_loss_weight = smooth_l1_loss, kl_div_loss_weight
@@ -178,12 +158,12 @@ class DiscreteVAE(nn.Module):
 
         Args:
             noise: Standard Gumbel (b, num_tokens, s, s); None for none, which makes the pass deterministic.
-            temperature: Of the softmax over codes; None for the constructor's.
+            temperature: Temperature of the softmax over codes; None for the constructor's.
         """
         target = self._normalize(images)
         logits = self._logits(target).float()  # softmax and losses stay in fp32 under autocast
         codes = self._relax(logits, noise, self.temperature if temperature is None else temperature)
-        out = self.decoder(self.codebook(codes).movedim(-1, 1)).float()
+        out = self.decoder(rearrange(self.codebook(codes), "b h w d -> b d h w")).float()
         recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
         kl = self._kl_from_uniform(logits)
         loss = recon_loss + self.kl_div_loss_weight * kl if self.kl_div_loss_weight else recon_loss
@@ -192,7 +172,7 @@ class DiscreteVAE(nn.Module):
     @torch.no_grad()
     def get_codebook_indices(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) in [0, 1] -> the most likely codes, int64 (b, s x s) in row-major order."""
-        return self._logits(self._normalize(images)).argmax(dim=-1).flatten(1)
+        return rearrange(self._logits(self._normalize(images)).argmax(dim=-1), "b h w -> b (h w)")
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (b, s x s) in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not clamped.
@@ -203,22 +183,22 @@ class DiscreteVAE(nn.Module):
         side = math.isqrt(codes.shape[1])
         if side * side != codes.shape[1]:
             raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give s x s of them, row by row")
-        embedded = self.codebook(codes).unflatten(1, (side, side)).movedim(-1, 1)
+        embedded = rearrange(self.codebook(codes), "b (h w) d -> b d h w", h=side)
         return self._denormalize(self.decoder(embedded).float())
 
     def _logits(self, x: Tensor) -> Tensor:
         """Normalised images (b, c, h, w) -> logits over the codes (b, s, s, K)."""
         *layers, to_logits = self.encoder
-        x = x.to(self._mean.dtype)  # that of the weights, where the whole model was cast
+        x = x.to(self._mean.dtype)  # the weights may have been cast to half precision
         for layer in layers:
             x = layer(x)
-        # With K = 8192 what follows is memory traffic. This small copy makes the logits' last axis contiguous: softmax
-        # and codebook, forward and backward, then take three quarters of the time.
-        return to_logits(x.contiguous(memory_format=torch.channels_last)).movedim(1, -1)
+        # With K = 8192 softmax and codebook are bound by memory traffic. Copying x, which is small, to channels_last
+        # makes the last axis of the logits contiguous, and both take a quarter less time, forward and backward.
+        return rearrange(to_logits(x.contiguous(memory_format=torch.channels_last)), "b k h w -> b h w k")
 
     def _relax(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
         """Weights (b, s, s, K) over the codes: Gumbel-softmax (Jang et al. 2017), straight-through or ReinMax."""
-        noisy = logits if noise is None else logits + noise.movedim(1, -1)
+        noisy = logits if noise is None else logits + rearrange(noise, "b k h w -> b h w k")
         soft = (noisy / temperature).softmax(dim=-1)
         if not self.straight_through:
             return soft
@@ -235,7 +215,7 @@ class DiscreteVAE(nn.Module):
     def _kl_from_uniform(self, logits: Tensor) -> Tensor:
         """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
         if not self.kl_div_loss_weight:
-            logits = logits.detach()  # only looked at: no gradient to keep memory for
+            logits = logits.detach()  # the KL is only reported: keep no memory for its gradient
         log_q = logits.log_softmax(dim=-1)
         return (log_q.exp() * log_q).sum(dim=-1).mean() + math.log(self.num_tokens)
 
@@ -245,25 +225,11 @@ class DiscreteVAE(nn.Module):
     def _denormalize(self, images: Tensor) -> Tensor:
         return images * self._std + self._mean
 
-    # Files.
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``folder``/model.safetensors and config.json, atomically."""
-        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> DiscreteVAE:
-        """The model that ``save_pretrained`` wrote, in eval mode.
-
-        Raises:
-            ValueError: one line, where a file is missing or not of this model.
-        """
-        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
-        return cls._built(str(folder), config, weights)
+    # Files: DALLE-pytorch's vae-final.pt beside the folders of `Pretrained`.
 
     def save_dalle(self, path: str | Path) -> None:
         """Write DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
-        save_dalle_file(Path(path), {key: self.config[key] for key in DALLE_HPARAMS}, self.state_dict())
+        save_dalle_file(Path(path), self.config, self.state_dict())
 
     @classmethod
     def from_dalle(cls, path: str | Path) -> DiscreteVAE:
@@ -272,28 +238,16 @@ class DiscreteVAE(nn.Module):
         Raises:
             ValueError: one line, where the file is missing, hostile or of another model.
         """
-        hparams, weights = load_dalle_file(Path(path), DALLE_HPARAMS)
-        return cls._built(str(path), hparams, weights)
-
-    @classmethod
-    def _built(cls, source: str, config: dict[str, Any], weights: dict[str, Tensor]) -> DiscreteVAE:
-        try:
-            return build_with_weights(lambda: cls(**config), weights).eval()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
+        return cls._built(Path(path), *load_dalle_file(Path(path)))
 
     def load_weights_from(self, source: str | Path) -> None:
         """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder.
 
         Raises:
-            ValueError: one line, naming what differs where the shapes of the two models do.
+            ValueError: one line, naming the arguments in which the two models differ.
         """
         other = self.from_pretrained(source) if Path(source).is_dir() else self.from_dalle(source)
-        keys = (*DALLE_HPARAMS[1:], "normalization")  # the image size is not in the weights
-        differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
-        if differing:
-            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
-        self.load_state_dict(other.state_dict())
+        self._take_weights(other, source)
 
 
 def _check_image_size(image_size: int, num_layers: int) -> None:

@@ -1,4 +1,4 @@
-"""The discriminator of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section 3.1): a verdict for each patch."""
+"""The patch discriminator of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section 3.1)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Discriminator(nn.Module):
     """Images to a grid of logits, positive where a patch looks real.
 
     conv5, then ``layers`` halvings (conv4 of stride 2, GroupNorm, LeakyReLU) to dim, 2 dim, 4 dim, ... channels, then
-    conv1, LeakyReLU and an unpadded conv4. Weights start as PyTorch initialises convolutions. All its operations can
-    be differentiated twice, as a gradient penalty needs.
+    conv1, LeakyReLU and an unpadded conv4. Weights start as PyTorch initialises convolutions. All operations can be
+    differentiated twice, as a gradient penalty needs.
 
     Args:
         dim: Channels after the first convolution and the first halving; they double with each further halving.
         channels: 3 for RGB.
         layers: Halvings of the side, at least 1.
-        groups: Of the group normalisations. Where they do not divide a layer's channels, that layer takes their
-            greatest common divisor.
+        groups: Groups of the group normalisations. A layer whose channels they do not divide takes the greatest common
+            divisor.
 
     Raises:
         ValueError: a number that is not positive.
@@ -53,15 +53,11 @@ class Discriminator(nn.Module):
             ValueError: images too small for one logit.
         """
         self.check_side(min(images.shape[-2:]))
-        x = images.to(next(self.parameters()).dtype)  # that of the weights, where the whole model was cast
+        x = images.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
         return self.to_logits(self.layers(x)).float()
 
     def check_side(self, pixels: int) -> None:
-        """Whether images of this height or width give a logit.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Raise a ValueError where images of this height or width are too small for one logit."""
         if pixels < self.smallest_side:
             raise ValueError(
                 f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers, which "

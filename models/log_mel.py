@@ -1,4 +1,4 @@
-"""Waveforms to spectrograms, and the masks that hide parts of them from a model that trains."""
+"""Waveforms to spectrograms, and random masks that hide parts of them during training."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .attention import at_least_fp32
 
 SPECTROGRAMS = ("log_mel", "power")
 
-# Decibels are relative to a power of 1; the quietest of a clip count as 80 below its loudest.
+# Decibels are relative to a power of 1, and clamped at 80 below the loudest of the clip.
 _AMIN, _TOP_DB = 1e-10, 80.0
 
-# Loud music has its bands between about -60 and 30 dB, silence is -100 dB.
+# Bands of loud music are between about -60 and 30 dB, silence is at -100 dB.
 _CENTRE_DB, _HALF_RANGE_DB = -20.0, 40.0
 
-# Uniform numbers that the masks of one spectrogram take.
+# Uniform numbers that the masks of one spectrogram need.
 MASK_NOISE = 4
 
 _LONGEST_FFT = 1 << 16
@@ -28,18 +28,18 @@ class Spectrogram:
     """Waveforms (b, n) to log-mel spectrograms or to power spectra.
 
     Frames are centred on multiples of the hop, the ends padded with silence, the window is a periodic Hann. Always
-    computed in fp32 (fp64 waveforms: fp64), whatever the precision of the model around it; this is no module and its
-    constants no buffers, because some backends cast those.
+    computed in fp32 (fp64 waveforms: fp64), whatever the precision of the model around it. It is not a module and has
+    no buffers, because some backends cast buffers.
 
     Args:
-        sample_rate: In Hz.
+        sample_rate: Sample rate in Hz.
         n_fft: Samples of a frame and its window.
         hop_length: Samples from one frame to the next.
-        n_mels: Bands.
-        fmin, fmax: Where the lowest band begins and the highest one ends, in Hz; None for half the sample rate.
+        n_mels: Number of mel bands.
+        fmin, fmax: Start of the lowest band and end of the highest, in Hz; None for half the sample rate.
         kind: "log_mel": bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]. "power": the
             n_fft / 2 + 1 squared magnitudes as they are.
-        min_frames: Shorter clips are padded with silence to give so many.
+        min_frames: Shorter clips are padded with silence to this number of frames.
 
     Raises:
         ValueError: one line that names the argument.
@@ -78,7 +78,7 @@ class Spectrogram:
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def frames(self, samples: int) -> int:
-        """Frames of a clip of so many samples."""
+        """Number of frames of a clip with this number of samples."""
         padded = max(samples, self.min_samples) + 2 * (self.n_fft // 2)
         return 1 + (padded - self.n_fft) // self.hop_length
 
@@ -108,7 +108,7 @@ class Spectrogram:
         """The window (n_fft,) and the filters (bands, n_fft / 2 + 1), made once for each device and dtype."""
         key = device, dtype
         if key not in self._constants:
-            with torch.inference_mode(False):  # they will serve in training as well
+            with torch.inference_mode(False):  # training uses the cached tensors too
                 window = torch.hann_window(self.n_fft, periodic=True, dtype=torch.float64, device="cpu")
                 filters = torch.zeros(0, dtype=torch.float64, device="cpu")
                 if self.kind == "log_mel":
@@ -165,8 +165,8 @@ def spec_augment(
 ) -> Tensor:
     """Zero one range of frames and one of bands in each spectrogram (Park et al. 2019, "SpecAugment").
 
-    A range has up to floor(fraction x size) rows, each length and each place as likely as another. Fractions are below
-    1, so that a row always remains whatever the noise.
+    A range has up to floor(fraction x size) rows; all lengths and all places are equally likely. Fractions are below 1,
+    so that at least one row remains.
 
     Args:
         spectrograms: (b, bands, frames).
@@ -179,9 +179,9 @@ def spec_augment(
 
 
 def _range(length_noise: Tensor, place_noise: Tensor, size: int, fraction: float) -> Tensor:
-    """Uniform noise (b,) twice -> bool (b, size), true in one range."""
+    """Uniform noise (b,) for length and place -> bool (b, size), true in one range."""
     longest = min(int(fraction * size), size - 1)
-    # Noise that was rounded to half precision can be 1.
+    # Noise below 1 becomes 1 when it is rounded to half precision.
     length = (length_noise.float() * (longest + 1)).floor().clamp(0, longest)
     places = size - length
     start = (place_noise.float() * (places + 1)).floor().clamp(min=0).minimum(places)

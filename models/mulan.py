@@ -1,9 +1,8 @@
-"""MuLan: music and the sentences about it in one space (Huang et al. 2022)."""
+"""MuLan: embeddings of music and of sentences about it in one space (Huang et al. 2022)."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,34 +10,29 @@ from torch import Tensor, nn
 
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
-from .files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
+from .files.pretrained import Pretrained, constructor_arguments
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
 from .text_transformer import TextTransformer
 
-# The scale of the similarities is at most this (Radford et al. 2021, section 2.5).
+# Upper bound of the factor of the similarities (Radford et al. 2021, section 2.5).
 MAX_SCALE = 100.0
-
-# Arguments that may differ between a model and the weights it takes: they are of training, or where it starts.
-_NOT_IN_THE_WEIGHTS = {
-    "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias"
-}  # fmt: skip
 
 
 class MulanOutput(NamedTuple):
-    """What a forward pass gives. h = 1 + hierarchical_layers; h = 0 is the final output, h = i is i layers below."""
+    """Results of a forward pass, h = 1 + hierarchical_layers; index 0: the final output, index i: i layers below it."""
 
     audio: Tensor
     """(b, h, dim_latent), unit vectors in fp32 or fp64."""
     text: Tensor
-    """(b, h, dim_latent), likewise."""
+    """(b, h, dim_latent), unit vectors in fp32 or fp64."""
     scale: Tensor
     """(h,): exp(tau), tau clamped at ln 100; similarities are multiplied by it."""
     bias: Tensor
-    """(h,): added to the scaled similarities in the sigmoid loss; no other uses it."""
+    """(h,): added to the scaled similarities in the sigmoid loss; other losses do not use it."""
 
 
 class _ClampedExp(torch.autograd.Function):
-    """exp(min(tau, ln 100)), whose gradient stops only where a descent would raise a tau that is beyond already."""
+    """exp(min(tau, ln 100)); its gradient is 0 only where gradient descent would raise a tau above ln 100 further."""
 
     @staticmethod
     def forward(ctx: Any, tau: Tensor) -> Tensor:
@@ -56,7 +50,7 @@ class _ClampedExp(torch.autograd.Function):
 class Latents(nn.Module):
     """Features of each output of a tower (b, h, dim) -> unit vectors (b, h, dim_latent) in fp32 or fp64.
 
-    Not under autocast: what is rounded here would be a rounding error of the similarities, times the scale.
+    Autocast is off here: rounding errors of the latents are multiplied by the scale in the similarities.
     """
 
     def __init__(self, outputs: int, dim: int, dim_latent: int) -> None:
@@ -71,31 +65,36 @@ class Latents(nn.Module):
             return l2_normalize(torch.stack(latents, dim=1))
 
 
-class MuLaN(nn.Module):
+class MuLaN(Pretrained):
     """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
 
     Args:
-        sample_rate: Of the waveforms, in Hz.
-        clip_seconds: Length of the clips to train on; it sets ``noise_size`` alone, other lengths can be encoded.
-        n_fft, hop_length, n_mels, fmin, fmax: Of the spectrogram; see ``log_mel.Spectrogram``.
+        sample_rate: Sample rate of the waveforms, in Hz.
+        clip_seconds: Length of the clips to train on. It only sets ``noise_size``: any length can be encoded.
+        n_fft, hop_length, n_mels, fmin, fmax: Settings of the spectrogram; see ``log_mel.Spectrogram``.
         spectrogram: "log_mel", or "power" for the n_fft / 2 + 1 powers in place of the mel bands.
         patch_size: Side of a patch, in bands and frames.
         patch_dropout: Share of the patches left out of each sample while training.
         time_mask_fraction, frequency_mask_fraction: The longest SpecAugment mask as a share of the side; 0: none.
         audio_dim, audio_depth: Width (a multiple of 4) and layers of the audio tower.
         text_dim, text_depth: Width and layers of the text tower.
-        heads, dim_head: Of the attention of both.
-        vocab_size: Of the tokenizer.
-        max_text_tokens: The longest caption.
+        heads, dim_head: Number and width of the attention heads of both towers.
+        vocab_size: Number of tokens of the tokenizer.
+        max_text_tokens: Length of the longest caption.
         dim_latent: Width of the common space.
         hierarchical_layers: Layers below the final output, in both towers, that have their own linear map,
             temperature and bias (Shukor et al. 2022, "ViCHA"); less than either depth.
         init_temperature: The factor of the similarities at the start, in (0, 100].
-        init_bias: Of the sigmoid loss at the start (Zhai et al. 2023).
+        init_bias: The bias of the sigmoid loss at the start (Zhai et al. 2023).
 
     Raises:
         ValueError: one line that names the argument.
     """
+
+    not_in_the_weights = frozenset((
+        "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature",
+        "init_bias",
+    ))  # fmt: skip
 
     def __init__(
         self,
@@ -125,9 +124,7 @@ class MuLaN(nn.Module):
         init_bias: float = -10.0,
     ) -> None:
         super().__init__()
-        self.config: dict[str, Any] = {
-            name: value for name, value in locals().items() if name not in ("self", "__class__")
-        }
+        self.config = constructor_arguments(locals())
         _check_config(self.config)
         self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
         self.clip_samples = round(clip_seconds * sample_rate)
@@ -150,13 +147,13 @@ class MuLaN(nn.Module):
         self.bias = nn.Parameter(torch.full((outputs,), float(init_bias)))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As that of any module."""
-        self.frontend.prepare(self.tau.device)  # made in a graph, they would have it compiled a second time
+        """Compile in place, as `nn.Module.compile` does."""
+        self.frontend.prepare(self.tau.device)  # constants created inside the graph would cause a recompilation
         super().compile(*args, **kwargs)
 
     @property
     def noise_size(self) -> int:
-        """Uniform numbers that a sample of clip_seconds takes while training: 4 for the masks, one per patch."""
+        """Uniform numbers that a clip of clip_seconds needs in training: 4 for the masks, and one per patch."""
         return self._noise_size(self.clip_samples)
 
     def forward(self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None) -> MulanOutput:
@@ -164,16 +161,16 @@ class MuLaN(nn.Module):
 
         Args:
             waveforms: (b, n) in [-1, 1] at sample_rate.
-            tokens: int64 (b, t), t <= max_text_tokens. What they are behind ``lengths`` changes nothing.
-            lengths: int64 (b,), tokens that count.
-            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for neither.
+            tokens: int64 (b, t), t <= max_text_tokens. Tokens behind ``lengths`` are ignored.
+            lengths: int64 (b,), tokens of each caption.
+            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for neither of them.
 
         Raises:
             ValueError: shapes that do not fit.
         """
         audio = self._audio_latents(waveforms, noise)
         text = self._text_latents(tokens, lengths)
-        # A copy: some backends take a weight's memory back after the forward pass.
+        # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
         return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
 
@@ -182,12 +179,12 @@ class MuLaN(nn.Module):
         return self._audio_latents(waveforms, None)[:, 0]
 
     def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Tokens int64 (b, t), of which lengths (b,) count -> unit vectors (b, dim_latent)."""
+        """Tokens int64 (b, t), the first lengths (b,) of each row -> unit vectors (b, dim_latent)."""
         return self._text_latents(tokens, lengths)[:, 0]
 
     def spectrogram(self, waveforms: Tensor) -> Tensor:
-        """Waveforms (b, n) -> (b, bands, frames) in fp32 or fp64, what the audio tower looks at: log-mel, about in
-        [-2, 2], or powers from 0."""
+        """Waveforms (b, n) -> input of the audio tower (b, bands, frames) in fp32 or fp64: log-mel, about in [-2, 2],
+        or powers, at least 0."""
         return self.frontend(waveforms)
 
     def _audio_latents(self, waveforms: Tensor, noise: Tensor | None) -> Tensor:
@@ -210,41 +207,14 @@ class MuLaN(nn.Module):
         rows, columns = self.audio.grid(self.frontend.bands, self.frontend.frames(samples))
         return MASK_NOISE + rows * columns
 
-    # Files.
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``folder``/model.safetensors and config.json, atomically."""
-        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> MuLaN:
-        """The model that ``save_pretrained`` wrote, in eval mode.
-
-        Raises:
-            ValueError: one line, where a file is missing or not of this model.
-        """
-        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
-        try:
-            return build_with_weights(lambda: cls(**config), weights).eval()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
-
-    def load_weights_from(self, folder: str | Path) -> None:
-        """Take the weights of a ``save_pretrained`` folder.
-
-        Raises:
-            ValueError: one line, naming what differs where the two models do.
-        """
-        take_weights(self, folder, _NOT_IN_THE_WEIGHTS)
-
 
 def _check_config(config: dict[str, Any]) -> None:
     for name in ("sample_rate", "n_fft", "hop_length", "n_mels", "patch_size", "audio_dim", "audio_depth", "text_dim",
                  "text_depth", "heads", "dim_head", "vocab_size", "max_text_tokens", "dim_latent"):  # fmt: skip
         if type(config[name]) is not int or config[name] < 1:
-            raise ValueError(f"{name} {config[name]!r} is no whole number of at least 1")
+            raise ValueError(f"{name} {config[name]!r} is not a whole number of at least 1")
     if type(config["hierarchical_layers"]) is not int or config["hierarchical_layers"] < 0:
-        raise ValueError(f"hierarchical_layers {config['hierarchical_layers']!r} is no whole number of at least 0")
+        raise ValueError(f"hierarchical_layers {config['hierarchical_layers']!r} is not a whole number of at least 0")
     depth = min(config["audio_depth"], config["text_depth"])
     if config["hierarchical_layers"] >= depth:
         raise ValueError(

@@ -1,7 +1,6 @@
-"""Perceptual distances: images compared by what a VGG16 that was trained on ImageNet makes of them.
+"""Perceptual distances: images compared by the activations of a VGG16 that was trained on ImageNet.
 
-The network is a measuring instrument: its weights are never trained, never saved with a model, and come from files on
-this machine; nothing is downloaded.
+Its weights are never trained and never saved with a model. They come from files on this machine; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .files.pretrained import build_with_weights
+from .files.building import build_with_weights
 from .files.published import read_state_dict
 
 # Simonyan & Zisserman 2015, configuration D: channels of the five blocks, and convolutions in each.
 WIDTHS = (64, 128, 256, 512, 512)
 _DEPTHS = (2, 2, 3, 3, 3)
 
-# LPIPS states its own constants for images in [-1, 1]; taken to [0, 1] they are these.
+# For images in [0, 1]. LPIPS gives equivalent constants for images in [-1, 1].
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-# As published: torchvision's trunk, and the heads of LPIPS 0.1 under their name in its package and outside of it.
+# Published names of torchvision's trunk, and of the heads of LPIPS 0.1, which have two.
 _TRUNK_FILE = "vgg16-397923af.pth"
 _HEADS_FILES = ("vgg_lpips.pth", "vgg.pth")
 
@@ -34,11 +33,11 @@ class PerceptualLoss(nn.Module):
     "lpips": LPIPS 0.1 (Zhang et al. 2018): squared differences of the unit-length activations of all five blocks,
     weighted by learned heads, averaged over places and summed over blocks.
 
-    It stays in eval mode and no parameter asks for a gradient; the gradient goes to the reconstructions alone.
+    It stays in eval mode and no parameter requires a gradient; gradients flow to the reconstructions only.
 
     Args:
         kind: "vgg" or "lpips".
-        widths: Channels of the five blocks; those of VGG16 unless for a test.
+        widths: Channels of the five blocks; tests use smaller ones than VGG16.
     """
 
     _mean: Tensor
@@ -54,7 +53,7 @@ class PerceptualLoss(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> PerceptualLoss:
-        """Stays in eval mode."""
+        """Ignore ``mode`` and stay in eval mode."""
         return super().train(False)
 
     def forward(self, reconstructions: Tensor, images: Tensor) -> Tensor:
@@ -128,12 +127,11 @@ def load_perceptual(
 
     Args:
         kind: "vgg", "lpips", or "none".
-        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. What is
-            not in there is looked for in torch.hub's cache. With "lpips" this takes two files, or one with the names
-            of both.
-        device: Where the network is to live.
-        side: Of the images to come, in pixels; None where it is not known yet.
-        widths: Of the network; see `PerceptualLoss`.
+        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. Missing
+            weights are searched in torch.hub's cache. "lpips" needs two files, or one with the weights of both.
+        device: Device of the network.
+        side: Side of the images in pixels, to be checked; None where it is not known yet.
+        widths: Channels of the five blocks; see `PerceptualLoss`.
 
     Returns:
         None for "none".
@@ -158,7 +156,7 @@ def load_perceptual(
     if missing := ours.keys() - found.keys():
         raise ValueError(_absence(kind, missing, searched))
     try:
-        with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, draw from it
+        with torch.random.fork_rng(devices=[]):  # initial weights draw random numbers, and are replaced
             model = build_with_weights(
                 lambda: PerceptualLoss(kind, widths), {ours[name]: found[name] for name in found}
             )
@@ -174,7 +172,7 @@ def _published_name(name: str) -> str:
 
 
 def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
-    """Where weights may be, the best place first.
+    """Paths where weights may be, in the order of search.
 
     Raises:
         ValueError: a file or folder that was named and is not there.
@@ -190,7 +188,7 @@ def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
 
 
 def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
-    """What to tell a user whose weights are not complete."""
+    """The error message for missing weights."""
     heads_only = all(name.startswith("lin") for name in missing)
     what = f"the heads of LPIPS 0.1 ({' or '.join(_HEADS_FILES)})" if heads_only else f"VGG16's ({_TRUNK_FILE})"
     places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))

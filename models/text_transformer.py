@@ -1,4 +1,4 @@
-"""A bidirectional transformer over the tokens of a caption, read off at a class token (Devlin et al. 2019, "BERT")."""
+"""A bidirectional transformer over a caption; its output is that of a class token (Devlin et al. 2019, "BERT")."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TextTransformer(nn.Module):
     Args:
         dim: Width of the tokens.
         depth: Layers.
-        heads, dim_head: Of the attention.
+        heads, dim_head: Number and width of the attention heads.
         vocab_size: Tokens are in [0, vocab_size).
-        max_tokens: The longest caption: so many positions are learned.
+        max_tokens: Length of the longest caption, and number of learned positions.
         hierarchical_layers: How many layers below the last to read as well.
     """
 
@@ -47,11 +47,11 @@ class TextTransformer(nn.Module):
         """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim), [:, 0] of the final output.
 
         Args:
-            lengths: int64 (b,), tokens of each row that count. What stands behind them is not looked at.
+            lengths: int64 (b,), tokens of each caption. Tokens behind them are ignored.
 
         Raises:
             ValueError: shapes that do not fit, more than max_tokens columns or, on the CPU, a token outside of the
-                vocabulary. On a GPU to look would be to wait; there the look-up itself stops the process.
+                vocabulary. On a GPU this check would wait for the device; there the look-up stops the process.
         """
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             raise ValueError(
@@ -66,7 +66,7 @@ class TextTransformer(nn.Module):
         x = self.tokens(tokens) + self.positions(place)
         x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
         hidden = torch.zeros(counts.shape, dtype=x.dtype, device=x.device).masked_fill(~counts, float("-inf"))
-        bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden: no row is empty
+        bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
         layers = self.transformer(x, bias)
         read = [norm(layers[-1 - i][:, 0]) for i, norm in enumerate(self.norms)]
         return torch.stack(read, dim=1)
@@ -77,5 +77,5 @@ class TextTransformer(nn.Module):
             if low < 0 or high >= self.vocab_size:
                 raise ValueError(
                     f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size}; "
-                    "tokenizer and model do not belong together"
+                    "this tokenizer does not belong to this model"
                 )

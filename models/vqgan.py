@@ -5,34 +5,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from .files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder, take_weights
+from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import make_quantizer
 
-_SLOPE = 0.1  # of every LeakyReLU
+_SLOPE = 0.1  # negative slope of every LeakyReLU
 _MOST_GROUPS = 16
-_NOT_IN_THE_WEIGHTS = {"image_size", "diversity_gamma", "inv_temperature", "vq_decay"}
 
 
 class VQGANOutput(NamedTuple):
-    """What a forward pass gives."""
+    """Results of a forward pass."""
 
     reconstruction: Tensor
     """fp32 (b, c, h, w), about [0, 1] and not clamped."""
     codes: Tensor
     """int64 (b, h / 2^n, w / 2^n) in [0, num_codes)."""
     losses: dict[str, Tensor]
-    """The quantizer's, by name, 0-d and unweighted."""
+    """Losses of the quantizer by name, 0-d and unweighted."""
     features: Tensor
-    """(b, dim, h, w): what goes into the decoder's last layer, detached; for an adaptive weight."""
+    """(b, dim, h, w): input of the decoder's last layer, detached; for the adaptive weight of a GAN loss."""
 
 
-class VQGAN(nn.Module):
+class VQGAN(Pretrained):
     """Images to a grid of codes and back. Fully convolutional: any height and width that 2^num_layers divides.
 
     Args:
@@ -40,19 +39,22 @@ class VQGAN(nn.Module):
         dim: Channels at full resolution; level n has dim x 2^(n-1).
         channels: 3 for RGB, 4 for RGBA.
         num_layers: Halvings of the side; a code stands for 2^num_layers x 2^num_layers pixels.
-        num_resnet_blocks: Residual blocks, on both ways: of the coarsest level, or of each level, finest first.
+        num_resnet_blocks: Residual blocks in the encoder and in the decoder: a number for the coarsest level, or a
+            list with a number for each level, finest first.
         quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``.
         codebook_size: Codes in the codebook.
         codebook_dim: Width of a codebook entry, where the quantizer does not fix it (vq, ibq).
         diversity_gamma: Weight of the batch's entropy in the entropy loss (lfq, bsq, ibq).
-        inv_temperature: Of the soft assignment in the entropy loss (lfq, bsq).
+        inv_temperature: Inverse temperature of the soft assignment in the entropy loss (lfq, bsq).
         fsq_levels: Levels of each channel of fsq; None for the published ones for codebook_size.
-        vq_decay: Of the codebook's moving averages (vq).
-        vq_cosine: Nearest entry by angle (vq).
+        vq_decay: Decay of the codebook's moving averages (vq).
+        vq_cosine: Choose the nearest entry by angle (vq).
 
     Raises:
         ValueError: a size that does not divide, or a codebook size that the quantizer cannot have.
     """
+
+    not_in_the_weights = frozenset(("image_size", "diversity_gamma", "inv_temperature", "vq_decay"))
 
     def __init__(
         self,
@@ -71,30 +73,18 @@ class VQGAN(nn.Module):
         vq_cosine: bool = False,
     ) -> None:
         super().__init__()
+        self.config = constructor_arguments(locals())
         if not 1 <= num_layers <= 40:
-            raise ValueError(f"num_layers {num_layers}: an image is halved once at least and 40 times at most")
+            raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
         blocks = _blocks_per_level(num_resnet_blocks, num_layers)
         _check_side("image_size", image_size, num_layers)
-        self.config: dict[str, Any] = {
-            "image_size": image_size,
-            "dim": dim,
-            "channels": channels,
-            "num_layers": num_layers,
-            "num_resnet_blocks": blocks,
-            "quantizer": quantizer,
-            "codebook_size": codebook_size,
-            "codebook_dim": codebook_dim,
-            "diversity_gamma": diversity_gamma,
-            "inv_temperature": inv_temperature,
-            "fsq_levels": None if fsq_levels is None else list(fsq_levels),
-            "vq_decay": vq_decay,
-            "vq_cosine": vq_cosine,
-        }
+        self.config["num_resnet_blocks"] = blocks
+        self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
         self.image_size, self.channels, self.num_layers = image_size, channels, num_layers
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
 
         encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
-        decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # built from its end
+        decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # in reverse order
         for (fan_in, fan_out), count in zip(itertools.pairwise(widths), blocks, strict=True):
             encoder.append(nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE)))
             encoder += [ResBlock(fan_out, _leaky_half) for _ in range(count)]
@@ -117,7 +107,7 @@ class VQGAN(nn.Module):
 
     @property
     def num_codes(self) -> int:
-        """Codes in the codebook: that of FSQ may be a little smaller or larger than asked for."""
+        """Number of codes; with FSQ it may differ a little from codebook_size."""
         return int(self.quantizer.num_codes)
 
     @property
@@ -131,8 +121,8 @@ class VQGAN(nn.Module):
         """Images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
-            observe: Only show the images to the quantizer, for statistics over several micro-batches
-                (``quantizer.observe``), and give nothing back.
+            observe: Only add the images to the quantizer's statistics over several micro-batches
+                (``quantizer.observe``), and return None.
         """
         z = self._encode(images)
         if observe:
@@ -162,7 +152,7 @@ class VQGAN(nn.Module):
             side = math.isqrt(codes.shape[1])
             if side * side != codes.shape[1]:
                 raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give codes (b, h, w)")
-            codes = codes.unflatten(1, (side, side))
+            codes = rearrange(codes, "b (h w) -> b h w", h=side)
         return self._decode(self.quantizer.decode_codes(codes))[0]
 
     def _encode(self, images: Tensor) -> Tensor:
@@ -171,42 +161,15 @@ class VQGAN(nn.Module):
         return self.encoder(images.to(self.last_layer.weight.dtype))
 
     def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantized (b, d, h', w') -> images fp32, and the features they were made of."""
+        """Quantized (b, d, h', w') -> images fp32, and the input of the last layer."""
         features = quantized.to(self.last_layer.weight.dtype)
         for layer in self.decoder[:-1]:
             features = layer(features)
         return self.last_layer(features).float(), features
 
-    # Files.
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``folder``/model.safetensors and config.json, atomically."""
-        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> VQGAN:
-        """The model that ``save_pretrained`` wrote, in eval mode.
-
-        Raises:
-            ValueError: one line, where a file is missing or not of this model.
-        """
-        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
-        try:
-            return build_with_weights(lambda: cls(**config), weights).eval()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
-
-    def load_weights_from(self, folder: str | Path) -> None:
-        """Take the weights of a ``save_pretrained`` folder.
-
-        Raises:
-            ValueError: one line, naming what differs where the two models do.
-        """
-        take_weights(self, folder, _NOT_IN_THE_WEIGHTS)
-
 
 class ResBlock(nn.Module):
-    """Two halves that keep the width, conv1, plus the input."""
+    """Two halves of equal width, conv1, plus the input."""
 
     def __init__(self, channels: int, half: Callable[[int], list[nn.Module]]) -> None:
         super().__init__()
@@ -217,22 +180,22 @@ class ResBlock(nn.Module):
 
 
 def _leaky_half(channels: int) -> list[nn.Module]:
-    """conv3, GroupNorm, LeakyReLU: the encoder's."""
+    """Half a block of the encoder: conv3, GroupNorm, LeakyReLU."""
     return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), nn.LeakyReLU(_SLOPE)]
 
 
 def _gated_half(channels: int) -> list[nn.Module]:
-    """conv3 to twice the width, GLU (Dauphin et al. 2017), GroupNorm: the decoder's."""
+    """Half a block of the decoder: conv3 to twice the width, GLU (Dauphin et al. 2017), GroupNorm."""
     return [nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GLU(dim=1), _group_norm(channels)]
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """16 groups, or as many fewer as divide the channels."""
+    """At most 16 groups: the greatest common divisor of 16 and the channels."""
     return nn.GroupNorm(math.gcd(_MOST_GROUPS, channels), channels)
 
 
 def _blocks_per_level(num_resnet_blocks: int | Sequence[int], num_layers: int) -> list[int]:
-    """A number for every level, finest first."""
+    """Numbers of residual blocks for every level, finest first."""
     if isinstance(num_resnet_blocks, int):
         blocks = [0] * (num_layers - 1) + [num_resnet_blocks]
     else:

@@ -19,6 +19,7 @@ from torch import Tensor
 import convert
 import train_vae
 from models import DiscreteVAE
+from models.files.dalle import HPARAMS
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--image_folder", "demo:shapes:32", "--image_size", "16", "--num_layers", "2", "--num_resnet_blocks", "1",
@@ -230,15 +231,11 @@ def test_a_model_is_described(name: str, run: Path, capsys: pytest.CaptureFixtur
     assert facts["model"] == "DiscreteVAE" and facts["dtype"] == "float32"
     assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert facts["arguments"] == {key: model.config[key] for key in facts["arguments"]}
-    assert facts["arguments"].keys() == (model.config.keys() if name == "model" else set(train_vae_hparams()))
+    assert facts["arguments"].keys() == (model.config.keys() if name == "model" else set(HPARAMS))
     files = (
         [run / "vae-final.pt"] if name != "model" else [run / name / f for f in ("config.json", "model.safetensors")]
     )
     assert facts["bytes"] == {file.name: file.stat().st_size for file in files}
-
-
-def train_vae_hparams() -> tuple[str, ...]:
-    return "image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks"
 
 
 def test_a_person_reads_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,14 +317,14 @@ def unknown_model(run: Path, tmp: Path) -> Path:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
-    "nothing there": (lambda run, tmp: tmp / "nowhere", "there is nothing"),
+    "nothing there": (lambda run, tmp: tmp / "nowhere", "it does not exist"),
     "an empty folder": (lambda run, tmp: tmp, "expected a run folder"),
     "a checkpoint without its run": (alone, "its run's config.yaml"),
     "a run of other sizes": (lambda run, tmp: with_config(run, tmp, num_tokens=17), "should have shape (17, 6)"),
     "a run of absurd depth": (lambda run, tmp: with_config(run, tmp, num_layers=10**9), "num_layers 1000000000 is"),
     "a run of 4 million blocks": (lambda run, tmp: with_config(run, tmp, num_resnet_blocks=4 << 20), "many more"),
     "a run of a newer script": (lambda run, tmp: with_config(run, tmp, colour="red"), "unknown key 'colour'"),
-    "a model of another kind": (unknown_model, "Perceiver, which is no model known here"),
+    "a model of another kind": (unknown_model, "Perceiver, which is no model of this version"),
     "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "not a zip file"),
 }
 

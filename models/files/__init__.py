@@ -1,1 +1,2 @@
-"""Reading files from anywhere: no code in them is run, and no number in them takes memory that they do not show."""
+"""Reading files from anywhere: no code in them is run, nothing outside a model folder is read for it, and no number in
+them takes memory before the file has shown as much data."""

@@ -1,16 +1,21 @@
-"""A look through a .pt file before PyTorch reads it.
+"""Checks of a .pt file before PyTorch reads it.
 
-``torch.load(weights_only=True)`` runs no code from a file. But a file may still tell it to allocate any amount of
-memory: by members that unpack to more than the file, or by calls such as bytearray(10**12), which it admits.
+``torch.load(weights_only=True)`` runs no code from a file. But a file may still make it allocate any amount of
+memory: by members that unpack to more than the file, or by calls such as bytearray(10**12), which it allows.
 """
 
 from __future__ import annotations
 
+import io
 import pickletools
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-# All that plain tensors in dicts need. bytearray, sparse and meta tensors are not among them.
+from torch import Tensor
+
+# The only calls that plain tensors in dicts need. bytearray, sparse and meta tensors are not among them.
 _CALLS = {
     "collections OrderedDict",
     "torch._utils _rebuild_parameter",
@@ -20,35 +25,89 @@ _CALLS = {
         for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
     ),
 }
+# The oldest files, such as torchvision's VGG, need one call more.
+_OLD_CALLS = {*_CALLS, "torch._utils _rebuild_tensor"}
 
 # Sizes of the records that end a zip file: zip64's end of the table of contents, its locator, and the plain end.
 _ZIP64_END, _LOCATOR, _END = 56, 20, 22
 
+# Far more than the names and shapes of a state dict need; in an old file its values come after them.
+_LONGEST_PICKLES_BYTES = 1 << 22
+
+_NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG"}
+_MEMOS = {"BINPUT", "LONG_BINPUT"}
+
 
 def check_archive(path: Path) -> None:
-    """Nothing in the file is compressed, hidden, or calls for more than plain tensors.
+    """Check that nothing in a .pt file is compressed or hidden, and that it calls for plain tensors only.
 
     Raises:
-        OSError, ValueError, zipfile.BadZipFile: it is such a file, or no .pt file of PyTorch 1.6 or later.
+        OSError, ValueError, zipfile.BadZipFile: the check fails, or it is no .pt file of PyTorch 1.6 or later.
     """
     with zipfile.ZipFile(path) as archive:
         if not _has_one_table_of_contents(path, archive.start_dir):
             raise ValueError("it can be read in more than one way")
         members = archive.infolist()
         pickles = [member for member in members if member.filename.lower().endswith("/data.pkl")]
-        if len(pickles) != 1:  # PyTorch's reader does not tell capitals from small letters
+        if len(pickles) != 1:  # PyTorch's reader ignores the case of names
             raise ValueError(f"it holds data.pkl {len(pickles)} times")
         unpacked = sum(max(member.file_size, member.compress_size) for member in members)
         if any(member.compress_type for member in members) or unpacked > path.stat().st_size:
             raise ValueError("it would unpack to more than the file; PyTorch writes no such files")
         instructions = archive.read(pickles[0])
     for opcode, argument, _ in pickletools.genops(instructions):
-        if opcode.name == "GLOBAL" and argument not in _CALLS:
-            raise ValueError(f"it calls for {'.'.join(str(argument).split())}, and no plain tensor needs that")
+        _check_call(opcode.name, argument, _CALLS)
+
+
+def check_old_file(path: Path) -> None:
+    """Check that a file of the format before PyTorch 1.6 calls for no more than plain tensors that it holds.
+
+    It consists of five pickles (magic number, version, machine, state dict, names of storages), then the storages.
+
+    Raises:
+        OSError, ValueError: the check fails, or the file is of another format.
+    """
+    with path.open("rb") as file:
+        pickles = io.BytesIO(file.read(_LONGEST_PICKLES_BYTES))
+    elements = 0
+    for _ in range(5):
+        before: list[tuple[str, Any]] = []
+        for opcode, argument, _ in pickletools.genops(pickles):
+            _check_call(opcode.name, argument, _OLD_CALLS)
+            if opcode.name == "BINPERSID":
+                elements += _elements_of_storage(before)
+            if opcode.name not in _MEMOS:
+                before = [*before[-2:], (opcode.name, argument)]
+    if elements > path.stat().st_size:  # PyTorch allocates storages before it looks for their data
+        raise ValueError("its tensors are larger than the file")
+
+
+def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
+    """Check that tensors read from ``path`` are no larger than the file: strides of 0 and storages that several
+    tensors share let a tiny file claim huge tensors.
+
+    Raises:
+        ValueError: they are larger.
+    """
+    if sum(tensor.nbytes for tensor in tensors) > path.stat().st_size:
+        raise ValueError(f"{path}: its weights are larger than the file that holds them")
+
+
+def _check_call(opcode: str, argument: Any, allowed: set[str]) -> None:
+    if opcode == "GLOBAL" and argument not in allowed:
+        raise ValueError(f"it calls for {'.'.join(str(argument).split())}, and no plain tensor needs that")
+
+
+def _elements_of_storage(before: list[tuple[str, Any]]) -> int:
+    """The number of elements in the tuple (..., elements, None) that the last operations of a pickle have made."""
+    match before:
+        case [(kind, int(number)), ("NONE", _), ("TUPLE", _)] if kind in _NUMBERS and number >= 0:
+            return number
+    raise ValueError("it describes a tensor in a way that PyTorch does not")
 
 
 def _has_one_table_of_contents(path: Path, start: int) -> bool:
-    """Whether every reader must find the table of contents at ``start``, where Python's zipfile did."""
+    """Whether every reader must find the table of contents at ``start``, where Python's zipfile found it."""
     with path.open("rb") as file:
         end_of_file = file.seek(0, 2)
         file.seek(-min(end_of_file, _ZIP64_END + _LOCATOR + _END), 2)

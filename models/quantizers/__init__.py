@@ -1,5 +1,4 @@
-"""Quantizers of image tokenizers behind one interface. Losses and codebooks are those of one process with the whole
-batch of an update."""
+"""Quantizers of image tokenizers behind one interface."""
 
 from __future__ import annotations
 
@@ -53,16 +52,16 @@ def make_quantizer(
 
     Args:
         name: One of `QUANTIZERS`.
-        codebook_size: Number of codes. For fsq about that number; ``levels`` go before it.
-        dim: Channels of vq and ibq; those of the others follow from the codebook, whatever is said here.
+        codebook_size: Number of codes. For fsq about that number, and ignored where ``levels`` are given.
+        dim: Channels of vq and ibq; ignored by the others, whose channels follow from the codebook.
         all_reduce, gather, rank, world_size: Attributes of the `Quantizer`.
         options: Keywords of the class.
 
     Raises:
-        ValueError: an unknown name or option, or a value that cannot be.
+        ValueError: an unknown name or option, or a value out of range.
     """
     if name not in _CLASSES:
-        raise ValueError(f"quantizer {name!r}: there are {', '.join(QUANTIZERS)}")
+        raise ValueError(f"quantizer {name!r} is unknown; use one of {', '.join(QUANTIZERS)}")
     kind = _CLASSES[name]
     parameters = inspect.signature(kind).parameters
     sizes: dict[str, Any] = {"codebook_size": codebook_size, "dim": dim}

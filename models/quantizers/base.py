@@ -1,4 +1,4 @@
-"""What every quantizer takes and gives, and what it needs of the other processes."""
+"""The interface of every quantizer, and how it reaches the other processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from .statistics import AllReduce, GlobalMean
@@ -27,33 +28,33 @@ class Quantized(NamedTuple):
 
 
 def of_one_process(tensor: Tensor) -> Tensor:
-    """Sum and concatenation over one process."""
+    """Sum or concatenation over one process: the tensor itself."""
     return tensor
 
 
 class Quantizer(nn.Module, ABC):
     """Vectors to the nearest of a finite number of vectors.
 
-    Losses are those of one process that holds the whole batch of the update, however many processes and micro-batches
-    share it: averaged over both, value and gradient are the whole batch's. Processes and micro-batches hold equally
-    many vectors. One update is
+    Averaged over processes and micro-batches, values and gradients of the losses equal those of one process that holds
+    the whole batch of the update. Processes and micro-batches must hold equally many vectors. One update is
 
         for each micro-batch:  quantizer.observe(z)      only with several micro-batches, where `needs_observation`
-        quantizer.pool()                                 likewise
+        quantizer.pool()                                 only after observe
         for each micro-batch:  quantizer(z), backward
         optimizer step
         quantizer.after_update(step, seed, skipped)
 
-    In eval mode, and under `torch.no_grad`, a forward records nothing and asks nobody: its statistics are those of the
-    batch at hand.
+    In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: its statistics are those
+    of its own input.
 
-    Four attributes say how to reach the other processes; set them before training. They are neither saved nor copied
-    by `copy.deepcopy`, which shares them.
+    The attributes all_reduce, gather, rank and world_size say how to reach the other processes; set them before
+    training. They are not saved, and `copy.deepcopy` shares them.
 
     Args:
         num_codes: Entries of the codebook.
         dim: Channels of an entry.
-        mean: Of the whole batch, where a loss is a function of one; `_observe` adds to it, the rest is done here.
+        mean: Collects the mean over the whole batch, where a loss needs one. `_observe` adds to it; this class does the
+            rest.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ()
@@ -64,7 +65,7 @@ class Quantizer(nn.Module, ABC):
     gather: Callable[[Tensor], Tensor]
     """Concatenation over the processes along dimension 0, by rank."""
     rank: int
-    """Where this process stands in what `gather` gives."""
+    """Index of this process in the result of `gather`."""
     world_size: int
 
     def __init__(self, num_codes: int, dim: int, mean: GlobalMean | None = None) -> None:
@@ -74,7 +75,7 @@ class Quantizer(nn.Module, ABC):
         self.rank, self.world_size = 0, 1
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        # A bound method would take its object with it: a backend with its sockets.
+        # Copying a bound method copies its object: a backend with sockets, which cannot be copied.
         memo.update({id(shared): shared for shared in (self.all_reduce, self.gather)})
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -82,12 +83,12 @@ class Quantizer(nn.Module, ABC):
 
     @property
     def is_learning(self) -> bool:
-        """Whether a forward counts for the update under way."""
+        """Whether a forward contributes to the current update."""
         return self.training and torch.is_grad_enabled()
 
     @property
     def needs_observation(self) -> bool:
-        """Whether, with several micro-batches per update, the next one has to be observed before it is trained on.
+        """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update.
 
         The same on every process; it may change from update to update.
         """
@@ -96,7 +97,7 @@ class Quantizer(nn.Module, ABC):
     def forward(self, z: Tensor) -> Quantized:
         """z (b, dim, ...) of any floating dtype; computed in fp32, under autocast too.
 
-        While learning, and where `needs_observation` without a `pool` before it, collective.
+        Collective while learning, where `needs_observation` and no `pool` came before.
 
         Raises:
             ValueError: z has another number of channels.
@@ -104,11 +105,12 @@ class Quantizer(nn.Module, ABC):
         with torch.autocast(z.device.type, enabled=False):
             rows, codes, losses = self._quantize(self._project(self._rows(z)))
             grid = (z.shape[0], *z.shape[2:])
-            return Quantized(rows.unflatten(0, grid).movedim(-1, 1).contiguous(), codes.view(grid), losses)
+            quantized = rearrange(rows.unflatten(0, grid), "b ... d -> b d ...").contiguous()
+            return Quantized(quantized, codes.view(grid), losses)
 
     @torch.no_grad()
     def codes(self, z: Tensor) -> Tensor:
-        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit, without its losses. Local.
+        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit. No losses, no collective.
 
         Raises:
             ValueError: z has another number of channels.
@@ -118,18 +120,18 @@ class Quantizer(nn.Module, ABC):
 
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Codes (b, ...) int64 in [0, num_codes) -> (b, dim, ...) fp32, bit for bit the `quantized` of forward."""
-        return self._look_up(codes).movedim(-1, 1).contiguous()
+        return rearrange(self._look_up(codes), "b ... d -> b d ...").contiguous()
 
     @torch.no_grad()
     def observe(self, z: Tensor) -> None:
-        """Take a micro-batch of the coming update into the statistics of the whole batch. Local."""
+        """Add a micro-batch of the coming update to the statistics of the whole batch. No collective."""
         if self.needs_observation:
             with torch.autocast(z.device.type, enabled=False):
                 self._observe(self._project(self._rows(z)))
 
     @torch.no_grad()
     def pool(self) -> None:
-        """Make what was observed the statistics of every forward until `after_update`. Collective."""
+        """Fix the observed statistics for every forward until `after_update`. Collective."""
         if self._mean is not None:
             self._mean.pool(self.all_reduce)
 
@@ -139,7 +141,7 @@ class Quantizer(nn.Module, ABC):
 
         Args:
             step: Number of the update, the same on every process.
-            seed: Of the run.
+            seed: The seed of the run.
             skipped: 0-d bool, whether the optimizer skipped this update: the codebook stays as it was.
         """
         if self._mean is not None:
@@ -147,7 +149,7 @@ class Quantizer(nn.Module, ABC):
 
     @property
     def _all_reduce_of_forward(self) -> AllReduce | None:
-        """How a forward reaches the rest of the batch, or None where it asks nobody."""
+        """The all_reduce that a forward may use, or None where it must not call a collective."""
         return self.all_reduce if self.is_learning else None
 
     @abstractmethod
@@ -163,11 +165,11 @@ class Quantizer(nn.Module, ABC):
         """Codes (...) -> entries (..., dim) fp32."""
 
     def _observe(self, rows: Tensor) -> None:
-        """Projected vectors (n, dim) fp32 of a micro-batch to come."""
+        """Add projected vectors (n, dim) fp32 of a micro-batch to the statistics."""
 
     def _project(self, rows: Tensor) -> Tensor:
-        """Vectors (n, dim) fp32 -> those that entries are compared with: their directions, where entries have one
-        length; by default themselves."""
+        """Vectors (n, dim) fp32 -> the vectors to compare with entries: unit vectors where all entries have one length,
+        by default the vectors themselves."""
         return rows
 
     def _rows(self, z: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ class Quantizer(nn.Module, ABC):
                 f"z has the shape {tuple(z.shape)}, this quantizer takes (b, {self.dim}, ...): "
                 f"project to {self.dim} channels first"
             )
-        return z.float().movedim(1, -1).flatten(0, -2)
+        return rearrange(z.float(), "b d ... -> (b ...) d")
 
 
 def straight_through(entries: Tensor, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Nearest entries, and k-means."""
+"""Nearest codebook entries, and k-means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .statistics import sums_by_code
 
-# Scores of so many pairs at a time: 256 MiB.
+# Pairs of a vector and an entry that are compared at a time: 256 MiB of distances.
 _PAIRS_AT_ONCE = 2**26
 
 
@@ -17,22 +17,22 @@ def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
     """Vectors (n, d) and entries (K, d) -> codes (n,) int64, of the smallest Euclidean distance."""
     half_squares = entries.square().sum(1) / 2
     rows = max(_PAIRS_AT_ONCE // len(entries), 1)
-    # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + what does not depend on e
+    # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + a term without e
     return torch.cat([(half_squares - part @ entries.T).argmin(1) for part in vectors.split(rows)])
 
 
 def kmeans(
     vectors: Tensor, num_clusters: int, normalize: Callable[[Tensor], Tensor], iterations: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Lloyd's iterations from a random choice of vectors, the same each time.
+    """Lloyd's iterations from randomly chosen vectors; the choice is the same in every call.
 
     Args:
-        vectors: (n, d) fp32. With fewer of them than clusters some centres are equal; the first of those is used.
+        vectors: (n, d) fp32. With fewer vectors than clusters some centres are equal; the first is chosen.
         normalize: Applied to the means (spherical k-means), or the identity.
 
     Returns:
-        Centres (num_clusters, d) fp32, and how many vectors are nearest to each (num_clusters,) fp32. A centre that
-        nothing is nearest to stays where it is.
+        Centres (num_clusters, d) fp32, and how many vectors are nearest to each (num_clusters,) fp32. A centre without
+        vectors stays where it is.
     """
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(vectors), generator=generator).to(vectors.device)

@@ -1,10 +1,10 @@
-"""Entropies, in nats, of soft assignments: of each item's, and of the mean of the whole batch's.
+"""Entropies, in nats, of soft assignments: of each item's assignment, and of the mean over the whole batch.
 
 The entropy loss of Chang et al. 2022 (MaskGIT) and Yu et al. 2024 (MAGVIT-2) is H_sample - gamma H_batch: each item
 should choose clearly, and all together should use every code alike. H_batch is a function of the mean p of *all* items
-of an update. Its gradient is <dH/dp, dp>, and p is a mean over processes and micro-batches; so each of those takes
-<dH/dp, p_part> for a gradient, dH/dp being that of the whole batch, and the engine's averaging makes the whole of it.
-No gradient has to cross a collective.
+of an update. Its gradient is <dH/dp, dp>, and p is a mean over processes and micro-batches. So each of them uses the
+gradient of <dH/dp, p_part>, with dH/dp of the whole batch, and the engine's averaging gives the gradient of H_batch. No
+gradient has to cross a collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def bernoulli_entropy(logits: Tensor) -> Tensor:
 
 
 def batch_entropy(mean: Tensor, expected: Tensor) -> Tensor:
-    """H(mean), 0-d fp32, with the gradient of `expected` = <-ln mean, p of the items at hand>.
+    """H(mean), 0-d fp32, with the gradient of `expected` = <-ln mean, p of the local items>.
 
     Args:
         mean: Distribution (k,) of the whole batch, without a gradient.
@@ -35,7 +35,7 @@ def batch_entropy(mean: Tensor, expected: Tensor) -> Tensor:
 
 
 def negative_log(mean: Tensor) -> Tensor:
-    """-ln p in fp32, finite for p = 0. It is dH/dp but for a constant, which no change of a distribution can feel."""
+    """-ln p in fp32, finite for p = 0. It is dH/dp up to a constant, and changes of p sum to 0."""
     return -mean.clamp_min(torch.finfo(torch.float32).tiny).log().float()
 
 
@@ -51,7 +51,7 @@ class SoftmaxEntropy:
         self._temperature, self._gamma, self.mean = temperature, gamma, GlobalMean()
 
     def observe(self, logits: Tensor) -> None:
-        """Logits (n, K) of a micro-batch to come."""
+        """Add logits (n, K) of a micro-batch of the coming update to the mean."""
         self.mean.observe(self._log_p(logits).exp().sum(0), len(logits))
 
     def __call__(self, logits: Tensor, all_reduce: AllReduce | None) -> Tensor:
@@ -64,12 +64,12 @@ class SoftmaxEntropy:
         return h_sample - self._gamma * h_batch
 
     def _log_p(self, logits: Tensor) -> Tensor:
-        # p is the exp of this wherever it is summed: softmax(1) rounds otherwise.
+        # Every p is exp(log_p): softmax(1) would round differently.
         return (logits / self._temperature).log_softmax(1)
 
 
 # By default H_batch is exact up to 2^18 codes: with 16384 vectors that takes 0.13 s of a CPU for 2^16 codes and 0.53 s
-# for 2^18, forward and backward, and 0.2 GB. Groups of 9 bits take 0.02 s and 0.06 GB, and give a bound.
+# for 2^18, forward and backward, and 0.2 GB. Groups of 9 bits take 0.02 s and 0.06 GB, and give an upper bound.
 BITS_PER_GROUP = 18
 
 
@@ -93,7 +93,7 @@ class SignEntropy:
 
     def __init__(self, bits: int, scale: float, gamma: float, bits_per_group: int) -> None:
         if not scale > 0:
-            raise ValueError(f"inv_temperature makes the bits' logits {scale:g} z: it has to be greater than 0")
+            raise ValueError(f"inv_temperature gives bits the logits {scale:g} z: it has to be greater than 0")
         if not 1 <= bits_per_group <= 24:
             raise ValueError(f"bits_per_group {bits_per_group} is not in 1 to 24: 2^24 probabilities are 128 MiB")
         groups = -(-bits // bits_per_group)
@@ -101,7 +101,7 @@ class SignEntropy:
         self._scale, self._gamma, self.mean = scale, gamma, GlobalMean()
 
     def observe(self, x: Tensor) -> None:
-        """x (n, d) of a micro-batch to come."""
+        """Add x (n, d) of a micro-batch of the coming update to the mean."""
         self.mean.observe(_totals(self._halves(self._scale * x)), len(x))
 
     def __call__(self, x: Tensor, all_reduce: AllReduce | None) -> Tensor:

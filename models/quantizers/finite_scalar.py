@@ -26,8 +26,8 @@ MARGIN = 1e-3
 class FiniteScalarQuantizer(Quantizer):
     """Each channel, bounded by a tanh, to one of a few levels in [-1, 1] (Mentzer et al. 2023, section 3).
 
-    The code has the first channel as its least significant digit, as in the paper's appendix A.1. No losses, nothing to
-    collect. The bound is shifted by artanh, so that z = 0 is level L // 2 for even L too.
+    The code has the first channel as its least significant digit, as in the paper's appendix A.1. There are no losses
+    and no statistics. The bound is shifted by artanh, so that z = 0 is level L // 2 for even L too.
 
     Args:
         levels: Number of levels of each channel, 3 or more.
@@ -78,7 +78,7 @@ class FiniteScalarQuantizer(Quantizer):
 
 
 def levels_of(codebook_size: int) -> tuple[int, ...]:
-    """The published levels for about so many codes.
+    """The published levels for a codebook of about this size.
 
     Raises:
         ValueError: a size that the table does not have.

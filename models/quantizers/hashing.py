@@ -1,4 +1,4 @@
-"""Random numbers that are a function of their place, computed on the device without a generator's state."""
+"""Random numbers as a function of seed, step and index, computed on the device without a generator."""
 
 from __future__ import annotations
 

@@ -39,13 +39,13 @@ class IndexBackpropQuantizer(Quantizer):
     mean (z - q)^2 + mean (z - sg e)^2 + beta mean (sg z - e)^2 with q = e in value and the gradient of the choice;
     ``entropy`` is H_sample - diversity_gamma H_batch in nats, with p(c | z) = softmax_c <z, c> / temperature.
 
-    n x K numbers are kept for the backward pass, some of them several times.
+    The backward pass needs the memory of several n x K matrices.
 
     Args:
         codebook_size: K.
         dim: d.
         beta: Weight of the term that moves entries to vectors.
-        temperature: Of the entropy loss; that of the choice is 1.
+        temperature: Temperature of the entropy loss; the choice has temperature 1.
         diversity_gamma: Weight of H_batch.
 
     Raises:

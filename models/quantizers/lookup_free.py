@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from .base import Quantizer
-from .corners import Corners
-from .entropy import BITS_PER_GROUP
-from .signs import exact_log2, sign_codes
+from .base import Quantizer, straight_through
+from .entropy import BITS_PER_GROUP, SignEntropy
+from .signs import code_signs, exact_log2, sign_codes
 
 
 class LookupFreeQuantizer(Quantizer):
@@ -20,7 +20,7 @@ class LookupFreeQuantizer(Quantizer):
 
     Args:
         codebook_size: 2^d.
-        inv_temperature: Of the soft assignment.
+        inv_temperature: Inverse temperature of the soft assignment.
         diversity_gamma: Weight of H_batch.
         bits_per_group: H_batch is computed for groups of at most so many bits; exact where d is no larger.
 
@@ -28,7 +28,7 @@ class LookupFreeQuantizer(Quantizer):
         ValueError: a codebook size that is no power of two, or another value out of range.
     """
 
-    loss_names: ClassVar[tuple[str, ...]] = Corners.loss_names
+    loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
 
     def __init__(
         self,
@@ -38,25 +38,31 @@ class LookupFreeQuantizer(Quantizer):
         diversity_gamma: float = 1.0,
         bits_per_group: int = BITS_PER_GROUP,
     ) -> None:
-        dim = exact_log2(codebook_size)
-        corners = Corners(
-            dim,
-            1.0,
-            inv_temperature=inv_temperature,
-            diversity_gamma=diversity_gamma,
-            bits_per_group=bits_per_group,
-        )
-        super().__init__(codebook_size, dim, corners.entropy.mean)
-        self._corners = corners
+        bits = exact_log2(codebook_size)
+        size = self._channel_size(bits)
+        entropy = SignEntropy(bits, 4 * inv_temperature * size, diversity_gamma, bits_per_group)
+        super().__init__(codebook_size, bits, entropy.mean)
+        self._size, self._entropy = size, entropy
+
+    @staticmethod
+    def _channel_size(bits: int) -> float:
+        """Absolute value of each channel of an entry."""
+        return 1.0
 
     def _observe(self, rows: Tensor) -> None:
-        self._corners.entropy.observe(rows)
+        self._entropy.observe(rows)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        return self._corners.quantize(rows, self._all_reduce_of_forward)
+        codes = sign_codes(rows)
+        entries = self._look_up(codes)
+        losses = {
+            "commitment": F.mse_loss(rows, entries),
+            "entropy": self._entropy(rows, self._all_reduce_of_forward),
+        }
+        return straight_through(entries, rows), codes, losses
 
     def _choose(self, rows: Tensor) -> Tensor:
         return sign_codes(rows)
 
     def _look_up(self, codes: Tensor) -> Tensor:
-        return self._corners.look_up(codes)
+        return code_signs(codes, self.dim) * self._size

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..files.pretrained import build_with_weights, load_pretrained_folder, one_line, save_pretrained_folder
+from ..files.pretrained import Pretrained, constructor_arguments
 from ..quantizers import VectorQuantizer
 from .base import of_one_process, straight_through
 from .hashing import mix
@@ -26,11 +25,11 @@ class ResidualQuantized(NamedTuple):
     codes: Tensor
     """(b, q) int64 in [0, codebook_size), coarse to fine."""
     losses: dict[str, Tensor]
-    """``commitment`` (q,) fp32, unweighted: the mean square of what level k leaves of the embeddings."""
+    """``commitment`` (q,) fp32, unweighted: the mean square of the residual after level k."""
 
 
-class ResidualQuantizer(nn.Module):
-    """Each level quantizes what the levels before it have left: r_0 = x, c_k = the entry nearest to r_k,
+class ResidualQuantizer(Pretrained):
+    """Each level quantizes the residual of the levels before it: r_0 = x, c_k = the entry nearest to r_k,
     r_{k+1} = r_k - e_k(c_k). Zeghidour et al. 2021 (SoundStream), algorithm 1; 12 levels of 1024 entries of MuLan's
     audio embeddings are what MusicLM is conditioned on (Agostinelli et al. 2023, section 3.2).
 
@@ -40,20 +39,22 @@ class ResidualQuantizer(nn.Module):
         quantizer.train()(embeddings)                  the whole share of this process, in one forward
         quantizer.after_update(step, seed)             collective, as the forward of the first update is
 
-    In eval mode and under `torch.no_grad` a forward learns nothing. On several processes `connect` comes first, and
-    every process holds equally many embeddings.
+    In eval mode and under `torch.no_grad` a forward learns nothing. On several processes call `connect` first; every
+    process must hold equally many embeddings.
 
     Args:
         dim: d.
         num_quantizers: q, the levels.
         codebook_size: Entries per level.
         decay: Of the moving averages, in [0, 1).
-        revive_below: An entry used less than this, in units of the mean use of its level, is replaced by what level k
-            saw of an embedding that is drawn by (seed, step, level); in [0, 1], 0 for never.
+        revive_below: An entry used less than this, in units of the mean use of its level, is replaced by the input
+            of its level for an embedding that is drawn by (seed, step, level); in [0, 1], 0 for never.
 
     Raises:
         ValueError: a value outside these ranges.
     """
+
+    not_in_the_weights = frozenset(("decay", "revive_below"))
 
     def __init__(
         self,
@@ -65,13 +66,10 @@ class ResidualQuantizer(nn.Module):
         revive_below: float = 0.01,
     ) -> None:
         super().__init__()
+        self.config = constructor_arguments(locals())
         if num_quantizers < 1:
             raise ValueError(f"num_quantizers {num_quantizers}: at least 1 level")
         self.dim, self.num_quantizers, self.codebook_size = dim, num_quantizers, codebook_size
-        self.config = {
-            "dim": dim, "num_quantizers": num_quantizers, "codebook_size": codebook_size, "decay": decay,
-            "revive_below": revive_below,
-        }  # fmt: skip
         self.levels = nn.ModuleList(
             VectorQuantizer(codebook_size, dim, decay=decay, revive_below=revive_below) for _ in range(num_quantizers)
         )
@@ -83,7 +81,7 @@ class ResidualQuantizer(nn.Module):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """How to reach the other processes, for learning; the four are the attributes of a `Quantizer`."""
+        """Set how learning reaches the other processes: the four attributes of `Quantizer` that have these names."""
         for level in self._levels():
             level.all_reduce, level.gather, level.rank, level.world_size = all_reduce, gather, rank, world_size
 
@@ -93,11 +91,12 @@ class ResidualQuantizer(nn.Module):
         Raises:
             ValueError: embeddings of another shape.
         """
-        self._check_shape(embeddings)
+        if embeddings.ndim != 2 or embeddings.shape[1] != self.dim:
+            raise ValueError(f"embeddings have the shape {tuple(embeddings.shape)}, not (b, {self.dim})")
         residual, entries, codes, left = embeddings.float(), [], [], []
         for level in self._levels():
             out = level(residual)
-            # Only the commitment pulls on the embeddings here: straight-through is for the sum, once.
+            # Without detach, every level would pass the straight-through gradient on; the sum below does it once.
             entries.append(out.quantized.detach())
             codes.append(out.codes)
             left.append(out.losses["commitment"])
@@ -120,17 +119,17 @@ class ResidualQuantizer(nn.Module):
     def fit(self, embeddings: Tensor, epochs: int, seed: int, mark: Callable[[], None] = lambda: None) -> list[float]:
         """Learn from a set of embeddings (n, d) in random order, on one process; ends in eval mode.
 
-        An update is of 32 embeddings per entry, or of all: enough for the k-means of the first one, and for averages
-        that are steady. The same embeddings and seed give the same codebooks.
+        An update takes 32 embeddings per entry, or all of them where there are fewer: enough for the k-means of the
+        first update and for steady averages. The same embeddings and seed give the same codebooks.
 
         Args:
             embeddings: On the device of the quantizer.
-            epochs: Over all of them.
-            seed: Of the entries that are replaced.
-            mark: Called for each update, as a sign of life.
+            epochs: Passes over all embeddings.
+            seed: For the draws that replace unused entries.
+            mark: Called before each update, to show a watchdog that the process is alive.
 
         Returns:
-            What each level leaves of the embeddings, as a share of their mean square: 0 is all said, 1 is nothing.
+            Mean square of the residual after each level, divided by that of the embeddings; 0 is a perfect fit.
         """
         batches = embeddings.tensor_split(math.ceil(len(embeddings) / (_FIT_ROWS_PER_ENTRY * self.codebook_size)))
         self.train()
@@ -158,75 +157,18 @@ class ResidualQuantizer(nn.Module):
         Raises:
             ValueError: codes of another shape.
         """
-        self._check_levels("codes", codes)
+        if codes.ndim != 2 or not 1 <= codes.shape[1] <= self.num_quantizers:
+            raise ValueError(f"codes have the shape {tuple(codes.shape)}, not (b, 1 to {self.num_quantizers})")
         return _sum(
             [level.decode_codes(column) for level, column in zip(self._levels(), codes.unbind(1), strict=False)]
         )
 
-    def tokens_of(self, codes: Tensor) -> Tensor:
-        """Codes (b, k) -> tokens (b, k) of one vocabulary of q x codebook_size, in which level l begins at
-        l x codebook_size: what a language model that reads all levels needs.
-
-        Raises:
-            ValueError: codes of another shape.
-        """
-        self._check_levels("codes", codes)
-        return codes + self._offsets(codes)
-
-    def codes_of(self, tokens: Tensor) -> Tensor:
-        """The inverse of `tokens_of`.
-
-        Raises:
-            ValueError: tokens of another shape, or a token that does not belong to the level of its column.
-        """
-        self._check_levels("tokens", tokens)
-        codes = tokens - self._offsets(tokens)
-        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.codebook_size:
-            raise ValueError(
-                f"a token stands outside of its level: those of column l are in [l x {self.codebook_size}, "
-                f"(l + 1) x {self.codebook_size}); keep the columns in order, from the first level on"
-            )
-        return codes
-
     def _levels(self) -> list[VectorQuantizer]:
         return [level for level in self.levels if isinstance(level, VectorQuantizer)]
 
-    def _offsets(self, columns: Tensor) -> Tensor:
-        return torch.arange(columns.shape[1], device=columns.device) * self.codebook_size
-
-    def _check_shape(self, embeddings: Tensor) -> None:
-        if embeddings.ndim != 2 or embeddings.shape[1] != self.dim:
-            raise ValueError(f"embeddings have the shape {tuple(embeddings.shape)}, not (b, {self.dim})")
-
-    def _check_levels(self, name: str, columns: Tensor) -> None:
-        if columns.ndim != 2 or not 1 <= columns.shape[1] <= self.num_quantizers:
-            raise ValueError(f"{name} have the shape {tuple(columns.shape)}, not (b, 1 to {self.num_quantizers})")
-
-    # Files.
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``folder``/model.safetensors and config.json, atomically."""
-        save_pretrained_folder(Path(folder), type(self).__name__, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> ResidualQuantizer:
-        """The quantizer that ``save_pretrained`` wrote, in eval mode.
-
-        Raises:
-            ValueError: one line, where a file is missing or not of this model.
-        """
-        config, weights = load_pretrained_folder(Path(folder), cls.__name__)
-        try:
-            levels = sum(name.endswith(".codebook") for name in weights)
-            if config.get("num_quantizers") != levels:  # before so many are built
-                raise ValueError(f"num_quantizers is {config.get('num_quantizers')}, but it holds {levels} codebooks")
-            return build_with_weights(lambda: cls(**config), weights).eval()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder} does not hold a {cls.__name__}: {one_line(error)}") from None
-
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    """One after the other, so that `forward` and `decode` round alike."""
+    """Add in order, so that `forward` and `decode` round alike."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

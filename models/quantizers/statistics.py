@@ -1,4 +1,4 @@
-"""Statistics of the whole batch of an update, from parts that are spread over micro-batches and processes."""
+"""Statistics of the whole batch of an update, whose parts are spread over micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AllReduce = Callable[[Tensor], Tensor]
 class GlobalMean:
     """Mean of a vector statistic over every item of an update.
 
-    Summed in fp64: how items are spread over micro-batches and processes leaves, as good as always, no trace in fp32.
+    Summed in fp64: after rounding to fp32, the mean hardly ever depends on how items are spread over processes.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class GlobalMean:
         """Mean (k,) in fp64.
 
         Args:
-            total: Sum (k,) over the `count` items at hand.
-            all_reduce: With it the mean is the pooled one or, where nothing was pooled, that over all processes
-                (collective); without it, the mean of the items at hand.
+            total: Sum (k,) over the `count` local items.
+            all_reduce: If given, the result is the pooled mean or, where nothing was pooled, the mean over all
+                processes (collective); if None, the mean of the local items.
         """
         if all_reduce is None:
             return total.detach().double() / count
@@ -57,8 +57,8 @@ def _pack(total: Tensor, count: int) -> Tensor:
 def sums_by_code(vectors: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
     """Vectors (n, d) and their codes (n,) -> how many have each code (K,), and their sums (K, d); both fp64.
 
-    Vectors are sorted by code and each code's are added in their order, which `index_add_` on a GPU does not promise;
-    the host waits for nothing.
+    Vectors are sorted by code, then those of each code are added in order: `index_add_` on a GPU promises no order.
+    The host does not wait for the device.
     """
     order = codes.argsort(stable=True)
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes.device)

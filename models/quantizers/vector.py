@@ -1,4 +1,4 @@
-"""Vector quantization (VQ) with a codebook of moving averages."""
+"""Vector quantization (VQ) with a codebook that follows moving averages."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class VectorQuantizer(Quantizer):
     Args:
         codebook_size: K.
         dim: d.
-        decay: Of the moving averages, in [0, 1).
-        cosine: Nearest by angle: vectors and entries have length 1.
+        decay: Decay of the moving averages, in [0, 1).
+        cosine: Choose the nearest entry by angle: vectors and entries are scaled to length 1.
         kmeans_init: Start from k-means of the first batch instead of random entries.
         revive_below: An entry with a smaller N_k is dead and becomes a vector of the batch, drawn by (seed, step, k).
             In units of the mean N_k, so in [0, 1]; 0 for never.
@@ -73,7 +73,7 @@ class VectorQuantizer(Quantizer):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the codebook has its first entries. Waits for the device as long as it has not."""
+        """Whether the codebook has its first entries. Until it has, each call waits for the device."""
         self._known_initialized = self._known_initialized or bool(self.initialized)
         return self._known_initialized
 
@@ -92,7 +92,7 @@ class VectorQuantizer(Quantizer):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._known_initialized = False  # what was loaded may not be
+        self._known_initialized = False  # the loaded codebook may have no entries yet
 
     @torch.no_grad()
     def pool(self) -> None:
@@ -127,7 +127,7 @@ class VectorQuantizer(Quantizer):
         return (counts + self.smoothing) / (total + self.num_codes * self.smoothing) * total
 
     def _revived(self, candidates: Tensor, *state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with a candidate of (K, d) in the place of each dead entry, as if used as often as the mean."""
+        """Codebook, counts and sums with dead entries replaced by candidates (K, d), counted as used like the mean."""
         codebook, counts, sums = state
         if self.revive_below == 0:
             return codebook, counts, sums
@@ -140,7 +140,7 @@ class VectorQuantizer(Quantizer):
         )
 
     def _candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
-        """For each entry a vector of the whole batch, (K, d) fp64, or zeros where another process has it."""
+        """For each entry a vector drawn from the whole batch, (K, d) fp64; zeros where another process holds it."""
         if self.revive_below == 0:
             return vectors.new_zeros(self.num_codes, 0, dtype=torch.float64)
         drawn = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
@@ -172,7 +172,7 @@ class VectorQuantizer(Quantizer):
         """Entries from k-means of the vectors (n, d) of all processes, unless one is not finite. Collective."""
         vectors = self.gather(rows)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
-        # Equal already, if all processes computed alike; the mean is, in any case.
+        # Processes whose k-means rounded differently must still get equal entries: average them.
         packed = self.all_reduce(torch.cat([centres, counts[:, None]], dim=1).double()) / self.world_size
         centres, counts = packed[:, :-1].float(), packed[:, -1].float()
         is_finite = centres.isfinite().all()

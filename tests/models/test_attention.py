@@ -88,9 +88,3 @@ def test_a_transformer_gives_the_output_of_each_layer(depth: int) -> None:
         x = x + attention(x)
         x = x + feed_forward(x)
         assert torch.equal(x, output)
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (8, 0, 1, 1), (8, 1, 0, 1), (8, 1, 1, -1)])
-def test_a_size_that_is_not_positive_is_refused(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Transformer(*sizes)

@@ -107,9 +107,3 @@ def test_the_smallest_image_gives_one_logit_and_a_smaller_one_is_an_error_with_t
             model(images)
     with pytest.raises(ValueError, match=error):
         model.check_side(15)
-
-
-@pytest.mark.parametrize("wrong", [{"dim": 0}, {"layers": 0}, {"groups": -1}, {"channels": 0}])
-def test_numbers_that_make_no_model_are_an_error(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="give numbers of at least 1"):
-        small(**wrong)

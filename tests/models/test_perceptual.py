@@ -182,10 +182,6 @@ def same(found: PerceptualLoss | None, expected: PerceptualLoss) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_none_needs_no_weights() -> None:
-    assert load_perceptual("none") is None
-
-
 @pytest.mark.parametrize("save", [torch.save, save_old], ids=["zip", "old"])
 def test_weights_come_from_the_cache_where_none_are_named(save: Callable[..., None], cache: Path) -> None:
     model = narrow("lpips")
@@ -254,8 +250,3 @@ def test_a_file_without_the_weights_is_an_error_that_names_it(tmp_path: Path) ->
     shutil.copy(HEADS_FILE, tmp_path / "x.pth")
     with pytest.raises(ValueError, match=r"are in none of .*x\.pth.*: VGG16's \(vgg16-397923af\.pth\)"):
         load_perceptual("vgg", tmp_path / "x.pth", widths=NARROW)
-
-
-def test_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'alex' is none of none, vgg, lpips"):
-        load_perceptual("alex")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import resource
 import struct
 import zipfile
@@ -22,7 +23,7 @@ from torch import Tensor
 import convert
 import train_vae
 from models import DiscreteVAE
-from models.files.pretrained import build_with_weights
+from models.files.building import build_with_weights
 
 SIZES: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
 HPARAMS = {**SIZES, "num_resnet_blocks": 0, "channels": 3}
@@ -145,6 +146,21 @@ PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "bytes in front": (lambda path: (pt(path), edited(path, lambda pt: b"PK\3\4" + pt)), "more than one way"),
     "comment": (lambda path: (pt(path), edited(path, lambda pt: pt[:-2] + b"\4\0zip!")), "more than one way"),
     "truncated": (lambda path: (pt(path), edited(path, lambda pt: pt[:-100])), "not a zip file"),
+    "cut in half": (lambda path: (pt(path), edited(path, lambda pt: pt[: len(pt) // 2])), "not a zip file"),
+    "cut to a byte": (lambda path: (pt(path), edited(path, lambda pt: pt[:1])), "not a zip file"),
+    "nothing": (lambda path: None, "No such file"),
+    "folder": (os.mkdir, "directory"),
+    "legacy": (lambda path: torch.save({}, path, _use_new_zipfile_serialization=False), "without running code"),
+    "plain pickle": (lambda path: path.write_bytes(pickle.dumps(Call(os.mkdir, str(RAN)), 2)), "without running code"),
+    "empty": (lambda path: path.write_bytes(b""), "not a vae-final.pt"),
+    "text": (lambda path: path.write_bytes(b"hello"), "not a vae-final.pt"),
+    "every byte": (lambda path: path.write_bytes(bytes(range(256))), "not a vae-final.pt"),
+    "start of a zip file": (lambda path: path.write_bytes(b"PK\3\4"), "not a vae-final.pt"),
+    "state_dict alone": (lambda path: torch.save({"state_dict": {}}, path), "hparams"),
+    "list of numbers": (lambda path: torch.save([1, 2], path), "is not a vae-final.pt"),
+    "few hparams": (lambda path: pt(path, {"image_size": 16}), "hparams lack channels, codebook_dim"),
+    "no weights": (lambda path: torch.save({"hparams": HPARAMS, "weights": {}}, path), "codebook.weight should have"),
+    "weight that is a number": (lambda path: pt(path, weights={"a": 1}), "not a tensor"),
     "num_tokens 10^15": (lambda path: pt(path, {**HPARAMS, "num_tokens": 10**15}), "num_tokens 1000000000000000 is"),
     "channels 10^9": (lambda path: pt(path, {**HPARAMS, "channels": 10**9}), "channels 1000000000 is"),
     "layers 10^9": (lambda path: pt(path, {**HPARAMS, "num_layers": 10**9}), "num_layers 1000000000 is"),
@@ -240,6 +256,22 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "object": (lambda path: folder(path, hidden_dim={"a": 5}), "hidden_dim holds a dict"),
     "depth": (lambda path: folder(path, '{"a":' * 100_000), "nested too deeply"),
     "list": (lambda path: folder(path, "[]"), "holds no JSON object"),
+    "empty config": (lambda path: folder(path, ""), "is not a model folder"),
+    "config cut short": (lambda path: folder(path, "{"), "is not a model folder"),
+    "config of no model": (lambda path: folder(path, "{}"), "names no model"),
+    "config that is no text": (
+        lambda path: (folder(path), (path / "config.json").write_bytes(b"\xff")), "is not a model folder"
+    ),
+    "no folder": (lambda path: None, "No such file"),
+    "no config": (lambda path: (folder(path), (path / "config.json").unlink()), "config.json"),
+    "no weights": (lambda path: (folder(path), (path / "model.safetensors").unlink()), "model.safetensors"),
+    "weights cut short": (
+        lambda path: (folder(path), edited(path / "model.safetensors", lambda file: file[: len(file) // 2])), "folder"
+    ),
+    "one weight more": (
+        lambda path: (folder(path), save_file({**weights_of(), "b": torch.ones(2)}, path / "model.safetensors")),
+        "b should have shape none, not (2,)",
+    ),
     "unknown model": (lambda path: folder(path, model="os"), "holds a os"),
     "model of no name": (lambda path: folder(path, model="\x1b[2J\nDiscreteVAE"), "names no model"),
     "endless config": (
@@ -334,18 +366,16 @@ def assert_one_line(line: str, complaint: str) -> None:
 
 
 @by_name(HOSTILE)
-def test_it_is_refused_in_one_line_without_its_code_or_its_memory(hostile: Path, complaint: str) -> None:
-    load = DiscreteVAE.from_pretrained if hostile.is_dir() else DiscreteVAE.from_dalle
+def test_it_is_refused_in_one_line_without_its_code_or_its_memory(
+    hostile: Path, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the model, by `convert.py export` and by `convert.py inspect`, which may also read it unharmed."""
+    load = DiscreteVAE.from_pretrained if hostile.name == "model" else DiscreteVAE.from_dalle
     with little_memory(), pytest.raises(ValueError) as caught:
         load(hostile)
     assert_one_line(str(caught.value), complaint)
     assert str(hostile) in str(caught.value)
 
-
-@by_name(HOSTILE)
-def test_convert_refuses_it_with_exit_code_2_and_inspects_it_unharmed(
-    hostile: Path, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     with little_memory(), pytest.raises(SystemExit) as raised:
         convert.main(["export", str(hostile), "--to", "model", str(tmp_path / "out")])
     error = capsys.readouterr().err
@@ -356,7 +386,7 @@ def test_convert_refuses_it_with_exit_code_2_and_inspects_it_unharmed(
 
     with little_memory():
         try:
-            convert.main(["inspect", str(hostile)])  # a number in a config harms nobody who only reads it
+            convert.main(["inspect", str(hostile)])
         except SystemExit as refused:
             assert refused.code == 2
             assert_one_line(capsys.readouterr().err.rstrip("\n"), "convert.py: error: ")

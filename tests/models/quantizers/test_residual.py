@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,20 +222,6 @@ def test_autocast_changes_nothing() -> None:
     assert torch.equal(out.quantized, quantizer(embeddings).quantized)
 
 
-# Tokens.
-
-
-def test_tokens_of_a_level_begin_where_those_of_the_level_before_end() -> None:
-    quantizer = untrained()
-    codes = torch.tensor([[0, 1, 2, 3], [4, 4, 4, 4]])
-    tokens = quantizer.tokens_of(codes)
-    assert tokens.tolist() == [[0, 6, 12, 18], [4, 9, 14, 19]]
-    assert torch.equal(quantizer.codes_of(tokens), codes)
-    assert torch.equal(quantizer.codes_of(tokens[:, :2]), codes[:, :2])
-    with pytest.raises(ValueError, match="outside of its level"):
-        quantizer.codes_of(tokens.flip(1))
-
-
 # Files.
 
 
@@ -246,36 +230,14 @@ def test_the_defaults_are_those_of_musiclm() -> None:
     assert (config["num_quantizers"], config["codebook_size"], config["decay"]) == (12, 1024, 0.9)
 
 
-def test_a_saved_quantizer_is_the_same_and_learns_on(tmp_path: Path) -> None:
+def test_a_saved_quantizer_learns_on(tmp_path: Path) -> None:
     quantizer = trained()
     quantizer.save_pretrained(tmp_path)
     loaded = ResidualQuantizer.from_pretrained(tmp_path)
-    assert not loaded.training and loaded.config == quantizer.config
-    assert_same_bits(state_of(loaded), state_of(quantizer))
     for one in (quantizer.train(), loaded.train()):
         one(some_embeddings(seed=8))
         one.after_update(4, 0)
     assert_same_bits(state_of(loaded), state_of(quantizer))
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"num_quantizers": 4_000_000}, "num_quantizers is 4000000, but it holds 4 codebooks"),
-        ({"codebook_size": 4_000_000}, "levels.0.codebook should have shape"),
-        ({"dim": "x"}, "does not hold a ResidualQuantizer"),
-        ({"heads": 2}, "heads"),
-        ({"model": "VQGAN"}, "holds a VQGAN, not a ResidualQuantizer"),
-    ],
-)
-def test_a_config_that_is_not_of_the_weights_is_refused_at_once(change: Any, expected: str, tmp_path: Path) -> None:
-    trained().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    started = time.monotonic()
-    with pytest.raises(ValueError, match=expected):
-        ResidualQuantizer.from_pretrained(tmp_path)
-    assert time.monotonic() - started < 5
 
 
 # Mistakes.
@@ -288,10 +250,7 @@ def test_a_config_that_is_not_of_the_weights_is_refused_at_once(change: Any, exp
         (lambda q: q.encode(torch.zeros(DIM)), r"\(6,\), not \(b, 6\)"),
         (lambda q: q.decode(torch.zeros(2, LEVELS + 1, dtype=torch.int64)), r"\(2, 5\), not \(b, 1 to 4\)"),
         (lambda q: q.decode(torch.zeros(2, 0, dtype=torch.int64)), r"\(2, 0\), not \(b, 1 to 4\)"),
-        (lambda q: q.tokens_of(torch.zeros(2, dtype=torch.int64)), "codes have the shape"),
-        (lambda q: untrained(num_quantizers=0), "at least 1 level"),
-        (lambda q: untrained(decay=1.0), "decay is in"),
-        (lambda q: untrained(codebook_size=1), "at least 2 entries"),
+        (lambda q: q.decode(torch.zeros(2, dtype=torch.int64)), "codes have the shape"),
     ],
 )
 def test_what_cannot_be_is_refused(call: Callable[[ResidualQuantizer], Any], expected: str) -> None:

@@ -132,11 +132,6 @@ def test_sums_by_code_are_exact() -> None:
     torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_an_update_without_a_forward_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="without a forward"):
-        started().after_update(1, 0)
-
-
 # What must not spoil a codebook.
 
 

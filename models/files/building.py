@@ -1,0 +1,95 @@
+"""Building a model from a file's arguments and weights: no number takes memory that the weights do not account for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from .errors import one_line
+
+# Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
+_HARMLESS_NUMBER = 1 << 22
+
+# A model may have this many tensors more than its file, so that the first one that is missing can be named.
+_SPARE_TENSORS = 1000
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Check that constructor arguments are of JSON's types, and no number exceeds the largest dimension of the weights.
+
+    Raises:
+        ValueError: one line, naming the argument.
+    """
+    # An empty tensor can have any dimension beside its 0.
+    sizes = [size for tensor in weights.values() if tensor.numel() for size in tensor.shape]
+    largest = max(_HARMLESS_NUMBER, *sizes, 0)
+    for name, value in arguments.items():
+        try:
+            numbers = [number for number in _plain_values(name, value) if isinstance(number, int)]
+        except RecursionError:
+            raise ValueError(f"{name} is nested too deeply") from None
+        for number in numbers:
+            if abs(number) > largest:
+                raise ValueError(f"{name} {str(number)[:24]} is larger than any dimension of the weights")
+
+
+def _plain_values(name: str, value: Any) -> Iterator[Any]:
+    """The numbers, strings and so on in a value that may be a list of lists."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _plain_values(name, item)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield value
+    else:
+        raise ValueError(f"{name} holds a {type(value).__name__}")
+
+
+def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]) -> Model:
+    """The model that ``build`` makes, holding ``weights``. It takes memory only after names and shapes were compared.
+
+    Raises:
+        ValueError: one line that names the first weight that is missing, superfluous, or of another shape or kind.
+    """
+    try:
+        with torch.device("meta"), _at_most(len(weights) + _SPARE_TENSORS):
+            expected = dict(build().state_dict())
+    except Exception as error:  # a constructor can raise anything for a file's values
+        raise ValueError(one_line(error)) from None
+    for name in [*expected, *weights]:
+        ours, theirs = (tuple(of[name].shape) if name in of else "none" for of in (expected, weights))
+        if ours != theirs:
+            raise ValueError(f"{name} should have shape {ours}, not {theirs}")
+        if expected[name].is_floating_point() != weights[name].is_floating_point():
+            raise ValueError(f"{name} should be of the kind {expected[name].dtype}, not {weights[name].dtype}")
+    model = build()
+    model.load_state_dict(weights)
+    return model
+
+
+@contextmanager
+def _at_most(tensors: int) -> Iterator[None]:
+    """Stop a constructor that makes more parameters and buffers than this, before a file's numbers fill the memory."""
+    left = tensors
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("the model would have many more weights than the file")
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

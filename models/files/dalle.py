@@ -1,0 +1,56 @@
+"""DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .archive import check_archive, check_sizes
+from .building import check_arguments
+from .errors import one_line, regular
+from .writing import on_cpu, replacing
+
+HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
+
+
+def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Write a vae-final.pt with the ``HPARAMS`` among the constructor arguments; it appears whole or not at all."""
+    content = io.BytesIO()  # torch.save to a path hides what is wrong with a disk
+    torch.save({"hparams": {key: config[key] for key in HPARAMS}, "weights": on_cpu(weights)}, content)
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(content.getbuffer())
+
+
+def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Hparams and weights of a vae-final.pt, read with ``weights_only=True``. The weights are mapped from the file and
+    take memory only where they are used.
+
+    Raises:
+        ValueError: one line, where it is missing, damaged, hostile or something else.
+    """
+    try:
+        check_archive(regular(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        hparams, weights = dict(content["hparams"]), dict(content["weights"])
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(
+            f"{path} is not a vae-final.pt that can be read without running code: {one_line(error)}"
+        ) from None
+    if missing := sorted(set(HPARAMS) - set(hparams)):
+        raise ValueError(f"{path}: its hparams lack {', '.join(missing)}")
+    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise ValueError(f"{path}: its weights hold something that is not a tensor")
+    check_sizes(path, weights.values())
+    arguments = {key: hparams[key] for key in HPARAMS}
+    try:
+        check_arguments(arguments, weights)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return arguments, weights

@@ -1,0 +1,103 @@
+"""Arguments that make no model: each is refused in one line that names it and says what would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, ResidualQuantizer
+from models.attention import Transformer
+from models.log_mel import Spectrogram
+from models.perceptual import load_perceptual
+from models.quantizers import make_quantizer
+
+
+def vqgan(**changes: Any) -> VQGAN:
+    return VQGAN(**{"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256, **changes})
+
+
+def spectrogram(**changes: Any) -> Spectrogram:
+    return Spectrogram(**{"n_fft": 512, **changes})
+
+
+MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (DiscreteVAE, {"image_size": 100}, "^image_size 100 must .* use 64 or 128$"),
+    (DiscreteVAE, {"image_size": 4}, "^image_size 4 must .* use 8$"),
+    (DiscreteVAE, {"image_size": 7}, "^image_size 7 must .* use 8$"),
+    (DiscreteVAE, {"image_size": 0}, "^image_size 0 must .* use 8$"),
+    (DiscreteVAE, {"image_size": 300, "num_layers": 8}, "^image_size 300 must .* use 256 or 512$"),
+    (DiscreteVAE, {"reinmax": True}, "straight_through"),
+    (DiscreteVAE, {"num_layers": 0}, "at least 1 layer and 0 blocks"),
+    (DiscreteVAE, {"num_resnet_blocks": -1}, "at least 1 layer and 0 blocks"),
+    (vqgan, {"image_size": 18}, "image_size 18 must be a multiple of 2\\^num_layers = 4; use 16 or 20"),
+    (vqgan, {"image_size": 2}, "use 4 or 8"),
+    (vqgan, {"num_layers": 0}, "num_layers 0"),
+    (vqgan, {"num_resnet_blocks": [1, 2, 3]}, "must be one number, 0 or more, or 2 of them"),
+    (vqgan, {"num_resnet_blocks": -1}, "0 or more"),
+    (vqgan, {"quantizer": "pq"}, "lfq, vq, fsq, bsq, ibq"),
+    (vqgan, {"codebook_size": 100}, "100"),
+    *((Discriminator, {"dim": 4, **wrong}, "give numbers of at least 1")
+      for wrong in ({"dim": 0}, {"layers": 0}, {"groups": -1}, {"channels": 0})),
+    *((Transformer, {"dim": 8, "depth": 1, "heads": 1, "dim_head": 1, **wrong}, "at least 1")
+      for wrong in ({"dim": 0}, {"depth": 0}, {"heads": 0}, {"dim_head": -1})),
+    (spectrogram, {"kind": "mfcc"}, "spectrogram 'mfcc'"),
+    (spectrogram, {"n_fft": 1}, "n_fft 1 "),
+    (spectrogram, {"n_fft": 10**9}, "n_fft 1000000000 "),
+    (spectrogram, {"hop_length": 0}, "hop_length 0"),
+    (spectrogram, {"hop_length": 2000}, "hop_length 2000"),
+    (spectrogram, {"fmin": -1.0}, "fmin -1.0"),
+    (spectrogram, {"fmin": 8000.0}, "fmin 8000.0"),
+    (spectrogram, {"fmax": 9000.0}, "fmax 9000.0"),
+    (spectrogram, {"fmin": float("nan")}, "fmin nan"),
+    (spectrogram, {"n_mels": 0}, "n_mels 0"),
+    (spectrogram, {"n_mels": 600}, "n_mels 600"),
+    (spectrogram, {"n_mels": 256}, r"n_mels 256: band 0 \(0 to 23 Hz\) has no frequency of n_fft 512 \(every 31 Hz\)"),
+    (make_quantizer, {"name": "lqf", "codebook_size": 8}, "use one of lfq, vq, fsq, bsq, ibq"),
+    (make_quantizer, {"name": "lfq", "codebook_size": 1000}, "use 512 or 1024"),
+    (make_quantizer, {"name": "lfq"}, "needs codebook_size"),
+    (make_quantizer, {"name": "bsq", "codebook_size": 0}, "use 2 or 4"),
+    (make_quantizer, {"name": "lfq", "codebook_size": 8, "decay": 0.5}, "no option decay; it has codebook_size"),
+    (make_quantizer, {"name": "lfq", "codebook_size": 8, "inv_temperature": 0}, "greater than 0"),
+    (make_quantizer, {"name": "bsq", "codebook_size": 8, "bits_per_group": 0}, "not in 1 to 24"),
+    (make_quantizer, {"name": "vq", "codebook_size": 8}, "needs dim"),
+    (make_quantizer, {"name": "vq", "codebook_size": 8, "dim": 2, "decay": 1.0}, r"decay is in \[0, 1\)"),
+    (make_quantizer, {"name": "vq", "codebook_size": 1, "dim": 2}, "at least 2 entries"),
+    (make_quantizer, {"name": "ibq", "codebook_size": 8, "dim": 2, "temperature": 0}, "greater than 0"),
+    (make_quantizer, {"name": "fsq", "codebook_size": 512}, "256, 1024, 4096, 16384, 65536"),
+    (make_quantizer, {"name": "fsq", "levels": [8, 2]}, "3 or more"),
+    (make_quantizer, {"name": "fsq"}, "needs levels"),
+    (load_perceptual, {"kind": "alex"}, "'alex' is none of none, vgg, lpips"),
+    (ResidualQuantizer, {"dim": 6, "num_quantizers": 0}, "at least 1 level"),
+    (ResidualQuantizer, {"dim": 6, "decay": 1.0}, "decay is in"),
+    (ResidualQuantizer, {"dim": 6, "codebook_size": 1}, "at least 2 entries"),
+]  # fmt: skip
+
+# Towers of two layers, and 64 bands: each of the values is refused, and the message names its argument.
+MULAN: dict[str, tuple[Any, ...]] = {
+    "sample_rate": (0, 16000.0, "16000"), "clip_seconds": (0, -1.0, math.nan, math.inf), "n_fft": (0, 1, None),
+    "hop_length": (0, 5000), "n_mels": (0, 600, True), "fmin": (-1.0, 8000.0), "fmax": (0.0, 9000.0),
+    "spectrogram": ("mfcc", None), "patch_size": (0, 65), "patch_dropout": (-0.1, 1.0, 0.7),
+    "time_mask_fraction": (-0.1, 1.0), "frequency_mask_fraction": (-0.1, 1.0, math.nan), "audio_dim": (0, 18),
+    "audio_depth": (0, -1), "text_dim": (0, 1.5), "text_depth": (0, None), "heads": (0,), "dim_head": (0,),
+    "vocab_size": (0,), "max_text_tokens": (0,), "dim_latent": (0,), "hierarchical_layers": (-1, 2, 0.0),
+    "init_temperature": (0.0, 101.0, math.nan), "init_bias": (math.inf, math.nan),
+}  # fmt: skip
+
+
+def mulan_mistakes() -> Iterator[tuple[Callable[..., Any], dict[str, Any], str]]:
+    small = {"audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4}
+    for name, values in MULAN.items():
+        for value in values:
+            yield MuLaN, {**small, "vocab_size": 40, name: value}, name
+
+
+@pytest.mark.parametrize(("build", "arguments", "text"), [*MISTAKES, *mulan_mistakes()])
+def test_an_argument_that_cannot_be_is_named_in_one_line(
+    build: Callable[..., Any], arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        build(**arguments)
+    assert "\n" not in str(caught.value)
