@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)
 
@@ -17,3 +20,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "horovodrun" in item.name:
             item.add_marker(pytest.mark.skip(reason="Horovod 0.28.1 needs Python <= 3.11"))
+
+
+# They read what tests/launch/jobs.py starts once per launcher.
+SHARING_JOBS = "contracts|contrastive|batch_parts|portability|mulan|vqgan|moved|parity"
+
+
+class _Groups(LoadScopeScheduling):
+    """A group of tests runs in one of pytest's workers: a file, or the files that would wait for the same jobs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if re.match(rf"tests/launch/test_({SHARING_JOBS})\.py", nodeid):
+            return "jobs of DeepSpeed" if "deepspeed" in nodeid else "jobs"
+        return nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups:
+    return _Groups(config, log)
