@@ -65,13 +65,13 @@ class Jobs:
         return self._done[launcher, kind]
 
     def _tasks(self, launcher: Launcher, kind: str) -> list[dict[str, Any]]:
+        stage = [] if launcher.zero_stage is None else ["--zero_stage", str(launcher.zero_stage)]
+        tasks = {task.name: task for module in self._modules for task in module.tasks(launcher, kind, self)}
         listed = []
-        for module in self._modules:
-            for task in module.tasks(launcher, kind, self):
-                folder = self._path(launcher, kind, task.name)
-                folder.mkdir(parents=True)
-                stage = [] if launcher.zero_stage is None else ["--zero_stage", str(launcher.zero_stage)]
-                listed.append({"do": task.do, "flags": [*task.flags, *stage], "output": str(folder), "more": task.more})
+        for task in tasks.values():
+            folder = self._path(launcher, kind, task.name)
+            folder.mkdir(parents=True)
+            listed.append({"do": task.do, "flags": [*task.flags, *stage], "output": str(folder), "more": task.more})
         return listed
 
 

@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": str(ROOT),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(HANG_SECONDS)),  # to connect; 30 otherwise
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),  # to end after SIGTERM; 30 otherwise
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),  # to end after torchrun got a signal; 30 otherwise
 }
 
 
@@ -165,9 +165,9 @@ def start(
     *,
     is_patient: bool = True,
 ) -> Job:
-    """The job; ``is_patient``: the launcher waits for processes that it has asked to end, however long they take."""
+    """The job; ``is_patient``: as ``Launcher.command`` has it."""
     command = launcher.command(script, flags, launcher_flags, is_patient=is_patient)
-    return Job(command, script, **({} if is_patient else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}))
+    return Job(command, script)
 
 
 def finish(job: Job, timeout_seconds: float = HANG_SECONDS) -> Finished:
@@ -191,7 +191,8 @@ def wait_until(job: Job, condition: Callable[[], bool], pause: float = 0.1) -> N
     """Until the condition holds; a job that ends before, or never gets there, is a failure."""
     while not condition():
         if job.poll() is not None or job.seconds > HANG_SECONDS:
-            raise AssertionError(finish(job, 1).output[-4000:])
+            job.kill()
+            raise AssertionError(job.output)
         time.sleep(pause)
 
 

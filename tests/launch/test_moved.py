@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import test_mulan
 import test_vqgan
 from forks import fork
-from jobs import Jobs
+from jobs import Jobs, Task
 from launching import ONE_PROCESS, Launcher, run
 from run_outputs import unequal
 
@@ -18,6 +19,13 @@ SCRIPTS = {
     "train_vqgan": [*test_vqgan.MODEL, *test_vqgan.SAME_BITS, "--quantizer", "vq"],
 }
 UNINTERRUPTED = {"train_mulan": "mulan-decoupled", "train_vqgan": "vqgan-vq"}
+
+
+def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
+    """The uninterrupted runs."""
+    if launcher == ONE_PROCESS and kind == "bits":
+        for module in (test_mulan, test_vqgan):
+            yield from (task for task in module.tasks(launcher, kind, jobs) if task.name in UNINTERRUPTED.values())
 
 
 def interrupted(script: str, folder: Path, interruption: str, exit_code: int, *flags: str) -> str:
