@@ -13,7 +13,7 @@ from PIL import Image
 from run_outputs import lines
 
 MODEL = ["--image_size", "32", "--num_layers", "2", "--num_tokens", "64", "--hidden_dim", "16", "--emb_dim", "16",
-         "--num_resnet_blocks", "1", "--image_folder", "demo:shapes:64", "--batch_size", "24", "--max_steps", "20",
+         "--num_resnet_blocks", "1", "--image_folder", "demo:shapes:64", "--batch_size", "12", "--max_steps", "20",
          "--epochs", "100", "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "0",
          "--sample_every_n_steps", "0", "--validate_every_n_steps", "10", "--ema_decay", "0.9"]  # fmt: skip
 FLAGS = {"plain": [], "accumulating": ["--grad_accum_steps", "2"], "clipping": ["--max_grad_norm", "0.1"]}
