@@ -49,8 +49,8 @@ def watch(backend: Backend, ids: Path | None, interruption: str, last_alone: boo
         if ids:
             with open(ids, "a") as file:
                 file.write(json.dumps({"update": run.progress.step, "ids": [index for _, index in samples]}) + "\n")
-        if name and at == str(run.progress.step):
-            saved = run.progress.step // save_every * save_every
+        if name and at == str(run.progress.step) and not backend.is_restart:
+            saved = (run.progress.step - 1) // save_every * save_every
             while not (run.folder.checkpoints_dir / f"step_{saved:08d}").exists():  # updates are shorter than a save
                 time.sleep(0.01)
             for pid in reversed(pids[-1:] if last_alone else pids):  # itself last

@@ -121,7 +121,7 @@ def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fre
     finished = finish(start(Launcher("torchrun", 2), worker, command, launcher_flags=["--max-restarts", "1"]))
     assert finished.returncode == 0, finished.output
     assert (
-        f"resumed from {tmp_path}/checkpoints/step_00000009" in finished.output
+        f"resumed from {tmp_path}/checkpoints/step_00000008" in finished.output
         and "starting over" not in finished.output
     )
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
