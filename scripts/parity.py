@@ -28,7 +28,8 @@ from launching import ONE_PROCESS, ROOT, Launcher
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
 SMALL_MODELS = {
-    "train_vae.py": "--image_folder demo:shapes --image_size 32 --num_tokens 128 --emb_dim 32 --hidden_dim 32 --num_layers 2",
+    "train_vae.py": "--image_folder demo:shapes --image_size 32 --num_tokens 128 --emb_dim 32 --hidden_dim 32 "
+    "--num_layers 2",
     "train_mulan.py": "--audio_data demo:tones:256 --sample_rate 8000 --clip_seconds 1 --n_fft 256 --hop_length 64 "
     "--n_mels 32 --patch_size 8 --audio_dim 32 --audio_depth 2 --text_dim 32 --text_depth 2 --heads 2 --dim_head 16 "
     "--dim_latent 16 --max_text_tokens 24 --lr_warmup_steps 5 --valid_fraction 0.05",
