@@ -1,4 +1,4 @@
-"""Every backend and ZeRO stage against one process, on toy models: promises P1 and P4 to P9, P13 and P17."""
+"""Every backend and ZeRO stage against one process, on toy models: the contracts of Backend and Engine."""
 
 from __future__ import annotations
 

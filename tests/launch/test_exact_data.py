@@ -1,4 +1,4 @@
-"""P11 and P12: whatever interrupts a run, and however many processes and loader workers go on, it trains on the samples
+"""Whatever interrupts a run, and however many processes and loader workers go on, it trains on the samples
 of a run that nothing interrupts, in their order."""
 
 from __future__ import annotations

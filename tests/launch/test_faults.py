@@ -140,7 +140,7 @@ def test_fewer_processes_go_on_with_the_same_batch_by_accumulating_more(tmp_path
     [whole] = fork("train_vae", command, tmp_path / "log")
     assert whole.returncode == 0, whole.output
     losses = [[line["loss"] for line in lines(tmp_path / name)] for name in "ab"]
-    # Sums of fp32 in another order: 1e-5 relative over the first 20 updates (promise P1).
+    # Sums of fp32 in another order: 1e-5 relative over the first 20 updates.
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

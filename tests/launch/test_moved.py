@@ -1,4 +1,4 @@
-"""P10 and P13 on whole scripts: a run that is killed and goes on elsewhere has the bits of one that was left alone."""
+"""Whole scripts: a run that is killed and goes on elsewhere has the bits of one that was left alone."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_twenty_updates_match_one_process(launcher: Launcher, jobs: Jobs) -> Non
         expected = lines(jobs.output(ONE_PROCESS, "rounded", f"mulan-{variant}"))
         assert [line["step"] for line in ours] == list(range(1, 21))
         for line, reference in zip(ours, expected, strict=True):
-            # DESIGN.md's promise P1; rounding alone gives about 1e-7.
+            # Rounding alone gives about 1e-7.
             tolerance = 1e-6 if line["step"] == 1 else 1e-5
             for key in ("loss", "temperature", "bias", "valid/loss", "valid/ema/loss"):
                 if key in reference:

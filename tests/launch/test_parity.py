@@ -1,4 +1,4 @@
-"""P1 on the real script: the losses of every launcher and ZeRO stage are those of one process."""
+"""The real script: the losses of every launcher and ZeRO stage are those of one process."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def test_three_broken_photos_are_named_once_and_counted_alike(launcher: Launcher
         losses.append([line["loss"] for line in of_run])
         for index in BROKEN:
             assert len(re.findall(rf"cannot read \S*photos-\S*{index:03d}\.png", said)) == 1, said
-    # Sums of fp32 in another order: 1e-5 relative over the first 20 updates (promise P1).
+    # Sums of fp32 in another order: 1e-5 relative over the first 20 updates.
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""P13: a checkpoint of any backend or ZeRO stage continues on any other, as if one process had never stopped."""
+"""A checkpoint of any backend or ZeRO stage continues on any other, as if one process had never stopped."""
 
 from __future__ import annotations
 
