@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from .files.dalle import load_dalle_file, save_dalle_file
 from .files.pretrained import Pretrained, constructor_arguments
+from .grid import as_square
 
 
 class VAEOutput(NamedTuple):
@@ -36,12 +37,9 @@ class ResBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 1),
-        )
+            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 1),
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.net(x)
@@ -75,7 +73,7 @@ class DiscreteVAE(Pretrained):
         temperature: Temperature of the softmax, unless forward is given one.
         straight_through: Decode hard codes, with the gradient of the soft codes.
         reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
-        kl_div_loss_weight: Weight of the KL term.
+        kl_div_loss_weight: Weight of the KL term in the loss.
         normalization: Means and standard deviations per channel, or None for images as they are. A channel beyond
             those named (alpha) gets 0 and 1, names beyond the channels are left out.
 
@@ -83,34 +81,24 @@ class DiscreteVAE(Pretrained):
         ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
     """
 
-    not_in_the_weights = frozenset(
-        ("image_size", "smooth_l1_loss", "temperature", "straight_through", "reinmax", "kl_div_loss_weight")
-    )
+    not_in_the_weights = frozenset({
+        "image_size", "smooth_l1_loss", "temperature", "straight_through", "reinmax", "kl_div_loss_weight"
+    })  # fmt: skip
     _mean: Tensor
     _std: Tensor
 
     def __init__(
-        self,
-        image_size: int = 256,
-        num_tokens: int = 512,
-        codebook_dim: int = 512,
-        num_layers: int = 3,
-        num_resnet_blocks: int = 0,
-        hidden_dim: int = 64,
-        channels: int = 3,
-        smooth_l1_loss: bool = False,
-        temperature: float = 0.9,
-        straight_through: bool = False,
-        reinmax: bool = False,
+        self, image_size: int = 256, num_tokens: int = 512, codebook_dim: int = 512, num_layers: int = 3,
+        num_resnet_blocks: int = 0, hidden_dim: int = 64, channels: int = 3, smooth_l1_loss: bool = False,
+        temperature: float = 0.9, straight_through: bool = False, reinmax: bool = False,
         kl_div_loss_weight: float = 0.0,
         normalization: tuple[Sequence[float], Sequence[float]] | None = ((0.5,) * 3, (0.5,) * 3),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = constructor_arguments(locals())
         if num_layers < 1 or num_resnet_blocks < 0:
-            raise ValueError(
-                f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}: at least 1 layer and 0 blocks"
-            )
+            numbers = f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}"
+            raise ValueError(f"{numbers}: at least 1 layer and 0 blocks")
         _check_image_size(image_size, num_layers)
         if reinmax and not straight_through:
             raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
@@ -131,10 +119,8 @@ class DiscreteVAE(Pretrained):
         encoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
         encoder += [nn.Conv2d(hidden_dim, num_tokens, 1)]
 
-        decoder: list[nn.Module] = []
-        if num_resnet_blocks:
-            decoder += [nn.Conv2d(codebook_dim, hidden_dim, 1)]
-            decoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
+        decoder: list[nn.Module] = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks else []
+        decoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
         widths = [hidden_dim if num_resnet_blocks else codebook_dim] + [hidden_dim] * num_layers
         decoder += [
             nn.Sequential(nn.ConvTranspose2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
@@ -180,10 +166,7 @@ class DiscreteVAE(Pretrained):
         Raises:
             ValueError: a number of codes that fills no square.
         """
-        side = math.isqrt(codes.shape[1])
-        if side * side != codes.shape[1]:
-            raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give s x s of them, row by row")
-        embedded = rearrange(self.codebook(codes), "b (h w) d -> b d h w", h=side)
+        embedded = rearrange(self.codebook(as_square(codes)), "b h w d -> b d h w")
         return self._denormalize(self.decoder(embedded).float())
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -225,8 +208,6 @@ class DiscreteVAE(Pretrained):
     def _denormalize(self, images: Tensor) -> Tensor:
         return images * self._std + self._mean
 
-    # Files: DALLE-pytorch's vae-final.pt beside the folders of `Pretrained`.
-
     def save_dalle(self, path: str | Path) -> None:
         """Write DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
         save_dalle_file(Path(path), self.config, self.state_dict())
@@ -256,7 +237,7 @@ def _check_image_size(image_size: int, num_layers: int) -> None:
     smallest = 2**num_layers
     if image_size < smallest or image_size & (image_size - 1):
         below = 1 << max(image_size, 1).bit_length() - 1
-        nearest = f"{below} or {2 * below}" if below >= smallest else f"{smallest}"
+        use = f"use {below} or {2 * below}" if below >= smallest else f"use {smallest}"
         raise ValueError(
-            f"image_size {image_size} must be a power of two and at least 2^num_layers = {smallest}; use {nearest}"
+            f"image_size {image_size} must be a power of two and at least 2^num_layers = {smallest}; {use}"
         )
