@@ -13,9 +13,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .convolutional import ResBlock, as_square
 from .files.dalle import load_dalle_file, save_dalle_file
 from .files.pretrained import Pretrained, constructor_arguments
-from .grid import as_square
 
 
 class VAEOutput(NamedTuple):
@@ -29,20 +29,6 @@ class VAEOutput(NamedTuple):
     """0-d: mean squared error or smooth L1, in normalised space."""
     kl: Tensor
     """0-d: KL(q || uniform) in nats, a mean over batch and positions; in [0, ln num_tokens]."""
-
-
-class ResBlock(nn.Module):
-    """conv3, ReLU, conv3, ReLU, conv1, plus the input."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 1),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.net(x)
 
 
 class Codebook(nn.Embedding):
@@ -116,11 +102,11 @@ class DiscreteVAE(Pretrained):
             nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
             for fan_in, fan_out in itertools.pairwise(widths)
         ]
-        encoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
+        encoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
         encoder += [nn.Conv2d(hidden_dim, num_tokens, 1)]
 
         decoder: list[nn.Module] = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks else []
-        decoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
+        decoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
         widths = [hidden_dim if num_resnet_blocks else codebook_dim] + [hidden_dim] * num_layers
         decoder += [
             nn.Sequential(nn.ConvTranspose2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
@@ -222,13 +208,14 @@ class DiscreteVAE(Pretrained):
         return cls._built(Path(path), *load_dalle_file(Path(path)))
 
     def load_weights_from(self, source: str | Path) -> None:
-        """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder.
-
-        Raises:
-            ValueError: one line, naming the arguments in which the two models differ.
-        """
+        """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder. Errors: see `Pretrained`."""
         other = self.from_pretrained(source) if Path(source).is_dir() else self.from_dalle(source)
         self._take_weights(other, source)
+
+
+def _half(channels: int) -> list[nn.Module]:
+    """Half a residual block."""
+    return [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
 
 
 def _check_image_size(image_size: int, num_layers: int) -> None:
@@ -238,6 +225,5 @@ def _check_image_size(image_size: int, num_layers: int) -> None:
     if image_size < smallest or image_size & (image_size - 1):
         below = 1 << max(image_size, 1).bit_length() - 1
         use = f"use {below} or {2 * below}" if below >= smallest else f"use {smallest}"
-        raise ValueError(
-            f"image_size {image_size} must be a power of two and at least 2^num_layers = {smallest}; {use}"
-        )
+        rule = f"must be a power of two and at least 2^num_layers = {smallest}"
+        raise ValueError(f"image_size {image_size} {rule}; {use}")

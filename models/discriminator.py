@@ -61,7 +61,7 @@ class Discriminator(nn.Module):
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError where images of this height or width are too small for one logit."""
         if pixels < self.smallest_side:
-            raise ValueError(
-                f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers, which "
-                f"needs {self.smallest_side}; use larger images or fewer layers"
+            needs = (
+                f"{len(self.layers) - 1} layers, which needs {self.smallest_side}; use larger images or fewer layers"
             )
+            raise ValueError(f"images of {pixels} pixels are too small for a discriminator of {needs}")

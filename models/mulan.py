@@ -191,10 +191,8 @@ def _check_config(config: dict[str, Any]) -> None:
             raise ValueError(f"{name} {config[name]!r} is not a whole number of at least {least}")
     depth = min(config["audio_depth"], config["text_depth"])
     if config["hierarchical_layers"] >= depth:
-        raise ValueError(
-            f"hierarchical_layers {config['hierarchical_layers']}: a tower of {depth} layers has {depth - 1} below its "
-            f"output; use at most {depth - 1} or more layers"
-        )
+        below = f"a tower of {depth} layers has {depth - 1} below its output; use at most {depth - 1} or more layers"
+        raise ValueError(f"hierarchical_layers {config['hierarchical_layers']}: {below}")
     if not 0 < config["clip_seconds"] < math.inf:
         raise ValueError(f"clip_seconds {config['clip_seconds']} is no positive length")
     for name in ("patch_dropout", "time_mask_fraction", "frequency_mask_fraction"):

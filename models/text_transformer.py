@@ -64,7 +64,5 @@ class TextTransformer(nn.Module):
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = (int(extreme) for extreme in tokens.aminmax())
             if low < 0 or high >= self.vocab_size:
-                raise ValueError(
-                    f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size}; "
-                    "this tokenizer does not belong to this model"
-                )
+                wrong = f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size}"
+                raise ValueError(f"{wrong}; this tokenizer does not belong to this model")

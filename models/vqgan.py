@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .convolutional import ResBlock, as_square
 from .files.pretrained import Pretrained, constructor_arguments
-from .grid import as_square
 from .quantizers import make_quantizer
 
 _SLOPE = 0.1  # negative slope of every LeakyReLU
@@ -154,17 +154,6 @@ class VQGAN(Pretrained):
         return self.last_layer(features).float(), features
 
 
-class ResBlock(nn.Module):
-    """Two halves of equal width, conv1, plus the input."""
-
-    def __init__(self, channels: int, half: Callable[[int], list[nn.Module]]) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*half(channels), *half(channels), nn.Conv2d(channels, channels, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.net(x)
-
-
 def _leaky_half(channels: int) -> list[nn.Module]:
     """Half a block of the encoder: conv3, GroupNorm, LeakyReLU."""
     return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), nn.LeakyReLU(_SLOPE)]
@@ -194,7 +183,6 @@ def _blocks_per_level(num_resnet_blocks: int | Sequence[int], num_layers: int) -
 def _check_side(name: str, pixels: int, num_layers: int) -> None:
     multiple = 2**num_layers
     if pixels < multiple or pixels % multiple:
-        use = max(pixels // multiple, 1) * multiple
-        raise ValueError(
-            f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; use {use} or {use + multiple}"
-        )
+        below = max(pixels // multiple, 1) * multiple
+        use = f"use {below} or {below + multiple}"
+        raise ValueError(f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; {use}")

@@ -106,11 +106,8 @@ class Quantizer(nn.Module, ABC):
 
     @torch.no_grad()
     def codes(self, z: Tensor) -> Tensor:
-        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit. No losses, no collective.
-
-        Raises:
-            ValueError: z has another number of channels.
-        """
+        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit, with its errors. No losses, no
+        collective."""
         with torch.autocast(z.device.type, enabled=False):
             return self._choose(self._project(self._rows(z))).view(z.shape[0], *z.shape[2:])
 

@@ -121,11 +121,7 @@ class ResidualQuantizer(Pretrained):
 
     @torch.no_grad()
     def encode(self, embeddings: Tensor) -> Tensor:
-        """Embeddings (b, d) -> codes (b, q) int64, those of `forward`. Learns nothing.
-
-        Raises:
-            ValueError: embeddings of another shape.
-        """
+        """Embeddings (b, d) -> codes (b, q) int64, those of `forward`, with its errors. Learns nothing."""
         return self(embeddings).codes
 
     def decode(self, codes: Tensor) -> Tensor:
