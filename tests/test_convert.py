@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,24 +64,40 @@ def converted(*words: object) -> None:
     convert.main([str(word) for word in words])
 
 
-def inspected(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
-    capsys.readouterr()
-    converted("inspect", *words, "--json")
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What `convert.py inspect --json` says."""
+
+    def said(*words: object) -> Any:
+        capsys.readouterr()
+        converted("inspect", *words, "--json")
+        return json.loads(capsys.readouterr().out)
+
+    return said
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The one line of an error, which ends the process with code 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as raised:
-        converted(*words)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert raised.value.code == 2 and line.startswith("convert.py")
-    return line
+
+    def complaint(*words: object) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as raised:
+            converted(*words)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert raised.value.code == 2 and line.startswith("convert.py")
+        return line
+
+    return complaint
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def model_of(run: Path) -> dict[str, bytes]:
+    """Its model folder, without what the run says of itself beside the model."""
+    return {name: content for name, content in contents(run / "model").items() if name != "training.json"}
 
 
 def test_an_exported_run_is_the_model_folder_that_the_run_wrote_itself(run: Path, tmp_path: Path) -> None:
@@ -93,7 +110,7 @@ def test_an_exported_run_is_the_model_folder_that_the_run_wrote_itself(run: Path
     (shards / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     for path in (run, checkpoint_of(run), run / "model", shards):
         converted("export", path, "--to", "model", tmp_path / "out", "--force")
-        assert contents(tmp_path / "out") == contents(run / "model")
+        assert contents(tmp_path / "out") == model_of(run)
         shutil.rmtree(tmp_path / "out")
 
 
@@ -114,13 +131,13 @@ def test_the_weights_that_are_asked_for_are_exported(run: Path, said: str, part:
 
 
 def test_without_an_average_the_trained_weights_are_the_best_and_a_model_has_no_other(
-    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain_run: Path, tmp_path: Path, refused: Any
 ) -> None:
     converted("export", plain_run, "--to", "model", tmp_path / "model")
     assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), saved(plain_run, "engine"))
-    line = refused(capsys, "export", plain_run, "--to", "model", tmp_path / "other", "--weights", "ema")
+    line = refused("export", plain_run, "--to", "model", tmp_path / "other", "--weights", "ema")
     assert "holds no average" in line and not (tmp_path / "other").exists()
-    line = refused(capsys, "export", plain_run / "model", "--to", "model", tmp_path / "other", "--weights", "online")
+    line = refused("export", plain_run / "model", "--to", "model", tmp_path / "other", "--weights", "online")
     assert "holds one set of weights" in line
 
 
@@ -137,46 +154,41 @@ def test_from_checkpoint_to_folder_to_pt_to_a_run_and_back_no_bit_changes(run: P
 
 
 def test_what_is_there_is_kept_without_force_and_replaced_with_it(
-    run: Path, plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, plain_run: Path, tmp_path: Path, refused: Any
 ) -> None:
     for kind, out in (("model", tmp_path / "model"), ("dalle", tmp_path / "vae.pt")):
-        file = out / "model.safetensors" if kind == "model" else out
         converted("export", plain_run, "--to", kind, out)
-        before = file.read_bytes()
-        assert "--force" in refused(capsys, "export", run, "--to", kind, out)
-        assert file.read_bytes() == before
+        before = contents(tmp_path)
+        assert "--force" in refused("export", run, "--to", kind, out)
+        assert contents(tmp_path) == before
         converted("export", run, "--to", kind, out, "--force")
-        assert file.read_bytes() != before
+        assert contents(tmp_path) != before
         other = "dalle" if kind == "model" else "model"
-        assert "writes another kind" in refused(capsys, "export", run, "--to", other, out, "--force")
+        assert "writes another kind" in refused("export", run, "--to", other, out, "--force")
     assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))
 
 
 @pytest.mark.parametrize("kind", ["model", "dalle"])
 def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
-    kind: str, run: Path, plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    kind: str, run: Path, plain_run: Path, tmp_path: Path, refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     converted("export", plain_run, "--to", kind, tmp_path / "out")
     before = contents(tmp_path)
-    monkeypatch.setattr(os, "fsync", full)
-    assert "No space left" in refused(capsys, "export", run, "--to", kind, tmp_path / "out", "--force")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    assert "No space left" in refused("export", run, "--to", kind, tmp_path / "out", "--force")
     assert contents(tmp_path) == before
 
 
-def test_what_a_pt_or_the_script_cannot_tell_of_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_pt_or_the_script_cannot_tell_of_is_refused(tmp_path: Path, refused: Any) -> None:
     DiscreteVAE(image_size=8, num_tokens=4, hidden_dim=4, normalization=None).save_pretrained(tmp_path / "model")
-    assert "normalised by None" in refused(capsys, "export", tmp_path / "model", "--to", "dalle", tmp_path / "a.pt")
-    assert "normalised by None" in refused(capsys, "import", tmp_path / "model", tmp_path / "run")
+    assert "normalised by None" in refused("export", tmp_path / "model", "--to", "dalle", tmp_path / "a.pt")
+    assert "normalised by None" in refused("import", tmp_path / "model", tmp_path / "run")
     DiscreteVAE(image_size=8, num_tokens=4, hidden_dim=4, channels=1).save_pretrained(tmp_path / "model")
-    assert "has 1" in refused(capsys, "import", tmp_path / "model", tmp_path / "run")
+    assert "has 1" in refused("import", tmp_path / "model", tmp_path / "run")
     assert os.listdir(tmp_path) == ["model"]
     (tmp_path / "config.yaml").write_text("")
     for folder in (tmp_path, tmp_path / "config.yaml"):
-        assert "give a new folder" in refused(capsys, "import", tmp_path / "model", folder)
+        assert "give a new folder" in refused("import", tmp_path / "model", folder)
 
 
 @pytest.mark.parametrize("source", ["", "model", "vae-final.pt"])
@@ -194,8 +206,8 @@ def test_an_imported_run_starts_from_the_weights_with_the_flags_that_they_need(
     assert_same_bits(train_vae.build_model(args).state_dict(), saved(run, "ema"))
 
 
-def test_a_checkpoint_is_described(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = inspected(capsys, run)
+def test_a_checkpoint_is_described(run: Path, inspected: Any) -> None:
+    facts = inspected(run)
     parameters = sum(tensor.numel() for tensor in DiscreteVAE.from_pretrained(run / "model").state_dict().values())
     weights = {"tensors": len(saved(run, "engine")), "parameters": parameters, "dtype": "float32"}
     assert facts["path"] == str(checkpoint_of(run)) and facts["kind"] == "checkpoint"
@@ -209,26 +221,25 @@ def test_a_checkpoint_is_described(run: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", ["model", "vae-final.pt"])
-def test_a_model_is_described(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = inspected(capsys, run / name)
+def test_a_model_is_described(name: str, run: Path, inspected: Any) -> None:
+    facts = inspected(run / name)
     model = DiscreteVAE.from_pretrained(run / "model")
     assert facts["model"] == "DiscreteVAE" and facts["dtype"] == "float32"
     assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert facts["arguments"] == {key: model.config[key] for key in facts["arguments"]}
     assert facts["arguments"].keys() == (model.config.keys() if name == "model" else set(HPARAMS))
-    files = [run / name] if name != "model" else (run / name).iterdir()
-    assert facts["bytes"] == {file.name: file.stat().st_size for file in files}
+    files = model_of(run) if name == "model" else {name: (run / name).read_bytes()}
+    assert facts["bytes"] == {file: len(content) for file, content in files.items()}
 
 
 def test_a_person_reads_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     converted("inspect", run)
     lines = capsys.readouterr().out.splitlines()
-    for line in ("step: 3", "  backend: single", "  world_size: 1", "    optimizer: Adam", "checksums: hold"):
-        assert line in lines
+    assert {"step: 3", "  backend: single", "  world_size: 1", "    optimizer: Adam", "checksums: hold"} <= set(lines)
 
 
 def test_a_flipped_bit_is_told_unless_checksums_are_left_out(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, inspected: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(checkpoint_of(run), tmp_path / "copy")
     content = bytearray((folder / "engine.safetensors").read_bytes())
@@ -239,12 +250,10 @@ def test_a_flipped_bit_is_told_unless_checksums_are_left_out(
     facts = json.loads(capsys.readouterr().out)
     assert raised.value.code == 1 and facts["step"] == 3
     assert facts["checksums"].startswith("do not hold: ") and "engine.safetensors" in facts["checksums"]
-    assert inspected(capsys, folder, "--no_checksums")["checksums"] == "not checked"
+    assert inspected(folder, "--no_checksums")["checksums"] == "not checked"
 
 
-def test_weights_larger_than_the_memory_are_inspected_by_their_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_larger_than_the_memory_are_inspected_by_their_header(tmp_path: Path, inspected: Any) -> None:
     """Two terabytes, in a file of holes."""
     DiscreteVAE(image_size=8, num_tokens=4, hidden_dim=4).save_pretrained(tmp_path)
     numbers = 1 << 40
@@ -252,7 +261,7 @@ def test_weights_larger_than_the_memory_are_inspected_by_their_header(
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * numbers)
-    facts = inspected(capsys, tmp_path)
+    facts = inspected(tmp_path)
     assert (facts["parameters"], facts["dtype"]) == (numbers, "bfloat16")
     assert facts["bytes"]["model.safetensors"] > 2 * numbers
 
@@ -293,15 +302,15 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
 
 @pytest.mark.parametrize(("make", "complaint"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(
-    make: Callable[[Path, Path], Path], complaint: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[Path, Path], Path], complaint: str, run: Path, tmp_path: Path, refused: Any
 ) -> None:
-    assert complaint in refused(capsys, "export", make(run, tmp_path), "--to", "model", tmp_path / "out")
+    assert complaint in refused("export", make(run, tmp_path), "--to", "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("said", ["", "inspect", "export a b", "export a b --to zip", "train"])
-def test_wrong_flags_are_one_line_and_exit_code_2(said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ": error: " in refused(capsys, *said.split())
+def test_wrong_flags_are_one_line_and_exit_code_2(said: str, refused: Any) -> None:
+    assert ": error: " in refused(*said.split())
 
 
 # A checkpoint that was made to do harm; for models see models/test_hostile_files.py.
@@ -341,30 +350,26 @@ def with_true_sums(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_checkpoint_is_refused(
-    how: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_checkpoint_is_refused(how: str, run: Path, tmp_path: Path, refused: Any) -> None:
     folder = with_config(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
     shutil.copy(folder / "ema.safetensors", folder.parent / "outside.safetensors")
     HOSTILE[how](folder)
     with_true_sums(folder)
     for path in (folder, folder.parents[1]):
-        lines = [refused(capsys, "inspect", path, "--no_checksums")] if (folder / "state.json").is_file() else []
-        lines.append(refused(capsys, "export", path, "--to", "model", tmp_path / "out"))
+        lines = [refused("inspect", path, "--no_checksums")] if (folder / "state.json").is_file() else []
+        lines.append(refused("export", path, "--to", "model", tmp_path / "out"))
         assert all(str(folder) in line or "expected a run folder" in line for line in lines), lines
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["../pipe", "{}/pipe", ".."])
-def test_checksums_of_files_elsewhere_make_nobody_read_them(
-    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checksums_of_files_elsewhere_make_nobody_read_them(name: str, run: Path, tmp_path: Path, refused: Any) -> None:
     """There is a pipe above the folder, which would hold up whoever opens it."""
     folder = with_config(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
     os.mkfifo(folder.parent / "pipe")
     with (folder / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name.format(folder.parent)}\n")
-    assert "is no file of this folder" in refused(capsys, "export", folder, "--to", "model", tmp_path / "out")
+    assert "is no file of this folder" in refused("export", folder, "--to", "model", tmp_path / "out")
 
 
 # Starting.
