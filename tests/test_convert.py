@@ -266,9 +266,6 @@ def test_weights_larger_than_the_memory_are_inspected_by_their_header(tmp_path: 
     assert facts["bytes"]["model.safetensors"] > 2 * numbers
 
 
-# Mistakes.
-
-
 def alone(run: Path, tmp: Path) -> Path:
     """A checkpoint away from its run."""
     return shutil.copytree(checkpoint_of(run), tmp / "elsewhere" / "step_00000003")
@@ -311,9 +308,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize("said", ["", "inspect", "export a b", "export a b --to zip", "train"])
 def test_wrong_flags_are_one_line_and_exit_code_2(said: str, refused: Any) -> None:
     assert ": error: " in refused(*said.split())
-
-
-# A checkpoint that was made to do harm; for models see models/test_hostile_files.py.
 
 
 def edit_state(folder: Path, edit: Callable[[Any], None]) -> None:
@@ -370,9 +364,6 @@ def test_checksums_of_files_elsewhere_make_nobody_read_them(name: str, run: Path
     with (folder / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name.format(folder.parent)}\n")
     assert "is no file of this folder" in refused("export", folder, "--to", "model", tmp_path / "out")
-
-
-# Starting.
 
 
 def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:

@@ -87,9 +87,6 @@ def test_the_scripts_defaults_have_16672259_parameters() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 16_672_259
 
 
-# The forward pass.
-
-
 @pytest.mark.parametrize("blocks", [0, 2])
 @pytest.mark.parametrize("smooth_l1", [False, True])
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
@@ -142,9 +139,6 @@ def test_a_gradient_reaches_every_weight() -> None:
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
-# Codes.
-
-
 def test_codes_are_the_most_likely_ones_row_by_row() -> None:
     model, images = small_vae(), some_images()
     with torch.no_grad():
@@ -159,9 +153,6 @@ def test_codes_are_the_most_likely_ones_row_by_row() -> None:
 def test_codes_that_fill_no_square_are_refused() -> None:
     with pytest.raises(ValueError, match="15 codes per image fill no square grid"):
         small_vae().decode(torch.zeros(2, 15, dtype=torch.int64))
-
-
-# Hard codes: values and gradients.
 
 
 @pytest.mark.parametrize("reinmax", [False, True])
@@ -199,9 +190,6 @@ def test_hard_codes_have_the_gradients_of_the_papers(reinmax: bool) -> None:
     torch.testing.assert_close(got, encoder_gradient(model), rtol=1e-4, atol=1e-7)
 
 
-# KL.
-
-
 def vae_with_logits(bias: list[float], **overrides: Any) -> DiscreteVAE:
     """Gives these logits at every place of every image."""
     model = small_vae(num_tokens=len(bias), **overrides)
@@ -235,9 +223,6 @@ def test_kl_has_a_gradient_where_it_is_weighed() -> None:
     q = torch.tensor([1.0, 0.0, 0.0]).softmax(0)
     torch.testing.assert_close(gradient, q * ((q * 3).log() - (q * (q * 3).log()).sum()))
     torch.testing.assert_close(out.loss, out.recon_loss + 2.0 * out.kl)
-
-
-# Precision and layout.
 
 
 def test_under_autocast_and_cast_to_bf16_softmax_and_losses_stay_in_fp32() -> None:

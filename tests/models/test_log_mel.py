@@ -117,9 +117,6 @@ def test_stereo_and_integers_are_refused(waveforms: Tensor) -> None:
         Spectrogram()(waveforms)
 
 
-# Masks
-
-
 def masked(noise: Tensor, time: float, frequency: float) -> Tensor:
     """bool (b, 32 bands, 48 frames)"""
     return spec_augment(torch.ones(len(noise), 32, 48), noise, time, frequency) == 0

@@ -36,9 +36,6 @@ def assert_close(one: MulanOutput, other: MulanOutput, atol: float = 2e-6) -> No
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-# Outputs
-
-
 @pytest.mark.parametrize("hierarchical_layers", [0, 1])
 @pytest.mark.parametrize("spectrogram", ["log_mel", "power"])
 def test_outputs_are_unit_vectors_with_a_scale_and_a_bias_each(spectrogram: str, hierarchical_layers: int) -> None:
@@ -139,9 +136,6 @@ def test_an_output_below_the_last_is_that_of_a_shallower_model() -> None:
         expected = shallow(*inputs)
         torch.testing.assert_close(out.audio[:, below], expected.audio[:, 0])
         torch.testing.assert_close(out.text[:, below], expected.text[:, 0])
-
-
-# Patches
 
 
 def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | None) -> Tensor:
@@ -249,9 +243,6 @@ def test_relative_bias_is_that_of_each_pair_of_kept_patches() -> None:
                 torch.testing.assert_close(out[sample, :, i, j], bias.mlp(displacement))
 
 
-# Temperature
-
-
 @pytest.mark.parametrize("tau", [4.7, 100.0, 1e4, math.inf])
 def test_temperature_cannot_overflow(tau: float) -> None:
     model = small()
@@ -272,9 +263,6 @@ def test_a_clamped_temperature_has_no_gradient_on_its_way_up(tau: float, upstrea
     model.tau.data.fill_(tau)
     (model(*batch(model)).scale * upstream).sum().backward()
     torch.testing.assert_close(model.tau.grad, torch.tensor([expected]))
-
-
-# Gradients and precision
 
 
 def test_every_weight_has_a_finite_gradient_silence_and_an_empty_caption_included() -> None:
@@ -347,9 +335,6 @@ def test_forward_never_waits_for_the_device_and_has_shapes_of_its_inputs_alone()
         model = MuLaN(**MULAN, hierarchical_layers=1)
         out = model(torch.empty(3, 8000), torch.ones(3, 8).long(), torch.ones(3).long(), torch.empty(3, 16))
     assert out.audio.shape == out.text.shape == (3, 2, 6)
-
-
-# Mistakes
 
 
 def test_shapes_that_do_not_fit_and_tokens_outside_of_the_vocabulary_are_refused() -> None:

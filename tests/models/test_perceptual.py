@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home" / "hub" / "checkpoints"
     folder.mkdir(parents=True)
     return folder
-
-
-# Values.
 
 
 def test_the_trunk_has_the_names_and_shapes_of_torchvisions_vgg16() -> None:
@@ -154,20 +152,12 @@ def test_images_that_will_be_too_small_are_an_error_before_any_weights_are_read(
     assert load_perceptual("none", side=15) is None
 
 
-# Where weights are found.
-
-
-def save_old(content: Any, path: Path) -> None:
-    torch.save(content, path, _use_new_zipfile_serialization=False)
-
-
-@pytest.mark.parametrize("save", [torch.save, save_old], ids=["zip", "old"])
-@pytest.mark.parametrize("heads", ["vgg.pth", "vgg_lpips.pth"])
-@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(("heads", "is_named", "is_new"), [("vgg.pth", False, False), ("vgg_lpips.pth", True, True)])
 def test_weights_come_from_the_cache_or_a_folder_under_their_published_names(
-    save: Callable[..., None], heads: str, is_named: bool, cache: Path, tmp_path: Path
+    heads: str, is_named: bool, is_new: bool, cache: Path, tmp_path: Path
 ) -> None:
     model, folder = narrow("lpips"), tmp_path if is_named else cache
+    save = functools.partial(torch.save, _use_new_zipfile_serialization=is_new)
     save({**part(published(model), "features"), "classifier.0.weight": torch.zeros(2)}, folder / TRUNK_NAME)
     save(part(published(model), "lin"), folder / heads)
     for kind in ("lpips", "vgg"):

@@ -58,9 +58,6 @@ def shapes_of(**overrides: Any) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in weights_of(**overrides).items()}
 
 
-# .pt files
-
-
 def pt(path: Path, hparams: Any = HPARAMS, weights: Any = None) -> None:
     torch.save({"hparams": hparams, "weights": weights_of() if weights is None else weights}, path)
 
@@ -160,9 +157,6 @@ PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "whole numbers": (lambda path: pt(path, weights=cast(torch.int64)), "of the kind torch.float32, not torch.int64"),
     "complex weights": (lambda path: pt(path, weights=cast(torch.cfloat)), "calls for torch.ComplexFloatStorage"),
 }  # fmt: skip
-
-
-# Model folders
 
 
 def folder(path: Path, config: Any = None, **changes: Any) -> None:

@@ -78,9 +78,6 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
     assert (actual.double() - expected).norm() <= tolerance * expected.norm()
 
 
-# Closed forms.
-
-
 @pytest.mark.parametrize("name", ["lfq", "bsq"])
 def test_entropies_are_those_of_d_coins_between_all_codes_at_all_codes_and_at_one(name: str) -> None:
     for gamma in (0.0, 1.0):
@@ -100,9 +97,6 @@ def test_the_losses_of_huge_vectors_are_finite_and_so_are_their_gradients() -> N
     losses = quantizer(z).losses
     sum(losses.values()).backward()
     assert all(loss.isfinite() for loss in losses.values()) and z.grad.isfinite().all()
-
-
-# One process.
 
 
 @with_entropy
@@ -148,24 +142,6 @@ def test_what_was_observed_counts_neither_in_eval_mode_nor_after_the_update() ->
     assert (quantizer.train()(z).losses["entropy"] - value).abs() > 0.01
     quantizer.after_update(1, 0)
     assert_equal(quantizer(z).losses["entropy"].detach(), value)
-
-
-# Several processes and micro-batches.
-
-
-def test_each_share_says_the_entropy_of_the_whole_batch() -> None:
-    whole, h_batch = some_z(), []
-    for part in whole.chunk(3):
-        losses = []
-        for gamma in (0.0, 1.0):
-            quantizer = soft("lfq", diversity_gamma=gamma)
-            for other in whole.chunk(3):
-                quantizer.observe(other)
-            quantizer.pool()
-            losses.append(quantizer(part).losses["entropy"].item())
-        h_batch.append(losses[0] - losses[1])
-    p = (0.8 * in_rows(whole.double()) @ corners(6).T).softmax(1).mean(0)
-    assert h_batch == pytest.approx([entropy(p).item()] * 3, rel=1e-6)
 
 
 @with_entropy

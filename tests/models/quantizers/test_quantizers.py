@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,9 +36,6 @@ def some_z(quantizer: Quantizer, batch: int = 4, size: int = 3) -> Tensor:
 
 def forbidden(tensor: Tensor) -> Tensor:
     raise AssertionError("nobody may be asked")
-
-
-# One interface.
 
 
 @all_quantizers
@@ -142,16 +138,10 @@ def test_another_number_of_channels_is_an_error(name: str) -> None:
         quantizer(torch.zeros(2, quantizer.dim + 1, 3, 3))
 
 
-# FSQ.
-
-
-@pytest.mark.parametrize(
-    ("codebook_size", "num_codes", "dim"),
-    [(2**8, 240, 3), (2**10, 1000, 4), (2**12, 4375, 5), (2**14, 15360, 5), (2**16, 64000, 6)],
-)
-def test_fsq_has_the_published_number_of_codes_and_channels(codebook_size: int, num_codes: int, dim: int) -> None:
-    quantizer = make_quantizer("fsq", codebook_size=codebook_size)
-    assert (quantizer.num_codes, quantizer.dim) == (num_codes, dim)
+def test_fsq_has_the_published_number_of_codes_and_channels() -> None:
+    for bits, expected in {8: (240, 3), 10: (1000, 4), 12: (4375, 5), 14: (15360, 5), 16: (64000, 6)}.items():
+        quantizer = make_quantizer("fsq", codebook_size=2**bits)
+        assert (quantizer.num_codes, quantizer.dim) == expected
 
 
 def test_fsq_agrees_with_the_library() -> None:
@@ -167,9 +157,6 @@ def test_fsq_agrees_with_the_library() -> None:
     (out.quantized * weights).sum().backward()
     (quantized * weights).sum().backward()
     torch.testing.assert_close(z.grad, other.grad)
-
-
-# Straight through.
 
 
 def gradient_of_quantized(quantizer: Quantizer, z: Tensor, weights: Tensor) -> Tensor:
@@ -213,21 +200,13 @@ def test_ibq_has_the_gradients_of_a_straight_through_one_hot_choice() -> None:
     assert (codebook.grad != 0).all()  # entries that nobody chose move too
 
 
-# LFQ and BSQ against the library, which clamps logarithms at ln 1e-5.
-
-
-@pytest.mark.parametrize(
-    ("name", "inv_temperature", "theirs"),
-    [
-        ("lfq", 0.3, lambda: library.LFQ(codebook_size=64, commitment_loss_weight=1.0)),
-        ("bsq", 2.0, lambda: library.LFQ(codebook_size=64, commitment_loss_weight=1.0, spherical=True)),
-    ],
-)
-def test_signs_agree_with_the_library(name: str, inv_temperature: float, theirs: Callable[[], torch.nn.Module]) -> None:
+@pytest.mark.parametrize(("name", "inv_temperature"), [("lfq", 0.3), ("bsq", 2.0)])
+def test_signs_agree_with_the_library(name: str, inv_temperature: float) -> None:
+    """It clamps logarithms at ln 1e-5."""
     quantizer = small(name, inv_temperature=inv_temperature)
-    z = some_z(quantizer)
+    theirs, z = library.LFQ(codebook_size=64, commitment_loss_weight=1.0, spherical=name == "bsq"), some_z(quantizer)
     out = quantizer(z)
-    (quantized, codes, _), parts = theirs()(z, inv_temperature=inv_temperature, return_loss_breakdown=True)
+    (quantized, codes, _), parts = theirs(z, inv_temperature=inv_temperature, return_loss_breakdown=True)
     assert torch.equal(out.codes, codes)
     torch.testing.assert_close(out.quantized, quantized)
     torch.testing.assert_close(out.losses["commitment"], parts.commitment)

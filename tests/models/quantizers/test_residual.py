@@ -87,9 +87,6 @@ def test_gradients_go_straight_through_and_commitment_pulls_to_the_entries() -> 
     torch.testing.assert_close(gradient, 2 * (embeddings - out.quantized).detach() / embeddings.numel())
 
 
-# Learning.
-
-
 def test_the_first_batch_makes_the_first_entries_level_by_level() -> None:
     quantizer = untrained()
     quantizer(some_embeddings())

@@ -35,9 +35,6 @@ def update(quantizer: VectorQuantizer, z: Tensor, step: int = 1, **more: Any) ->
     quantizer.after_update(step, 0, **more)
 
 
-# Choice and update.
-
-
 def test_the_loss_pulls_vectors_to_their_entries() -> None:
     quantizer, z = started(), some_vectors().requires_grad_()
     out = quantizer(z)
@@ -90,9 +87,6 @@ def test_sums_by_code_are_exact() -> None:
     torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
 
 
-# What must not spoil a codebook.
-
-
 def test_a_skipped_update_leaves_the_codebook_as_it_was() -> None:
     quantizer = started(revive_below=0.5)
     update(quantizer, some_vectors())
@@ -124,9 +118,6 @@ def test_training_goes_on_from_a_state_dict_to_the_bit() -> None:
         update(quantizer, some_vectors(seed=step), step)
         update(resumed, some_vectors(seed=step), step)
     assert_same_bits(resumed, quantizer)
-
-
-# First entries.
 
 
 def test_k_means_ends_where_every_centre_is_the_mean_of_what_is_nearest_to_it() -> None:
@@ -168,9 +159,6 @@ def test_a_first_batch_that_is_not_finite_makes_no_entries_and_loading_none_star
     assert not quantizer.is_initialized
 
 
-# Dead entries.
-
-
 def with_a_dead_entry() -> VectorQuantizer:
     """Entry 0 lies so far away that nobody chooses it, and its count is almost gone."""
     quantizer = started(revive_below=0.01)
@@ -202,9 +190,6 @@ def test_vectors_are_drawn_evenly_as_a_function_of_seed_step_and_code() -> None:
     assert len(drawn(40, 1000, 3, 7).unique()) > 35
     counts = torch.cat([drawn(1000, 10, 0, step) for step in range(100)]).bincount(minlength=10).double()
     assert ((counts - 10_000).square() / 10_000).sum() < 27.9  # chi-squared, 9 degrees of freedom: p = 0.001
-
-
-# Several processes and micro-batches.
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 4), (3, 1), (3, 2), (2, 3)])
