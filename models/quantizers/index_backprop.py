@@ -75,8 +75,9 @@ class IndexBackpropQuantizer(Quantizer):
         entries = self.codebook(codes)
         mixture = self.codebook(logits.softmax(1), mix=True)
         chosen = entries + (mixture - mixture.detach())
-        pulled, pushed = F.mse_loss(rows, entries.detach()), F.mse_loss(entries, rows.detach())
-        commitment = F.mse_loss(chosen, rows) + pulled + self.beta * pushed
+        # In this order: it is the order in which the gradients of rows are added.
+        commitment = F.mse_loss(chosen, rows) + F.mse_loss(rows, entries.detach())
+        commitment = commitment + self.beta * F.mse_loss(entries, rows.detach())
         return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits, self._all_reduce_of_forward)}
 
     def _choose(self, rows: Tensor) -> Tensor:

@@ -52,8 +52,9 @@ class LookupFreeQuantizer(Quantizer):
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         codes = sign_codes(rows)
         entries = self._look_up(codes)
-        entropy = self._entropy(rows, self._all_reduce_of_forward)
-        return straight_through(entries, rows), codes, {"commitment": F.mse_loss(rows, entries), "entropy": entropy}
+        # In this order: it is the order in which the gradients of rows are added.
+        commitment, entropy = F.mse_loss(rows, entries), self._entropy(rows, self._all_reduce_of_forward)
+        return straight_through(entries, rows), codes, {"commitment": commitment, "entropy": entropy}
 
     def _choose(self, rows: Tensor) -> Tensor:
         return sign_codes(rows)
