@@ -24,28 +24,22 @@ from training.flags.parser import ArgumentParser
 
 # PyTorch takes seconds to import: functions import it, and models, after the arguments are known to be right.
 
-CHECKSUMS_BROKEN = 1  # exit code
-
 
 def vae_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with which train_vae.py builds a DiscreteVAE of these arguments; ValueError where it cannot."""
     if config["channels"] not in (3, 4):
         raise ValueError(f"train_vae.py trains on 3 or 4 channels, this model has {config['channels']}")
     check_normalization(config, "train_vae.py")
-    same = ("image_size", "num_tokens", "num_layers", "num_resnet_blocks", "hidden_dim")
-    flags = {name: config[name] for name in same}
+    flags = {key: config[key] for key in ("image_size", "num_tokens", "num_layers", "num_resnet_blocks", "hidden_dim")}
     return {**flags, "emb_dim": config["codebook_dim"], "transparent": config["channels"] == 4}
 
 
 def check_normalization(config: Mapping[str, Any], target: str) -> None:
     """Refuse a DiscreteVAE of another normalisation than the default, which is the only one that ``target`` knows."""
-    import torch
-
     from models import DiscreteVAE
 
-    with torch.device("meta"):
-        default = DiscreteVAE(channels=config["channels"]).config["normalization"]
-    if config["normalization"] != default:
+    default = DiscreteVAE(num_tokens=1, codebook_dim=1, hidden_dim=1, channels=config["channels"])
+    if config["normalization"] != default.config["normalization"]:
         raise ValueError(f"{target} has no setting for images that are normalised by {config['normalization']}")
 
 
@@ -53,30 +47,23 @@ def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with which train_vqgan.py builds a VQGAN of these arguments; ValueError where it cannot."""
     if config["channels"] != 3:
         raise ValueError(f"train_vqgan.py trains on 3 channels, this model has {config['channels']}")
-    lists = {name: config[name] for name in ("num_resnet_blocks", "fsq_levels") if config[name] is not None}
-    flags = {name: value for name, value in config.items() if name not in {*lists, "channels", "fsq_levels"}}
-    return flags | {name: ",".join(map(str, values)) for name, values in lists.items()}
+    flags = {name: value for name, value in config.items() if name != "channels" and value is not None}
+    return {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in flags.items()}
 
 
 @dataclass(frozen=True)
 class Script:
-    """A training script and the model that it trains. The script has build_parser, build_model and MODEL_ARGUMENTS."""
+    """A training script, which has build_parser, build_model and MODEL_ARGUMENTS, and the model that it trains."""
 
     module: str
-    """Name of the script."""
-    model: str
-    """Name of the model's class."""
-    weights: str
-    """Part of its checkpoints that holds the model."""
-    average: str
-    """Part that holds the moving average of the weights, where there is one."""
-    flags: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Constructor arguments of the model -> the script's flags."""
+    model: str  # name of its class
+    weights: str  # part of the script's checkpoints that holds the model
+    flags: Callable[[Mapping[str, Any]], dict[str, Any]]  # constructor arguments of the model -> the script's flags
 
 
 SCRIPTS = (
-    Script("train_vae", "DiscreteVAE", weights="engine", average="ema", flags=vae_flags),
-    Script("train_vqgan", "VQGAN", weights="generator", average="ema", flags=vqgan_flags),
+    Script("train_vae", "DiscreteVAE", weights="engine", flags=vae_flags),
+    Script("train_vqgan", "VQGAN", weights="generator", flags=vqgan_flags),
 )
 
 
@@ -114,9 +101,6 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-# Reading.
-
-
 def find(path: Path) -> tuple[str, Path]:
     """The kind of ``path`` ("file", "checkpoint" or "model"), and where it is: for a run, its newest checkpoint."""
     from models.files.pretrained import CONFIG_FILE
@@ -130,8 +114,8 @@ def find(path: Path) -> tuple[str, Path]:
     for folder in (path / "model", path / "init"):  # its checkpoints were deleted, or training has not started
         if (folder / CONFIG_FILE).is_file():
             return "model", folder
-    missing = "" if path.exists() else "it does not exist; "
-    raise ValueError(f"{path}: {missing}expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
+    missing = "" if path.exists() else " it does not exist;"
+    raise ValueError(f"{path}:{missing} expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
 def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,13 +124,14 @@ def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, A
     from training.checkpoints.store import read_checkpoint
 
     try:
-        if odd := [path.name for path in folder.iterdir() if not path.is_file()]:
-            raise ValueError(f"{folder / odd[0]} is not a regular file")
+        if odd := [path for path in folder.iterdir() if not path.is_file()]:
+            raise ValueError(f"{odd[0]} is not a regular file")
         parts, meta = read_checkpoint(folder, verify=verify)
     except RuntimeError as error:  # a file too large to be mapped
         raise ValueError(f"cannot read the checkpoint {folder}: {one_line(error)}") from None
-    if odd := [name for name, part in parts.items() if not isinstance(part, dict)]:
-        raise ValueError(f"cannot read the checkpoint {folder}: its part {odd[0]} is no JSON object")
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise ValueError(f"cannot read the checkpoint {folder}: its part {name} is no JSON object")
     return parts, meta
 
 
@@ -158,8 +143,7 @@ def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the checkpoint's model is described by its run's config.yaml, but: {reason}") from None
+        raise ValueError(f"the checkpoint's model is described by its run's config.yaml, but: {error}") from None
     for script in SCRIPTS:
         module = importlib.import_module(script.module)
         if isinstance(config, dict) and set(module.MODEL_ARGUMENTS) <= set(config):
@@ -173,22 +157,17 @@ def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
 
 def load_checkpoint(folder: Path, which: str) -> Any:
     """The model in a checkpoint: "ema", "online", or "best", which is the average where there is one."""
-    from torch import Tensor
-
     from models.files.building import build_with_weights, check_arguments
     from models.files.errors import one_line
 
     script, args = arguments_of(Path(os.path.abspath(folder)).parent.parent)
-    module = importlib.import_module(script.module)
-    parts, _ = read(folder)
-    average = parts.get(script.average)
+    module, parts = importlib.import_module(script.module), read(folder)[0]
+    average = parts.get("ema")
     if which == "ema" and not average:
         raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
     try:
         part = average if average and which != "online" else parts[script.weights]
-        weights: dict[str, Tensor] = part["weights"]
-        if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-            raise ValueError("a weight is not a tensor")
+        weights = part["weights"]
         check_arguments({name: getattr(args, name) for name in module.MODEL_ARGUMENTS}, weights)
         return build_with_weights(lambda: module.build_model(args), weights)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -207,14 +186,11 @@ def load_model(path: Path, which: str) -> Any:
         raise ValueError(f"--weights {which} is for checkpoints; {where} holds one set of weights: leave it out")
     if kind == "file":
         return models.DiscreteVAE.from_dalle(where)
-    name, _ = read_config(where)
-    model: Any = getattr(models, name) if name in models.__all__ else None
+    name = read_config(where)[0]
+    model: Any = getattr(models, name, None)
     if not hasattr(model, "from_pretrained"):
         raise ValueError(f"{where} holds a {name[:80]}, which is no model of this version")
     return model.from_pretrained(where)
-
-
-# inspect
 
 
 def inspect(args: argparse.Namespace) -> None:
@@ -227,12 +203,14 @@ def inspect(args: argparse.Namespace) -> None:
     else:
         facts = describe_model_folder(where) if kind == "model" else describe_dalle_file(where)
     facts = {"path": str(where), **facts}
-    print(json.dumps(facts, indent=2) if args.json else "\n".join(printable(line) for line in lines_of(facts)))
+    print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, lines_of(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
-        raise SystemExit(CHECKSUMS_BROKEN)
+        raise SystemExit(1)
 
 
 def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
+    from models.files.description import describe_weights
+
     checksums = "not checked"
     parts, meta = read(folder, verify=False)
     if is_checked:
@@ -241,29 +219,20 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
             checksums = "hold"
         except ValueError as error:
             checksums = f"do not hold: {error}"
-    clock = parts.get("progress", {})
-    samples, batch_size = clock.get("samples"), clock.get("batch_size")
+    facts: dict[str, dict[str, Any]] = {}
+    for name, part in sorted(parts.items()):
+        facts[name] = describe_weights(part["weights"]) if isinstance(part.get("weights"), dict) else {}
+        if isinstance(optimizer := part.get("optimizer"), dict):
+            facts[name] |= {"optimizer": optimizer.get("type"), "optimizer_step": optimizer.get("step")}
+    samples, batch_size = (parts.get("progress", {}).get(name) for name in ("samples", "batch_size"))
     is_known = isinstance(samples, int) and isinstance(batch_size, int) and batch_size > 0
     return {
-        "kind": "checkpoint",
-        "step": samples // batch_size if is_known else None,
-        "samples": samples,
+        "kind": "checkpoint", "step": samples // batch_size if is_known else None, "samples": samples,
         "written_by": meta,
-        "parts": {name: describe_part(part) for name, part in sorted(parts.items())},
+        "parts": facts,
         "bytes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "checksums": checksums,
-    }
-
-
-def describe_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts about the weights and the optimizer of a part, where it has them."""
-    from models.files.description import describe_weights
-
-    weights, optimizer = part.get("weights"), part.get("optimizer")
-    facts = describe_weights(weights) if isinstance(weights, dict) else {}
-    if isinstance(optimizer, dict):
-        facts |= {"optimizer": optimizer.get("type"), "optimizer_step": optimizer.get("step")}
-    return facts
+    }  # fmt: skip
 
 
 def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
@@ -276,28 +245,23 @@ def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}: {f'{value:,}' if type(value) is int else value}"
 
 
-# export and import
-
-
 def export(args: argparse.Namespace) -> None:
     from models import DiscreteVAE
 
-    out = Path(args.out)
-    is_folder = args.to == "model"
+    out, is_folder = Path(args.out), args.to == "model"
     if out.exists() and out.is_dir() != is_folder:
         raise ValueError(f"{out} is a {'file' if is_folder else 'folder'}; --to {args.to} writes another kind")
-    exists = any(out.iterdir()) if out.is_dir() else out.exists()
-    if exists and not args.force:
+    if not args.force and (any(out.iterdir()) if out.is_dir() else out.exists()):
         raise ValueError(f"{out} exists already; give another name, or --force to replace it")
     model = load_model(Path(args.path), args.weights)
     if is_folder:
         model.save_pretrained(out)
-    else:
-        if not isinstance(model, DiscreteVAE):
-            raise ValueError(f"--to dalle is for a DiscreteVAE, and {args.path} holds a {type(model).__name__}")
+    elif isinstance(model, DiscreteVAE):
         check_normalization(model.config, "the .pt format")
         out.parent.mkdir(parents=True, exist_ok=True)
         model.save_dalle(out)
+    else:
+        raise ValueError(f"--to dalle is for a DiscreteVAE, and {args.path} holds a {type(model).__name__}")
     print(f"wrote {out}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
@@ -308,13 +272,13 @@ def import_weights(args: argparse.Namespace) -> None:
     from training.files import write_atomically
 
     run_dir = Path(args.run_dir)
-    if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ValueError(f"{run_dir} exists already; give a new folder")
     model = load_model(Path(args.path), args.weights)
-    script = next((script for script in SCRIPTS if script.model == type(model).__name__), None)
-    if script is None:
+    found = [script for script in SCRIPTS if script.model == type(model).__name__]
+    if not found:
         raise ValueError(f"no script trains a {type(model).__name__}")
-    start, weights = run_dir / "start.yaml", run_dir / "init"
+    script, start, weights = found[0], run_dir / "start.yaml", run_dir / "init"
     settings = {**script.flags(model.config), "init_from": str(weights), "output_dir": str(run_dir)}
     model.save_pretrained(weights)
     write_atomically(start, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())

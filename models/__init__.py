@@ -9,12 +9,5 @@ from .quantizers.residual import ResidualQuantizer
 from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
-    "VQGAN",
-    "DiscreteVAE",
-    "Discriminator",
-    "MuLaN",
-    "MulanOutput",
-    "ResidualQuantizer",
-    "VAEOutput",
-    "VQGANOutput",
-]
+    "VQGAN", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "VAEOutput", "VQGANOutput"
+]  # fmt: skip

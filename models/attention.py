@@ -34,14 +34,9 @@ class Attention(nn.Module):
     """Pre-norm self-attention: softmax(8 q.k + bias) v, where q and k are unit vectors times a learned scale.
 
     Normalising queries and keys bounds the logits (Henry et al. 2020, "Query-key normalization for transformers").
-
-    Args:
-        dim: Width of the input and the output.
-        heads: Number of heads, each with its own queries, keys and values.
-        dim_head: Width of a head.
     """
 
-    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64) -> None:
+    def __init__(self, dim: int, heads: int, dim_head: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(dim, bias=False)
@@ -51,18 +46,14 @@ class Attention(nn.Module):
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Tokens (b, n, dim) -> (b, n, dim), without the residual.
-
-        Args:
-            bias: Added to the logits, broadcastable to (b, heads, n, n); -inf hides a key. Each row must keep a key.
-        """
+        """Tokens (b, n, dim) -> (b, n, dim), without the residual. The bias is added to the logits and broadcastable to
+        (b, heads, n, n); -inf hides a key, and each row must keep a key."""
         qkv = rearrange(self.to_qkv(self.norm(x)), "b n (part h d) -> part b h n d", part=3, h=self.heads)
         (q, k), v = l2_normalize(qkv[:2]), qkv[2]
         q, k = (q * self.q_scale).to(v.dtype), (k * self.k_scale).to(v.dtype)
-        if bias is not None:
-            bias = bias.to(v.dtype)
+        mask = None if bias is None else bias.to(v.dtype)
         with sdpa_kernel(_KERNELS):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=LOGIT_SCALE)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=LOGIT_SCALE)
         return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
@@ -92,10 +83,8 @@ class Transformer(nn.Module):
     def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64) -> None:
         super().__init__()
         if min(dim, depth, heads, dim_head) < 1:
-            raise ValueError(
-                f"a transformer of dim {dim}, depth {depth}, heads {heads} and dim_head {dim_head}: "
-                "give numbers of at least 1"
-            )
+            sizes = f"dim {dim}, depth {depth}, heads {heads} and dim_head {dim_head}"
+            raise ValueError(f"a transformer of {sizes}: give numbers of at least 1")
         self.attention = nn.ModuleList(Attention(dim, heads, dim_head) for _ in range(depth))
         self.feed_forward = nn.ModuleList(FeedForward(dim) for _ in range(depth))
 

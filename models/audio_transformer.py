@@ -13,7 +13,7 @@ from .attention import Transformer
 
 
 class _PreciseLayerNorm(nn.LayerNorm):
-    """Computes in the precision of its input, because powers exceed fp16, and returns the precision of its weights."""
+    """Computes in its input's precision, because powers exceed fp16, and returns its weights' precision."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -79,30 +79,16 @@ class AudioTransformer(nn.Module):
     """Spectrograms (b, bands, frames) to pooled features of the final output and of layers below it.
 
     Sides that are no multiples of the patch are cropped to the nearest one below: the highest bands and the last
-    frames are left out.
-
-    Args:
-        dim: Width of the tokens; a multiple of 4, for the positions.
-        depth: Layers.
-        heads, dim_head: Number and width of the attention heads.
-        patch_size: Side of a patch, in bands and frames.
-        patch_dropout: Share of the patches left out where noise is given.
-        hierarchical_layers: How many layers below the last to pool as well.
+    frames are left out. Arguments: see `MuLaN`.
 
     Raises:
         ValueError: one line that names the argument.
     """
 
     def __init__(
-        self,
-        dim: int,
-        depth: int,
-        heads: int = 8,
-        dim_head: int = 64,
-        patch_size: int = 16,
-        patch_dropout: float = 0.25,
-        hierarchical_layers: int = 0,
-    ) -> None:
+        self, dim: int, depth: int, heads: int, dim_head: int,
+        patch_size: int = 16, patch_dropout: float = 0.25, hierarchical_layers: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         if dim % 4:
             raise ValueError(f"audio_dim {dim} is no multiple of 4, which sine and cosine of two coordinates need")
@@ -116,7 +102,7 @@ class AudioTransformer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(self.outputs))
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:
-        """Rows and columns of patches in a spectrogram."""
+        """Rows and columns of whole patches in a spectrogram."""
         return bands // self.patch_size, frames // self.patch_size
 
     def kept(self, patches: int) -> int:
@@ -146,11 +132,8 @@ class AudioTransformer(nn.Module):
             patches = patches.gather(1, repeat(chosen, "b n -> b n pixels", pixels=p * p))
             positions = positions[chosen]
         x = self.embed(patches)
-        x = x + positions.to(x.dtype)
-        layers = self.transformer(x, self.relative_bias(chosen, rows, columns))
-        # index 0: the last layer
-        pooled = [norm(layers[-1 - i].mean(dim=1)) for i, norm in enumerate(self.norms)]
-        return torch.stack(pooled, dim=1)
+        layers = self.transformer(x + positions.to(x.dtype), self.relative_bias(chosen, rows, columns))
+        return torch.stack([norm(layers[-1 - i].mean(dim=1)) for i, norm in enumerate(self.norms)], dim=1)
 
 
 def sincos_positions(rows: int, columns: int, dim: int, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .convolutional import ResBlock, as_square
 from .files.dalle import load_dalle_file, save_dalle_file
 from .files.pretrained import Pretrained, constructor_arguments
 
@@ -28,23 +29,6 @@ class VAEOutput(NamedTuple):
     """0-d: mean squared error or smooth L1, in normalised space."""
     kl: Tensor
     """0-d: KL(q || uniform) in nats, a mean over batch and positions; in [0, ln num_tokens]."""
-
-
-class ResBlock(nn.Module):
-    """conv3, ReLU, conv3, ReLU, conv1, plus the input."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 1),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.net(x)
 
 
 class Codebook(nn.Embedding):
@@ -75,7 +59,7 @@ class DiscreteVAE(Pretrained):
         temperature: Temperature of the softmax, unless forward is given one.
         straight_through: Decode hard codes, with the gradient of the soft codes.
         reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
-        kl_div_loss_weight: Weight of the KL term.
+        kl_div_loss_weight: Weight of the KL term in the loss.
         normalization: Means and standard deviations per channel, or None for images as they are. A channel beyond
             those named (alpha) gets 0 and 1, names beyond the channels are left out.
 
@@ -83,34 +67,24 @@ class DiscreteVAE(Pretrained):
         ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
     """
 
-    not_in_the_weights = frozenset(
-        ("image_size", "smooth_l1_loss", "temperature", "straight_through", "reinmax", "kl_div_loss_weight")
-    )
+    not_in_the_weights = frozenset({
+        "image_size", "smooth_l1_loss", "temperature", "straight_through", "reinmax", "kl_div_loss_weight"
+    })  # fmt: skip
     _mean: Tensor
     _std: Tensor
 
     def __init__(
-        self,
-        image_size: int = 256,
-        num_tokens: int = 512,
-        codebook_dim: int = 512,
-        num_layers: int = 3,
-        num_resnet_blocks: int = 0,
-        hidden_dim: int = 64,
-        channels: int = 3,
-        smooth_l1_loss: bool = False,
-        temperature: float = 0.9,
-        straight_through: bool = False,
-        reinmax: bool = False,
+        self, image_size: int = 256, num_tokens: int = 512, codebook_dim: int = 512, num_layers: int = 3,
+        num_resnet_blocks: int = 0, hidden_dim: int = 64, channels: int = 3, smooth_l1_loss: bool = False,
+        temperature: float = 0.9, straight_through: bool = False, reinmax: bool = False,
         kl_div_loss_weight: float = 0.0,
         normalization: tuple[Sequence[float], Sequence[float]] | None = ((0.5,) * 3, (0.5,) * 3),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = constructor_arguments(locals())
         if num_layers < 1 or num_resnet_blocks < 0:
-            raise ValueError(
-                f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}: at least 1 layer and 0 blocks"
-            )
+            numbers = f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}"
+            raise ValueError(f"{numbers}: at least 1 layer and 0 blocks")
         _check_image_size(image_size, num_layers)
         if reinmax and not straight_through:
             raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
@@ -128,13 +102,11 @@ class DiscreteVAE(Pretrained):
             nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
             for fan_in, fan_out in itertools.pairwise(widths)
         ]
-        encoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
+        encoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
         encoder += [nn.Conv2d(hidden_dim, num_tokens, 1)]
 
-        decoder: list[nn.Module] = []
-        if num_resnet_blocks:
-            decoder += [nn.Conv2d(codebook_dim, hidden_dim, 1)]
-            decoder += [ResBlock(hidden_dim) for _ in range(num_resnet_blocks)]
+        decoder: list[nn.Module] = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks else []
+        decoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
         widths = [hidden_dim if num_resnet_blocks else codebook_dim] + [hidden_dim] * num_layers
         decoder += [
             nn.Sequential(nn.ConvTranspose2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
@@ -180,10 +152,7 @@ class DiscreteVAE(Pretrained):
         Raises:
             ValueError: a number of codes that fills no square.
         """
-        side = math.isqrt(codes.shape[1])
-        if side * side != codes.shape[1]:
-            raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give s x s of them, row by row")
-        embedded = rearrange(self.codebook(codes), "b (h w) d -> b d h w", h=side)
+        embedded = rearrange(self.codebook(as_square(codes)), "b h w d -> b d h w")
         return self._denormalize(self.decoder(embedded).float())
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -225,8 +194,6 @@ class DiscreteVAE(Pretrained):
     def _denormalize(self, images: Tensor) -> Tensor:
         return images * self._std + self._mean
 
-    # Files: DALLE-pytorch's vae-final.pt beside the folders of `Pretrained`.
-
     def save_dalle(self, path: str | Path) -> None:
         """Write DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
         save_dalle_file(Path(path), self.config, self.state_dict())
@@ -241,13 +208,14 @@ class DiscreteVAE(Pretrained):
         return cls._built(Path(path), *load_dalle_file(Path(path)))
 
     def load_weights_from(self, source: str | Path) -> None:
-        """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder.
-
-        Raises:
-            ValueError: one line, naming the arguments in which the two models differ.
-        """
+        """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder. Errors: see `Pretrained`."""
         other = self.from_pretrained(source) if Path(source).is_dir() else self.from_dalle(source)
         self._take_weights(other, source)
+
+
+def _half(channels: int) -> list[nn.Module]:
+    """Half a residual block."""
+    return [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
 
 
 def _check_image_size(image_size: int, num_layers: int) -> None:
@@ -256,7 +224,6 @@ def _check_image_size(image_size: int, num_layers: int) -> None:
     smallest = 2**num_layers
     if image_size < smallest or image_size & (image_size - 1):
         below = 1 << max(image_size, 1).bit_length() - 1
-        nearest = f"{below} or {2 * below}" if below >= smallest else f"{smallest}"
-        raise ValueError(
-            f"image_size {image_size} must be a power of two and at least 2^num_layers = {smallest}; use {nearest}"
-        )
+        use = f"use {below} or {2 * below}" if below >= smallest else f"use {smallest}"
+        rule = f"must be a power of two and at least 2^num_layers = {smallest}"
+        raise ValueError(f"image_size {image_size} {rule}; {use}")

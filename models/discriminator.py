@@ -7,8 +7,7 @@ import math
 
 from torch import Tensor, nn
 
-# Side of the unpadded convolution that gives the logits.
-_LAST_KERNEL = 4
+_LAST_KERNEL = 4  # side of the unpadded convolution that gives the logits
 
 
 class Discriminator(nn.Module):
@@ -20,8 +19,6 @@ class Discriminator(nn.Module):
 
     Args:
         dim: Channels after the first convolution and the first halving; they double with each further halving.
-        channels: 3 for RGB.
-        layers: Halvings of the side, at least 1.
         groups: Groups of the group normalisations. A layer whose channels they do not divide takes the greatest common
             divisor.
 
@@ -32,15 +29,20 @@ class Discriminator(nn.Module):
     def __init__(self, dim: int, channels: int = 3, layers: int = 4, groups: int = 16) -> None:
         super().__init__()
         if min(dim, channels, layers, groups) < 1:
-            raise ValueError(
-                f"a discriminator of dim {dim}, {channels} channels, {layers} layers and {groups} groups: "
-                "give numbers of at least 1"
-            )
+            sizes = f"dim {dim}, {channels} channels, {layers} layers and {groups} groups"
+            raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1")
         widths = [dim] + [dim * 2**level for level in range(layers)]
         self.smallest_side = _LAST_KERNEL * 2**layers
         self.layers = nn.Sequential(
             nn.Sequential(nn.Conv2d(channels, dim, 5, padding=2), nn.LeakyReLU(0.1)),
-            *(_halving(fan_in, fan_out, groups) for fan_in, fan_out in itertools.pairwise(widths)),
+            *(
+                nn.Sequential(
+                    nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1),
+                    nn.GroupNorm(math.gcd(groups, fan_out), fan_out),
+                    nn.LeakyReLU(0.1),
+                )
+                for fan_in, fan_out in itertools.pairwise(widths)
+            ),
         )
         self.to_logits = nn.Sequential(
             nn.Conv2d(widths[-1], widths[-1], 1), nn.LeakyReLU(0.1), nn.Conv2d(widths[-1], 1, _LAST_KERNEL)
@@ -59,15 +61,7 @@ class Discriminator(nn.Module):
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError where images of this height or width are too small for one logit."""
         if pixels < self.smallest_side:
-            raise ValueError(
-                f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers, which "
-                f"needs {self.smallest_side}; use larger images or fewer layers"
+            needs = (
+                f"{len(self.layers) - 1} layers, which needs {self.smallest_side}; use larger images or fewer layers"
             )
-
-
-def _halving(fan_in: int, fan_out: int, groups: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1),
-        nn.GroupNorm(math.gcd(groups, fan_out), fan_out),
-        nn.LeakyReLU(0.1),
-    )
+            raise ValueError(f"images of {pixels} pixels are too small for a discriminator of {needs}")

@@ -18,9 +18,7 @@ _AMIN, _TOP_DB = 1e-10, 80.0
 # Bands of loud music are between about -60 and 30 dB, silence is at -100 dB.
 _CENTRE_DB, _HALF_RANGE_DB = -20.0, 40.0
 
-# Uniform numbers that the masks of one spectrogram need.
-MASK_NOISE = 4
-
+MASK_NOISE = 4  # uniform numbers that the masks of one spectrogram need
 _LONGEST_FFT = 1 << 16
 
 
@@ -46,16 +44,9 @@ class Spectrogram:
     """
 
     def __init__(
-        self,
-        sample_rate: int = 16000,
-        n_fft: int = 1024,
-        hop_length: int = 160,
-        n_mels: int = 64,
-        fmin: float = 0.0,
-        fmax: float | None = None,
-        kind: str = "log_mel",
-        min_frames: int = 1,
-    ) -> None:
+        self, sample_rate: int = 16000, n_fft: int = 1024, hop_length: int = 160, n_mels: int = 64,
+        fmin: float = 0.0, fmax: float | None = None, kind: str = "log_mel", min_frames: int = 1,
+    ) -> None:  # fmt: skip
         if kind not in SPECTROGRAMS:
             raise ValueError(f"spectrogram {kind!r} is unknown; use {' or '.join(SPECTROGRAMS)}")
         if not 2 <= n_fft <= _LONGEST_FFT:
@@ -64,9 +55,8 @@ class Spectrogram:
             raise ValueError(f"hop_length {hop_length} is not between 1 and n_fft {n_fft}: it would skip samples")
         fmax = sample_rate / 2 if fmax is None else fmax
         if not 0 <= fmin < fmax <= sample_rate / 2:
-            raise ValueError(
-                f"fmin {fmin} and fmax {fmax} Hz: they must be in order, and at most half of sample_rate {sample_rate}"
-            )
+            rule = f"they must be in order, and at most half of sample_rate {sample_rate}"
+            raise ValueError(f"fmin {fmin} and fmax {fmax} Hz: {rule}")
         if kind == "log_mel" and not 1 <= n_mels <= n_fft // 2 + 1:
             raise ValueError(f"n_mels {n_mels} is not between 1 and the {n_fft // 2 + 1} frequencies of n_fft {n_fft}")
         self.sample_rate, self.n_fft, self.hop_length, self.kind = sample_rate, n_fft, hop_length, kind
@@ -89,20 +79,17 @@ class Spectrogram:
             ValueError: waveforms that are not of two dimensions.
         """
         if waveforms.ndim != 2 or not waveforms.is_floating_point():
-            raise ValueError(
-                f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}: give (b, n) floats, mixed to mono"
-            )
+            given = f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}"
+            raise ValueError(f"{given}: give (b, n) floats, mixed to mono")
         with torch.autocast(waveforms.device.type, enabled=False):
-            waveforms = at_least_fp32(waveforms)
+            half, missing = self.n_fft // 2, max(0, self.min_samples - waveforms.shape[1])
+            waveforms = F.pad(at_least_fp32(waveforms), (half, half + missing))
             window, filters = self.prepare(waveforms.device, waveforms.dtype)
-            power = self._power(waveforms, window)
+            spectrum = torch.stft(
+                waveforms, self.n_fft, self.hop_length, window=window, center=False, return_complex=True
+            )
+            power = spectrum.real.square() + spectrum.imag.square()
             return power if self.kind == "power" else (_decibels(filters @ power) - _CENTRE_DB) / _HALF_RANGE_DB
-
-    def _power(self, waveforms: Tensor, window: Tensor) -> Tensor:
-        half, missing = self.n_fft // 2, max(0, self.min_samples - waveforms.shape[1])
-        waveforms = F.pad(waveforms, (half, half + missing))
-        spectrum = torch.stft(waveforms, self.n_fft, self.hop_length, window=window, center=False, return_complex=True)
-        return spectrum.real.square() + spectrum.imag.square()
 
     def prepare(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """The window (n_fft,) and the filters (bands, n_fft / 2 + 1), made once for each device and dtype."""
@@ -154,15 +141,11 @@ def _check_bands(sample_rate: int, n_fft: int, edges: list[float]) -> None:
     spacing = sample_rate / n_fft
     for band, (low, high) in enumerate(zip(edges[:-2], edges[2:], strict=True)):
         if not (math.floor(low / spacing) + 1) * spacing < high:
-            raise ValueError(
-                f"n_mels {len(edges) - 2}: band {band} ({low:.0f} to {high:.0f} Hz) has no frequency of n_fft {n_fft} "
-                f"(every {spacing:.0f} Hz); use fewer bands or a larger n_fft"
-            )
+            frequencies = f"frequency of n_fft {n_fft} (every {spacing:.0f} Hz); use fewer bands or a larger n_fft"
+            raise ValueError(f"n_mels {len(edges) - 2}: band {band} ({low:.0f} to {high:.0f} Hz) has no {frequencies}")
 
 
-def spec_augment(
-    spectrograms: Tensor, noise: Tensor, time_mask_fraction: float, frequency_mask_fraction: float
-) -> Tensor:
+def spec_augment(spectrograms: Tensor, noise: Tensor, time_fraction: float, frequency_fraction: float) -> Tensor:
     """Zero one range of frames and one of bands in each spectrogram (Park et al. 2019, "SpecAugment").
 
     A range has up to floor(fraction x size) rows; all lengths and all places are equally likely. Fractions are below 1,
@@ -173,8 +156,8 @@ def spec_augment(
         noise: (b, 4) uniform in [0, 1): length and place in time, length and place in frequency.
     """
     _, bands, frames = spectrograms.shape
-    in_time = _range(noise[:, 0], noise[:, 1], frames, time_mask_fraction)
-    in_frequency = _range(noise[:, 2], noise[:, 3], bands, frequency_mask_fraction)
+    in_time = _range(noise[:, 0], noise[:, 1], frames, time_fraction)
+    in_frequency = _range(noise[:, 2], noise[:, 3], bands, frequency_fraction)
     return spectrograms.masked_fill(in_time[:, None, :] | in_frequency[:, :, None], 0.0)
 
 

@@ -61,8 +61,7 @@ class Latents(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             dtype: torch.dtype = self.projections[0].weight.dtype  # type: ignore[assignment]
             pairs = zip(self.projections, features.to(dtype).unbind(dim=1), strict=True)
-            latents = [project(feature) for project, feature in pairs]
-            return l2_normalize(torch.stack(latents, dim=1))
+            return l2_normalize(torch.stack([project(feature) for project, feature in pairs], dim=1))
 
 
 class MuLaN(Pretrained):
@@ -91,55 +90,32 @@ class MuLaN(Pretrained):
         ValueError: one line that names the argument.
     """
 
-    not_in_the_weights = frozenset((
+    not_in_the_weights = frozenset({
         "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature",
         "init_bias",
-    ))  # fmt: skip
+    })  # fmt: skip
 
     def __init__(
-        self,
-        sample_rate: int = 16000,
-        clip_seconds: float = 10.0,
-        n_fft: int = 1024,
-        hop_length: int = 160,
-        n_mels: int = 64,
-        fmin: float = 0.0,
-        fmax: float | None = None,
-        spectrogram: str = "log_mel",
-        patch_size: int = 16,
-        patch_dropout: float = 0.25,
-        time_mask_fraction: float = 0.2,
-        frequency_mask_fraction: float = 0.25,
-        audio_dim: int = 512,
-        audio_depth: int = 6,
-        text_dim: int = 512,
-        text_depth: int = 6,
-        heads: int = 8,
-        dim_head: int = 64,
-        vocab_size: int = 49408,
-        max_text_tokens: int = 256,
-        dim_latent: int = 128,
-        hierarchical_layers: int = 0,
-        init_temperature: float = 10.0,
-        init_bias: float = -10.0,
-    ) -> None:
+        self, sample_rate: int = 16000, clip_seconds: float = 10.0,
+        n_fft: int = 1024, hop_length: int = 160, n_mels: int = 64, fmin: float = 0.0, fmax: float | None = None,
+        spectrogram: str = "log_mel", patch_size: int = 16, patch_dropout: float = 0.25,
+        time_mask_fraction: float = 0.2, frequency_mask_fraction: float = 0.25,
+        audio_dim: int = 512, audio_depth: int = 6, text_dim: int = 512, text_depth: int = 6,
+        heads: int = 8, dim_head: int = 64, vocab_size: int = 49408, max_text_tokens: int = 256,
+        dim_latent: int = 128, hierarchical_layers: int = 0, init_temperature: float = 10.0, init_bias: float = -10.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = constructor_arguments(locals())
         _check_config(self.config)
         self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
         self.clip_samples = round(clip_seconds * sample_rate)
-        self.dim_latent = dim_latent
-        self.frontend = Spectrogram(
-            sample_rate, n_fft, hop_length, n_mels, fmin, fmax, spectrogram, min_frames=patch_size
-        )
+        self.frontend = Spectrogram(sample_rate, n_fft, hop_length, n_mels, fmin, fmax, spectrogram, patch_size)
         if self.frontend.bands < patch_size:
             raise ValueError(f"patch_size {patch_size} is larger than the {self.frontend.bands} bands of a spectrogram")
-        self.audio = AudioTransformer(
-            audio_dim, audio_depth, heads, dim_head, patch_size, patch_dropout, hierarchical_layers
-        )
-        self.text = TextTransformer(
-            text_dim, text_depth, heads, dim_head, vocab_size, max_text_tokens, hierarchical_layers
-        )
+        audio = audio_dim, audio_depth, heads, dim_head
+        self.audio = AudioTransformer(*audio, patch_size, patch_dropout, hierarchical_layers)
+        text = text_dim, text_depth, heads, dim_head
+        self.text = TextTransformer(*text, vocab_size, max_text_tokens, hierarchical_layers)
         outputs = hierarchical_layers + 1
         self.audio_latents = Latents(outputs, audio_dim, dim_latent)
         self.text_latents = Latents(outputs, text_dim, dim_latent)
@@ -168,8 +144,7 @@ class MuLaN(Pretrained):
         Raises:
             ValueError: shapes that do not fit.
         """
-        audio = self._audio_latents(waveforms, noise)
-        text = self._text_latents(tokens, lengths)
+        audio, text = self._audio_latents(waveforms, noise), self._text_latents(tokens, lengths)
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
         return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
@@ -192,10 +167,9 @@ class MuLaN(Pretrained):
         if noise is not None:
             expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
             if noise.shape != expected:
-                raise ValueError(
-                    f"noise of shape {tuple(noise.shape)}: {expected[0]} clips of {waveforms.shape[1]} samples take "
-                    f"{expected}; train on clips of clip_seconds and use noise_size"
-                )
+                clips = f"{expected[0]} clips of {waveforms.shape[1]} samples take {expected}"
+                use = "train on clips of clip_seconds and use noise_size"
+                raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {use}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
             spectrograms = spec_augment(spectrograms, mask_noise, self.time_mask_fraction, self.frequency_mask_fraction)
         return self.audio_latents(self.audio(spectrograms, noise))
@@ -210,17 +184,15 @@ class MuLaN(Pretrained):
 
 def _check_config(config: dict[str, Any]) -> None:
     for name in ("sample_rate", "n_fft", "hop_length", "n_mels", "patch_size", "audio_dim", "audio_depth", "text_dim",
-                 "text_depth", "heads", "dim_head", "vocab_size", "max_text_tokens", "dim_latent"):  # fmt: skip
-        if type(config[name]) is not int or config[name] < 1:
-            raise ValueError(f"{name} {config[name]!r} is not a whole number of at least 1")
-    if type(config["hierarchical_layers"]) is not int or config["hierarchical_layers"] < 0:
-        raise ValueError(f"hierarchical_layers {config['hierarchical_layers']!r} is not a whole number of at least 0")
+                 "text_depth", "heads", "dim_head", "vocab_size", "max_text_tokens", "dim_latent",
+                 "hierarchical_layers"):  # fmt: skip
+        least = 0 if name == "hierarchical_layers" else 1
+        if type(config[name]) is not int or config[name] < least:
+            raise ValueError(f"{name} {config[name]!r} is not a whole number of at least {least}")
     depth = min(config["audio_depth"], config["text_depth"])
     if config["hierarchical_layers"] >= depth:
-        raise ValueError(
-            f"hierarchical_layers {config['hierarchical_layers']}: a tower of {depth} layers has {depth - 1} below its "
-            f"output; use at most {depth - 1} or more layers"
-        )
+        below = f"a tower of {depth} layers has {depth - 1} below its output; use at most {depth - 1} or more layers"
+        raise ValueError(f"hierarchical_layers {config['hierarchical_layers']}: {below}")
     if not 0 < config["clip_seconds"] < math.inf:
         raise ValueError(f"clip_seconds {config['clip_seconds']} is no positive length")
     for name in ("patch_dropout", "time_mask_fraction", "frequency_mask_fraction"):
@@ -228,10 +200,9 @@ def _check_config(config: dict[str, Any]) -> None:
             raise ValueError(f"{name} {config[name]} is not in [0, 1)")
     visible = (1 - config["time_mask_fraction"]) * (1 - config["frequency_mask_fraction"])
     if visible <= config["patch_dropout"]:
-        raise ValueError(
-            f"patch_dropout {config['patch_dropout']}: the largest masks leave {visible:.2g} of a spectrogram, and all "
-            "of that could be dropped; lower it, time_mask_fraction or frequency_mask_fraction"
-        )
+        left = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
+        lower = "lower it, time_mask_fraction or frequency_mask_fraction"
+        raise ValueError(f"patch_dropout {config['patch_dropout']}: {left}; {lower}")
     if not 0 < config["init_temperature"] <= MAX_SCALE:
         raise ValueError(f"init_temperature {config['init_temperature']} is not in (0, {MAX_SCALE:g}]")
     if not math.isfinite(config["init_bias"]):

@@ -72,10 +72,8 @@ class PerceptualLoss(nn.Module):
             found = self._activations(reconstructions)
             if not self.heads:
                 return (found[-1] - wanted[-1]).square().flatten(1).mean(1)
-            per_block = [
-                head((_unit(x) - _unit(y)).square()).flatten(1).mean(1)
-                for head, x, y in zip(self.heads, found, wanted, strict=True)
-            ]
+            blocks = zip(self.heads, found, wanted, strict=True)
+            per_block = [head((_unit(x) - _unit(y)).square()).flatten(1).mean(1) for head, x, y in blocks]
             return torch.stack(per_block).sum(0)
 
     def _activations(self, images: Tensor) -> list[Tensor]:
@@ -92,10 +90,9 @@ class PerceptualLoss(nn.Module):
 
 def _check_shape(channels: int, height: int, width: int) -> None:
     if channels not in (1, 3) or min(height, width) < 2 ** (len(_DEPTHS) - 1):
-        raise ValueError(
-            f"VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels, not {channels} of "
-            f"{height} x {width}; use larger images, or do without (--perceptual none, no --lpips_weights)"
-        )
+        takes = "VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels"
+        use = "use larger images, or do without (--perceptual none, no --lpips_weights)"
+        raise ValueError(f"{takes}, not {channels} of {height} x {width}; {use}")
 
 
 def _vgg16_features(widths: Sequence[int]) -> nn.Sequential:
@@ -116,20 +113,15 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def load_perceptual(
-    kind: str,
-    weights: str | Path | None = None,
-    device: torch.device | str = "cpu",
-    *,
-    side: int | None = None,
-    widths: Sequence[int] = WIDTHS,
-) -> PerceptualLoss | None:
+    kind: str, weights: str | Path | None = None, device: torch.device | str = "cpu", *,
+    side: int | None = None, widths: Sequence[int] = WIDTHS,
+) -> PerceptualLoss | None:  # fmt: skip
     """The perceptual loss with weights from this machine's disk.
 
     Args:
         kind: "vgg", "lpips", or "none".
         weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. Missing
             weights are searched in torch.hub's cache. "lpips" needs two files, or one with the weights of both.
-        device: Device of the network.
         side: Side of the images in pixels, to be checked; None where it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
 
@@ -155,11 +147,10 @@ def load_perceptual(
             found |= read_state_dict(path, missing)
     if missing := ours.keys() - found.keys():
         raise ValueError(_absence(kind, missing, searched))
+    found = {ours[name]: tensor for name, tensor in found.items()}
     try:
         with torch.random.fork_rng(devices=[]):  # initial weights draw random numbers, and are replaced
-            model = build_with_weights(
-                lambda: PerceptualLoss(kind, widths), {ours[name]: found[name] for name in found}
-            )
+            model = build_with_weights(lambda: PerceptualLoss(kind, widths), found)
     except ValueError as error:
         raise ValueError(f"the weights for --perceptual {kind} are of another network: {error}") from None
     return model.to(device)
@@ -172,11 +163,7 @@ def _published_name(name: str) -> str:
 
 
 def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
-    """Paths where weights may be, in the order of search.
-
-    Raises:
-        ValueError: a file or folder that was named and is not there.
-    """
+    """Paths where weights may be, in the order of search; ValueError where a path was named and is not there."""
     names = [_TRUNK_FILE, *(_HEADS_FILES if kind == "lpips" else ())]
     in_cache = [Path(torch.hub.get_dir()) / "checkpoints" / name for name in names]
     if weights is None:
@@ -188,11 +175,9 @@ def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
 
 
 def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
-    """The error message for missing weights."""
     heads_only = all(name.startswith("lin") for name in missing)
     what = f"the heads of LPIPS 0.1 ({' or '.join(_HEADS_FILES)})" if heads_only else f"VGG16's ({_TRUNK_FILE})"
     places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))
-    return (
-        f"the perceptual loss {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}; "
-        "put the file there or name it (--perceptual_weights, --lpips_weights), or do without (--perceptual none)"
-    )
+    needs = f"the perceptual loss {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}"
+    flags = "(--perceptual_weights, --lpips_weights), or do without (--perceptual none)"
+    return f"{needs}; put the file there or name it {flags}"

@@ -11,35 +11,26 @@ _INIT_STD = 0.02
 
 
 class TextTransformer(nn.Module):
-    """Tokens (b, t) to the features at the class token, of the final output and of layers below it.
-
-    Args:
-        dim: Width of the tokens.
-        depth: Layers.
-        heads, dim_head: Number and width of the attention heads.
-        vocab_size: Tokens are in [0, vocab_size).
-        max_tokens: Length of the longest caption, and number of learned positions.
-        hierarchical_layers: How many layers below the last to read as well.
-    """
+    """Tokens (b, t) in [0, vocab_size), t <= max_tokens, to the features at the class token, of the final output and of
+    hierarchical_layers layers below it."""
 
     def __init__(
         self,
         dim: int,
         depth: int,
-        heads: int = 8,
-        dim_head: int = 64,
-        vocab_size: int = 49408,
-        max_tokens: int = 256,
-        hierarchical_layers: int = 0,
+        heads: int,
+        dim_head: int,
+        vocab_size: int,
+        max_tokens: int,
+        hierarchical_layers: int,
     ) -> None:
         super().__init__()
-        self.dim, self.vocab_size, self.max_tokens = dim, vocab_size, max_tokens
-        self.outputs = hierarchical_layers + 1
+        self.vocab_size, self.max_tokens = vocab_size, max_tokens
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))
         self.transformer = Transformer(dim, depth, heads, dim_head)
-        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(self.outputs))
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(hierarchical_layers + 1))
         for weight in (self.tokens.weight, self.positions.weight, self.cls):
             nn.init.normal_(weight, std=_INIT_STD)
 
@@ -54,9 +45,8 @@ class TextTransformer(nn.Module):
                 vocabulary. On a GPU this check would wait for the device; there the look-up stops the process.
         """
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}: give (b, t), (b,)"
-            )
+            shapes = f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}"
+            raise ValueError(f"{shapes}: give (b, t), (b,)")
         if tokens.shape[1] > self.max_tokens:
             raise ValueError(f"{tokens.shape[1]} columns of tokens; this model takes up to {self.max_tokens}: cut them")
         place = torch.arange(tokens.shape[1], device=tokens.device)
@@ -68,14 +58,11 @@ class TextTransformer(nn.Module):
         hidden = torch.zeros(counts.shape, dtype=x.dtype, device=x.device).masked_fill(~counts, float("-inf"))
         bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
         layers = self.transformer(x, bias)
-        read = [norm(layers[-1 - i][:, 0]) for i, norm in enumerate(self.norms)]
-        return torch.stack(read, dim=1)
+        return torch.stack([norm(layers[-1 - i][:, 0]) for i, norm in enumerate(self.norms)], dim=1)
 
     def _check_vocabulary(self, tokens: Tensor) -> None:
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = (int(extreme) for extreme in tokens.aminmax())
             if low < 0 or high >= self.vocab_size:
-                raise ValueError(
-                    f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size}; "
-                    "this tokenizer does not belong to this model"
-                )
+                wrong = f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size}"
+                raise ValueError(f"{wrong}; this tokenizer does not belong to this model")

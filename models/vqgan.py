@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
+from .convolutional import ResBlock, as_square
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import make_quantizer
 
 _SLOPE = 0.1  # negative slope of every LeakyReLU
-_MOST_GROUPS = 16
+_MOST_GROUPS = 16  # of a GroupNorm: the greatest common divisor of 16 and the channels
 
 
 class VQGANOutput(NamedTuple):
@@ -57,21 +57,11 @@ class VQGAN(Pretrained):
     not_in_the_weights = frozenset(("image_size", "diversity_gamma", "inv_temperature", "vq_decay"))
 
     def __init__(
-        self,
-        image_size: int = 256,
-        dim: int = 64,
-        channels: int = 3,
-        num_layers: int = 4,
-        num_resnet_blocks: int | Sequence[int] = 1,
-        quantizer: str = "lfq",
-        codebook_size: int = 65536,
-        codebook_dim: int = 32,
-        diversity_gamma: float = 1.0,
-        inv_temperature: float = 100.0,
-        fsq_levels: Sequence[int] | None = None,
-        vq_decay: float = 0.8,
-        vq_cosine: bool = False,
-    ) -> None:
+        self, image_size: int = 256, dim: int = 64, channels: int = 3, num_layers: int = 4,
+        num_resnet_blocks: int | Sequence[int] = 1, quantizer: str = "lfq", codebook_size: int = 65536,
+        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float = 100.0,
+        fsq_levels: Sequence[int] | None = None, vq_decay: float = 0.8, vq_cosine: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = constructor_arguments(locals())
         if not 1 <= num_layers <= 40:
@@ -86,11 +76,11 @@ class VQGAN(Pretrained):
         encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
         decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # in reverse order
         for (fan_in, fan_out), count in zip(itertools.pairwise(widths), blocks, strict=True):
-            encoder.append(nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE)))
+            down = nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1)
+            encoder += [nn.Sequential(down, nn.LeakyReLU(_SLOPE))]
             encoder += [ResBlock(fan_out, _leaky_half) for _ in range(count)]
-            decoder.append(
-                nn.Sequential(nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE))
-            )
+            up = nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1)
+            decoder += [nn.Sequential(up, nn.LeakyReLU(_SLOPE))]
             decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
         options: dict[str, dict[str, Any]] = {
             "lfq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
@@ -99,9 +89,8 @@ class VQGAN(Pretrained):
             "fsq": {} if fsq_levels is None else {"levels": fsq_levels},
             "vq": {"decay": vq_decay, "cosine": vq_cosine},
         }
-        self.quantizer = make_quantizer(
-            quantizer, codebook_size=codebook_size, dim=codebook_dim, **options.get(quantizer, {})
-        )
+        sizes = {"codebook_size": codebook_size, "dim": codebook_dim}
+        self.quantizer = make_quantizer(quantizer, **sizes, **options.get(quantizer, {}))
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
 
@@ -149,10 +138,7 @@ class VQGAN(Pretrained):
             ValueError: a number of codes that fills no square.
         """
         if codes.dim() == 2:
-            side = math.isqrt(codes.shape[1])
-            if side * side != codes.shape[1]:
-                raise ValueError(f"{codes.shape[1]} codes per image fill no square grid; give codes (b, h, w)")
-            codes = rearrange(codes, "b (h w) -> b h w", h=side)
+            codes = as_square(codes)
         return self._decode(self.quantizer.decode_codes(codes))[0]
 
     def _encode(self, images: Tensor) -> Tensor:
@@ -168,17 +154,6 @@ class VQGAN(Pretrained):
         return self.last_layer(features).float(), features
 
 
-class ResBlock(nn.Module):
-    """Two halves of equal width, conv1, plus the input."""
-
-    def __init__(self, channels: int, half: Callable[[int], list[nn.Module]]) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*half(channels), *half(channels), nn.Conv2d(channels, channels, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.net(x)
-
-
 def _leaky_half(channels: int) -> list[nn.Module]:
     """Half a block of the encoder: conv3, GroupNorm, LeakyReLU."""
     return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), nn.LeakyReLU(_SLOPE)]
@@ -190,7 +165,6 @@ def _gated_half(channels: int) -> list[nn.Module]:
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """At most 16 groups: the greatest common divisor of 16 and the channels."""
     return nn.GroupNorm(math.gcd(_MOST_GROUPS, channels), channels)
 
 
@@ -201,10 +175,8 @@ def _blocks_per_level(num_resnet_blocks: int | Sequence[int], num_layers: int) -
     else:
         blocks = list(num_resnet_blocks)
     if len(blocks) != num_layers or min(blocks) < 0:
-        raise ValueError(
-            f"num_resnet_blocks {num_resnet_blocks} must be one number, 0 or more, or {num_layers} of them: "
-            "one per level, finest first"
-        )
+        rule = f"must be one number, 0 or more, or {num_layers} of them: one per level, finest first"
+        raise ValueError(f"num_resnet_blocks {num_resnet_blocks} {rule}")
     return blocks
 
 
@@ -212,6 +184,5 @@ def _check_side(name: str, pixels: int, num_layers: int) -> None:
     multiple = 2**num_layers
     if pixels < multiple or pixels % multiple:
         below = max(pixels // multiple, 1) * multiple
-        raise ValueError(
-            f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; use {below} or {below + multiple}"
-        )
+        use = f"use {below} or {below + multiple}"
+        raise ValueError(f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; {use}")

@@ -16,15 +16,11 @@ from typing import Any
 from torch import Tensor
 
 # The only calls that plain tensors in dicts need. bytearray, sparse and meta tensors are not among them.
+_KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 _CALLS = {
-    "collections OrderedDict",
-    "torch._utils _rebuild_parameter",
-    "torch._utils _rebuild_tensor_v2",
-    *(
-        f"torch {kind}Storage"
-        for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-    ),
-}
+    "collections OrderedDict", "torch._utils _rebuild_parameter", "torch._utils _rebuild_tensor_v2",
+    *(f"torch {kind}Storage" for kind in _KINDS),
+}  # fmt: skip
 # The oldest files, such as torchvision's VGG, need one call more.
 _OLD_CALLS = {*_CALLS, "torch._utils _rebuild_tensor"}
 
@@ -83,12 +79,8 @@ def check_old_file(path: Path) -> None:
 
 
 def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
-    """Check that tensors read from ``path`` are no larger than the file: strides of 0 and storages that several
-    tensors share let a tiny file claim huge tensors.
-
-    Raises:
-        ValueError: they are larger.
-    """
+    """Raise a ValueError where tensors read from ``path`` are larger than the file: strides of 0 and storages that
+    several tensors share let a tiny file claim huge tensors."""
     if sum(tensor.nbytes for tensor in tensors) > path.stat().st_size:
         raise ValueError(f"{path}: its weights are larger than the file that holds them")
 

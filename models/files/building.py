@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as torch_module
 
 from .errors import one_line
 
@@ -35,12 +33,11 @@ def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor])
     largest = max(_HARMLESS_NUMBER, *sizes, 0)
     for name, value in arguments.items():
         try:
-            numbers = [number for number in _plain_values(name, value) if isinstance(number, int)]
+            for number in _plain_values(name, value):
+                if isinstance(number, int) and abs(number) > largest:
+                    raise ValueError(f"{name} {str(number)[:24]} is larger than any dimension of the weights")
         except RecursionError:
             raise ValueError(f"{name} is nested too deeply") from None
-        for number in numbers:
-            if abs(number) > largest:
-                raise ValueError(f"{name} {str(number)[:24]} is larger than any dimension of the weights")
 
 
 def _plain_values(name: str, value: Any) -> Iterator[Any]:
@@ -79,15 +76,16 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
 @contextmanager
 def _at_most(tensors: int) -> Iterator[None]:
     """Stop a constructor that makes more parameters and buffers than this, before a file's numbers fill the memory."""
-    left = tensors
+    counter = itertools.count(1)
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        if next(counter) > tensors:
             raise ValueError("the model would have many more weights than the file")
 
-    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    hooks = [
+        torch_module.register_module_parameter_registration_hook(count),
+        torch_module.register_module_buffer_registration_hook(count),
+    ]
     try:
         yield
     finally:

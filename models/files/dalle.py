@@ -27,8 +27,7 @@ def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str,
 
 
 def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Hparams and weights of a vae-final.pt, read with ``weights_only=True``. The weights are mapped from the file and
-    take memory only where they are used.
+    """Hparams and weights of a vae-final.pt. The weights are mapped from the file and take memory only when used.
 
     Raises:
         ValueError: one line, where it is missing, damaged, hostile or something else.
@@ -40,9 +39,8 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(
-            f"{path} is not a vae-final.pt that can be read without running code: {one_line(error)}"
-        ) from None
+        problem = f"{path} is not a vae-final.pt that can be read without running code"
+        raise ValueError(f"{problem}: {one_line(error)}") from None
     if missing := sorted(set(HPARAMS) - set(hparams)):
         raise ValueError(f"{path}: its hparams lack {', '.join(missing)}")
     if not all(isinstance(tensor, Tensor) for tensor in weights.values()):

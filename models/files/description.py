@@ -17,49 +17,28 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def describe_model_folder(folder: Path) -> dict[str, Any]:
-    """Facts about a `save_pretrained` folder, from its headers.
-
-    Raises:
-        ValueError: one line, where a file is missing, damaged or hostile.
-    """
+    """Facts about a `save_pretrained` folder, from its headers. Errors: see `read_headers`."""
     name, arguments = read_config(folder)
     files = read_headers(folder)
-    return {
-        "kind": "model folder",
-        "model": name,
-        "arguments": arguments,
-        **_describe_headers({name: header for headers in files.values() for name, header in headers.items()}),
-        "bytes": {file: (folder / file).stat().st_size for file in (CONFIG_FILE, *files)},
-    }
+    tensors = _describe_headers({name: header for headers in files.values() for name, header in headers.items()})
+    sizes = {file: (folder / file).stat().st_size for file in (CONFIG_FILE, *files)}
+    return {"kind": "model folder", "model": name, "arguments": arguments, **tensors, "bytes": sizes}
 
 
 def describe_dalle_file(path: Path) -> dict[str, Any]:
-    """Facts about a vae-final.pt.
-
-    Raises:
-        ValueError: one line, where it is missing, damaged, hostile or something else.
-    """
+    """Facts about a vae-final.pt. Errors: see `load_dalle_file`."""
     hparams, weights = load_dalle_file(path)
-    return {
-        "kind": "DALLE-pytorch file",
-        "model": "DiscreteVAE",
-        "arguments": hparams,
-        **describe_weights(weights),
-        "bytes": {path.name: path.stat().st_size},
-    }
+    facts = {"kind": "DALLE-pytorch file", "model": "DiscreteVAE", "arguments": hparams, **describe_weights(weights)}
+    return {**facts, "bytes": {path.name: path.stat().st_size}}
 
 
 def describe_weights(weights: Mapping[Any, Any]) -> dict[str, Any]:
     """Number of tensors, of parameters, and dtypes; values that are no tensors are left out."""
-    return _describe_headers(
-        {str(name): (str(w.dtype), tuple(w.shape)) for name, w in weights.items() if isinstance(w, Tensor)}
-    )
+    tensors = {str(name): w for name, w in weights.items() if isinstance(w, Tensor)}
+    return _describe_headers({name: (str(w.dtype), tuple(w.shape)) for name, w in tensors.items()})
 
 
 def _describe_headers(headers: Headers) -> dict[str, Any]:
     dtypes = {_DTYPES.get(dtype, dtype).removeprefix("torch.") for dtype, _ in headers.values()}
-    return {
-        "tensors": len(headers),
-        "parameters": sum(math.prod(shape) for _, shape in headers.values()),
-        "dtype": ", ".join(sorted(dtypes)),
-    }
+    parameters = sum(math.prod(shape) for _, shape in headers.values())
+    return {"tensors": len(headers), "parameters": parameters, "dtype": ", ".join(sorted(dtypes))}

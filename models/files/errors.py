@@ -19,11 +19,7 @@ def printable(text: str) -> str:
 
 
 def regular(path: Path) -> Path:
-    """``path``; reading a device or a pipe may never end.
-
-    Raises:
-        ValueError: it exists and is neither a file nor a folder.
-    """
+    """``path``, or a ValueError where it is a device or a pipe: reading it may never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path.name} is not a regular file")
     return path

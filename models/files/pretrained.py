@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -112,22 +112,16 @@ def read_headers(folder: Path) -> dict[str, Headers]:
     Raises:
         ValueError: one line, where a file is missing, damaged or hostile.
     """
+    headers: dict[str, Headers] = {}
     with _errors_of(folder):
-        return {path.name: _headers(path, names) for path, names in _weight_files(folder).items()}
-
-
-def _headers(path: Path, names: Collection[str]) -> Headers:
-    with safe_open(regular(path), framework="numpy") as file:  # "pt" would reserve memory for all of it
-        slices = {name: file.get_slice(name) for name in names or file.keys()}
-        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        for path, names in _weight_files(folder).items():
+            with safe_open(regular(path), framework="numpy") as file:  # "pt" would reserve memory for all of it
+                parts = {name: file.get_slice(name) for name in names or file.keys()}
+                headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in parts.items()}
+    return headers
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is none.
-    """
     with regular(path).open("rb") as file:
         text = file.read(_LONGEST_JSON_BYTES + 1)
     if len(text) > _LONGEST_JSON_BYTES:

@@ -16,11 +16,8 @@ from .errors import one_line, regular
 
 
 def read_state_dict(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch.
-
-    Args:
-        path: The file.
-        names: Tensors to read, where the file has them; None for all.
+    """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch; only
+    those of ``names``, where these are given.
 
     Raises:
         ValueError: one line, where the file is missing, damaged, hostile or something else.
@@ -42,10 +39,7 @@ def _read(path: Path, names: Collection[str] | None) -> dict[Any, Any]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
     in_archive = zipfile.is_zipfile(path)
-    if in_archive:
-        check_archive(path)
-    else:
-        check_old_file(path)
+    check_archive(path) if in_archive else check_old_file(path)
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=in_archive)
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not a dict")

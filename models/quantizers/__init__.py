@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from .base import Quantized, Quantizer, of_one_process
-from .binary_spherical import BinarySphericalQuantizer
+from .base import Quantizer
 from .finite_scalar import FiniteScalarQuantizer, levels_of
 from .index_backprop import IndexBackpropQuantizer
-from .lookup_free import LookupFreeQuantizer
+from .lookup_free import BinarySphericalQuantizer, LookupFreeQuantizer
 from .vector import VectorQuantizer
-
-__all__ = [
-    "QUANTIZERS",
-    "BinarySphericalQuantizer",
-    "FiniteScalarQuantizer",
-    "IndexBackpropQuantizer",
-    "LookupFreeQuantizer",
-    "Quantized",
-    "Quantizer",
-    "VectorQuantizer",
-    "make_quantizer",
-]
 
 _CLASSES: dict[str, type[Quantizer]] = {
     "lfq": LookupFreeQuantizer,
@@ -37,24 +21,13 @@ _CLASSES: dict[str, type[Quantizer]] = {
 QUANTIZERS = tuple(_CLASSES)
 
 
-def make_quantizer(
-    name: str,
-    *,
-    codebook_size: int | None = None,
-    dim: int | None = None,
-    all_reduce: Callable[[Tensor], Tensor] = of_one_process,
-    gather: Callable[[Tensor], Tensor] = of_one_process,
-    rank: int = 0,
-    world_size: int = 1,
-    **options: Any,
-) -> Quantizer:
+def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | None = None, **options: Any) -> Quantizer:
     """A quantizer by name.
 
     Args:
         name: One of `QUANTIZERS`.
         codebook_size: Number of codes. For fsq about that number, and ignored where ``levels`` are given.
         dim: Channels of vq and ibq; ignored by the others, whose channels follow from the codebook.
-        all_reduce, gather, rank, world_size: Attributes of the `Quantizer`.
         options: Keywords of the class.
 
     Raises:
@@ -68,17 +41,8 @@ def make_quantizer(
     if kind is FiniteScalarQuantizer and codebook_size is not None and "levels" not in options:
         sizes["levels"] = levels_of(codebook_size)
     arguments = {key: size for key, size in sizes.items() if key in parameters and size is not None} | options
-    _check_keywords(name, arguments, parameters)
-    quantizer = kind(**arguments)
-    quantizer.all_reduce, quantizer.gather = all_reduce, gather
-    quantizer.rank, quantizer.world_size = rank, world_size
-    return quantizer
-
-
-def _check_keywords(name: str, arguments: dict[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    unknown = [key for key in arguments if key not in parameters]
-    if unknown:
+    if unknown := [key for key in arguments if key not in parameters]:
         raise ValueError(f"quantizer {name} has no option {', '.join(unknown)}; it has {', '.join(parameters)}")
-    missing = [key for key, it in parameters.items() if it.default is it.empty and key not in arguments]
-    if missing:
+    if missing := [key for key, it in parameters.items() if it.default is it.empty and key not in arguments]:
         raise ValueError(f"quantizer {name} needs {', '.join(missing)}")
+    return kind(**arguments)

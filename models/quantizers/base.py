@@ -17,8 +17,6 @@ Self = TypeVar("Self", bound="Quantizer")
 
 
 class Quantized(NamedTuple):
-    """What a forward pass gives."""
-
     quantized: Tensor
     """(b, d, ...) fp32, the chosen codebook entries; their gradient goes straight through to z."""
     codes: Tensor
@@ -88,10 +86,8 @@ class Quantizer(nn.Module, ABC):
 
     @property
     def needs_observation(self) -> bool:
-        """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update.
-
-        The same on every process; it may change from update to update.
-        """
+        """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update:
+        the same on every process, but not for every update."""
         return self._mean is not None
 
     def forward(self, z: Tensor) -> Quantized:
@@ -110,11 +106,8 @@ class Quantizer(nn.Module, ABC):
 
     @torch.no_grad()
     def codes(self, z: Tensor) -> Tensor:
-        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit. No losses, no collective.
-
-        Raises:
-            ValueError: z has another number of channels.
-        """
+        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit, with its errors. No losses, no
+        collective."""
         with torch.autocast(z.device.type, enabled=False):
             return self._choose(self._project(self._rows(z))).view(z.shape[0], *z.shape[2:])
 
@@ -175,10 +168,8 @@ class Quantizer(nn.Module, ABC):
     def _rows(self, z: Tensor) -> Tensor:
         """(b, dim, ...) -> (n, dim) fp32."""
         if z.ndim < 2 or z.shape[1] != self.dim:
-            raise ValueError(
-                f"z has the shape {tuple(z.shape)}, this quantizer takes (b, {self.dim}, ...): "
-                f"project to {self.dim} channels first"
-            )
+            takes = f"this quantizer takes (b, {self.dim}, ...): project to {self.dim} channels first"
+            raise ValueError(f"z has the shape {tuple(z.shape)}, {takes}")
         return rearrange(z.float(), "b d ... -> (b ...) d")
 
 

@@ -11,16 +11,12 @@ from torch import Tensor
 from .base import Quantizer, straight_through
 
 # Mentzer et al. 2023, table 1: codebook size -> levels.
-LEVELS = {
-    2**8: (8, 6, 5),
-    2**10: (8, 5, 5, 5),
-    2**12: (7, 5, 5, 5, 5),
-    2**14: (8, 8, 8, 6, 5),
-    2**16: (8, 8, 8, 5, 5, 5),
-}
+_LEVELS = {
+    2**8: (8, 6, 5), 2**10: (8, 5, 5, 5), 2**12: (7, 5, 5, 5, 5), 2**14: (8, 8, 8, 6, 5), 2**16: (8, 8, 8, 5, 5, 5)
+}  # fmt: skip
 
 # Widens the range a little, so that the outermost levels are reached before tanh saturates.
-MARGIN = 1e-3
+_MARGIN = 1e-3
 
 
 class FiniteScalarQuantizer(Quantizer):
@@ -43,7 +39,6 @@ class FiniteScalarQuantizer(Quantizer):
         if not levels or min(levels) < 3:
             raise ValueError(f"levels {list(levels)}: give 3 or more for each channel (Mentzer et al. 2023 advise 5)")
         super().__init__(math.prod(levels), len(levels))
-        self.levels = tuple(levels)
         place_values = [math.prod(levels[:channel]) for channel in range(len(levels))]
         self.register_buffer("_levels", torch.tensor(levels), persistent=False)
         self.register_buffer("_place_values", torch.tensor(place_values), persistent=False)
@@ -61,7 +56,7 @@ class FiniteScalarQuantizer(Quantizer):
 
     def _bounded(self, rows: Tensor) -> Tensor:
         """Channels in units of a level, 0 for level L // 2."""
-        half_range = (self._levels - 1) * (1 + MARGIN) / 2
+        half_range = (self._levels - 1) * (1 + _MARGIN) / 2
         offset = (self._levels % 2 == 0) / 2  # an even number of levels has no middle one
         return torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
 
@@ -83,9 +78,7 @@ def levels_of(codebook_size: int) -> tuple[int, ...]:
     Raises:
         ValueError: a size that the table does not have.
     """
-    if codebook_size not in LEVELS:
-        raise ValueError(
-            f"codebook_size {codebook_size}: levels are published for {', '.join(map(str, LEVELS))}; use one of these, "
-            "or give the levels themselves, such as 8,5,5,5"
-        )
-    return LEVELS[codebook_size]
+    if codebook_size not in _LEVELS:
+        problem = f"codebook_size {codebook_size}: levels are published for {', '.join(map(str, _LEVELS))}"
+        raise ValueError(f"{problem}; use one of these, or give the levels themselves, such as 8,5,5,5")
+    return _LEVELS[codebook_size]

@@ -42,8 +42,7 @@ class IndexBackpropQuantizer(Quantizer):
     The backward pass needs the memory of several n x K matrices.
 
     Args:
-        codebook_size: K.
-        dim: d.
+        codebook_size, dim: K and d.
         beta: Weight of the term that moves entries to vectors.
         temperature: Temperature of the entropy loss; the choice has temperature 1.
         diversity_gamma: Weight of H_batch.
@@ -55,14 +54,9 @@ class IndexBackpropQuantizer(Quantizer):
     loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
 
     def __init__(
-        self,
-        codebook_size: int,
-        dim: int,
-        *,
-        beta: float = 0.25,
-        temperature: float = 0.01,
-        diversity_gamma: float = 1.0,
-    ) -> None:
+        self, codebook_size: int, dim: int, *,
+        beta: float = 0.25, temperature: float = 0.01, diversity_gamma: float = 1.0,
+    ) -> None:  # fmt: skip
         if codebook_size < 2 or dim < 1:
             raise ValueError(f"codebook_size {codebook_size} and dim {dim}: at least 2 entries of 1 channel")
         if temperature <= 0:
@@ -81,11 +75,9 @@ class IndexBackpropQuantizer(Quantizer):
         entries = self.codebook(codes)
         mixture = self.codebook(logits.softmax(1), mix=True)
         chosen = entries + (mixture - mixture.detach())
-        commitment = (
-            F.mse_loss(chosen, rows)
-            + F.mse_loss(rows, entries.detach())
-            + self.beta * F.mse_loss(entries, rows.detach())
-        )
+        # In this order: it is the order in which the gradients of rows are added.
+        commitment = F.mse_loss(chosen, rows) + F.mse_loss(rows, entries.detach())
+        commitment = commitment + self.beta * F.mse_loss(entries, rows.detach())
         return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits, self._all_reduce_of_forward)}
 
     def _choose(self, rows: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Lookup-free quantization (LFQ)."""
+"""Lookup-free quantization (LFQ) and binary spherical quantization (BSQ)."""
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from torch import Tensor
@@ -31,13 +32,9 @@ class LookupFreeQuantizer(Quantizer):
     loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
 
     def __init__(
-        self,
-        codebook_size: int,
-        *,
-        inv_temperature: float = 100.0,
-        diversity_gamma: float = 1.0,
-        bits_per_group: int = BITS_PER_GROUP,
-    ) -> None:
+        self, codebook_size: int, *,
+        inv_temperature: float = 100.0, diversity_gamma: float = 1.0, bits_per_group: int = BITS_PER_GROUP,
+    ) -> None:  # fmt: skip
         bits = exact_log2(codebook_size)
         size = self._channel_size(bits)
         entropy = SignEntropy(bits, 4 * inv_temperature * size, diversity_gamma, bits_per_group)
@@ -55,14 +52,28 @@ class LookupFreeQuantizer(Quantizer):
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         codes = sign_codes(rows)
         entries = self._look_up(codes)
-        losses = {
-            "commitment": F.mse_loss(rows, entries),
-            "entropy": self._entropy(rows, self._all_reduce_of_forward),
-        }
-        return straight_through(entries, rows), codes, losses
+        # In this order: it is the order in which the gradients of rows are added.
+        commitment, entropy = F.mse_loss(rows, entries), self._entropy(rows, self._all_reduce_of_forward)
+        return straight_through(entries, rows), codes, {"commitment": commitment, "entropy": entropy}
 
     def _choose(self, rows: Tensor) -> Tensor:
         return sign_codes(rows)
 
     def _look_up(self, codes: Tensor) -> Tensor:
         return code_signs(codes, self.dim) * self._size
+
+
+class BinarySphericalQuantizer(LookupFreeQuantizer):
+    """LFQ of a vector's direction v = z / |z|, with corners on the unit sphere: q = sign(v) / sqrt(d).
+
+    Zhao et al. 2024; p(c | v) = softmax_c 2 inv_temperature <v, c>, which is a product over the bits of
+    sigmoid(4 inv_temperature v_b c_b), c_b = +-1 / sqrt(d). Losses: ``commitment`` is mean (v - sg q)^2; ``entropy`` is
+    H_sample - diversity_gamma H_batch, in nats. The gradient reaches z through v.
+    """
+
+    @staticmethod
+    def _channel_size(bits: int) -> float:
+        return 1 / math.sqrt(bits)
+
+    def _project(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=1)

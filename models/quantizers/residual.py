@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..files.pretrained import Pretrained, constructor_arguments
-from ..quantizers import VectorQuantizer
-from .base import of_one_process, straight_through
+from .base import straight_through
 from .hashing import mix
+from .vector import VectorQuantizer
 
 _FIT_ROWS_PER_ENTRY = 32
 
@@ -39,8 +39,8 @@ class ResidualQuantizer(Pretrained):
         quantizer.train()(embeddings)                  the whole share of this process, in one forward
         quantizer.after_update(step, seed)             collective, as the forward of the first update is
 
-    In eval mode and under `torch.no_grad` a forward learns nothing. On several processes call `connect` first; every
-    process must hold equally many embeddings.
+    In eval mode and under `torch.no_grad` a forward learns nothing. On several processes set all_reduce, gather, rank
+    and world_size of each of the `levels` first; every process must hold equally many embeddings.
 
     Args:
         dim: d.
@@ -57,14 +57,9 @@ class ResidualQuantizer(Pretrained):
     not_in_the_weights = frozenset(("decay", "revive_below"))
 
     def __init__(
-        self,
-        dim: int,
-        num_quantizers: int = 12,
-        codebook_size: int = 1024,
-        *,
-        decay: float = 0.9,
-        revive_below: float = 0.01,
-    ) -> None:
+        self, dim: int, num_quantizers: int = 12, codebook_size: int = 1024, *,
+        decay: float = 0.9, revive_below: float = 0.01,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = constructor_arguments(locals())
         if num_quantizers < 1:
@@ -73,17 +68,6 @@ class ResidualQuantizer(Pretrained):
         self.levels = nn.ModuleList(
             VectorQuantizer(codebook_size, dim, decay=decay, revive_below=revive_below) for _ in range(num_quantizers)
         )
-
-    def connect(
-        self,
-        all_reduce: Callable[[Tensor], Tensor] = of_one_process,
-        gather: Callable[[Tensor], Tensor] = of_one_process,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        """Set how learning reaches the other processes: the four attributes of `Quantizer` that have these names."""
-        for level in self._levels():
-            level.all_reduce, level.gather, level.rank, level.world_size = all_reduce, gather, rank, world_size
 
     def forward(self, embeddings: Tensor) -> ResidualQuantized:
         """Embeddings (b, d) of any floating dtype; computed in fp32, under autocast too.
@@ -106,13 +90,7 @@ class ResidualQuantizer(Pretrained):
 
     @torch.no_grad()
     def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
-        """Once per update, after its forward: move the codebooks. Collective.
-
-        Args:
-            step: Number of the update, the same on every process.
-            seed: Of the run.
-            skipped: 0-d bool, whether the optimizer skipped this update: the codebooks stay as they were.
-        """
+        """Once per update, after its forward: move the codebooks. Collective. Arguments as in `Quantizer`."""
         for number, level in enumerate(self._levels()):
             level.after_update(step, mix(mix(seed & 0xFFFFFFFF) ^ number), skipped)
 
@@ -143,11 +121,7 @@ class ResidualQuantizer(Pretrained):
 
     @torch.no_grad()
     def encode(self, embeddings: Tensor) -> Tensor:
-        """Embeddings (b, d) -> codes (b, q) int64, those of `forward`. Learns nothing.
-
-        Raises:
-            ValueError: embeddings of another shape.
-        """
+        """Embeddings (b, d) -> codes (b, q) int64, those of `forward`, with its errors. Learns nothing."""
         return self(embeddings).codes
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -159,9 +133,8 @@ class ResidualQuantizer(Pretrained):
         """
         if codes.ndim != 2 or not 1 <= codes.shape[1] <= self.num_quantizers:
             raise ValueError(f"codes have the shape {tuple(codes.shape)}, not (b, 1 to {self.num_quantizers})")
-        return _sum(
-            [level.decode_codes(column) for level, column in zip(self._levels(), codes.unbind(1), strict=False)]
-        )
+        columns = zip(self._levels(), codes.unbind(1), strict=False)
+        return _sum([level.decode_codes(column) for level, column in columns])
 
     def _levels(self) -> list[VectorQuantizer]:
         return [level for level in self.levels if isinstance(level, VectorQuantizer)]

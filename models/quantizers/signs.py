@@ -25,8 +25,7 @@ def exact_log2(codebook_size: int) -> int:
         ValueError: no power of two, or less than 2.
     """
     if codebook_size < 2 or codebook_size & (codebook_size - 1):
-        below = 1 << max(codebook_size, 2).bit_length() - 1
-        raise ValueError(
-            f"codebook_size {codebook_size} is no power of two, and d signs make 2^d codes; use {below} or {2 * below}"
-        )
+        use = 1 << max(codebook_size, 2).bit_length() - 1
+        problem = f"codebook_size {codebook_size} is no power of two, and d signs make 2^d codes"
+        raise ValueError(f"{problem}; use {use} or {2 * use}")
     return codebook_size.bit_length() - 1

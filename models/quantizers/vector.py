@@ -14,6 +14,8 @@ from .clustering import kmeans, nearest
 from .hashing import random_indices
 from .statistics import sums_by_code
 
+_SMOOTHING = 1e-5  # Laplace's, of the counts
+
 Self = TypeVar("Self", bound="VectorQuantizer")
 
 
@@ -25,8 +27,7 @@ class VectorQuantizer(Quantizer):
     Loss: ``commitment`` is mean (z - sg e)^2. Codebook and averages are buffers and stay fp32 when the model is cast.
 
     Args:
-        codebook_size: K.
-        dim: d.
+        codebook_size, dim: K and d.
         decay: Decay of the moving averages, in [0, 1).
         cosine: Choose the nearest entry by angle: vectors and entries are scaled to length 1.
         kmeans_init: Start from k-means of the first batch instead of random entries.
@@ -38,23 +39,15 @@ class VectorQuantizer(Quantizer):
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("commitment",)
-    smoothing: ClassVar[float] = 1e-5
-
     codebook: Tensor
     code_counts: Tensor
     code_sums: Tensor
     initialized: Tensor
 
     def __init__(
-        self,
-        codebook_size: int,
-        dim: int,
-        *,
-        decay: float = 0.8,
-        cosine: bool = False,
-        kmeans_init: bool = True,
-        revive_below: float = 0.01,
-    ) -> None:
+        self, codebook_size: int, dim: int, *,
+        decay: float = 0.8, cosine: bool = False, kmeans_init: bool = True, revive_below: float = 0.01,
+    ) -> None:  # fmt: skip
         if codebook_size < 2 or dim < 1:
             raise ValueError(f"codebook_size {codebook_size} and dim {dim}: at least 2 entries of 1 channel")
         if not (0 <= decay < 1 and 0 <= revive_below <= 1):
@@ -111,33 +104,19 @@ class VectorQuantizer(Quantizer):
         packed = self.all_reduce(torch.cat([counts[:, None], sums, candidates], dim=1))
         counts, sums, candidates = packed.float().split([1, self.dim, candidates.shape[1]], dim=1)
 
-        state = self.codebook, self.code_counts, self.code_sums
-        updated = self._revived(candidates, *self._averaged(counts[:, 0], sums))
-        for old, new in zip(state, updated, strict=True):
-            old.copy_(new if skipped is None else torch.where(skipped, old, new))
-
-    def _averaged(self, counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codebook and averages after the update's counts (K,) and sums (K, d)."""
-        counts = self.code_counts.lerp(counts, 1 - self.decay)
+        counts = self.code_counts.lerp(counts[:, 0], 1 - self.decay)
         sums = self.code_sums.lerp(sums, 1 - self.decay)
-        return self._project(sums / self._smoothed(counts)[:, None]), counts, sums
-
-    def _smoothed(self, counts: Tensor) -> Tensor:
         total = counts.sum()
-        return (counts + self.smoothing) / (total + self.num_codes * self.smoothing) * total
-
-    def _revived(self, candidates: Tensor, *state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codebook, counts and sums with dead entries replaced by candidates (K, d), counted as used like the mean."""
-        codebook, counts, sums = state
-        if self.revive_below == 0:
-            return codebook, counts, sums
-        usual = counts.mean()
-        is_dead = counts < self.revive_below * usual
-        return (
-            torch.where(is_dead[:, None], candidates, codebook),
-            torch.where(is_dead, usual, counts),
-            torch.where(is_dead[:, None], candidates * usual, sums),
-        )
+        smoothed = (counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
+        codebook = self._project(sums / smoothed[:, None])
+        if self.revive_below:  # dead entries become candidates, counted as used like the mean
+            usual = counts.mean()
+            is_dead = counts < self.revive_below * usual
+            codebook = torch.where(is_dead[:, None], candidates, codebook)
+            counts = torch.where(is_dead, usual, counts)
+            sums = torch.where(is_dead[:, None], candidates * usual, sums)
+        for old, new in ((self.codebook, codebook), (self.code_counts, counts), (self.code_sums, sums)):
+            old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
     def _candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
         """For each entry a vector drawn from the whole batch, (K, d) fp64; zeros where another process holds it."""
@@ -176,11 +155,8 @@ class VectorQuantizer(Quantizer):
         packed = self.all_reduce(torch.cat([centres, counts[:, None]], dim=1).double()) / self.world_size
         centres, counts = packed[:, :-1].float(), packed[:, -1].float()
         is_finite = centres.isfinite().all()
-        for old, new in (
-            (self.codebook, centres),
-            (self.code_counts, counts),
-            (self.code_sums, centres * counts[:, None]),
-        ):
+        sums = centres * counts[:, None]
+        for old, new in ((self.codebook, centres), (self.code_counts, counts), (self.code_sums, sums)):
             old.copy_(torch.where(is_finite, new, old))
         self.initialized |= is_finite
 

@@ -13,25 +13,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import DiscreteVAE
-
-SMALL: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
+from tests.models.helpers import VAE, some_images
 
 
 def small_vae(**overrides: Any) -> DiscreteVAE:
     """With weights large enough for codes to differ between places."""
     torch.manual_seed(0)
-    model = DiscreteVAE(**{**SMALL, **overrides})
+    model = DiscreteVAE(**{**VAE, **overrides})
     with torch.no_grad():
         for parameter in model.encoder.parameters():
             parameter.mul_(2.5)
     return model
 
 
-def some_images(batch: int = 3, channels: int = 3, size: int = 16) -> Tensor:
-    return torch.rand(batch, channels, size, size, generator=torch.Generator().manual_seed(1))
-
-
-def some_noise(model: DiscreteVAE, batch: int = 3) -> Tensor:
+def some_noise(model: DiscreteVAE, batch: int = 2) -> Tensor:
     uniform = torch.rand(batch, *model.noise_shape, generator=torch.Generator().manual_seed(2))
     return -(-uniform.clamp(1e-6, 1 - 1e-6).log()).log()
 
@@ -39,20 +34,24 @@ def some_noise(model: DiscreteVAE, batch: int = 3) -> Tensor:
 # A second implementation, from the weights' names: convolutions of torch, everything between them in NumPy.
 
 
+def conv(state: Mapping[str, Tensor], name: str, x: Tensor, function: Any = F.conv2d, **options: int) -> Tensor:
+    return function(x, state[f"{name}.weight"], state[f"{name}.bias"], **options)
+
+
 def resblock(state: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
-    h = F.conv2d(x, state[f"{prefix}.net.0.weight"], state[f"{prefix}.net.0.bias"], padding=1).relu()
-    h = F.conv2d(h, state[f"{prefix}.net.2.weight"], state[f"{prefix}.net.2.bias"], padding=1).relu()
-    return x + F.conv2d(h, state[f"{prefix}.net.4.weight"], state[f"{prefix}.net.4.bias"])
+    h = conv(state, f"{prefix}.net.0", x, padding=1).relu()
+    h = conv(state, f"{prefix}.net.2", h, padding=1).relu()
+    return x + conv(state, f"{prefix}.net.4", h)
 
 
 def reference_logits(model: DiscreteVAE, normalized: Tensor) -> Tensor:
     state, x = dict(model.named_parameters()), normalized
     layers, blocks = model.config["num_layers"], model.config["num_resnet_blocks"]
     for i in range(layers):
-        x = F.conv2d(x, state[f"encoder.{i}.0.weight"], state[f"encoder.{i}.0.bias"], stride=2, padding=1).relu()
+        x = conv(state, f"encoder.{i}.0", x, stride=2, padding=1).relu()
     for r in range(layers, layers + blocks):
         x = resblock(state, f"encoder.{r}", x)
-    return F.conv2d(x, state[f"encoder.{layers + blocks}.weight"], state[f"encoder.{layers + blocks}.bias"])
+    return conv(state, f"encoder.{layers + blocks}", x)
 
 
 def reference_decoder(model: DiscreteVAE, weights: Tensor) -> Tensor:
@@ -60,16 +59,12 @@ def reference_decoder(model: DiscreteVAE, weights: Tensor) -> Tensor:
     state = dict(model.named_parameters())
     layers, blocks = model.config["num_layers"], model.config["num_resnet_blocks"]
     x = torch.einsum("bkij,kd->bdij", weights, state["codebook.weight"])
-    first = 0
-    if blocks:
-        x = F.conv2d(x, state["decoder.0.weight"], state["decoder.0.bias"])
-        for r in range(1, blocks + 1):
-            x = resblock(state, f"decoder.{r}", x)
-        first = blocks + 1
+    first = blocks + 1 if blocks else 0
+    for r in range(first):
+        x = resblock(state, f"decoder.{r}", x) if r else conv(state, "decoder.0", x)
     for i in range(first, first + layers):
-        x = F.conv_transpose2d(x, state[f"decoder.{i}.0.weight"], state[f"decoder.{i}.0.bias"], stride=2, padding=1)
-        x = x.relu()
-    return F.conv2d(x, state[f"decoder.{first + layers}.weight"], state[f"decoder.{first + layers}.bias"])
+        x = conv(state, f"decoder.{i}.0", x, F.conv_transpose2d, stride=2, padding=1).relu()
+    return conv(state, f"decoder.{first + layers}", x)
 
 
 def softmax(x: np.ndarray, axis: int = 1) -> np.ndarray:
@@ -86,16 +81,10 @@ def encoder_gradient(model: DiscreteVAE) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
 
-# Size and names.
-
-
 def test_the_scripts_defaults_have_16672259_parameters() -> None:
     with torch.device("meta"):
         model = DiscreteVAE(image_size=128, num_tokens=8192, num_layers=3, num_resnet_blocks=2, hidden_dim=256)
     assert sum(parameter.numel() for parameter in model.parameters()) == 16_672_259
-
-
-# The forward pass.
 
 
 @pytest.mark.parametrize("blocks", [0, 2])
@@ -119,29 +108,19 @@ def test_forward_equals_the_formulas_written_out(blocks: int, smooth_l1: bool, t
     np.testing.assert_allclose(out.reconstruction.numpy(), (decoded + 1) / 2, atol=1e-5)
 
 
-def test_temperature_defaults_to_the_constructors() -> None:
-    model = small_vae(temperature=0.4)
-    noise = some_noise(model)
-    assert model(some_images(), noise=noise).loss == model(some_images(), noise=noise, temperature=0.4).loss
-    assert model(some_images(), noise=noise).loss != model(some_images(), noise=noise, temperature=0.9).loss
+def test_without_noise_and_temperature_noise_is_zero_and_the_temperature_the_constructors() -> None:
+    model, images = small_vae(temperature=0.4), some_images()
+    out, same = model(images), model(images, noise=torch.zeros(2, *model.noise_shape), temperature=0.4)
+    assert model.noise_shape == (13, 4, 4) and out.reconstruction.shape == images.shape
+    assert torch.equal(out.loss, same.loss) and torch.equal(out.reconstruction, same.reconstruction)
+    assert out.loss != model(images, temperature=0.9).loss
 
 
-def test_no_noise_is_deterministic_and_equals_noise_of_zero() -> None:
-    model, images = small_vae(), some_images()
-    first, second = model(images), model(images)
-    assert torch.equal(first.loss, second.loss) and torch.equal(first.reconstruction, second.reconstruction)
-    assert torch.equal(first.loss, model(images, noise=torch.zeros(3, *model.noise_shape)).loss)
-
-
-@pytest.mark.parametrize(
-    ("normalization", "mean", "std"),
-    [
-        (((0.5,) * 3, (0.5,) * 3), [0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 1.0]),
-        (((0.2, 0.5, 0.5), (0.4, 0.5, 0.5)), [0.2], [0.4]),
-        (None, [0.0] * 3, [1.0] * 3),
-    ],
-    ids=["alpha is left as it is", "grey takes the first", "none"],
-)
+@pytest.mark.parametrize(("normalization", "mean", "std"), [
+    (((0.5,) * 3, (0.5,) * 3), [0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 1.0]),
+    (((0.2, 0.5, 0.5), (0.4, 0.5, 0.5)), [0.2], [0.4]),
+    (None, [0.0] * 3, [1.0] * 3),
+], ids=["alpha is left as it is", "grey takes the first", "none"])  # fmt: skip
 def test_images_are_normalised_channel_by_channel(normalization: Any, mean: list[float], std: list[float]) -> None:
     model, images = small_vae(channels=len(mean), normalization=normalization), some_images(channels=len(mean))
     assert model.config["normalization"] == (normalization and [mean, std])
@@ -154,24 +133,10 @@ def test_images_are_normalised_channel_by_channel(normalization: Any, mean: list
     torch.testing.assert_close(out.reconstruction, decoded * deviations + means)
 
 
-def test_shapes_follow_the_grid() -> None:
-    model, images = small_vae(), some_images()
-    out = model(images, noise=some_noise(model))
-    assert model.noise_shape == (13, 4, 4)
-    assert out.reconstruction.shape == images.shape
-    assert out.loss.shape == out.recon_loss.shape == out.kl.shape == ()
-    codes = model.get_codebook_indices(images)
-    assert codes.shape == (3, 16) and codes.dtype == torch.int64
-    assert model.decode(codes).shape == images.shape
-
-
 def test_a_gradient_reaches_every_weight() -> None:
     model = small_vae(num_resnet_blocks=1, kl_div_loss_weight=0.1)
     model(some_images(), noise=some_noise(model)).loss.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-
-
-# Codes.
 
 
 def test_codes_are_the_most_likely_ones_row_by_row() -> None:
@@ -179,18 +144,10 @@ def test_codes_are_the_most_likely_ones_row_by_row() -> None:
     with torch.no_grad():
         logits = reference_logits(model, images * 2 - 1)
     codes = model.get_codebook_indices(images)
-    assert codes.unique().numel() > 2
+    assert codes.unique().numel() > 2 and codes.shape == (2, 16) and codes.dtype == torch.int64
     for row in range(4):
         for column in range(4):
             assert torch.equal(codes[:, 4 * row + column], logits[:, :, row, column].argmax(1))
-
-
-def test_decode_equals_the_decoder_of_one_hot_weights() -> None:
-    model = small_vae(num_resnet_blocks=1)
-    codes = torch.randint(13, (2, 16), generator=torch.Generator().manual_seed(3))
-    weights = F.one_hot(codes.view(2, 4, 4), 13).movedim(-1, 1).float()
-    with torch.no_grad():
-        torch.testing.assert_close(model.decode(codes), (reference_decoder(model, weights) + 1) / 2)
 
 
 def test_codes_that_fill_no_square_are_refused() -> None:
@@ -198,14 +155,14 @@ def test_codes_that_fill_no_square_are_refused() -> None:
         small_vae().decode(torch.zeros(2, 15, dtype=torch.int64))
 
 
-# Hard codes: values and gradients.
-
-
 @pytest.mark.parametrize("reinmax", [False, True])
 def test_straight_through_decodes_exactly_the_hard_codes(reinmax: bool) -> None:
-    model, images = small_vae(straight_through=True, reinmax=reinmax), some_images()
+    model, images = small_vae(straight_through=True, reinmax=reinmax, num_resnet_blocks=1), some_images()
     with torch.no_grad():
-        assert torch.equal(model(images).reconstruction, model.decode(model.get_codebook_indices(images)))
+        decoded = model.decode(model.get_codebook_indices(images))
+        assert torch.equal(model(images).reconstruction, decoded)
+        weights = one_hot(reference_logits(model, images * 2 - 1))
+        torch.testing.assert_close(decoded, (reference_decoder(model, weights) + 1) / 2)
 
 
 @pytest.mark.parametrize("reinmax", [False, True])
@@ -233,9 +190,6 @@ def test_hard_codes_have_the_gradients_of_the_papers(reinmax: bool) -> None:
     torch.testing.assert_close(got, encoder_gradient(model), rtol=1e-4, atol=1e-7)
 
 
-# KL.
-
-
 def vae_with_logits(bias: list[float], **overrides: Any) -> DiscreteVAE:
     """Gives these logits at every place of every image."""
     model = small_vae(num_tokens=len(bias), **overrides)
@@ -245,24 +199,21 @@ def vae_with_logits(bias: list[float], **overrides: Any) -> DiscreteVAE:
     return model
 
 
-@pytest.mark.parametrize(
-    ("bias", "kl"),
-    [
-        ([0.0] * 8, 0.0),
-        ([100.0] + [0.0] * 7, math.log(8)),
-        ([100.0, 100.0] + [0.0] * 6, math.log(4)),
-        ([math.log(3), 0.0], 0.75 * math.log(1.5) + 0.25 * math.log(0.5)),
-    ],
-    ids=["uniform", "one code", "two codes", "three to one"],
-)
+@pytest.mark.parametrize(("bias", "kl"), [
+    ([0.0] * 8, 0.0),
+    ([100.0] + [0.0] * 7, math.log(8)),
+    ([100.0, 100.0] + [0.0] * 6, math.log(4)),
+    ([math.log(3), 0.0], 0.75 * math.log(1.5) + 0.25 * math.log(0.5)),
+], ids=["uniform", "one code", "two codes", "three to one"])  # fmt: skip
 def test_kl_has_its_closed_form(bias: list[float], kl: float) -> None:
     assert vae_with_logits(bias)(some_images()).kl.item() == pytest.approx(kl, abs=1e-6)
 
 
-def test_kl_depends_neither_on_batch_size_nor_on_temperature() -> None:
+def test_kl_depends_neither_on_batch_size_nor_on_temperature_and_without_a_weight_keeps_no_graph() -> None:
     model, images = small_vae(), some_images(batch=1)
-    expected = model(images).kl.item()
-    assert model(images.expand(5, -1, -1, -1), temperature=0.1).kl.item() == pytest.approx(expected, rel=1e-6)
+    expected = model(images)
+    assert model(images.expand(5, -1, -1, -1), temperature=0.1).kl.item() == pytest.approx(expected.kl.item(), rel=1e-6)
+    assert not expected.kl.requires_grad and torch.equal(expected.loss, expected.recon_loss)
 
 
 def test_kl_has_a_gradient_where_it_is_weighed() -> None:
@@ -274,40 +225,23 @@ def test_kl_has_a_gradient_where_it_is_weighed() -> None:
     torch.testing.assert_close(out.loss, out.recon_loss + 2.0 * out.kl)
 
 
-def test_kl_that_is_only_looked_at_keeps_no_graph() -> None:
-    out = small_vae()(some_images())
-    assert not out.kl.requires_grad and torch.equal(out.loss, out.recon_loss)
-
-
-# Precision and layout.
-
-
-def test_under_autocast_softmax_and_losses_stay_in_fp32() -> None:
+def test_under_autocast_and_cast_to_bf16_softmax_and_losses_stay_in_fp32() -> None:
     model, images = vae_with_logits([0.0] * 1000), some_images()
+    expected = model(images).loss.item()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(images)
-    assert {tensor.dtype for tensor in out} == {torch.float32}
-    assert abs(out.kl.item()) < 1e-5  # in bf16, ln 1000 alone is off by 1.5e-3
-    assert out.loss.item() == pytest.approx(model(images).loss.item(), rel=0.02)
-
-
-def test_a_model_cast_to_bf16_takes_the_same_images() -> None:
-    out = small_vae(num_resnet_blocks=1).bfloat16()(some_images())
-    assert out.loss.dtype == torch.float32 and out.loss.isfinite()
+        under_autocast = model(images)
+    for out in (under_autocast, model.bfloat16()(images)):
+        assert {out.loss.dtype, out.recon_loss.dtype, out.kl.dtype} == {torch.float32}
+        assert abs(out.kl.item()) < 1e-5  # in bf16, ln 1000 alone is off by 1.5e-3
+        assert out.loss.item() == pytest.approx(expected, rel=0.02)
+    assert under_autocast.reconstruction.dtype == torch.float32
 
 
 def test_memory_format_changes_no_value() -> None:
-    model, images = small_vae(num_resnet_blocks=1), some_images()
+    model, images, last = small_vae(num_resnet_blocks=1), some_images(), torch.channels_last
     noise = some_noise(model)
     expected = model(images, noise=noise)
-    last = torch.channels_last
     model.to(memory_format=last)
     found = model(images.to(memory_format=last), noise=noise.to(memory_format=last))
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(found.reconstruction, expected.reconstruction)
-
-
-def test_the_smallest_image_has_one_code() -> None:
-    model = DiscreteVAE(image_size=8, num_layers=3, hidden_dim=4)
-    assert model.noise_shape == (512, 1, 1)
-    assert model.get_codebook_indices(some_images(size=8)).shape == (3, 1)

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.discriminator import Discriminator
+from tests.models.helpers import some_images
 
 
 def small(**overrides: int) -> Discriminator:
     torch.manual_seed(0)
     return Discriminator(**{"dim": 4, "layers": 2, "groups": 2, **overrides})
-
-
-def some_images(size: int = 20, batch: int = 2) -> Tensor:
-    return torch.rand(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
 def reference(state: Mapping[str, Tensor], images: Tensor, layers: int, groups: int) -> Tensor:
@@ -46,49 +43,43 @@ def test_128_pixels_give_5_by_5_logits_and_the_channels_of_the_specification() -
     assert [conv.kernel_size[0] for conv in convs] == [5, 4, 4, 4, 4, 1, 4]
     norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
     assert [norm.num_groups for norm in norms] == [16] * 4
-    assert model(some_images(128)).shape == (2, 1, 5, 5)
+    assert model(some_images(size=128)).shape == (2, 1, 5, 5)
 
 
 def test_logits_equal_a_second_implementation() -> None:
-    model = small()
+    model, images = small(), some_images(size=20)
     for name, parameter in model.named_parameters():
         if ".1." in name and name.startswith("layers"):
             nn.init.uniform_(parameter, 0.5, 1.5)  # the scales and shifts of the norms start as 1 and 0
-    expected = reference(model.state_dict(), some_images(), layers=2, groups=2)
-    torch.testing.assert_close(model(some_images()), expected, rtol=1e-5, atol=1e-6)
+    expected = reference(model.state_dict(), images, layers=2, groups=2)
+    torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-6)
+    alone = torch.cat([model(image[None]) for image in images])
+    torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(16, [16, 16, 16]), (24, [8, 16, 16]), (10, [2, 4, 8]), (7, [1, 2, 4])])
 def test_groups_that_do_not_divide_the_channels_become_their_common_divisor(dim: int, groups: list[int]) -> None:
     model = small(dim=dim, layers=3, groups=16)
     assert [module.num_groups for module in model.modules() if isinstance(module, nn.GroupNorm)] == groups
-    assert model(some_images(32)).isfinite().all()
-
-
-def test_an_image_decides_only_its_own_logits() -> None:
-    model, images = small(), some_images(batch=3)
-    together = model(images)
-    torch.testing.assert_close(together, torch.cat([model(image[None]) for image in images]))
+    assert model(some_images(size=32)).isfinite().all()
 
 
 def test_it_can_be_differentiated_twice() -> None:
     model = small().double()
-    assert torch.autograd.gradgradcheck(
-        lambda x: model.layers(x).sum((2, 3)), some_images(4, 1).double().requires_grad_()
-    )
+    images = some_images(1, size=4).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: model.layers(x).sum((2, 3)), images)
 
 
 def test_memory_format_changes_no_value() -> None:
-    model, images = small(), some_images()
+    model, images, last = small(), some_images(size=20), torch.channels_last
     expected = model(images)
-    model.to(memory_format=torch.channels_last)
-    found = model(images.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(found, expected)
-    assert model.layers(images.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
+    model.to(memory_format=last)
+    torch.testing.assert_close(model(images.to(memory_format=last)), expected)
+    assert model.layers(images.to(memory_format=last)).is_contiguous(memory_format=last)
 
 
 def test_logits_are_fp32_under_autocast_and_in_a_model_cast_to_bf16() -> None:
-    model, images = small(), some_images()
+    model, images = small(), some_images(size=20)
     expected = model(images)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = model(images)
@@ -100,9 +91,9 @@ def test_logits_are_fp32_under_autocast_and_in_a_model_cast_to_bf16() -> None:
 
 def test_the_smallest_image_gives_one_logit_and_a_smaller_one_is_an_error_with_the_sizes() -> None:
     model = small()
-    assert model(some_images(16)).shape == (2, 1, 1, 1)
+    assert model(some_images()).shape == (2, 1, 1, 1)
     error = r"^images of 15 pixels are too small .* of 2 layers, which needs 16; use larger images or fewer layers$"
-    for images in (some_images(16)[:, :, 1:], some_images(16)[..., 1:]):
+    for images in (some_images()[:, :, 1:], some_images()[..., 1:]):
         with pytest.raises(ValueError, match=error):
             model(images)
     with pytest.raises(ValueError, match=error):

@@ -38,26 +38,16 @@ def librosa_decibels(waveforms: np.ndarray, settings: dict[str, Any]) -> np.ndar
     return np.stack([librosa.power_to_db(power) for power in powers])
 
 
-def decibels(spectrograms: Tensor) -> np.ndarray:
-    """Back from the range in which a model sees them."""
-    return (40 * spectrograms - 20).numpy()
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_log_mel_is_that_of_librosa(settings: dict[str, Any]) -> None:
+    """In fp32, noise is within a ten thousandth of a decibel."""
     waveforms = music(settings.get("sample_rate", 16000))
-    log_mel = Spectrogram(**settings)(torch.from_numpy(waveforms))
-    assert log_mel.dtype == torch.float64
-    np.testing.assert_allclose(decibels(log_mel), librosa_decibels(waveforms, settings), atol=1e-7, rtol=0)
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_in_fp32_noise_is_within_a_ten_thousandth_of_a_decibel(settings: dict[str, Any]) -> None:
-    waveforms = music(settings.get("sample_rate", 16000))[1:].astype(np.float32)
-    log_mel = Spectrogram(**settings)(torch.from_numpy(waveforms))
-    assert log_mel.dtype == torch.float32
-    expected = librosa_decibels(waveforms.astype(np.float64), settings)
-    np.testing.assert_allclose(decibels(log_mel), expected, atol=1e-4, rtol=0)
+    for clips, tolerance in ((waveforms, 1e-7), (waveforms[1:].astype(np.float32), 1e-4)):
+        log_mel = Spectrogram(**settings)(torch.from_numpy(clips))
+        assert log_mel.numpy().dtype == clips.dtype
+        decibels = (40 * log_mel - 20).numpy()  # back from the range in which a model sees them
+        expected = librosa_decibels(clips.astype(np.float64), settings)
+        np.testing.assert_allclose(decibels, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -81,12 +71,11 @@ def test_power_is_the_squared_magnitude_of_librosas_stft() -> None:
 @pytest.mark.parametrize("samples", [0, 1, 159, 160, 511, 1023, 4000, 4800, 16000])
 def test_silence_and_short_clips_give_numbers_in_as_many_frames_as_said(kind: str, samples: int) -> None:
     spectrogram = Spectrogram(kind=kind)
-    for waveforms in (torch.zeros(2, samples), torch.ones(2, samples)):
-        out = spectrogram(waveforms)
-        assert out.shape == (2, spectrogram.bands, 1 + samples // 160) and out.isfinite().all()
-        assert spectrogram.frames(samples) == out.shape[2]
+    out = spectrogram(torch.stack([torch.zeros(samples), torch.ones(samples)]))
+    assert out.shape == (2, spectrogram.bands, 1 + samples // 160) and out.isfinite().all()
+    assert spectrogram.frames(samples) == out.shape[2]
     if kind == "log_mel":
-        assert torch.equal(spectrogram(torch.zeros(2, samples)), torch.full(out.shape, -2.0))  # -100 dB
+        assert (out[0] == -2.0).all()  # -100 dB
 
 
 def test_a_clip_shorter_than_the_fewest_frames_is_padded_with_silence() -> None:
@@ -115,10 +104,9 @@ def test_it_is_computed_in_fp32_whatever_the_precision_around_it() -> None:
 
 
 def test_what_inference_has_cached_serves_in_training() -> None:
-    spectrogram = Spectrogram()
+    spectrogram, waveforms = Spectrogram(), torch.rand(1, 1000, requires_grad=True)
     with torch.inference_mode():
         spectrogram(torch.rand(1, 1000))
-    waveforms = torch.rand(1, 1000, requires_grad=True)
     spectrogram(waveforms).sum().backward()
     assert waveforms.grad is not None and waveforms.grad.isfinite().all()
 
@@ -129,22 +117,18 @@ def test_stereo_and_integers_are_refused(waveforms: Tensor) -> None:
         Spectrogram()(waveforms)
 
 
-# Masks
+def masked(noise: Tensor, time: float, frequency: float) -> Tensor:
+    """bool (b, 32 bands, 48 frames)"""
+    return spec_augment(torch.ones(len(noise), 32, 48), noise, time, frequency) == 0
 
 
-def masked(noise: Tensor, time: float, frequency: float, bands: int = 32, frames: int = 48) -> Tensor:
-    """bool (b, bands, frames)"""
-    return spec_augment(torch.ones(len(noise), bands, frames), noise, time, frequency) == 0
-
-
-@pytest.mark.parametrize(("time", "frequency"), [(0.2, 0.25), (0.5, 0.5), (0.99, 0.99), (0.0, 0.999)])
+@pytest.mark.parametrize(("time", "frequency"), [(0.2, 0.25), (0.5, 0.5), (0.99, 0.99), (0.0, 0.999), (0.0, 0.0)])
 def test_masks_cannot_erase_a_whole_input_in_thousands_of_draws(time: float, frequency: float) -> None:
     noise = torch.rand(5000, 4, generator=torch.Generator().manual_seed(0))
     extremes = torch.cartesian_prod(*[torch.tensor([0.0, 0.5, 1 - 2**-24, 1.0])] * 4)  # 1.0: rounded to fp16
     hidden = masked(torch.cat([noise, extremes]), time, frequency)
     most = 1 - (1 - time) * (1 - frequency)
     assert hidden.flatten(1).float().mean(dim=1).max() <= most + 1e-6
-    assert not hidden.flatten(1).all(dim=1).any()
     assert not hidden.all(dim=2).all(dim=1).any(), "every frequency is gone"
 
 
@@ -161,7 +145,3 @@ def test_a_mask_is_one_range_of_each_side_chosen_for_each_sample() -> None:
         expected = len(noise) / (longest + 1)
         assert (lengths - expected).abs().max() < 5 * expected**0.5
         assert ranges.any(dim=0).all(), "a place that no mask reaches"
-
-
-def test_a_fraction_of_zero_masks_nothing() -> None:
-    assert not masked(torch.rand(100, 4), 0.0, 0.0).any()

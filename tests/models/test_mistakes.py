@@ -13,10 +13,11 @@ from models.attention import Transformer
 from models.log_mel import Spectrogram
 from models.perceptual import load_perceptual
 from models.quantizers import make_quantizer
+from tests.models import helpers
 
 
 def vqgan(**changes: Any) -> VQGAN:
-    return VQGAN(**{"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256, **changes})
+    return VQGAN(**{**helpers.VQGAN, **changes})
 
 
 def spectrogram(**changes: Any) -> Spectrogram:
@@ -88,10 +89,9 @@ MULAN: dict[str, tuple[Any, ...]] = {
 
 
 def mulan_mistakes() -> Iterator[tuple[Callable[..., Any], dict[str, Any], str]]:
-    small = {"audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4}
     for name, values in MULAN.items():
         for value in values:
-            yield MuLaN, {**small, "vocab_size": 40, name: value}, name
+            yield MuLaN, {**helpers.MULAN, name: value}, name
 
 
 @pytest.mark.parametrize(("build", "arguments", "text"), [*MISTAKES, *mulan_mistakes()])

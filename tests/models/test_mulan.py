@@ -14,17 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from models import MuLaN, MulanOutput
 from models.audio_transformer import AudioTransformer, RelativePositionBias, sincos_positions
 from models.log_mel import spec_augment
-
-# 64 bands x 51 frames: 4 x 3 patches.
-SIZES: dict[str, Any] = {
-    "clip_seconds": 0.5, "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4,
-    "vocab_size": 40, "max_text_tokens": 10, "dim_latent": 6,
-}  # fmt: skip
+from tests.models.helpers import MULAN
 
 
 def small(seed: int = 0, **overrides: Any) -> MuLaN:
     torch.manual_seed(seed)
-    return MuLaN(**{**SIZES, **overrides})
+    return MuLaN(**{**MULAN, **overrides})
 
 
 def batch(model: MuLaN, size: int = 3, columns: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,9 +36,6 @@ def assert_close(one: MulanOutput, other: MulanOutput, atol: float = 2e-6) -> No
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-# Outputs
-
-
 @pytest.mark.parametrize("hierarchical_layers", [0, 1])
 @pytest.mark.parametrize("spectrogram", ["log_mel", "power"])
 def test_outputs_are_unit_vectors_with_a_scale_and_a_bias_each(spectrogram: str, hierarchical_layers: int) -> None:
@@ -58,36 +50,19 @@ def test_outputs_are_unit_vectors_with_a_scale_and_a_bias_each(spectrogram: str,
         assert torch.equal(out.bias, torch.full((outputs,), -10.0))
     assert torch.equal(model.encode_audio(waveforms), out.audio[:, 0])
     assert torch.equal(model.encode_text(tokens, lengths), out.text[:, 0])
+    bands, patches = (64, 4 * 3) if spectrogram == "log_mel" else (513, 32 * 3)
+    assert model.spectrogram(waveforms).shape == (3, bands, 51) and model.noise_size == 4 + patches
 
 
-def test_a_spectrogram_shows_what_the_encoder_sees() -> None:
-    model, power = small(), small(spectrogram="power")
-    waveforms = batch(model)[0]
-    assert model.spectrogram(waveforms).shape == (3, 64, 51)
-    assert power.spectrogram(waveforms).shape == (3, 513, 51)
-    assert model.noise_size == 4 + 4 * 3 and power.noise_size == 4 + 32 * 3
-    torch.testing.assert_close(
-        power.spectrogram(waveforms), power.spectrogram(-waveforms), msg="a power has no sign", atol=0, rtol=0
-    )
-
-
-def test_a_clip_and_a_caption_do_not_depend_on_the_batch_around_them() -> None:
+def test_outputs_depend_neither_on_the_batch_around_them_nor_on_the_graph_nor_on_the_global_generator() -> None:
     model = small(hierarchical_layers=1)
     inputs = batch(model)
     together = model(*inputs)
     for row in range(3):
         alone = model(*(part[row : row + 1] for part in inputs))
         assert_close(alone, together._replace(audio=together.audio[row, None], text=together.text[row, None]))
-
-
-def test_equal_inputs_and_noise_give_equal_bits_with_and_without_a_graph() -> None:
-    model = small(hierarchical_layers=1)
-    inputs = batch(model)
-    first = model(*inputs)
-    torch.rand(7)  # the global generator is nobody's noise
     with torch.no_grad():
-        second = model(*inputs)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(model(*inputs), together, strict=True))
 
 
 def test_text_does_not_depend_on_its_padding() -> None:
@@ -123,12 +98,8 @@ def test_text_is_read_at_a_class_token_that_looks_at_itself_and_at_every_token()
 @pytest.mark.parametrize("samples", [0, 100, 2400, 8000, 20011])
 def test_a_clip_of_any_length_is_encoded(samples: int) -> None:
     model = small()
-    for waveforms in (torch.zeros(2, samples), torch.rand(2, samples)):
-        latents = model.encode_audio(waveforms)
-        assert latents.shape == (2, 6) and latents.isfinite().all()
-
-
-# Depths
+    latents = model.encode_audio(torch.stack([torch.zeros(samples), torch.rand(samples)]))
+    assert latents.shape == (2, 6) and latents.isfinite().all()
 
 
 def test_a_compiled_model_is_traced_once() -> None:
@@ -142,11 +113,11 @@ def test_a_compiled_model_is_traced_once() -> None:
 
 @pytest.mark.parametrize("depths", [(2, 2), (3, 2), (2, 3)])
 def test_hierarchical_layers_of_the_whole_depth_are_a_value_error_and_one_less_works(depths: tuple[int, int]) -> None:
-    audio_depth, text_depth = depths
+    sizes = dict(zip(("audio_depth", "text_depth"), depths, strict=True))
     for layers in (2, 3, 10**9):
         with pytest.raises(ValueError, match=f"hierarchical_layers {layers}: a tower of 2 layers has 1 below"):
-            small(audio_depth=audio_depth, text_depth=text_depth, hierarchical_layers=layers)
-    model = small(audio_depth=audio_depth, text_depth=text_depth, hierarchical_layers=1)
+            small(**sizes, hierarchical_layers=layers)
+    model = small(**sizes, hierarchical_layers=1)
     assert model(*batch(model)).audio.shape == (3, 2, 6)
 
 
@@ -158,18 +129,13 @@ def test_an_output_below_the_last_is_that_of_a_shallower_model() -> None:
         shallow = small(seed=1, audio_depth=3 - below, text_depth=3 - below)
         weights = deep.state_dict()
         for tower in ("audio", "text"):
-            weights[f"{tower}.norms.0.weight"] = weights[f"{tower}.norms.{below}.weight"]
-            for kind in ("weight", "bias"):
-                name = f"{tower}_latents.projections.{{}}.{kind}"
-                weights[name.format(0)] = weights[name.format(below)]
+            for name in (".norms.{}.weight", "_latents.projections.{}.weight", "_latents.projections.{}.bias"):
+                weights[tower + name.format(0)] = weights[tower + name.format(below)]
         weights["tau"], weights["bias"] = weights["tau"][:1], weights["bias"][:1]
         shallow.load_state_dict({name: weights[name] for name in shallow.state_dict()})
         expected = shallow(*inputs)
         torch.testing.assert_close(out.audio[:, below], expected.audio[:, 0])
         torch.testing.assert_close(out.text[:, below], expected.text[:, 0])
-
-
-# Patches
 
 
 def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | None) -> Tensor:
@@ -221,14 +187,6 @@ def test_a_dropped_patch_is_like_a_grid_without_it() -> None:
     torch.testing.assert_close(tower(spectrograms, shuffled), expected, atol=1e-5, rtol=0)
 
 
-def test_where_a_patch_is_matters_without_the_relative_bias_too() -> None:
-    tower = AudioTransformer(8, 2, 2, 4, patch_size=4)
-    torch.nn.init.zeros_(tower.relative_bias.mlp[-1].weight)  # type: ignore[arg-type]
-    spectrograms = torch.randn(2, 8, 16)
-    for dim in (1, 2):
-        assert (tower(spectrograms.roll(4, dims=dim)) - tower(spectrograms)).abs().max() > 1e-3
-
-
 def test_masks_and_dropout_together_never_leave_a_whole_input_erased() -> None:
     """The largest masks that the constructor lets pass, over thousands of draws and the extremes."""
     settings: dict[str, Any] = {"time_mask_fraction": 0.5, "frequency_mask_fraction": 0.45, "patch_dropout": 0.25}
@@ -258,13 +216,14 @@ def test_positions_are_sines_and_cosines_of_row_and_column() -> None:
     positions = sincos_positions(3, 4, 8, torch.device("cpu"))
     for row in range(3):
         for column in range(4):
-            expected = [
-                wave(place / 10000 ** (i / 2))
-                for place in (row, column)
-                for wave in (math.sin, math.cos)
-                for i in (0, 1)
-            ]
-            torch.testing.assert_close(positions[4 * row + column], torch.tensor(expected))
+            waves = [(place, wave) for place in (row, column) for wave in (math.sin, math.cos)]
+            expected = torch.tensor([wave(place / 10000 ** (i / 2)) for place, wave in waves for i in (0, 1)])
+            torch.testing.assert_close(positions[4 * row + column], expected)
+    # They matter without the relative bias, too.
+    tower, spectrograms = AudioTransformer(8, 2, 2, 4, patch_size=4), torch.randn(2, 8, 16)
+    torch.nn.init.zeros_(tower.relative_bias.mlp[-1].weight)  # type: ignore[arg-type]
+    for dim in (1, 2):
+        assert (tower(spectrograms.roll(4, dims=dim)) - tower(spectrograms)).abs().max() > 1e-3
 
 
 def test_relative_bias_is_that_of_each_pair_of_kept_patches() -> None:
@@ -284,9 +243,6 @@ def test_relative_bias_is_that_of_each_pair_of_kept_patches() -> None:
                 torch.testing.assert_close(out[sample, :, i, j], bias.mlp(displacement))
 
 
-# Temperature
-
-
 @pytest.mark.parametrize("tau", [4.7, 100.0, 1e4, math.inf])
 def test_temperature_cannot_overflow(tau: float) -> None:
     model = small()
@@ -298,26 +254,15 @@ def test_temperature_cannot_overflow(tau: float) -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("tau", "upstream", "expected"),
-    [
-        (2.0, 1.0, math.exp(2)),
-        (2.0, -1.0, -math.exp(2)),
-        (4.7, 1.0, 100.0),
-        (4.7, -1.0, 0.0),
-        (4.6, -1.0, -math.exp(4.6)),
-    ],
-)
-def test_the_gradient_of_a_clamped_temperature_stops_only_on_its_way_up(
-    tau: float, upstream: float, expected: float
-) -> None:
+@pytest.mark.parametrize(("tau", "upstream", "expected"), [
+    (2.0, 1.0, math.exp(2)), (2.0, -1.0, -math.exp(2)), (4.7, 1.0, 100.0), (4.7, -1.0, 0.0),
+    (4.6, -1.0, -math.exp(4.6)),
+])  # fmt: skip
+def test_a_clamped_temperature_has_no_gradient_on_its_way_up(tau: float, upstream: float, expected: float) -> None:
     model = small()
     model.tau.data.fill_(tau)
     (model(*batch(model)).scale * upstream).sum().backward()
     torch.testing.assert_close(model.tau.grad, torch.tensor([expected]))
-
-
-# Gradients and precision
 
 
 def test_every_weight_has_a_finite_gradient_silence_and_an_empty_caption_included() -> None:
@@ -346,10 +291,8 @@ def test_the_gradient_is_the_slope_in_fp64() -> None:
 
     loss().backward()
     directions = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
-    products = [
-        directions[name] * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    ]
-    slope = torch.stack([product.sum() for product in products]).sum()
+    products = [(directions[name] * parameter.grad).sum() for name, parameter in model.named_parameters()]
+    slope = torch.stack(products).sum()
     original, values = copy.deepcopy(model.state_dict()), []
     for step in (1e-6, -1e-6):
         model.load_state_dict({name: original[name] + step * directions[name] for name in original})
@@ -357,85 +300,62 @@ def test_the_gradient_is_the_slope_in_fp64() -> None:
     torch.testing.assert_close((values[0] - values[1]) / 2e-6, slope, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spectrogram", ["log_mel", "power"])
-def test_a_model_cast_to_half_precision_keeps_its_spectrogram_and_outputs_in_fp32(
-    dtype: torch.dtype, spectrogram: str
+def test_in_half_precision_the_spectrogram_and_the_outputs_stay_in_fp32(
+    dtype: torch.dtype, spectrogram: str, autocast: bool
 ) -> None:
-    """Buffers are cast as well: a filter bank among them would be."""
+    """The model is cast, with its buffers: a filter bank among them would be; or its operations are."""
     model = small(spectrogram=spectrogram)
     waveforms, tokens, lengths, noise = batch(model)
     waveforms[2] = 0.99  # powers beyond fp16's range
     assert spectrogram == "log_mel" or model.spectrogram(waveforms).max() > 65504
     seen, expected = model.spectrogram(waveforms), model(waveforms, tokens, lengths, noise)
     assert not list(model.buffers())
-    model.to(dtype)
-    assert torch.equal(model.spectrogram(waveforms), seen)
-    out = model(waveforms, tokens, lengths, noise)
-    assert {part.dtype for part in out} == {torch.float32}
-    assert_close(out, expected, atol=0.1)
-    (out.audio.sum() + out.text.sum()).backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_under_autocast_the_log_mel_and_the_outputs_stay_in_fp32() -> None:
-    model = small()
-    inputs = batch(model)
-    seen, expected = model.spectrogram(inputs[0]), model(*inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(model.spectrogram(inputs[0]), seen)
-        out = model(*inputs)
+    features = torch.randn(3, 1, 16)
+    latents = model.audio_latents(features)
+    if not autocast:
+        model.to(dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        assert torch.equal(model.spectrogram(waveforms), seen)
+        out = model(waveforms, tokens, lengths, noise)
+        assert not autocast or torch.equal(model.audio_latents(features), latents), "the map to latents is rounded"
     assert {part.dtype for part in out} == {torch.float32}
     torch.testing.assert_close(out.audio.norm(dim=-1), torch.ones(3, 1))
     assert_close(out, expected, atol=0.1)
-    assert (out.audio - expected.audio).abs().max() > 0, "nothing was computed in bf16"
-
-
-def test_the_map_to_latents_is_not_rounded_under_autocast() -> None:
-    latents, features = small().audio_latents, torch.randn(3, 1, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = latents(features)
-    assert torch.equal(out, latents(features))
+    assert (out.audio - expected.audio).abs().max() > 0, "nothing was computed in half precision"
+    (out.audio.sum() + out.text.sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_forward_never_waits_for_the_device_and_has_shapes_of_its_inputs_alone() -> None:
     """With tensors that have no values, as on a GPU: whatever asks for one raises."""
     with FakeTensorMode(), torch.device("cuda"):
-        model = MuLaN(**SIZES, hierarchical_layers=1)
+        model = MuLaN(**MULAN, hierarchical_layers=1)
         out = model(torch.empty(3, 8000), torch.ones(3, 8).long(), torch.ones(3).long(), torch.empty(3, 16))
     assert out.audio.shape == out.text.shape == (3, 2, 6)
 
 
-# Mistakes
-
-
-@pytest.mark.parametrize("token", [-1, 40, 10**6])
-def test_a_token_outside_of_the_vocabulary_is_refused_before_the_look_up(token: int) -> None:
-    model = small()
-    with pytest.raises(ValueError, match=f"token {token} is not in the vocabulary of 40"):
-        model.encode_text(torch.tensor([[1, token]]), torch.tensor([2]))
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_shapes_that_do_not_fit_and_tokens_outside_of_the_vocabulary_are_refused() -> None:
     model = small()
     waveforms, tokens, lengths, noise = batch(model)
-    with pytest.raises(ValueError, match=r"noise of shape \(3, 15\).*\(3, 16\)"):
-        model(waveforms, tokens, lengths, noise[:, 1:])
-    with pytest.raises(ValueError, match=r"clips of 16000 samples take \(3, 28\)"):
-        model(waveforms.repeat(1, 2), tokens, lengths, noise)
-    with pytest.raises(ValueError, match="mixed to mono"):
-        model(waveforms[:, None], tokens, lengths, noise)
-    with pytest.raises(ValueError, match=r"lengths of shape \(2,\)"):
-        model(waveforms, tokens, lengths[1:], noise)
-    with pytest.raises(ValueError, match="11 columns of tokens; this model takes up to 10"):
-        model.encode_text(torch.zeros(1, 11, dtype=torch.int64), torch.tensor([1]))
+    for inputs, complaint in (
+        ((waveforms, tokens, lengths, noise[:, 1:]), r"noise of shape \(3, 15\).*\(3, 16\)"),
+        ((waveforms.repeat(1, 2), tokens, lengths, noise), r"clips of 16000 samples take \(3, 28\)"),
+        ((waveforms[:, None], tokens, lengths, noise), "mixed to mono"),
+        ((waveforms, tokens, lengths[1:], noise), r"lengths of shape \(2,\)"),
+        ((waveforms, tokens.repeat(1, 2)[:, :11], lengths), "11 columns of tokens; this model takes up to 10"),
+        *(((waveforms, torch.full((3, 8), token), lengths), f"token {token} is not in the vocabulary of 40")
+          for token in (-1, 40, 10**6)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=complaint):
+            model(*inputs)
 
 
 def test_the_model_hears_how_loud_a_patch_is() -> None:
     """A steady tone, fading and swelling: the norm of each patch alone would leave little between them."""
-    model = small()
-    embed = model.audio.embed
-    patch = torch.randn(1, 1, model.config["patch_size"] ** 2)
+    embed, patch = small().audio.embed, torch.randn(1, 1, 16**2)
     quiet, loud = embed(0.5 * patch - 1), embed(0.5 * patch + 1)
     assert (quiet - loud).norm() > 0.3 * loud.norm()
     torch.testing.assert_close(embed.norm_before(0.5 * patch - 1), embed.norm_before(0.5 * patch + 1))

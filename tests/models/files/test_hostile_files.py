@@ -24,9 +24,9 @@ import convert
 import train_vae
 from models import DiscreteVAE
 from models.files.building import build_with_weights
+from tests.models.helpers import VAE, Call, assert_same_bits, one_line_of
 
-SIZES: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
-HPARAMS = {**SIZES, "num_resnet_blocks": 0, "channels": 3}
+HPARAMS = {**VAE, "num_resnet_blocks": 0, "channels": 3}
 
 # What reading a file of some kilobytes may take: the largest number that is let through, 2^22, as a list, twice.
 MEMORY_BYTES = 256 << 20
@@ -46,25 +46,16 @@ def little_memory() -> Iterator[None]:
 
 
 def weights_of(**overrides: Any) -> dict[str, Tensor]:
-    return dict(DiscreteVAE(**{**SIZES, **overrides}).state_dict())
+    return dict(DiscreteVAE(**{**VAE, **overrides}).state_dict())
+
+
+def cast(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in weights_of().items()}
 
 
 def shapes_of(**overrides: Any) -> dict[str, torch.Size]:
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in weights_of(**overrides).items()}
-
-
-# .pt files
-
-
-class Call:
-    """Pickled as a call, which runs where the file is unpickled as usual."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
 
 
 def pt(path: Path, hparams: Any = HPARAMS, weights: Any = None) -> None:
@@ -117,8 +108,8 @@ def one_storage(path: Path) -> None:
 def longer_storage(path: Path) -> None:
     """The pickle claims 8 GB for a tensor of 1000 numbers."""
     pt(path, weights={**weights_of(), "decoder.0.0.weight": torch.zeros(1000)})
-    in_pickle = b"M" + struct.pack("<H", 1000)  # BININT2
-    rezipped(path, change=lambda pickled: pickled.replace(in_pickle, b"J" + struct.pack("<i", 2**31 - 1)))
+    number = b"M" + struct.pack("<H", 1000)  # BININT2
+    rezipped(path, change=lambda pickled: pickled.replace(number, b"J" + struct.pack("<i", 2**31 - 1)))
 
 
 def in_itself() -> list[Any]:
@@ -146,15 +137,11 @@ PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "bytes in front": (lambda path: (pt(path), edited(path, lambda pt: b"PK\3\4" + pt)), "more than one way"),
     "comment": (lambda path: (pt(path), edited(path, lambda pt: pt[:-2] + b"\4\0zip!")), "more than one way"),
     "truncated": (lambda path: (pt(path), edited(path, lambda pt: pt[:-100])), "not a zip file"),
-    "cut in half": (lambda path: (pt(path), edited(path, lambda pt: pt[: len(pt) // 2])), "not a zip file"),
-    "cut to a byte": (lambda path: (pt(path), edited(path, lambda pt: pt[:1])), "not a zip file"),
     "nothing": (lambda path: None, "No such file"),
     "folder": (os.mkdir, "directory"),
     "legacy": (lambda path: torch.save({}, path, _use_new_zipfile_serialization=False), "without running code"),
     "plain pickle": (lambda path: path.write_bytes(pickle.dumps(Call(os.mkdir, str(RAN)), 2)), "without running code"),
     "empty": (lambda path: path.write_bytes(b""), "not a vae-final.pt"),
-    "text": (lambda path: path.write_bytes(b"hello"), "not a vae-final.pt"),
-    "every byte": (lambda path: path.write_bytes(bytes(range(256))), "not a vae-final.pt"),
     "start of a zip file": (lambda path: path.write_bytes(b"PK\3\4"), "not a vae-final.pt"),
     "state_dict alone": (lambda path: torch.save({"state_dict": {}}, path), "hparams"),
     "list of numbers": (lambda path: torch.save([1, 2], path), "is not a vae-final.pt"),
@@ -162,30 +149,19 @@ PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (lambda path: torch.save({"hparams": HPARAMS, "weights": {}}, path), "codebook.weight should have"),
     "weight that is a number": (lambda path: pt(path, weights={"a": 1}), "not a tensor"),
     "num_tokens 10^15": (lambda path: pt(path, {**HPARAMS, "num_tokens": 10**15}), "num_tokens 1000000000000000 is"),
-    "channels 10^9": (lambda path: pt(path, {**HPARAMS, "channels": 10**9}), "channels 1000000000 is"),
-    "layers 10^9": (lambda path: pt(path, {**HPARAMS, "num_layers": 10**9}), "num_layers 1000000000 is"),
     "4 million blocks": (lambda path: pt(path, {**HPARAMS, "num_resnet_blocks": 4_000_000}), "many more weights"),
     "a number of 90 digits": (lambda path: pt(path, {**HPARAMS, "hidden_dim": 10**89}), "hidden_dim 10000"),
     "tensor as a number": (lambda path: pt(path, {**HPARAMS, "hidden_dim": torch.tensor(5)}), "holds a Tensor"),
     "list as a number": (lambda path: pt(path, {**HPARAMS, "hidden_dim": [5]}), "does not hold a DiscreteVAE"),
     "list in itself": (lambda path: pt(path, {**HPARAMS, "hidden_dim": in_itself()}), "nested too deeply"),
-    "weights of whole numbers": (
-        lambda path: pt(path, weights={name: tensor.long() for name, tensor in weights_of().items()}),
-        "of the kind torch.float32, not torch.int64",
-    ),
-    "complex weights": (
-        lambda path: pt(path, weights={name: tensor.cfloat() for name, tensor in weights_of().items()}),
-        "calls for torch.ComplexFloatStorage",
-    ),
+    "whole numbers": (lambda path: pt(path, weights=cast(torch.int64)), "of the kind torch.float32, not torch.int64"),
+    "complex weights": (lambda path: pt(path, weights=cast(torch.cfloat)), "calls for torch.ComplexFloatStorage"),
 }  # fmt: skip
-
-
-# Model folders
 
 
 def folder(path: Path, config: Any = None, **changes: Any) -> None:
     """A model folder whose config says something else."""
-    DiscreteVAE(**SIZES).save_pretrained(path)
+    DiscreteVAE(**VAE).save_pretrained(path)
     if changes:
         config = {**json.loads((path / "config.json").read_text()), **changes}
     if config is not None:
@@ -224,16 +200,14 @@ def link_out(path: Path) -> None:
     os.symlink("../elsewhere.safetensors", path / "2.safetensors")
 
 
-def lying_index(path: Path) -> None:
+def index(path: Path, content: Any) -> None:
     sharded(path)
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    index["weight_map"]["codebook.weight"] = "2.safetensors"
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
-def index(path: Path, content: str) -> None:
-    sharded(path)
-    (path / "model.safetensors.index.json").write_text(content)
+def more_weights(path: Path, weights: dict[str, Tensor], **changes: Any) -> None:
+    folder(path, **changes)
+    save_file({**weights_of(), **weights}, path / "model.safetensors")
 
 
 def replaced(path: Path, name: str, make: Callable[[Path], None]) -> None:
@@ -245,33 +219,24 @@ def replaced(path: Path, name: str, make: Callable[[Path], None]) -> None:
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "num_tokens 10^15": (lambda path: folder(path, num_tokens=10**15), "num_tokens 1000000000000000 is larger"),
     "channels 10^9": (lambda path: folder(path, channels=10**9), "channels 1000000000 is larger"),
-    "layers 10^9": (lambda path: folder(path, num_layers=10**9), "num_layers 1000000000 is larger"),
     "layers 1e9": (lambda path: folder(path, num_layers=1e9), "does not hold a DiscreteVAE"),
     "4 million blocks": (lambda path: folder(path, num_resnet_blocks=4_000_000), "many more weights than the file"),
     "4 million channels": (lambda path: folder(path, channels=4_000_000), "should have shape"),
     "number of 5000 digits": (lambda path: folder(path, "[" + "9" * 5000 + "]"), "not a model folder"),
-    "infinity": (lambda path: folder(path, hidden_dim=float("inf")), "does not hold a DiscreteVAE"),
-    "null": (lambda path: folder(path, hidden_dim=None), "does not hold a DiscreteVAE"),
     "word": (lambda path: folder(path, hidden_dim="5" * 1000), "does not hold a DiscreteVAE"),
     "object": (lambda path: folder(path, hidden_dim={"a": 5}), "hidden_dim holds a dict"),
     "depth": (lambda path: folder(path, '{"a":' * 100_000), "nested too deeply"),
     "list": (lambda path: folder(path, "[]"), "holds no JSON object"),
     "empty config": (lambda path: folder(path, ""), "is not a model folder"),
-    "config cut short": (lambda path: folder(path, "{"), "is not a model folder"),
     "config of no model": (lambda path: folder(path, "{}"), "names no model"),
-    "config that is no text": (
-        lambda path: (folder(path), (path / "config.json").write_bytes(b"\xff")), "is not a model folder"
-    ),
+    "no text": (lambda path: (folder(path), (path / "config.json").write_bytes(b"\xff")), "is not a model folder"),
     "no folder": (lambda path: None, "No such file"),
     "no config": (lambda path: (folder(path), (path / "config.json").unlink()), "config.json"),
     "no weights": (lambda path: (folder(path), (path / "model.safetensors").unlink()), "model.safetensors"),
     "weights cut short": (
         lambda path: (folder(path), edited(path / "model.safetensors", lambda file: file[: len(file) // 2])), "folder"
     ),
-    "one weight more": (
-        lambda path: (folder(path), save_file({**weights_of(), "b": torch.ones(2)}, path / "model.safetensors")),
-        "b should have shape none, not (2,)",
-    ),
+    "one weight more": (lambda path: more_weights(path, {"b": torch.ones(2)}), "b should have shape none, not (2,)"),
     "unknown model": (lambda path: folder(path, model="os"), "holds a os"),
     "model of no name": (lambda path: folder(path, model="\x1b[2J\nDiscreteVAE"), "names no model"),
     "endless config": (
@@ -282,7 +247,6 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights that are a folder": (lambda path: replaced(path, "model.safetensors", os.mkdir), "model.safetensors"),
     "header of 2^63 bytes": (lambda path: safetensors(path, {}, header_bytes=2**63), "not a model folder"),
     "header of 10 GB": (lambda path: safetensors(path, {}, header_bytes=10**10), "not a model folder"),
-    "header of 90 MB": (lambda path: safetensors(path, {}, header_bytes=90_000_000), "not a model folder"),
     "header that is no JSON": (lambda path: safetensors(path, b"\x80\x04."), "not a model folder"),
     "header of depth": (lambda path: safetensors(path, b'{"a":' * 50_000), "not a model folder"),
     "offsets beyond the file": (lambda path: safetensors(path, {"a": tensor([10**10], 0, 4 * 10**10)}), "model folder"),
@@ -294,21 +258,13 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shape that overflows": (lambda path: safetensors(path, {"a": tensor([2**62, 4], 0, 0)}), "model folder"),
     "shape without data": (lambda path: safetensors(path, {"a": tensor([0, 10**15], 0, 0)}), "codebook.weight should"),
     "shape without data for a number": (
-        lambda path: (
-            folder(path, channels=10**9),
-            save_file({**weights_of(), "a": torch.zeros(0, 10**12)}, path / "model.safetensors"),
-        ),
-        "channels 1000000000 is larger",
+        lambda path: more_weights(path, {"a": torch.zeros(0, 10**12)}, channels=10**9), "channels 1000000000 is larger"
     ),
     "another shape": (lambda path: safetensors(path, {"a": tensor([9], 0, 16)}, data_bytes=16), "model folder"),
     "unknown dtype": (lambda path: safetensors(path, {"a": tensor([4], 0, 16, "X9")}, data_bytes=16), "model folder"),
-    "weight that moves the cursor": (
-        lambda path: (folder(path), save_file({**weights_of(), "\x1b[2J": torch.ones(1)}, path / "model.safetensors")),
-        "?[2J should have shape none",
-    ),
+    "cursor": (lambda path: more_weights(path, {"\x1b[2J": torch.ones(1)}), "?[2J should have shape none"),
     "argument that moves the cursor": (lambda path: folder(path, **{"\x1b[2J": 1}), "does not hold a DiscreteVAE"),
     "shard above": (lambda path: sharded(path, ("1.safetensors", "../2.safetensors")), "no file in the folder"),
-    "shard far above": (lambda path: sharded(path, ("1.safetensors", "../../etc/passwd")), "no file in the folder"),
     "shard at the root": (lambda path: sharded(path, ("1.safetensors", "/etc/passwd")), "no file in the folder"),
     "shard below": (lambda path: sharded(path, ("1.safetensors", "a/../2.safetensors")), "no file in the folder"),
     "shard that is the folder": (lambda path: sharded(path, ("1.safetensors", ".")), "no file in the folder"),
@@ -317,9 +273,11 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shard that is a number": (lambda path: sharded(path, ("1.safetensors", 2)), "no file in the folder"),
     "shard that is a link out": (link_out, "2.safetensors is a link that leaves the folder"),
     "shard that is missing": (lambda path: (sharded(path), (path / "2.safetensors").unlink()), "No such file"),
-    "shard without its tensor": (lambda path: lying_index(path), "codebook.weight"),
-    "index without a map": (lambda path: index(path, "{}"), "has no weight_map"),
-    "index with a list": (lambda path: index(path, '{"weight_map": [1]}'), "has no weight_map"),
+    "shard without its tensor": (
+        lambda path: index(path, {"weight_map": dict.fromkeys(weights_of(), "2.safetensors")}), "codebook.weight"
+    ),
+    "index without a map": (lambda path: index(path, {}), "has no weight_map"),
+    "index with a list": (lambda path: index(path, {"weight_map": [1]}), "has no weight_map"),
 }  # fmt: skip
 
 HOSTILE = {
@@ -371,10 +329,8 @@ def test_it_is_refused_in_one_line_without_its_code_or_its_memory(
 ) -> None:
     """By the model, by `convert.py export` and by `convert.py inspect`, which may also read it unharmed."""
     load = DiscreteVAE.from_pretrained if hostile.name == "model" else DiscreteVAE.from_dalle
-    with little_memory(), pytest.raises(ValueError) as caught:
-        load(hostile)
-    assert_one_line(str(caught.value), complaint)
-    assert str(hostile) in str(caught.value)
+    with little_memory():
+        assert_one_line(one_line_of(load, hostile), complaint)
 
     with little_memory(), pytest.raises(SystemExit) as raised:
         convert.main(["export", str(hostile), "--to", "model", str(tmp_path / "out")])
@@ -398,9 +354,9 @@ def test_init_from_refuses_it_with_exit_code_2(
     hostile: Path, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    flags = ["--image_folder", "demo:shapes:16", "--image_size", "16", "--num_workers", "0", "--max_steps", "1"]
+    flags = "--image_folder demo:shapes:16 --image_size 16 --num_workers 0 --max_steps 1"
     with pytest.raises(SystemExit) as raised:
-        train_vae.main([*flags, "--output_dir", str(tmp_path / "run"), "--init_from", str(hostile)])
+        train_vae.main([*flags.split(), "--output_dir", str(tmp_path / "run"), "--init_from", str(hostile)])
     assert raised.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train_vae.py: error: ")
@@ -410,7 +366,7 @@ def test_init_from_refuses_it_with_exit_code_2(
 @pytest.mark.parametrize("by_another_hand", [False, True])
 def test_what_is_harmless_in_a_public_file_is_read(tmp_path: Path, by_another_hand: bool) -> None:
     """A state_dict as it is, saved from a GPU, with hparams and entries that are none of ours."""
-    model = DiscreteVAE(**SIZES)
+    model = DiscreteVAE(**VAE)
     state: Any = model.state_dict(keep_vars=True)
     torch.save({"hparams": {**HPARAMS, "lr": 1e-3}, "weights": state, "epoch": 3, "names": ["a"]}, tmp_path / "vae.pt")
     assert type(state).__name__ == "OrderedDict" and isinstance(state["codebook.weight"], torch.nn.Parameter)
@@ -419,7 +375,7 @@ def test_what_is_harmless_in_a_public_file_is_read(tmp_path: Path, by_another_ha
         rezipped(tmp_path / "vae.pt", change=lambda pickled: pickled.replace(cpu, gpu))
         assert b"cuda:0" in (tmp_path / "vae.pt").read_bytes()
     loaded = DiscreteVAE.from_dalle(tmp_path / "vae.pt").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    assert_same_bits(loaded, state)
 
 
 def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
@@ -429,16 +385,14 @@ def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "model" / "2.safetensors").rename(tmp_path / "model" / "two")
     os.symlink("two", tmp_path / "model" / "2.safetensors")
     torch.manual_seed(3)
-    DiscreteVAE(**SIZES)  # the draws for the folder itself
+    DiscreteVAE(**VAE)  # the draws for the folder itself
     expected = weights_of()
-    loaded = DiscreteVAE.from_pretrained(tmp_path / "model").state_dict()
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert_same_bits(DiscreteVAE.from_pretrained(tmp_path / "model"), expected)
 
 
 def test_a_long_clip_or_a_large_codebook_is_no_absurd_number(tmp_path: Path) -> None:
     """5 million entries, because the file holds 5 million; an image size, which is no weight's dimension."""
-    model = DiscreteVAE(**{**SIZES, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20})
+    model = DiscreteVAE(**{**VAE, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20})
     model.save_pretrained(tmp_path)
     assert DiscreteVAE.from_pretrained(tmp_path).config == model.config
 
@@ -446,4 +400,4 @@ def test_a_long_clip_or_a_large_codebook_is_no_absurd_number(tmp_path: Path) -> 
 def test_building_is_bounded_even_without_a_limit_on_numbers(warm: None) -> None:
     weights = weights_of()
     with little_memory(), pytest.raises(ValueError, match="many more weights than the file"):
-        build_with_weights(lambda: DiscreteVAE(**{**SIZES, "num_resnet_blocks": 10**9}), weights)
+        build_with_weights(lambda: DiscreteVAE(**{**VAE, "num_resnet_blocks": 10**9}), weights)

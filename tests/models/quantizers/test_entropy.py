@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.quantizers import Quantizer, make_quantizer
-
-Run = Callable[[int, Callable[[Any], Any]], list[Any]]
+from tests.models.helpers import Run, in_rows, quantizer_of, some
 
 # Soft enough for every code to have a part in every vector.
 SOFT: dict[str, dict[str, Any]] = {
@@ -26,19 +24,12 @@ with_entropy = pytest.mark.parametrize("name", SOFT)
 
 
 def soft(name: str, **options: Any) -> Quantizer:
-    torch.manual_seed(0)
-    quantizer = make_quantizer(name, **{**SOFT[name], **options})
-    if name == "ibq":
-        with torch.no_grad():
-            quantizer.codebook.weight.normal_()
-    return quantizer
+    return quantizer_of(name, **{**SOFT[name], **options})
 
 
 def some_z(batch: int = 12, dim: int = 6) -> Tensor:
     """Vectors whose mean is not 0, so that their codes are not used alike."""
-    return torch.randn(batch, dim, 2, 2, generator=torch.Generator().manual_seed(1)) + torch.linspace(-1, 1, dim).view(
-        dim, 1, 1
-    )
+    return some(batch, dim, 2, 2) + torch.linspace(-1, 1, dim).view(dim, 1, 1)
 
 
 def corners(bits: int) -> Tensor:
@@ -52,7 +43,7 @@ def entropy(p: Tensor) -> Tensor:
 
 def written_out(name: str, z: Tensor, codebook: Tensor | None) -> dict[str, Tensor]:
     """The losses of the vectors z (b, d, h, w), fp64, from probabilities of all codes."""
-    rows = z.movedim(1, -1).flatten(0, -2)
+    rows = in_rows(z)
     options = SOFT[name]
     if name == "ibq":
         assert codebook is not None
@@ -87,19 +78,12 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
     assert (actual.double() - expected).norm() <= tolerance * expected.norm()
 
 
-# Closed forms.
-
-
 @pytest.mark.parametrize("name", ["lfq", "bsq"])
-def test_between_all_codes_both_entropies_are_those_of_d_fair_coins(name: str) -> None:
+def test_entropies_are_those_of_d_coins_between_all_codes_at_all_codes_and_at_one(name: str) -> None:
     for gamma in (0.0, 1.0):
         quantizer = make_quantizer(name, codebook_size=2**10, diversity_gamma=gamma)
         loss = quantizer(torch.zeros(2, 10, 3, 3)).losses["entropy"]
         assert loss.item() == pytest.approx((1 - gamma) * 10 * math.log(2), abs=1e-5)
-
-
-@pytest.mark.parametrize("name", ["lfq", "bsq"])
-def test_sure_and_even_use_of_all_codes_is_worth_d_ln_2_and_of_one_code_nothing(name: str) -> None:
     quantizer = make_quantizer(name, codebook_size=2**6)
     everywhere = corners(6).float().T[None, :, :, None]
     assert quantizer(everywhere).losses["entropy"].item() == pytest.approx(-6 * math.log(2), abs=1e-6)
@@ -113,9 +97,6 @@ def test_the_losses_of_huge_vectors_are_finite_and_so_are_their_gradients() -> N
     losses = quantizer(z).losses
     sum(losses.values()).backward()
     assert all(loss.isfinite() for loss in losses.values()) and z.grad.isfinite().all()
-
-
-# One process.
 
 
 @with_entropy
@@ -135,7 +116,7 @@ def test_losses_and_gradients_are_those_of_the_formula_over_all_codes(name: str,
 @pytest.mark.parametrize("bits_per_group", [1, 2, 4])
 def test_entropies_of_groups_of_bits_add_up_to_a_bound_of_the_entropy_of_all(bits_per_group: int) -> None:
     z = some_z()
-    p = (0.8 * z.double().movedim(1, -1).flatten(0, -2) @ corners(6).T).softmax(1).view(-1, *[2] * 6).mean(0)
+    p = (0.8 * in_rows(z.double()) @ corners(6).T).softmax(1).view(-1, *[2] * 6).mean(0)
     sizes = {1: [1] * 6, 2: [2] * 3, 4: [3, 3]}[bits_per_group]  # as even as can be
     h_batch, first = torch.zeros(()), 0
     for size in sizes:
@@ -150,45 +131,17 @@ def test_entropies_of_groups_of_bits_add_up_to_a_bound_of_the_entropy_of_all(bit
     assert losses[1] < losses[2]
 
 
-def test_in_eval_mode_the_entropy_is_that_of_the_batch_at_hand() -> None:
+def test_what_was_observed_counts_neither_in_eval_mode_nor_after_the_update() -> None:
     quantizer, z = soft("lfq"), some_z()
-    quantizer.observe(some_z() + 3)
+    with pytest.raises(RuntimeError, match="nothing was observed"):
+        quantizer.pool()
+    quantizer.observe(z + 3)
     quantizer.pool()
     value, _, _ = expected("lfq", quantizer, z, "entropy")
     assert_equal(quantizer.eval()(z).losses["entropy"], value)
-
-
-def test_statistics_of_an_update_do_not_outlive_it() -> None:
-    quantizer, z = soft("lfq"), some_z()
-    quantizer.observe(some_z() + 3)
-    quantizer.pool()
-    quantizer(some_z() + 3)
+    assert (quantizer.train()(z).losses["entropy"] - value).abs() > 0.01
     quantizer.after_update(1, 0)
-    value, _, _ = expected("lfq", quantizer, z, "entropy")
     assert_equal(quantizer(z).losses["entropy"].detach(), value)
-
-
-def test_pooling_what_nobody_observed_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="nothing was observed"):
-        soft("lfq").pool()
-
-
-# Several processes and micro-batches.
-
-
-def test_each_share_says_the_entropy_of_the_whole_batch() -> None:
-    whole, h_batch = some_z(), []
-    for part in whole.chunk(3):
-        losses = []
-        for gamma in (0.0, 1.0):
-            quantizer = soft("lfq", diversity_gamma=gamma)
-            for other in whole.chunk(3):
-                quantizer.observe(other)
-            quantizer.pool()
-            losses.append(quantizer(part).losses["entropy"].item())
-        h_batch.append(losses[0] - losses[1])
-    p = (0.8 * whole.double().movedim(1, -1).flatten(0, -2) @ corners(6).T).softmax(1).mean(0)
-    assert h_batch == pytest.approx([entropy(p).item()] * 3, rel=1e-6)
 
 
 @with_entropy

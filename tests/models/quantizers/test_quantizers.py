@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.quantizers import QUANTIZERS, Quantizer, make_quantizer
+from tests.models.helpers import in_rows, quantizer_of, some, state_of
 
 SMALL: dict[str, dict[str, Any]] = {
     "lfq": {"codebook_size": 64},
@@ -27,43 +27,24 @@ all_quantizers = pytest.mark.parametrize("name", QUANTIZERS)
 
 
 def small(name: str, **options: Any) -> Quantizer:
-    torch.manual_seed(0)
-    quantizer = make_quantizer(name, **{**SMALL[name], **options})
-    if name == "ibq":
-        with torch.no_grad():
-            quantizer.codebook.weight.normal_()
-    return quantizer
+    return quantizer_of(name, **{**SMALL[name], **options})
 
 
-def some_z(quantizer: Quantizer, batch: int = 4, size: int = 3, seed: int = 1) -> Tensor:
-    return torch.randn(batch, quantizer.dim, size, size, generator=torch.Generator().manual_seed(seed))
-
-
-def in_rows(z: Tensor) -> Tensor:
-    return z.movedim(1, -1).flatten(0, -2)
+def some_z(quantizer: Quantizer, batch: int = 4, size: int = 3) -> Tensor:
+    return some(batch, quantizer.dim, size, size)
 
 
 def forbidden(tensor: Tensor) -> Tensor:
     raise AssertionError("nobody may be asked")
 
 
-# One interface.
-
-
 @all_quantizers
-@pytest.mark.parametrize("training", [True, False])
-def test_decoded_codes_are_the_quantized_vectors_to_the_bit(name: str, training: bool) -> None:
-    quantizer = small(name).train(training)
-    out = quantizer(some_z(quantizer))
-    assert torch.equal(quantizer.decode_codes(out.codes), out.quantized)
-    assert torch.equal(quantizer.decode_codes(out.codes.flatten(1)), out.quantized.flatten(2))
-
-
-@all_quantizers
-def test_shapes_types_and_names_of_the_losses_are_the_same_in_train_and_eval_mode(name: str) -> None:
+def test_in_train_and_eval_mode_outputs_are_of_one_kind_and_decoded_to_the_bit(name: str) -> None:
     quantizer = small(name)
     for training in (True, False):
         out = quantizer.train(training)(some_z(quantizer))
+        assert torch.equal(quantizer.decode_codes(out.codes), out.quantized)
+        assert torch.equal(quantizer.decode_codes(out.codes.flatten(1)), out.quantized.flatten(2))
         assert out.quantized.shape == (4, quantizer.dim, 3, 3) and out.quantized.dtype == torch.float32
         assert out.codes.shape == (4, 3, 3) and out.codes.dtype == torch.int64
         assert out.codes.min() >= 0 and out.codes.max() < quantizer.num_codes
@@ -89,49 +70,28 @@ def test_every_code_can_be_decoded_and_is_its_own_nearest(name: str) -> None:
 
 
 @all_quantizers
-def test_computed_in_fp32_whatever_the_dtype_and_autocast(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_computed_in_fp32_and_codes_alone_are_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
     quantizer = small(name).eval()
-    z = some_z(quantizer).bfloat16()
+    z = some_z(quantizer, size=9).to(dtype)
     expected = quantizer(z.float())
     with torch.autocast("cpu", torch.bfloat16):
-        out = quantizer(z)
-    assert torch.equal(out.quantized, expected.quantized) and torch.equal(out.codes, expected.codes)
-    assert out.losses == expected.losses
+        out, codes = quantizer(z), quantizer.codes(z)
+    assert torch.equal(out.quantized, expected.quantized) and out.losses == expected.losses
+    assert torch.equal(out.codes, expected.codes) and torch.equal(codes, out.codes) and codes.dtype == torch.int64
 
 
 @all_quantizers
-def test_without_training_or_without_gradients_nobody_is_asked_and_nothing_recorded(name: str) -> None:
+def test_without_training_or_gradients_and_for_codes_alone_nobody_is_asked_and_nothing_recorded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantizer = small(name)
     quantizer.all_reduce = quantizer.gather = forbidden
-    before = copy.deepcopy(quantizer.state_dict())
+    before = state_of(quantizer)
     quantizer.eval()(some_z(quantizer))
     with torch.no_grad():
         quantizer.train()(some_z(quantizer))
-    assert all(torch.equal(before[key], value) for key, value in quantizer.state_dict().items())
-    if name == "vq":
-        with pytest.raises(RuntimeError, match="without a forward"):
-            quantizer.after_update(1, 0)
-
-
-@all_quantizers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_alone_are_those_of_forward_to_the_bit(name: str, dtype: torch.dtype) -> None:
-    quantizer = small(name).eval()
-    z = some_z(quantizer, size=9).to(dtype)
-    z[0, :, 0] = math.nan
-    with torch.autocast("cpu", torch.bfloat16):
-        codes = quantizer.codes(z)
-    assert codes.dtype == torch.int64 and torch.equal(codes, quantizer(z).codes)
-
-
-@all_quantizers
-def test_codes_alone_compute_no_losses_ask_nobody_and_record_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quantizer = small(name).train()
-    monkeypatch.setattr(quantizer, "_quantize", forbidden)
-    quantizer.all_reduce = quantizer.gather = forbidden
-    before = copy.deepcopy(quantizer.state_dict())
+    monkeypatch.setattr(quantizer, "_quantize", forbidden)  # codes alone need no losses
     codes = quantizer.codes(some_z(quantizer).requires_grad_())
     assert codes.shape == (4, 3, 3) and not codes.requires_grad
     assert all(torch.equal(before[key], value) for key, value in quantizer.state_dict().items())
@@ -168,6 +128,7 @@ def test_what_is_not_finite_shows_in_the_output_and_leaves_codes_in_range(name: 
     out = quantizer(z)
     assert out.quantized[0].isnan().any() and out.quantized[1:].isfinite().all()
     assert out.codes.min() >= 0 and out.codes.max() < quantizer.num_codes
+    assert torch.equal(quantizer.codes(z), out.codes)
 
 
 @all_quantizers
@@ -177,19 +138,14 @@ def test_another_number_of_channels_is_an_error(name: str) -> None:
         quantizer(torch.zeros(2, quantizer.dim + 1, 3, 3))
 
 
-# FSQ.
-
-
-@pytest.mark.parametrize(
-    ("codebook_size", "num_codes", "dim"),
-    [(2**8, 240, 3), (2**10, 1000, 4), (2**12, 4375, 5), (2**14, 15360, 5), (2**16, 64000, 6)],
-)
-def test_fsq_has_the_published_number_of_codes_and_channels(codebook_size: int, num_codes: int, dim: int) -> None:
-    quantizer = make_quantizer("fsq", codebook_size=codebook_size)
-    assert (quantizer.num_codes, quantizer.dim) == (num_codes, dim)
+def test_fsq_has_the_published_number_of_codes_and_channels() -> None:
+    for bits, expected in {8: (240, 3), 10: (1000, 4), 12: (4375, 5), 14: (15360, 5), 16: (64000, 6)}.items():
+        quantizer = make_quantizer("fsq", codebook_size=2**bits)
+        assert (quantizer.num_codes, quantizer.dim) == expected
 
 
 def test_fsq_agrees_with_the_library() -> None:
+    """Codes, of which the first channel is the fastest digit, entries and gradients."""
     quantizer, theirs = small("fsq"), library.FSQ([8, 5, 4])
     z = (3 * some_z(quantizer, batch=20)).requires_grad_()
     other = z.detach().clone().requires_grad_()
@@ -201,17 +157,6 @@ def test_fsq_agrees_with_the_library() -> None:
     (out.quantized * weights).sum().backward()
     (quantized * weights).sum().backward()
     torch.testing.assert_close(z.grad, other.grad)
-
-
-def test_fsq_codes_count_with_the_first_channel_fastest() -> None:
-    quantizer = small("fsq")
-    levels = quantizer.decode_codes(torch.arange(160).view(1, -1))[0]
-    assert levels[0, :9].tolist() == [-1, -0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, -1]
-    assert levels[1, :48:8].tolist() == [-1, -0.5, 0, 0.5, 1, -1]
-    assert levels[2, ::40].tolist() == [-1, -0.5, 0, 0.5]
-
-
-# Straight through.
 
 
 def gradient_of_quantized(quantizer: Quantizer, z: Tensor, weights: Tensor) -> Tensor:
@@ -255,21 +200,13 @@ def test_ibq_has_the_gradients_of_a_straight_through_one_hot_choice() -> None:
     assert (codebook.grad != 0).all()  # entries that nobody chose move too
 
 
-# LFQ and BSQ against the library, which clamps logarithms at ln 1e-5.
-
-
-@pytest.mark.parametrize(
-    ("name", "inv_temperature", "theirs"),
-    [
-        ("lfq", 0.3, lambda: library.LFQ(codebook_size=64, commitment_loss_weight=1.0)),
-        ("bsq", 2.0, lambda: library.LFQ(codebook_size=64, commitment_loss_weight=1.0, spherical=True)),
-    ],
-)
-def test_signs_agree_with_the_library(name: str, inv_temperature: float, theirs: Callable[[], torch.nn.Module]) -> None:
+@pytest.mark.parametrize(("name", "inv_temperature"), [("lfq", 0.3), ("bsq", 2.0)])
+def test_signs_agree_with_the_library(name: str, inv_temperature: float) -> None:
+    """It clamps logarithms at ln 1e-5."""
     quantizer = small(name, inv_temperature=inv_temperature)
-    z = some_z(quantizer)
+    theirs, z = library.LFQ(codebook_size=64, commitment_loss_weight=1.0, spherical=name == "bsq"), some_z(quantizer)
     out = quantizer(z)
-    (quantized, codes, _), parts = theirs()(z, inv_temperature=inv_temperature, return_loss_breakdown=True)
+    (quantized, codes, _), parts = theirs(z, inv_temperature=inv_temperature, return_loss_breakdown=True)
     assert torch.equal(out.codes, codes)
     torch.testing.assert_close(out.quantized, quantized)
     torch.testing.assert_close(out.losses["commitment"], parts.commitment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ from torch.nn import functional as F
 
 from models import ResidualQuantizer
 from models.quantizers import clustering
+from tests.models.helpers import Run, assert_same_bits, some, state_of
 
-Run = Callable[[int, Callable[[Any], Any]], list[Any]]
 DIM, LEVELS, SIZE = 6, 4, 5
 
 
-def some_embeddings(n: int = 48, seed: int = 1) -> Tensor:
+def some_embeddings(seed: int = 1) -> Tensor:
     """Unit vectors, as the towers give them."""
-    return F.normalize(torch.randn(n, DIM, generator=torch.Generator().manual_seed(seed)), dim=1)
+    return F.normalize(some(48, DIM, seed=seed), dim=1)
 
 
 def untrained(**options: Any) -> ResidualQuantizer:
@@ -35,92 +34,42 @@ def untrained(**options: Any) -> ResidualQuantizer:
 def trained(updates: int = 3, **options: Any) -> ResidualQuantizer:
     quantizer = untrained(**options)
     for step in range(1, updates + 1):
-        quantizer(some_embeddings(seed=step))
+        quantizer(some_embeddings(step))
         quantizer.after_update(step, 0)
     return quantizer.eval()
 
 
-def state_of(quantizer: ResidualQuantizer) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in quantizer.state_dict().items()}
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def of_the_library(quantizer: ResidualQuantizer, **options: Any) -> Any:
-    """A `ResidualVQ` with the same codebooks."""
+def test_codes_and_updates_are_those_of_the_library() -> None:
+    quantizer = trained(updates=1, revive_below=0.0).train()
     theirs = library.ResidualVQ(
-        dim=DIM, num_quantizers=LEVELS, codebook_size=SIZE, threshold_ema_dead_code=0, rotation_trick=False, **options
+        dim=DIM, num_quantizers=LEVELS, codebook_size=SIZE, decay=0.9, threshold_ema_dead_code=0, rotation_trick=False
     )
-    for level, layer in zip(quantizer.levels, theirs.layers, strict=True):
-        book = layer._codebook
+    books = [layer._codebook for layer in theirs.layers]
+    for level, book in zip(quantizer.levels, books, strict=True):
         book.embed.data.copy_(level.codebook[None])
         book.embed_avg.data.copy_(level.code_sums[None])
         book.cluster_size.data.copy_(level.code_counts[None])
-    return theirs
-
-
-# Codes.
-
-
-def test_codes_and_sums_are_those_of_the_library() -> None:
-    quantizer, embeddings = trained(), some_embeddings(seed=9)
-    out = quantizer(embeddings)
-    quantized, codes, _ = of_the_library(quantizer).eval()(embeddings[None])
-    assert len(out.codes.unique(dim=0)) > 10
-    assert torch.equal(out.codes, codes[0])
-    torch.testing.assert_close(out.quantized, quantized[0])
-
-
-def test_updates_are_those_of_the_library() -> None:
-    quantizer = trained(updates=1, revive_below=0.0).train()
-    theirs = of_the_library(quantizer, decay=0.9)
     for step in range(2, 5):
-        embeddings = some_embeddings(seed=step)
-        out = quantizer(embeddings)
-        _, codes, losses = theirs(embeddings[None])
-        assert torch.equal(out.codes, codes[0])
+        out = quantizer(some_embeddings(step))
+        quantized, codes, losses = theirs(some_embeddings(step)[None])
+        assert torch.equal(out.codes, codes[0]) and len(out.codes.unique(dim=0)) > 10
+        torch.testing.assert_close(out.quantized, quantized[0])
         torch.testing.assert_close(out.losses["commitment"], losses.flatten())
         quantizer.after_update(step, 0)
-        for level, layer in zip(quantizer.levels, theirs.layers, strict=True):
-            torch.testing.assert_close(level.codebook, layer._codebook.embed[0], rtol=1e-5, atol=1e-6)
+        for level, book in zip(quantizer.levels, books, strict=True):
+            torch.testing.assert_close(level.codebook, book.embed[0], rtol=1e-5, atol=1e-6)
 
 
-def test_codes_are_nearest_to_what_is_left() -> None:
-    quantizer, embeddings = trained(), some_embeddings(seed=9)
-    residual = embeddings.double()
-    for column, level in zip(quantizer.encode(embeddings).unbind(1), quantizer.levels, strict=True):
-        assert torch.equal(column, torch.cdist(residual, level.codebook.double()).argmin(1))
-        residual = residual - level.codebook.double()[column]
-
-
-def test_decoding_is_the_sum_of_the_entries() -> None:
-    quantizer = trained()
-    codes = torch.tensor([[0, 1, 2, 3], [4, 0, 4, 0]])
-    books = [level.codebook for level in quantizer.levels]
-    expected = torch.stack(
-        [books[0][0] + books[1][1] + books[2][2] + books[3][3], sum(books[i][4 * (1 - i % 2)] for i in range(4))]
-    )
-    torch.testing.assert_close(quantizer.decode(codes), expected)
-
-
-def test_decoding_the_codes_is_the_quantized_of_forward_to_the_bit() -> None:
-    quantizer, embeddings = trained(), some_embeddings(seed=9)
-    assert torch.equal(quantizer.decode(quantizer.encode(embeddings)), quantizer(embeddings).quantized)
-
-
-def test_a_sum_of_well_separated_entries_is_encoded_without_error() -> None:
-    """With the entries of level k of the order 10^-k, every sum of entries finds its own codes again."""
-    quantizer = untrained().eval()
-    for k, level in enumerate(quantizer.levels):
-        level.codebook.copy_(torch.eye(DIM)[:SIZE] * 10.0**-k)
-    codes = torch.randint(0, SIZE, (50, LEVELS), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(quantizer.encode(quantizer.decode(codes)), codes)
+def test_encode_and_decode_give_the_codes_and_the_sum_of_forward_to_the_bit_under_autocast_too() -> None:
+    quantizer, embeddings = trained(), some_embeddings(9)
+    out, codes = quantizer(embeddings), quantizer.encode(embeddings)
+    assert torch.equal(codes, out.codes) and torch.equal(quantizer.decode(codes), out.quantized)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(quantizer(embeddings).quantized, out.quantized) and out.quantized.dtype == torch.float32
 
 
 def test_every_level_leaves_less() -> None:
-    quantizer, embeddings = trained(updates=20), some_embeddings(seed=1)
+    quantizer, embeddings = trained(updates=20), some_embeddings(1)
     codes, left = quantizer.encode(embeddings), quantizer(embeddings).losses["commitment"]
     errors = [F.mse_loss(quantizer.decode(codes[:, :k]), embeddings) for k in range(1, LEVELS + 1)]
     torch.testing.assert_close(left, torch.stack(errors))
@@ -129,16 +78,13 @@ def test_every_level_leaves_less() -> None:
 
 
 def test_gradients_go_straight_through_and_commitment_pulls_to_the_entries() -> None:
-    quantizer, embeddings = trained(), some_embeddings(seed=9).requires_grad_()
-    weights = torch.randn(48, DIM, generator=torch.Generator().manual_seed(2))
+    quantizer, embeddings = trained(), some_embeddings(9).requires_grad_()
+    weights = some(48, DIM, seed=2)
     out = quantizer(embeddings)
     (gradient,) = torch.autograd.grad((out.quantized * weights).sum(), embeddings, retain_graph=True)
     assert torch.equal(gradient, weights)
     (gradient,) = torch.autograd.grad(out.losses["commitment"][-1], embeddings)
     torch.testing.assert_close(gradient, 2 * (embeddings - out.quantized).detach() / embeddings.numel())
-
-
-# Learning.
 
 
 def test_the_first_batch_makes_the_first_entries_level_by_level() -> None:
@@ -156,25 +102,22 @@ def test_neither_eval_mode_nor_encode_learns() -> None:
     before = state_of(quantizer)
     quantizer.encode(some_embeddings())  # in train mode
     quantizer.eval()(some_embeddings())
-    assert_same_bits(state_of(quantizer), before)
+    assert_same_bits(quantizer, before)
     with pytest.raises(RuntimeError, match="without a forward"):
         quantizer.after_update(1, 0)
 
 
 def test_dead_entries_are_replaced_by_other_embeddings_on_every_level_and_by_seed() -> None:
-    def revived(seed: int) -> list[Tensor]:
-        quantizer, embeddings = trained(revive_below=0.01).train(), some_embeddings(seed=7)
+    def revived(seed: int) -> list[int]:
+        quantizer = trained(revive_below=0.01).train()
         for level in quantizer.levels:
             level.codebook[0] = level.code_sums[0] = 1e3
             level.code_counts[0] = 1e-4
-        quantizer(embeddings)
+        quantizer(some_embeddings(7))
         seen = [torch.cat(level._vectors) for level in quantizer.levels]
         quantizer.after_update(4, seed)
-        found = [
-            (level.codebook[0] == rows).all(1).nonzero() for level, rows in zip(quantizer.levels, seen, strict=True)
-        ]
-        assert all(len(rows) == 1 for rows in found)
-        return [int(rows) for rows in found]
+        pairs = zip(quantizer.levels, seen, strict=True)
+        return [int((level.codebook[0] == rows).all(1).nonzero()) for level, rows in pairs]  # fails unless it is one
 
     assert revived(0) == revived(0) != revived(1)
     assert len(set(revived(0))) > 1
@@ -185,44 +128,25 @@ def test_a_skipped_update_leaves_the_codebooks_as_they_were() -> None:
     before = state_of(quantizer)
     quantizer(torch.full((3, DIM), math.nan))
     quantizer.after_update(4, 0, skipped=torch.tensor(True))
-    assert_same_bits(state_of(quantizer), before)
+    assert_same_bits(quantizer, before)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_number_of_processes_learns_the_same_codebooks(world_size: int, processes: Run) -> None:
     first = untrained(revive_below=0.3)
 
-    def train(process: Any, world_size: int) -> dict[str, Tensor]:
+    def train(process: Any) -> ResidualQuantizer:
         quantizer = copy.deepcopy(first)
-        quantizer.connect(process.all_reduce, process.gather, process.rank, world_size)
+        for level in quantizer.levels:
+            process.connect(level)
         for step in range(1, 5):
-            quantizer(some_embeddings(seed=step).chunk(world_size)[process.rank])
+            quantizer(some_embeddings(step).chunk(process.world_size)[process.rank])
             quantizer.after_update(step, 0)
-        return state_of(quantizer)
+        return quantizer
 
-    (alone,) = processes(1, lambda process: train(process, 1))
-    assert_same_bits(alone, state_of(_trained_alone(first)))
-    for state in processes(world_size, lambda process: train(process, world_size)):
-        assert_same_bits(state, alone)
-
-
-def _trained_alone(first: ResidualQuantizer) -> ResidualQuantizer:
-    quantizer = copy.deepcopy(first)
-    for step in range(1, 5):
-        quantizer(some_embeddings(seed=step))
-        quantizer.after_update(step, 0)
-    return quantizer
-
-
-def test_autocast_changes_nothing() -> None:
-    quantizer, embeddings = trained(), some_embeddings(seed=9)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = quantizer(embeddings)
-    assert out.quantized.dtype == torch.float32
-    assert torch.equal(out.quantized, quantizer(embeddings).quantized)
-
-
-# Files.
+    alone = trained(updates=4, revive_below=0.3)
+    for quantizer in processes(1, train) + processes(world_size, train):
+        assert_same_bits(quantizer, alone)
 
 
 def test_the_defaults_are_those_of_musiclm() -> None:
@@ -235,24 +159,19 @@ def test_a_saved_quantizer_learns_on(tmp_path: Path) -> None:
     quantizer.save_pretrained(tmp_path)
     loaded = ResidualQuantizer.from_pretrained(tmp_path)
     for one in (quantizer.train(), loaded.train()):
-        one(some_embeddings(seed=8))
+        one(some_embeddings(8))
         one.after_update(4, 0)
-    assert_same_bits(state_of(loaded), state_of(quantizer))
+    assert_same_bits(loaded, quantizer)
 
 
-# Mistakes.
-
-
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        (lambda q: q(torch.zeros(2, DIM + 1)), r"\(2, 7\), not \(b, 6\)"),
-        (lambda q: q.encode(torch.zeros(DIM)), r"\(6,\), not \(b, 6\)"),
-        (lambda q: q.decode(torch.zeros(2, LEVELS + 1, dtype=torch.int64)), r"\(2, 5\), not \(b, 1 to 4\)"),
-        (lambda q: q.decode(torch.zeros(2, 0, dtype=torch.int64)), r"\(2, 0\), not \(b, 1 to 4\)"),
-        (lambda q: q.decode(torch.zeros(2, dtype=torch.int64)), "codes have the shape"),
-    ],
-)
-def test_what_cannot_be_is_refused(call: Callable[[ResidualQuantizer], Any], expected: str) -> None:
+@pytest.mark.parametrize(("method", "shape", "expected"), [
+    ("forward", (2, DIM + 1), r"\(2, 7\), not \(b, 6\)"),
+    ("encode", (DIM,), r"\(6,\), not \(b, 6\)"),
+    ("decode", (2, LEVELS + 1), r"\(2, 5\), not \(b, 1 to 4\)"),
+    ("decode", (2, 0), r"\(2, 0\), not \(b, 1 to 4\)"),
+    ("decode", (2,), "codes have the shape"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(method: str, shape: tuple[int, ...], expected: str) -> None:
+    dtype = torch.int64 if method == "decode" else torch.float32
     with pytest.raises(ValueError, match=expected):
-        call(trained())
+        getattr(trained(), method)(torch.zeros(shape, dtype=dtype))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,26 +12,20 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import VectorQuantizer, clustering, make_quantizer
+from models.quantizers import VectorQuantizer, clustering
 from models.quantizers.hashing import random_indices
 from models.quantizers.statistics import sums_by_code
-
-Run = Callable[[int, Callable[[Any], Any]], list[Any]]
-
-
-def some_vectors(batch: int = 12, dim: int = 5, seed: int = 1) -> Tensor:
-    return torch.randn(batch, dim, 2, 2, generator=torch.Generator().manual_seed(seed))
+from tests.models.helpers import Run, assert_same_bits, in_rows, quantizer_of, some, state_of
 
 
-def in_rows(z: Tensor) -> Tensor:
-    return z.movedim(1, -1).flatten(0, -2)
+def some_vectors(batch: int = 12, seed: int = 1) -> Tensor:
+    return some(batch, 5, 2, 2, seed=seed)
 
 
 def started(codebook_size: int = 7, **options: Any) -> VectorQuantizer:
     """With random entries and no revival, unless asked for."""
-    torch.manual_seed(0)
     options = {"kmeans_init": False, "revive_below": 0.0, **options}
-    quantizer = make_quantizer("vq", codebook_size=codebook_size, dim=5, **options)
+    quantizer = quantizer_of("vq", codebook_size=codebook_size, dim=5, **options)
     assert isinstance(quantizer, VectorQuantizer)
     return quantizer
 
@@ -40,26 +33,6 @@ def started(codebook_size: int = 7, **options: Any) -> VectorQuantizer:
 def update(quantizer: VectorQuantizer, z: Tensor, step: int = 1, **more: Any) -> None:
     quantizer(z)
     quantizer.after_update(step, 0, **more)
-
-
-def state_of(quantizer: VectorQuantizer) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in quantizer.state_dict().items()}
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-# Choice and update.
-
-
-def test_the_nearest_entry_is_chosen_and_its_distance_is_the_loss() -> None:
-    quantizer, z = started(), some_vectors()
-    out = quantizer(z)
-    distances = torch.cdist(in_rows(z).double(), quantizer.codebook.double())
-    assert torch.equal(out.codes.flatten(), distances.argmin(1))
-    expected = distances.min(1).values.square().mean() / 5
-    torch.testing.assert_close(out.losses["commitment"].double(), expected)
 
 
 def test_the_loss_pulls_vectors_to_their_entries() -> None:
@@ -74,22 +47,6 @@ def test_the_choice_does_not_depend_on_how_many_pairs_are_compared_at_a_time(mon
     codes = quantizer(z).codes
     monkeypatch.setattr(clustering, "_PAIRS_AT_ONCE", 20)
     assert torch.equal(quantizer(z).codes, codes)
-
-
-def test_entries_follow_the_formula_of_the_paper() -> None:
-    quantizer = started(decay=0.6)
-    counts, sums = torch.ones(7, dtype=torch.float64), quantizer.codebook.double()
-    entries = sums.clone()
-    for step in range(1, 4):
-        z = some_vectors(seed=step)
-        codes = torch.cdist(in_rows(z).double(), entries).argmin(1)
-        chosen = F.one_hot(codes, 7).double()
-        counts = 0.6 * counts + 0.4 * chosen.sum(0)
-        sums = 0.6 * sums + 0.4 * chosen.T @ in_rows(z).double()
-        smoothed = (counts + 1e-5) / (counts.sum() + 7 * 1e-5) * counts.sum()
-        entries = sums / smoothed[:, None]
-        update(quantizer, z, step)
-        torch.testing.assert_close(quantizer.codebook, entries.float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("cosine", [False, True])
@@ -108,18 +65,16 @@ def test_updates_agree_with_the_library(cosine: bool) -> None:
         assert torch.equal(out.codes.flatten(), codes.flatten())
         torch.testing.assert_close(out.losses["commitment"], commitment.squeeze())
         quantizer.after_update(step, 0)
-        torch.testing.assert_close(quantizer.codebook, book.embed[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(quantizer.codebook, book.embed[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(quantizer.code_counts, book.cluster_size[0])
 
 
 @pytest.mark.parametrize("kmeans_init", [False, True])
 def test_with_cosine_vectors_and_entries_have_length_one(kmeans_init: bool) -> None:
     quantizer = started(cosine=True, revive_below=0.5, kmeans_init=kmeans_init)
-    quantizer(10 * some_vectors())
-    torch.testing.assert_close(quantizer.codebook.norm(dim=1), torch.ones(7))
     for step in range(1, 4):
         update(quantizer, 10 * some_vectors(seed=step), step)
-    torch.testing.assert_close(quantizer.codebook.norm(dim=1), torch.ones(7))
+        torch.testing.assert_close(quantizer.codebook.norm(dim=1), torch.ones(7))
     assert quantizer(10 * some_vectors()).losses["commitment"] < 4 / 5
 
 
@@ -132,22 +87,15 @@ def test_sums_by_code_are_exact() -> None:
     torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
 
 
-# What must not spoil a codebook.
-
-
 def test_a_skipped_update_leaves_the_codebook_as_it_was() -> None:
     quantizer = started(revive_below=0.5)
     update(quantizer, some_vectors())
     before = state_of(quantizer)
     update(quantizer, torch.full((12, 5, 2, 2), math.nan), 2, skipped=torch.tensor(True))
-    assert_same_bits(state_of(quantizer), before)
-
-
-def test_an_update_that_was_not_skipped_is_made() -> None:
-    one, other = started(), started()
-    update(one, some_vectors())
+    assert_same_bits(quantizer, before)
+    other = started(revive_below=0.5)
     update(other, some_vectors(), skipped=torch.tensor(False))
-    assert_same_bits(state_of(one), state_of(other))
+    assert_same_bits(other, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -156,7 +104,7 @@ def test_the_averages_stay_fp32_when_the_model_is_cast(dtype: torch.dtype) -> No
     before = state_of(model[1])
     model.to(dtype)
     assert model[0].weight.dtype == dtype
-    assert_same_bits(state_of(model[1]), before)
+    assert_same_bits(model[1], before)
     assert model[1].codebook.dtype == torch.float32
 
 
@@ -169,18 +117,7 @@ def test_training_goes_on_from_a_state_dict_to_the_bit() -> None:
     for step in range(3, 6):
         update(quantizer, some_vectors(seed=step), step)
         update(resumed, some_vectors(seed=step), step)
-    assert_same_bits(state_of(resumed), state_of(quantizer))
-
-
-# First entries.
-
-
-def test_k_means_finds_clusters_that_lie_apart() -> None:
-    centres = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) * 20
-    vectors = centres.repeat(12, 1) + 0.01 * torch.randn(48, 5, generator=torch.Generator().manual_seed(4))
-    found, counts = clustering.kmeans(vectors, 8, normalize=lambda means: means)
-    assert torch.cdist(centres, found).min(1).values.max() < 0.05
-    assert counts.sum() == 48
+    assert_same_bits(resumed, quantizer)
 
 
 def test_k_means_ends_where_every_centre_is_the_mean_of_what_is_nearest_to_it() -> None:
@@ -208,75 +145,51 @@ def test_with_fewer_vectors_than_codes_each_vector_is_an_entry() -> None:
     quantizer = started(codebook_size=30, kmeans_init=True)
     assert quantizer(some_vectors(batch=2)).losses["commitment"] == 0
     is_same = (quantizer.codebook[:, None] == in_rows(some_vectors(batch=2))).all(2)
-    assert is_same.any(0).all() and is_same.any(1).all()
-    assert quantizer.code_counts.sum() == 8
+    assert is_same.any(0).all() and is_same.any(1).all() and quantizer.code_counts.sum() == 8
 
 
-def test_a_first_batch_that_is_not_finite_makes_no_entries() -> None:
+def test_a_first_batch_that_is_not_finite_makes_no_entries_and_loading_none_starts_again() -> None:
     quantizer = started(kmeans_init=True)
     before = state_of(quantizer)
     update(quantizer, torch.full((3, 5, 2, 2), math.nan), skipped=torch.tensor(True))
-    assert_same_bits(state_of(quantizer), before)
+    assert_same_bits(quantizer, before)
     quantizer(some_vectors())
     assert quantizer.is_initialized and quantizer.codebook.isfinite().all()
-
-
-def test_loading_a_codebook_without_entries_starts_it_again() -> None:
-    quantizer = started(kmeans_init=True)
-    blank = state_of(quantizer)
-    quantizer(some_vectors())
-    assert quantizer.is_initialized
-    quantizer.load_state_dict(blank)
+    quantizer.load_state_dict(before)
     assert not quantizer.is_initialized
 
 
-# Dead entries.
-
-
-def with_a_dead_entry(**options: Any) -> VectorQuantizer:
+def with_a_dead_entry() -> VectorQuantizer:
     """Entry 0 lies so far away that nobody chooses it, and its count is almost gone."""
-    quantizer = started(revive_below=0.01, **options)
+    quantizer = started(revive_below=0.01)
     quantizer.codebook[0] = quantizer.code_sums[0] = 1e3
     quantizer.code_counts[0] = 1e-4
     return quantizer
 
 
 @pytest.mark.parametrize(("seed", "step"), [(0, 1), (0, 2), (5, 2)])
-def test_a_dead_entry_becomes_the_vector_drawn_by_seed_and_step(seed: int, step: int) -> None:
-    quantizer, z = with_a_dead_entry(), some_vectors()
-    quantizer(z)
-    quantizer.after_update(step, seed)
+def test_a_dead_entry_becomes_the_vector_drawn_by_seed_and_step_and_no_other_changes(seed: int, step: int) -> None:
+    quantizer, other, z = with_a_dead_entry(), with_a_dead_entry(), some_vectors()
+    other.revive_below = 0.0
+    for one in (quantizer, other):
+        one(z)
+        one.after_update(step, seed)
+    assert (other.codebook[0] > 500).all() and torch.equal(quantizer.codebook[1:], other.codebook[1:])
     drawn = random_indices(7, 48, seed, step, device=torch.device("cpu"))[0]
     assert torch.equal(quantizer.codebook[0], in_rows(z)[drawn])
     assert quantizer.code_counts[0] == pytest.approx(quantizer.code_counts[1:].mean().item(), rel=0.2)
     torch.testing.assert_close(quantizer.code_sums[0], quantizer.codebook[0] * quantizer.code_counts[0])
 
 
-def test_entries_in_use_are_what_they_are_without_revival() -> None:
-    quantizer, other = with_a_dead_entry(), with_a_dead_entry()
-    other.revive_below = 0.0
-    for one in (quantizer, other):
-        update(one, some_vectors())
-    assert (other.codebook[0] > 500).all()
-    assert torch.equal(quantizer.codebook[1:], other.codebook[1:])
+def test_vectors_are_drawn_evenly_as_a_function_of_seed_step_and_code() -> None:
+    def drawn(count: int, bound: int, seed: int, step: int) -> Tensor:
+        return random_indices(count, bound, seed, step, device=torch.device("cpu"))
 
-
-def test_which_vector_revives_is_a_function_of_seed_step_and_code() -> None:
-    def drawn(seed: int, step: int) -> list[int]:
-        return random_indices(40, 1000, seed, step, device=torch.device("cpu")).tolist()
-
-    assert drawn(3, 7) == drawn(3, 7)
-    assert len({tuple(drawn(seed, step)) for seed in range(5) for step in range(5)}) == 25
-    assert len(set(drawn(3, 7))) > 35
-
-
-def test_vectors_are_drawn_evenly() -> None:
-    drawn = torch.cat([random_indices(1000, 10, 0, step, device=torch.device("cpu")) for step in range(100)])
-    counts = torch.bincount(drawn, minlength=10).double()
+    assert torch.equal(drawn(40, 1000, 3, 7), drawn(40, 1000, 3, 7))
+    assert len({tuple(drawn(40, 1000, seed, step).tolist()) for seed in range(5) for step in range(5)}) == 25
+    assert len(drawn(40, 1000, 3, 7).unique()) > 35
+    counts = torch.cat([drawn(1000, 10, 0, step) for step in range(100)]).bincount(minlength=10).double()
     assert ((counts - 10_000).square() / 10_000).sum() < 27.9  # chi-squared, 9 degrees of freedom: p = 0.001
-
-
-# Several processes and micro-batches.
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 4), (3, 1), (3, 2), (2, 3)])
@@ -287,12 +200,12 @@ def test_any_number_of_processes_and_micro_batches_makes_the_same_codebook(
     """With first entries, averages and revived entries."""
     first = started(codebook_size=20, kmeans_init=True, revive_below=0.3, cosine=cosine)
 
-    def train(process: Any, parts_of: Callable[[Tensor], list[Tensor]]) -> tuple[dict[str, Tensor], int]:
+    def train(process: Any, micro_batches: int) -> tuple[VectorQuantizer, int]:
         quantizer, revived = copy.deepcopy(first), 0
         process.connect(quantizer)
         for step in range(1, 6):
             z = some_vectors(seed=step)
-            parts = parts_of(z)
+            parts = z.chunk(process.world_size)[process.rank].chunk(micro_batches)
             if len(parts) > 1 and quantizer.needs_observation:
                 for part in parts:
                     quantizer.observe(part)
@@ -302,16 +215,12 @@ def test_any_number_of_processes_and_micro_batches_makes_the_same_codebook(
             quantizer.after_update(step, 0)
             rows = F.normalize(in_rows(z), dim=1) if cosine else in_rows(z)
             revived += int((torch.cdist(quantizer.codebook, rows) < 1e-5).any(1).sum())
-        return state_of(quantizer), revived
+        return quantizer, revived
 
-    ((alone, revived),) = processes(1, lambda process: train(process, lambda z: [z]))
+    ((alone, revived),) = processes(1, lambda process: train(process, 1))
     assert revived > 0
-    spread = processes(
-        world_size,
-        lambda process: train(process, lambda z: list(z.chunk(world_size)[process.rank].chunk(micro_batches))),
-    )
-    for state, _ in spread:
-        assert_same_bits(state, alone)
+    for quantizer, _ in processes(world_size, lambda process: train(process, micro_batches)):
+        assert_same_bits(quantizer, alone)
 
 
 def test_an_update_is_one_collective(processes: Run) -> None:

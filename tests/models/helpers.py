@@ -1,0 +1,102 @@
+"""What several tests of the models use: small sizes, random inputs, comparisons."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.quantizers import Quantizer, make_quantizer
+
+Run = Callable[[int, Callable[[Any], Any]], list[Any]]
+
+VAE: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
+VQGAN: dict[str, Any] = {"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256}
+# 64 bands x 51 frames: 4 x 3 patches.
+MULAN: dict[str, Any] = {
+    "clip_seconds": 0.5, "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4,
+    "vocab_size": 40, "max_text_tokens": 10, "dim_latent": 6,
+}  # fmt: skip
+
+
+def some(*shape: int, seed: int = 1) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_images(batch: int = 2, channels: int = 3, size: int = 16, seed: int = 1) -> Tensor:
+    return torch.rand(batch, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def in_rows(z: Tensor) -> Tensor:
+    return z.movedim(1, -1).flatten(0, -2)
+
+
+def quantizer_of(name: str, **options: Any) -> Quantizer:
+    """With entries of ibq that are far enough apart for all of them to be chosen."""
+    torch.manual_seed(0)
+    quantizer = make_quantizer(name, **options)
+    if name == "ibq":
+        nn.init.normal_(quantizer.codebook.weight)
+    return quantizer
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    """Of two state dicts or models."""
+    ours, theirs = (it.state_dict() if isinstance(it, nn.Module) else it for it in (one, other))
+    assert ours.keys() == theirs.keys()
+    same = {name: ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours}
+    assert [name for name in same if not same[name]] == []
+
+
+def one_line_of(read: Callable[[Path], object], path: Path) -> str:
+    """The error of reading a path: one line that names it."""
+    with pytest.raises(ValueError) as caught:
+        read(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    return str(caught.value)
+
+
+class Call:
+    """Pickled as a call, which runs where the file is unpickled as usual."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+class Process:
+    """One of several; each collective waits for all of them."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.rank, self.world_size, self._barrier, self._slots = rank, world_size, barrier, slots
+        self.collectives = 0
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self.collectives += 1
+        self._slots[self.rank] = tensor.detach().clone()
+        self._barrier.wait()
+        parts = list(self._slots)
+        self._barrier.wait()
+        return parts
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchange(tensor)).sum(0)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self._exchange(tensor))
+
+    def connect(self, quantizer: Any) -> None:
+        quantizer.all_reduce, quantizer.gather = self.all_reduce, self.gather
+        quantizer.rank, quantizer.world_size = self.rank, self.world_size
