@@ -34,7 +34,7 @@ def test_a_short_torture_loses_nothing() -> None:
 def write_checkpoint(run: Path, step: int) -> Path:
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
-    contents = {"model.safetensors": b"weights of %d" % step, "state.json": b"{}"}
+    contents = {"model.safetensors": b"weights of %d" % step, "state.json": b'{"parts": {"progress": {}}}'}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     sums = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()]
@@ -130,10 +130,20 @@ TRAINED = "61 images to train on\nstep {step}/20  epoch 1\n"
 def test_a_silent_fresh_start_is_found(log: str, newest: int | None, complaint: str | None, tmp_path: Path) -> None:
     log = log.replace("{run}", str(tmp_path))
     if complaint is None:
-        checks.check_continuation(log, newest, tmp_path)
+        checks.check_continuation(log, newest, (newest or 0) + 1, tmp_path)
     else:
         with pytest.raises(checks.Lost, match=complaint):
-            checks.check_continuation(log, newest, tmp_path)
+            checks.check_continuation(log, newest, (newest or 0) + 1, tmp_path)
+
+
+def test_a_run_that_was_stopped_before_its_evaluation_logs_the_update_again(tmp_path: Path) -> None:
+    assert checks.next_line(tmp_path) == 1
+    folder = write_checkpoint(tmp_path, 6)
+    assert checks.next_line(tmp_path) == 7
+    (folder / "state.json").write_text('{"parts": {"progress": {"unfinished_line": {"loss": 1.0}}}}')
+    assert checks.next_line(tmp_path) == 6
+    write_metrics(tmp_path, [1.0] * 5)
+    checks.check_polite_end("asked to stop: saved update 6; run the same", tmp_path, 20)
 
 
 def test_a_stop_that_was_asked_for_and_not_saved_is_found(tmp_path: Path) -> None:

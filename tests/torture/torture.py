@@ -41,6 +41,7 @@ from torture_checks import (
     checkpoint_steps,
     finished_step,
     loss_difference,
+    next_line,
     read_metrics,
     trained_steps,
     unfinished_saves,
@@ -209,11 +210,12 @@ class Torture:
         """Start the run once, strike if that is planned, and see what is left; whether the run is finished."""
         launcher = blow.launcher if blow else plan.last
         newest, saves, updates = max(checkpoint_steps(run), default=None), unfinished_saves(run), len(read_metrics(run))
+        first = next_line(run)
         with self._job(launcher, run, plan.flags, log) as job:
             start = self._strike(job, run, blow, newest or 0)
         reference, _ = self._reference(ONE_PROCESS)
         check_checkpoints(run, start.before, plan.keep, verified_files(checkpoint_path(reference, UPDATES)))
-        check_continuation(start.log, newest, run)
+        check_continuation(start.log, newest, first, run)
         read_metrics(run)
         trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
         check_kept_up(run, trained, plan.save_every)

@@ -97,10 +97,20 @@ def trained_steps(log: str) -> list[int]:
     return [int(step) for step in re.findall(r"step (\d+)/", log)]
 
 
-def check_continuation(log: str, newest: int | None, run: Path) -> None:
-    """A start that got as far as training went on from the newest checkpoint there was, and said so."""
+def next_line(run: Path) -> int:
+    """The update whose line the next start is to log first: that after the newest checkpoint; the checkpoint's own if
+    the run was asked to stop before the evaluation of that update."""
+    if not (steps := checkpoint_steps(run)):
+        return 1
+    progress = json.loads((checkpoint_path(run, steps[-1]) / "state.json").read_text())["parts"]["progress"]
+    return steps[-1] if "unfinished_line" in progress else steps[-1] + 1
+
+
+def check_continuation(log: str, newest: int | None, first: int, run: Path) -> None:
+    """A start that got as far as training went on from the newest checkpoint there was, with the line of update
+    `first`, and said so."""
     trained, said = trained_steps(log), re.search(r"resumed from (\S+)", log)
-    if trained and trained[0] != (newest or 0) + 1:
+    if trained and trained[0] != first:
         raise Lost(f"the run went on with update {trained[0]}, though the newest checkpoint was {newest}")
     if newest is not None and "images to train on" in log and not said:
         raise Lost(f"the run did not say that it resumed, though checkpoint {newest} was there")
@@ -114,7 +124,7 @@ def check_polite_end(log: str, run: Path, updates: int) -> None:
     if said is None:
         if finished_step(run) != updates:
             raise Lost("the run was asked to stop and ended without a save")
-    elif not steps or not int(said[1]) == steps[-1] == len(logged):
+    elif not steps or int(said[1]) != steps[-1] or len(logged) != next_line(run) - 1:
         raise Lost(f"the run said that it saved update {said[1]}; it saved {steps} and logged {len(logged)} updates")
 
 
