@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ..contracts import Processes
 
 TOP = 10
 _RECALLS = (1, 5, 10)
@@ -30,17 +32,6 @@ _RECALLS = (1, 5, 10)
 _TIE = 1e-12
 
 _SCORES_AT_A_TIME = 1 << 22  # 32 MiB in float64
-
-
-class Processes(Protocol):
-    """What the measurement needs from the processes that share it."""
-
-    rank: int
-    world_size: int
-
-    def gather(self, tensor: Tensor) -> Tensor: ...
-    def gather_objects(self, value: Any) -> list[Any]: ...
-    def sum(self, value: Any) -> Any: ...
 
 
 class Pairs(NamedTuple):
@@ -283,9 +274,8 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
 
     count = right.sum(1, keepdim=True)
     place = torch.arange(1, top + 1, device=scores.device)  # among the right candidates
-    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(
-        2
-    )  # at most 10 wrong candidates: more make no difference
+    # At most 10 wrong candidates are counted: more make no difference.
+    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)
     precision = torch.where((place <= count) & (place + ahead <= TOP), place / (place + ahead).double(), 0)
     average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
     return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)

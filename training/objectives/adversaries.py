@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..contracts import Processes
 from .adversarial import (
     ADVERSARIAL_LOSSES,
     LeCam,
@@ -25,17 +25,6 @@ ADAPTIVE = "adaptive"
 
 ReconstructionLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(reconstruction, images) -> a loss (0-d), and its parts for the log."""
-
-
-class Processes(Protocol):
-    """What an adversarial update asks of the processes that train together."""
-
-    device: torch.device
-
-    @property
-    def grad_accum_steps(self) -> int: ...
-    def autocast(self) -> AbstractContextManager[Any]: ...
-    def mean(self, value: Any) -> Any: ...
 
 
 class Quantizer(Protocol):

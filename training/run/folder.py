@@ -42,8 +42,10 @@ class RunFolder:
         broadcast: Callable[[Any], Any] = lambda found: found,
     ) -> None:
         self.path = Path(output_dir)
-        self._is_root = is_root
-        self._broadcast = broadcast
+        self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
+        #: Created at the end of the run.
+        self.model_dir = self.path / "model"
+        self._is_root, self._broadcast = is_root, broadcast
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
         #: Whether the folder holds a finished run.
@@ -51,19 +53,6 @@ class RunFolder:
         #: Update whose weights model/ holds, or None.
         self.finished_step: int | None
         self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples_dir(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def model_dir(self) -> Path:
-        """Created at the end of the run."""
-        return self.path / "model"
 
     def write_sample(self, step: int, png: bytes, name: str = "") -> None:
         """The picture of a step, on the root; `name` distinguishes several models. Raises OSError where the disk does
@@ -100,36 +89,30 @@ class RunFolder:
         Raises:
             ValueError: one line naming each of `model_arguments` that differs, with both values.
         """
-        self._on_root(lambda: self._check_config(config, model_arguments, resolve))
-
-    def _check_config(
-        self,
-        config: Mapping[str, Any],
-        model_arguments: Collection[str],
-        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    ) -> None:
         import yaml
 
-        path = self.path / "config.yaml"
-        try:
-            saved = yaml.safe_load(path.read_text())
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(
-                f"cannot resume: {path}: {' '.join(str(error).split())}; restore it, or start over with --fresh"
-            ) from None
-        saved = saved if isinstance(saved, dict) else {}
-        was, now = resolve(saved), resolve(config)
-        # Compare resolved values, but report the arguments as they were written.
-        differences = [
-            f"--{name} was {saved.get(name)} and is now {config[name]}"
-            for name in (*model_arguments, *_OF_THE_RUN)
-            if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
-        ]
-        if differences:
-            raise ValueError(
-                f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
-                "--output_dir, or --fresh to start over"
-            )
+        def check() -> None:
+            path = self.path / "config.yaml"
+            try:
+                saved = yaml.safe_load(path.read_text())
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                reason = " ".join(str(error).split())
+                raise ValueError(f"cannot resume: {path}: {reason}; restore it, or start over with --fresh") from None
+            saved = saved if isinstance(saved, dict) else {}
+            was, now = resolve(saved), resolve(config)
+            # Compare resolved values, but report the arguments as they were written.
+            differences = [
+                f"--{name} was {saved.get(name)} and is now {config[name]}"
+                for name in (*model_arguments, *_OF_THE_RUN)
+                if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
+            ]
+            if differences:
+                raise ValueError(
+                    f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
+                    "--output_dir, or --fresh to start over"
+                )
+
+        self._on_root(check)
 
     def _on_root(self, action: Callable[[], Any]) -> Any:
         """Run `action` on the root; every process returns its result, or raises its error as a one-line ValueError."""
@@ -164,7 +147,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
         moved_to = None
-        if fresh and self._holds_run():
+        if fresh and any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
             with hold(self.path / ".lock"):
                 moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -174,9 +157,6 @@ class RunFolder:
         write_atomically(probe, bytes(4096))
         probe.unlink()
         return moved_to, (self.model_dir / "config.json").exists(), self._finished_step()
-
-    def _holds_run(self) -> bool:
-        return any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
 
     def _move_away(self) -> str:
         folder = Path(os.path.abspath(self.path))

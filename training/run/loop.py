@@ -14,8 +14,8 @@ from PIL import Image
 from ..ema import ExponentialMovingAverage, NoAverage
 
 if TYPE_CHECKING:
+    from ..contracts import Feed
     from .best import BestModel
-    from .contracts import Feed
     from .run import Run
 
 

@@ -64,11 +64,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""
-        state = {
-            "samples": self.samples,
-            "batch_size": self.batch_size,
-            "samples_per_epoch": self.samples_per_epoch,
-        }
+        state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch")}
         return state if self.unfinished_line is None else {**state, "unfinished_line": self.unfinished_line}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

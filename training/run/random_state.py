@@ -26,8 +26,10 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """{"generators": {name: uint8 (processes, bytes)}}. Collective."""
-        own = {name: torch.from_numpy(np.frombuffer(state, np.uint8).copy()) for name, state in self._states().items()}
-        gathered = {name: self._gather(state[None].to(self._device)).cpu() for name, state in own.items()}
+        gathered = {}
+        for name, state in self._states().items():
+            own = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+            gathered[name] = self._gather(own[None].to(self._device)).cpu()
         return {"generators": gathered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

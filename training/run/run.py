@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from ..checkpoints.store import Checkpoints
+from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import to_png
-from .contracts import Feed, Processes, Stateful, Update
 from .folder import RunFolder
 from .loop import Evaluation, updates
 from .progress import Progress, ProgressDisplay, total_samples_from
@@ -56,18 +56,14 @@ class Run:
             fresh = args.fresh and not processes.is_restart
             self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
             self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
+        size = len(feed.train_set)
         total_samples = total_samples_from(
-            epochs=args.epochs,
-            max_steps=args.max_steps,
-            samples_per_epoch=len(feed.train_set),
-            batch_size=args.batch_size,
+            epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
         )
-        self.progress = Progress(args.batch_size, len(feed.train_set), total_samples)
+        self.progress = Progress(args.batch_size, size, total_samples)
+        metrics_file = self.folder.path / "metrics.jsonl"
         self._checkpoints = Checkpoints(
-            self.folder.checkpoints_dir,
-            args.keep_n_checkpoints,
-            processes,
-            synced_first=self.folder.path / "metrics.jsonl",
+            self.folder.checkpoints_dir, args.keep_n_checkpoints, processes, synced_first=metrics_file
         )
         self._deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
