@@ -66,14 +66,7 @@ class Noise:
         """float32 noise (b, *shape), uniform in [0, 1). Arguments as for `gumbel`."""
         return self._drawn("uniform", step, positions, shape, device)
 
-    def _drawn(
-        self,
-        law: str,
-        step: int,
-        positions: Sequence[int],
-        shape: Sequence[int],
-        device: Device,
-    ) -> Tensor:
+    def _drawn(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
         generator = torch.Generator(rows.device)
         for row, position in zip(rows, positions, strict=True):

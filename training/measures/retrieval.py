@@ -58,11 +58,7 @@ class RetrievalQuality:
         self._clips = 0
 
     def add(
-        self,
-        audio: Tensor,
-        text: Tensor,
-        captions: Sequence[Sequence[str]],
-        labels: Sequence[str | None] | None = None,
+        self, audio: Tensor, text: Tensor, captions: Sequence[Sequence[str]], labels: Sequence[str | None] | None = None
     ) -> None:
         """Add a batch of clips.
 
@@ -172,10 +168,7 @@ class RetrievalQuality:
         totals = processes.sum({"right": right, "labelled": labelled})
         if not totals["labelled"]:
             return {}
-        return {
-            "zero_shot/top1": totals["right"] / totals["labelled"],
-            "zero_shot/chance_top1": 1 / len(class_names),
-        }
+        return {"zero_shot/top1": totals["right"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
 
 
 def text_id(text: str) -> int:

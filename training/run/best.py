@@ -31,12 +31,7 @@ class BestModel:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        is_root: bool,
-        *,
-        metric: str,
-        broadcast: Callable[[Any], Any] = lambda found: found,
+        self, folder: Path, is_root: bool, *, metric: str, broadcast: Callable[[Any], Any] = lambda found: found
     ) -> None:
         self.path = Path(folder) / "best"
         #: Value of the model in `path`, and its step; None before the first.

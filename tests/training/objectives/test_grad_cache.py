@@ -170,10 +170,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(
     model, batch = Towers(), make_batch()
     batch["sounds"][7] = torch.nan
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with (
-        pytest.raises(SystemExit),
-        open_backend("--grad_accum_steps", "4", "--max_skipped_updates", "1") as backend,
-    ):
+    with pytest.raises(SystemExit), open_backend("--grad_accum_steps", "4", "--max_skipped_updates", "1") as backend:
         engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         contrastive_update(engine, backend, Contrastive("decoupled", backend), batch, inputs)
         engine.step()
