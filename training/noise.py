@@ -53,7 +53,6 @@ class Noise:
             step: Completed updates.
             positions: Of the b samples in the global batch.
             shape: Of one sample.
-            device: Of the result.
         """
         noise = self._drawn("uniform", step, positions, shape, device)
         return noise.clamp_min_(_SMALLEST_UNIFORM).neg_().log1p_().neg_().log_().neg_()

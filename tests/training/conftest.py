@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.processes import OneProcess
 from training.checkpoints.store import Checkpoints
 
 # Names of the C functions and methods that change the disk.
@@ -20,28 +21,6 @@ FILE_OPERATIONS = {
     "open", "write", "flush", "fsync", "mkdir", "rename", "replace", "truncate", "unlink", "rmdir", "scandir",
     "serialize_file", "__exit__",
 }  # fmt: skip
-
-
-class OneProcess:
-    """What `Checkpoints` needs from the processes that train. `save` waits until it holds a copy of the state."""
-
-    def __init__(self, is_root: bool = True) -> None:
-        self.is_root = is_root
-        self.barriers = 0
-
-    def barrier(self) -> None:
-        self.barriers += 1
-
-    def mark(self, phase: str) -> None:
-        pass
-
-    def before_update(self, wait: Callable[[], None]) -> None:
-        wait()
-
-
-@pytest.fixture
-def one_process() -> type[OneProcess]:
-    return OneProcess
 
 
 @pytest.fixture

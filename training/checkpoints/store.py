@@ -105,9 +105,7 @@ class Checkpoints:
     def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
         """Parts and meta of a checkpoint that `newest_good` has checked, on the CPU. Every process may call it.
 
-        Args:
-            path: The checkpoint.
-            expected: Names of exactly the parts that it must hold; empty: any.
+        It must hold exactly the parts named in `expected`, if any.
 
         Raises:
             ValueError: one line, if the checkpoint cannot be read or holds other parts.

@@ -9,11 +9,8 @@ _LEAST_VARIANCE, _RECOVERED_VARIANCE = 1e-3, 2e-3
 
 
 class CollapseAlarm:
-    """Watches the loss and the variance of the embeddings.
-
-    Args:
-        after_steps: No warning up to this step: embeddings are nearly equal at the start of every run.
-    """
+    """Watches the loss and the variance of the embeddings; not in the first `after_steps` updates, because embeddings
+    are nearly equal at the start of every run."""
 
     def __init__(self, after_steps: int) -> None:
         self._after_steps = after_steps

@@ -201,14 +201,9 @@ def class_embeddings(text: Tensor, templates: int) -> Tensor:
 def zero_shot_hits(
     audio: Tensor, labels: Sequence[str | None], class_names: Sequence[str], embeddings: Tensor
 ) -> Tensor:
-    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,).
-
-    Args:
-        audio: Embeddings (b, d).
-        labels: Of each clip, one of `class_names`, or None.
-        class_names: The classes.
-        embeddings: Of the classes (c, d).
-    """
+    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,). Of the
+    audio embeddings (b, d), the label of each, which is one of the c `class_names` or None, and those of the classes
+    (c, d)."""
     rows = [row for row, label in enumerate(labels) if label is not None]
     index = {name: number for number, name in enumerate(class_names)}
     classes = torch.tensor([index[label] for label in labels if label is not None], dtype=torch.int64)
@@ -247,16 +242,8 @@ def _shared(
 
 
 def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
-    """Rank of the best right candidate, average precision at 10, and chance of recall at 1 of each query.
-
-    Args:
-        queries: Unit vectors (q, d).
-        candidates: Unit vectors (c, d).
-        right: bool (q, c).
-
-    Returns:
-        float64 (q, 3); without meaning for a query that has no right candidate.
-    """
+    """Rank of the best right candidate, average precision at 10, and chance of recall at 1: queries (q, d), candidates
+    (c, d), right (q, c) -> float64 (q, 3), without meaning for a query that has no right candidate."""
     scores = queries @ candidates.T
     # Against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
     of_right = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)

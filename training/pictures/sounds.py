@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import unicodedata
 from bisect import bisect_right
@@ -106,7 +107,8 @@ def _draw_matches(
 ) -> None:
     for match, lines in cell:
         if match.is_right:
-            _draw_tick(draw, left, top)
+            tick = [(left + 1, top + 9), (left + 5, top + 13), (left + 12, top + 4)]
+            draw.line(tick, fill=_RIGHT, width=2, joint="curve")
         colour = _RIGHT if match.is_right else _INK
         right = left + fonts.indent - 8
         draw.text((left + _MARK_PIXELS, top), f"{match.rank}.", fill=_PALE, font=fonts.plain)
@@ -114,10 +116,6 @@ def _draw_matches(
         for line in lines:
             draw.text((left + fonts.indent, top), line, fill=colour, font=fonts.of(line))
             top += _LINE_PIXELS
-
-
-def _draw_tick(draw: ImageDraw.ImageDraw, left: int, top: int) -> None:
-    draw.line([(left + 1, top + 9), (left + 5, top + 13), (left + 12, top + 4)], fill=_RIGHT, width=2, joint="curve")
 
 
 def similarity_picture(matrix: Tensor) -> Image.Image:
@@ -214,7 +212,12 @@ class _Fonts:
 
     def __init__(self, captions: Sequence[str]) -> None:
         self.plain = ImageFont.load_default(_FONT_PIXELS)
-        self._wide = None if all(caption.isascii() for caption in captions) else _wide_font()
+        self._wide: _Font | None = None
+        if not all(caption.isascii() for caption in captions):
+            for name in _WIDE_FONTS:
+                with contextlib.suppress(OSError):
+                    self._wide = ImageFont.truetype(name, _FONT_PIXELS)
+                    break
         #: Pixels left of a caption, for tick, rank and cosine.
         self.indent = _MARK_PIXELS + math.ceil(self.plain.getlength("999. -0.00")) + 8
 
@@ -243,15 +246,6 @@ class _Fonts:
         """Number of first letters that fit into the width, at least 1."""
         font = self.of(text)
         return max(1, bisect_right(range(1, len(text) + 1), width, key=lambda end: font.getlength(text[:end])))
-
-
-def _wide_font() -> _Font | None:
-    for name in _WIDE_FONTS:
-        try:
-            return ImageFont.truetype(name, _FONT_PIXELS)
-        except OSError:
-            continue
-    return None
 
 
 def _ascii(text: str) -> str:

@@ -25,8 +25,6 @@ class RunFolder:
     The root reads and writes; its results and errors are broadcast, so that they are the same on every process.
 
     Args:
-        output_dir: Path of the folder.
-        is_root: Whether this process writes.
         fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over.
         broadcast: Gives every process the root's JSON value; the identity for a single process.
 

@@ -85,8 +85,7 @@ class Run:
             UserMistake: no checkpoint is whole, or the newest does not fit the arguments.
         """
         here = self._processes
-        random_state = RandomState(here.rank, here.world_size, here.device, here.gather)
-        own_parts = {"progress": self.progress, "random": random_state, "bad_samples": self._feed.bad_samples}
+        own_parts = {"progress": self.progress, "random": RandomState(here), "bad_samples": self._feed.bad_samples}
         self._parts = {**own_parts, **parts}
         states: dict[str, Any] = {}
         written_by: dict[str, Any] = {}
@@ -254,13 +253,8 @@ class Run:
 
     def save_and_exit(self, line: Mapping[str, Any], *, evaluation_is_due: bool) -> NoReturn:
         """The run was asked to stop: leave a checkpoint of this very update and exit with code 75, or with 1 where the
-        disk does not take it.
-
-        Args:
-            line: Metrics of the update. They are logged now, or by the next start where an evaluation is due, which
-                comes first.
-            evaluation_is_due: Whether it is.
-        """
+        disk does not take it. The line of metrics is logged now, or where an evaluation is due by the next start, after
+        it."""
         step = self.progress.step
         if evaluation_is_due:
             self.progress.unfinished_line = dict(line)

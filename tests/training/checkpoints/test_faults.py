@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training.processes import OneProcess
 from training.checkpoints.store import Checkpoints
 
 
@@ -41,11 +42,11 @@ def assert_next_save_succeeds(checkpoints: Checkpoints) -> None:
 
 
 @pytest.fixture
-def with_one_saved(tmp_path: Path, one_process: Callable[[], Any]) -> Callable[[int], Checkpoints]:
+def with_one_saved(tmp_path: Path) -> Callable[[int], Checkpoints]:
     """Checkpoints in a new folder that hold step 1."""
 
     def make(stage: int) -> Checkpoints:
-        checkpoints = Checkpoints(tmp_path / str(stage), 1, one_process())
+        checkpoints = Checkpoints(tmp_path / str(stage), 1, OneProcess())
         save(checkpoints, 1)
         return checkpoints
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.training.processes import OneProcess
 from training import files
 from training.checkpoints import store as checkpoint
 from training.checkpoints.format import write_folder
@@ -23,18 +24,11 @@ def save(checkpoints: Checkpoints, step: int, parts: dict, meta: dict) -> None:
 
 def parts(value: float = 1.0) -> dict:
     generator = torch.Generator().manual_seed(0)
+    moments = {"encoder.0.weight": {"exp_avg": torch.randn(2, 3, generator=generator), "count": 3}}
+    half = torch.ones(2, dtype=torch.bfloat16)
     return {
-        "model": {
-            "encoder.0.weight": torch.full((2, 3), value),
-            "half": torch.ones(2, dtype=torch.bfloat16),
-            "empty": {},
-        },
-        "optimizer": {
-            "step": 12,
-            "learning_rate": 1e-3,
-            "moments": {"encoder.0.weight": {"exp_avg": torch.randn(2, 3, generator=generator), "count": 3}},
-            "betas": [0.9, 0.999],
-        },
+        "model": {"encoder.0.weight": torch.full((2, 3), value), "half": half, "empty": {}},
+        "optimizer": {"step": 12, "learning_rate": 1e-3, "moments": moments, "betas": [0.9, 0.999]},
         "random": {"rank_0": generator.get_state(), "seed": 2**63, "name": "gumbel", "none": None, "on": True},
         "ema": {},
     }
@@ -108,8 +102,8 @@ def test_no_checkpoint_is_none(checkpoints):
     assert checkpoints.latest() is None
 
 
-def test_off_the_root_nothing_is_written_and_every_process_waits(tmp_path, one_process):
-    other, fetched = one_process(is_root=False), []
+def test_off_the_root_nothing_is_written_and_every_process_waits(tmp_path):
+    other, fetched = OneProcess(is_root=False), []
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1, other)
     save(checkpoints, 1, {"model": {"sharded": lambda: fetched.append(1) or torch.zeros(1)}}, {})
     assert not checkpoints.folder.exists() and other.barriers == 1
@@ -171,22 +165,18 @@ def test_where_all_are_damaged_nothing_starts_afresh_and_nothing_is_renamed(chec
         damage(checkpoints.latest() / "state.json", "flip")
     with pytest.raises(ValueError, match=r"step_00000002.*so is the one before it") as error:
         checkpoints.newest_good(print)
-    assert "\n" not in str(error.value) and checkpoints.steps() == [1, 2]
+    assert "\n" not in str(error.value) and len(list(checkpoints.folder.glob("step_*"))) == 2
 
 
-def test_a_file_that_is_not_listed_is_damage(checkpoints):
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b", None])
+def test_sums_that_lead_out_of_the_folder_and_files_without_a_sum_are_refused(checkpoints, name):
     save(checkpoints, 1, parts(), {})
-    (checkpoints.latest() / "more.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"more\.safetensors"):
-        read_checkpoint(checkpoints.latest())
-
-
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b"])
-def test_sums_that_lead_out_of_the_folder_are_refused(checkpoints, name):
-    save(checkpoints, 1, parts(), {})
-    with open(checkpoints.latest() / "SHA256SUMS", "a") as file:
-        file.write(f"{'0' * 64}  {name}\n")
-    with pytest.raises(ValueError, match="is no file of this folder"):
+    if name is None:
+        (checkpoints.latest() / "more.safetensors").write_bytes(b"")
+    else:
+        with open(checkpoints.latest() / "SHA256SUMS", "a") as file:
+            file.write(f"{'0' * 64}  {name}\n")
+    with pytest.raises(ValueError, match="is no file of this folder" if name else r"more\.safetensors"):
         read_checkpoint(checkpoints.latest())
 
 

@@ -1,8 +1,6 @@
 """Retrieval against a naive double loop, on one process and several; zero-shot classification."""
 
 import math
-import threading
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -10,52 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training.processes import Threads, alone, on_processes
 from training.measures import retrieval
 from training.measures.retrieval import RetrievalQuality, class_embeddings, prompts, text_id, zero_shot_hits
 
-
-class Fake:
-    """One of several threads that take part in collectives."""
-
-    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any]) -> None:
-        self.rank, self.world_size, self._barrier, self._board = rank, world_size, barrier, board
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self._board[self.rank] = value
-        self._barrier.wait()
-        found = list(self._board)
-        self._barrier.wait()
-        return found
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = self.gather_objects(tensor)
-        assert len({(part.shape[1:], part.dtype) for part in parts}) == 1, "as the real one would hang or raise"
-        return torch.cat(parts)
-
-    def sum(self, value: dict[str, float]) -> dict[str, float]:
-        return {name: float(sum(other[name] for other in self.gather_objects(value))) for name in value}
-
-
-def on(world_size: int, action: Callable[[Any], Any]) -> list[Any]:
-    """What the action returns, or raises, on each of so many processes."""
-    barrier, board = threading.Barrier(world_size, timeout=10), [None] * world_size
-    results: list[Any] = [None] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = action(Fake(rank, world_size, barrier, board))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-ALONE = Fake(0, 1, threading.Barrier(1), [None])
+ALONE = alone()
 
 
 def split(seed: int, clips: int, dim: int = 6, texts: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor], list]:
@@ -135,7 +92,7 @@ def test_clips_spread_raggedly_over_any_number_of_processes_give_the_very_same_v
     data = split(4, 23)
     places = torch.randint(0, max(1, world_size - 1), (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
-    def measure(processes: Fake) -> dict[str, float]:
+    def measure(processes: Threads) -> dict[str, float]:
         quality = RetrievalQuality()  # the last of several processes has no clips
         own = [row for row in range(23) if places[row] == processes.rank]
         for rows in (own[:4], own[4:]):
@@ -145,7 +102,7 @@ def test_clips_spread_raggedly_over_any_number_of_processes_give_the_very_same_v
 
     whole = RetrievalQuality()
     add(whole, data, list(range(23)))
-    results = on(world_size, measure)
+    results = on_processes(world_size, measure)
     assert all(result == results[0] for result in results)
     assert results[0] == whole.result(ALONE) == pytest.approx(naive(data), rel=1e-12)
 
@@ -189,13 +146,13 @@ def test_worked_example_with_two_captions():
 def test_a_collapsed_model_finds_nothing_because_ties_count_against_it(world_size, dim):
     vector = torch.nn.functional.normalize(torch.randn(dim, generator=torch.Generator().manual_seed(1)), dim=0)
 
-    def measure(processes: Fake) -> dict[str, float]:
+    def measure(processes: Threads) -> dict[str, float]:
         quality = RetrievalQuality()
         names = [[f"{processes.rank} {number}"] for number in range(37)]
         quality.add(vector.expand(37, dim), vector.expand(37, dim), names)
         return quality.result(processes)
 
-    found = on(world_size, measure)[0]
+    found = on_processes(world_size, measure)[0]
     for direction in ("text_to_audio", "audio_to_text"):
         assert found[f"{direction}/r10"] == found[f"{direction}/map10"] == 0
         assert found[f"{direction}/median_rank"] == 37 * world_size
@@ -254,21 +211,21 @@ def test_a_shared_caption_is_the_mean_of_what_several_batches_made_of_it(world_s
     turns = torch.tensor([0.0, 80.0, 41.0, 39.0]).deg2rad()
     vectors = torch.stack([turns.cos(), turns.sin()], 1)
 
-    def measure(processes: Fake) -> dict[str, float]:
+    def measure(processes: Threads) -> dict[str, float]:
         quality = RetrievalQuality()
         # The text came out at 0 and at 80 degrees; its clips are at 39 and 41, others at 0 and 80.
         for place in range(processes.rank, 2, world_size):
             quality.add(vectors[[place, 2 + place]], vectors[[place]], [[], ["shared"]])
         return quality.result(processes)
 
-    for result in on(world_size, measure):
+    for result in on_processes(world_size, measure):
         assert result["text_to_audio/map10"] == result["text_to_audio/r1"] == 1
 
 
 def test_without_any_caption_there_is_no_number_rather_than_a_good_one():
     quality = RetrievalQuality()
     quality.add(torch.eye(2), torch.empty(0, 2), [[], []])
-    for result in on(2, quality.result) + on(2, RetrievalQuality().result):
+    for result in on_processes(2, quality.result) + on_processes(2, RetrievalQuality().result):
         assert len(result) == 13 and all(math.isnan(value) for value in result.values())
 
 
@@ -311,7 +268,7 @@ def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
     labels = [["dog", None, "cat"], [None], ["owl", "owl", "dog"]]
     audio = [classes[[1, 0, 1]], classes[[2]], classes[[2, 0, 1]]]  # right, -, wrong; -; right, wrong, right
 
-    def measure(processes: Fake) -> tuple[list[str], dict[str, float]]:
+    def measure(processes: Threads) -> tuple[list[str], dict[str, float]]:
         quality = RetrievalQuality()
         own, captions = labels[processes.rank], [["x"]] * len(labels[processes.rank])
         quality.add(audio[processes.rank][:1], torch.ones(1, 3), captions[:1], own[:1])
@@ -319,7 +276,7 @@ def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
         found = quality.classes(processes)
         return found, quality.zero_shot(processes, found, classes)
 
-    assert on(3, measure) == [(names, {"zero_shot/top1": 3 / 5, "zero_shot/chance_top1": 1 / 3})] * 3
+    assert on_processes(3, measure) == [(names, {"zero_shot/top1": 3 / 5, "zero_shot/chance_top1": 1 / 3})] * 3
 
 
 def test_a_collapsed_model_classifies_nothing():
@@ -334,10 +291,10 @@ def test_clips_without_labels_have_no_zero_shot_metric():
 
 
 def test_a_label_that_is_no_class_is_an_error_on_every_process():
-    def measure(processes: Fake) -> None:
+    def measure(processes: Threads) -> None:
         quality = RetrievalQuality()
         quality.add(torch.eye(2)[:1], torch.eye(2)[:1], [["a"]], ["dog" if processes.rank else "zebra"])
         quality.zero_shot(processes, ["dog"], torch.ones(1, 2))
 
-    errors = on(2, measure)
+    errors = on_processes(2, measure)
     assert [str(error) for error in errors] == ["the label 'zebra' is none of the 1 classes: name all of them"] * 2

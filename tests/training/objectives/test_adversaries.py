@@ -178,22 +178,18 @@ def test_the_generators_gradient_norm_holds_nothing_of_the_discriminators(backen
     torch.testing.assert_close(update.grad_norm, norm, rtol=1e-4, atol=0)
 
 
-def test_before_its_start_nothing_of_the_discriminator_is_computed(backend: Backend) -> None:
+def test_before_its_start_nothing_of_the_discriminator_is_computed_and_the_penalty_only_when_due(
+    backend: Backend,
+) -> None:
     """taming-transformers computed it and multiplied by zero."""
     generator, discriminator = models()
-    game = make_game(backend, generator, discriminator)
-    calls = []
+    game, images = make_game(backend, generator, discriminator), torch.rand(BATCH, 3, 16, 16)
+    calls: list[int] = []
     discriminator.register_forward_hook(lambda *_: calls.append(1))
-    generator_step(game, torch.rand(BATCH, 3, 16, 16), is_adversarial=False)
+    generator_step(game, images, is_adversarial=False)
     assert calls == []
-
-
-def test_the_penalty_is_computed_only_when_it_is_due(backend: Backend) -> None:
-    generator, discriminator = models()
-    game = make_game(backend, generator, discriminator)
-    images = torch.rand(BATCH, 3, 16, 16)
-    assert "gradient_penalty" in play(game, images, with_penalty=True)
-    assert "gradient_penalty" not in play(game, images, with_penalty=False)
+    for is_due in (True, False):
+        assert ("gradient_penalty" in play(game, images, with_penalty=is_due)) is is_due
 
 
 def test_in_low_precision_the_penalty_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

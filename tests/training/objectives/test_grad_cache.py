@@ -112,38 +112,21 @@ def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torc
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, backend: Backend) -> None:
-    result, gradients = update(backend, Towers(), kind, whole=whole)
+    model = Towers()
+    result, gradients = update(backend, model, kind, whole=whole)
     loss, wanted = in_one_graph(kind)
     torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         # A bias of the last layer, or of a softmax, has a gradient of 0 but for rounding.
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_temperature_gradient_is_not_multiplied_by_the_number_of_micro_batches(kind: str, backend: Backend) -> None:
-    """Nor does a rule in the model that looks at it ever see another number than the total, or 0."""
-    model = Towers()
-    result, gradients = update(backend, model, kind)
-    _, wanted = in_one_graph(kind)
+    # A rule in the model that looks at the gradient of its temperature sees the total, or 0.
     torch.testing.assert_close(gradients["tau"], wanted["tau"], rtol=1e-12, atol=0)
-    assert len(model.arrived) == backend.grad_accum_steps
-    assert model.arrived[0] == result.scale_gradient.tolist() and 0.0 not in model.arrived[0]
-    assert model.arrived[1:] == [[0.0, 0.0]] * (backend.grad_accum_steps - 1)
-
-
-def test_a_single_micro_batch_is_embedded_once_and_several_twice_each(backend: Backend) -> None:
-    model = Towers()
-    update(backend, model, "decoupled")
-    assert model.calls == (1 if backend.grad_accum_steps == 1 else 2 * backend.grad_accum_steps)
-
-
-def test_where_bits_must_be_the_same_even_a_single_micro_batch_is_embedded_without_a_graph_first() -> None:
-    with open_backend() as backend:
-        model = Towers()
-        update(backend, model, "decoupled", whole=True)
-        assert model.calls == 2
+    parts = backend.grad_accum_steps
+    assert model.arrived == [result.scale_gradient.tolist(), *[[0.0, 0.0]] * (parts - 1)]
+    assert 0.0 not in model.arrived[0]
+    # Where bits must be the same, even a single micro-batch is embedded without a graph first.
+    assert model.calls == (1 if parts == 1 and not whole else 2 * parts)
 
 
 @pytest.mark.parametrize("accumulation", ["1", "4"])
