@@ -30,7 +30,6 @@ def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], stat
     Args:
         folder: Must not exist.
         tensors: By part and name, contiguous, on the CPU; no two may overlap in memory.
-        state: JSON values.
     """
     folder.mkdir()
     for part, of_part in tensors.items():

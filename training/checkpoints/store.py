@@ -49,10 +49,8 @@ class Checkpoints:
         checkpoints stay as they are.
 
         Args:
-            step: Completed updates.
             parts: Nested dicts of tensors, JSON values, and functions that return a tensor. Only the root's values are
                 written, but every process calls the functions, because they are collective.
-            meta: JSON values.
         """
         self.join()
         self.requested_step = step

@@ -46,8 +46,6 @@ class Joined(Generic[T]):
     """Converter of values with a separator between them, such as "1,2", to a tuple.
 
     Args:
-        separator: Between the values.
-        convert: Converter of one value.
         count: How many values there must be; None: any number, at least one.
     """
 

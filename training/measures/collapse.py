@@ -23,8 +23,6 @@ class CollapseAlarm:
         """A warning in one line when a collapse is first seen, and again only after the run had recovered.
 
         Args:
-            step: Completed updates.
-            loss: Of this step.
             collapsed: What the loss is if all clips are equally near to all captions (`ContrastiveResult.collapsed`).
             audio_variance: Of the batch's audio embeddings, 1 - |mean unit vector|^2.
             text_variance: Of the batch's text embeddings.

@@ -74,8 +74,6 @@ class ReconstructionFID:
 
     Args:
         features: Images (b, 3, h, w) in [0, 1] to vectors (b, dim), such as `inception_features`.
-        dim: Length of a vector.
-        device: Of the sums.
     """
 
     def __init__(

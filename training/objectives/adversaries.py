@@ -70,8 +70,7 @@ class AdversarialTraining:
     `observe=True` it only shows its input to the quantizer.
 
     Args:
-        generator: Its engine.
-        discriminator: Its engine.
+        generator: Its engine, as `discriminator`.
         quantizer: Of the generator's model.
         last_weight_shape: Of the generator's last convolution.
         images: A micro-batch of the loader -> images (b, c, h, w) as both models take them.

@@ -69,7 +69,6 @@ class Contrastive:
 
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
-        processes: Who shares the batch.
         mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
         whole: Every process computes the loss of the whole batch. The result has the same bits on any number of
             processes (for --batch_parts), but work and memory are not divided among them.

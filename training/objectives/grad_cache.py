@@ -31,8 +31,6 @@ def contrastive_update(
     Args:
         engine: Of a model that gives ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
             ``models.MulanOutput``), and whose output depends on its arguments alone, noise included.
-        processes: Who trains.
-        contrastive: The loss.
         batch: This process's part of the batch, ``caption_ids`` (b,) among it.
         inputs: A micro-batch -> keyword arguments of the model.
     """

@@ -51,8 +51,6 @@ def best_matches(
         audio: Unit vectors of clips (n, d).
         text: Unit vectors of captions (m, d).
         captions: Their texts (m); of equal texts the first counts.
-        right: The right texts of each clip.
-        count: Number of captions.
     """
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
     scores = (audio.detach().double() @ text[rows].detach().double().T).cpu()
@@ -73,7 +71,6 @@ def spectrogram_grid(spectrograms: Tensor, titles: Sequence[Sequence[Match]]) ->
 
     Args:
         spectrograms: (n, mels, frames), n at least 1; each is scaled to its own smallest and largest value.
-        titles: Captions of each spectrogram.
     """
     fonts = _Fonts([match.caption for matches in titles for match in matches])
     columns = math.ceil(len(spectrograms) / math.ceil(len(spectrograms) / _COLUMNS))

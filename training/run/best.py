@@ -24,8 +24,6 @@ class BestModel:
     next start renames the old model back.
 
     Args:
-        folder: Of the run.
-        is_root: Whether this process writes.
         metric: Name of the value; higher is better.
         broadcast: Gives every process the root's JSON value.
     """
@@ -59,7 +57,7 @@ class BestModel:
         If the disk fails, `failure` says why, and the best model stays as it was.
 
         Args:
-            value: Of the metric, the same on every process.
+            value: The same on every process.
             step: Completed updates.
             write: Writes the model's files into a folder; called on the root alone.
         """
@@ -104,9 +102,6 @@ class BestModel:
         """Take over the model in `path` if it is better than the checkpoint's and not later than `step`. Collective.
 
         A run that is asked to stop saves before it validates, so `best/` may know of a later validation.
-
-        Args:
-            step: Completed updates of the checkpoint.
         """
         facts = self._broadcast(self._facts() if self._is_root else None) or {}
         value, of_step = facts.get("value"), facts.get("step")

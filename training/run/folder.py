@@ -80,7 +80,6 @@ class RunFolder:
         """Refuse to resume with arguments that would change the model, or with another seed.
 
         Args:
-            config: The settings of this start.
             model_arguments: Names of settings on which the model depends.
             resolve: Makes settings equal that give equal models, whatever their spelling; a key may be missing.
 

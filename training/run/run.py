@@ -30,8 +30,6 @@ class Run:
     Args:
         args: The shared arguments (`add_run_arguments`).
         settings: Every argument by flag name, for config.yaml.
-        processes: Who trains.
-        feed: The data.
         model_arguments: Names of settings that a resumed run may not change.
         resolve: Gives settings of equal models equal values, whatever their spelling.
 

@@ -130,9 +130,8 @@ def assert_same_change(start: nn.Module, ours: nn.Module, expected: nn.Module) -
         largest = (reference - before).abs().max().item()
         # A wrong factor is a quarter at least. Rounding is 1e-4 of a change of 1e-3 in a weight of 0.1, and a kink of a
         # LeakyReLU or of |x| that it crosses makes more of it.
-        torch.testing.assert_close(
-            ours_now, reference, rtol=0, atol=1e-2 * max(largest, 1e-4), msg=lambda m, name=name: f"{name}: {m}"
-        )
+        tolerance = 1e-2 * max(largest, 1e-4)
+        torch.testing.assert_close(ours_now, reference, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("quantizer", ["lfq", "vq", "fsq", "bsq", "ibq"])

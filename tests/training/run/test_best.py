@@ -1,17 +1,15 @@
 """The best model is the best one, and is whole after a kill or a failure at any file operation."""
 
-import errno
 import json
 import math
-import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training.disk import failing
 from training.run.best import BestModel
 
 METRIC = "valid/r10"
@@ -135,30 +133,6 @@ def test_killed_while_a_start_puts_things_right(tmp_path, is_killed):
     assert stage > 10
 
 
-def failing(stage: int, monkeypatch: pytest.MonkeyPatch, forever: bool) -> list[str]:
-    """Operations of this thread fail from number `stage` on, or that one alone; returns which did."""
-    failed: list[str] = []
-    count, owner = 0, threading.get_ident()
-
-    def of(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            if threading.get_ident() != owner:
-                return original(*args, **kwargs)
-            count += 1
-            if count == stage or (forever and count > stage):
-                failed.append(original.__name__)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "mkdir", "rename", "open", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, of(getattr(os, name)))
-    monkeypatch.setattr(Path, "write_text", of(Path.write_text))
-    return failed
-
-
 @pytest.mark.parametrize("forever", [True, False])
 def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the_disk(tmp_path, forever):
     stage, seen = 1, set()
@@ -168,7 +142,8 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         best = best_of(folder)
         best.save_if_better(1.0, 1, model(1.0))
         with pytest.MonkeyPatch.context() as patch:
-            failed = failing(stage, patch, forever)
+            names_of_calls = ("fsync", "mkdir", "rename", "open", "unlink", "rmdir")
+            failed = failing(patch, stage, names_of_calls, forever=forever)
             taken = best.save_if_better(2.0, 2, model(2.0))
         if not failed:
             break

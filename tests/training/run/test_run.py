@@ -17,6 +17,7 @@ import torch
 import yaml
 from PIL import Image
 
+from tests.training.disk import failing
 from tests.training.processes import OneProcess
 from training.checkpoints import store
 from training.checkpoints.store import Checkpoints
@@ -282,35 +283,22 @@ def test_the_age_of_the_process_includes_its_start():
     assert 0.3 <= float(result.stdout) < 30
 
 
-def refuse_writes(monkeypatch, reason=errno.ENOSPC):
-    def fsync(descriptor):
-        raise OSError(reason, os.strerror(reason))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-
-
-class FullFrom(Weights):
-    """The disk is full while the weight is in a range."""
-
-    def __init__(self, monkeypatch, first, last):
-        super().__init__()
-        self._monkeypatch, self._first, self._last = monkeypatch, first, last
-
-    def state_dict(self):
-        self._monkeypatch.undo()
-        if self._first <= self.weight[0] <= self._last:
-            refuse_writes(self._monkeypatch)
-        return super().state_dict()
-
-
 def train_on_a_full_disk(tmp_path, monkeypatch, first, last):
-    monkeypatch.setitem(globals(), "Weights", lambda: FullFrom(disk, first, last))
+    """The disk is full while the weight is in a range."""
     disk = pytest.MonkeyPatch()
+
+    class Full(Weights):
+        def state_dict(self):
+            disk.undo()
+            if first <= self.weight[0] <= last:
+                failing(disk, 1, ("fsync",), any_thread=True)
+            return super().state_dict()
+
+    monkeypatch.setitem(globals(), "Weights", Full)
     try:
         train(tmp_path)
     finally:
         disk.undo()
-        monkeypatch.undo()
 
 
 def test_a_full_disk_is_reported_once_training_goes_on_and_the_next_save_succeeds(tmp_path, monkeypatch, capsys):
@@ -353,12 +341,12 @@ def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, m
     assert events[events.index("rename") - 1] == "metrics.jsonl"
 
 
-DUE = ["--validate_every_n_steps", "2", "--sample_every_n_steps", "3", "--save_every_n_steps", "4"]
-
-
 def without_clocks(folder) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_second")} for line in lines]
+
+
+DUE = ["--validate_every_n_steps", "2", "--sample_every_n_steps", "3", "--save_every_n_steps", "4"]
 
 
 @pytest.fixture
