@@ -19,7 +19,7 @@ def failing(
     forever: bool = True,
     any_thread: bool = False,
 ) -> list[str]:
-    """The call number `first`, from 1, of these functions of os and of Path.write_text fails, and all later ones if
+    """The call number `first`, from 1, of these functions of os, or Path.write_text, fails, and all later ones if
     `forever`; returns the names of those that did. Other threads are left alone, unless `any_thread`."""
     failed: list[str] = []
     count, owner = 0, threading.get_ident()
@@ -37,6 +37,6 @@ def failing(
         return call
 
     for name in names:
-        monkeypatch.setattr(os, name, of(getattr(os, name)))
-    monkeypatch.setattr(Path, "write_text", of(Path.write_text))
+        home = Path if name == "write_text" else os
+        monkeypatch.setattr(home, name, of(getattr(home, name)))
     return failed

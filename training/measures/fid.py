@@ -17,10 +17,8 @@ INCEPTION_DIM = 2048
 class Gaussian(NamedTuple):
     """A normal distribution, float64."""
 
-    mean: Tensor
-    """(d,)"""
-    covariance: Tensor
-    """(d, d)"""
+    mean: Tensor  # (d,)
+    covariance: Tensor  # (d, d)
 
 
 class FrechetStatistics:

@@ -35,11 +35,9 @@ class Match(NamedTuple):
     """A caption, and how near it is to a clip."""
 
     caption: str
-    score: float
-    """Cosine."""
+    score: float  # cosine
     is_right: bool
-    rank: int
-    """From 1, among all captions."""
+    rank: int  # from 1, among all captions
 
 
 def best_matches(

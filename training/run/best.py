@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import sync
+from ..files import read_json, sync
 
 FACTS = "best.json"
 
@@ -89,8 +89,7 @@ class BestModel:
 
         A model of a later step than the checkpoint's stays in `path`: the repeated updates will bring it again.
         """
-        facts = self._facts() if self._is_root else None
-        if self._broadcast(facts is not None) or state["value"] is None:
+        if self._broadcast(self._is_root and bool(self._facts())) or state["value"] is None:
             self.value, self.step = state["value"], state["step"]
         else:
             self.failure = (
@@ -103,19 +102,15 @@ class BestModel:
 
         A run that is asked to stop saves before it validates, so `best/` may know of a later validation.
         """
-        facts = self._broadcast(self._facts() if self._is_root else None) or {}
+        facts = self._broadcast(self._facts() if self._is_root else {})
         value, of_step = facts.get("value"), facts.get("step")
         if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
             return
         if of_step <= step and self.is_better(value):
             self.value, self.step = value, of_step
 
-    def _facts(self) -> dict[str, Any] | None:
-        try:
-            facts = json.loads((self.path / FACTS).read_text())
-        except (OSError, ValueError):
-            return None
-        return facts if isinstance(facts, dict) else None
+    def _facts(self) -> dict[str, Any]:
+        return read_json(self.path / FACTS)
 
     def _replace(self, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
         self._tidy()

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..files import hold, write_atomically
+from ..files import hold, read_json, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
@@ -134,12 +134,6 @@ class RunFolder:
         path = self.model_dir / "training.json"
         self._on_root(lambda: write_atomically(path, json.dumps({"step": step}).encode()))
 
-    def _finished_step(self) -> int | None:
-        try:
-            return int(json.loads((self.model_dir / "training.json").read_text())["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
     def _open(self, fresh: bool) -> tuple[str | None, bool, int | None]:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
@@ -153,7 +147,8 @@ class RunFolder:
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))
         probe.unlink()
-        return moved_to, (self.model_dir / "config.json").exists(), self._finished_step()
+        finished_step = read_json(self.model_dir / "training.json").get("step")
+        return moved_to, (self.model_dir / "config.json").exists(), finished_step
 
     def _move_away(self) -> str:
         folder = Path(os.path.abspath(self.path))
@@ -166,11 +161,7 @@ class RunFolder:
 
 def last_start(output_dir: str | Path) -> dict[str, Any]:
     """environment.json of the run in this folder, from its last start; empty if there is none."""
-    try:
-        facts = json.loads((Path(output_dir) / "environment.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    return read_json(Path(output_dir) / "environment.json")
 
 
 def environment() -> dict[str, Any]:

@@ -142,7 +142,7 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         best = best_of(folder)
         best.save_if_better(1.0, 1, model(1.0))
         with pytest.MonkeyPatch.context() as patch:
-            names_of_calls = ("fsync", "mkdir", "rename", "open", "unlink", "rmdir")
+            names_of_calls = ("fsync", "mkdir", "rename", "open", "unlink", "rmdir", "write_text")
             failed = failing(patch, stage, names_of_calls, forever=forever)
             taken = best.save_if_better(2.0, 2, model(2.0))
         if not failed:
