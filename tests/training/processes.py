@@ -64,9 +64,9 @@ class Threads:
 
     def sum(self, value: Any) -> Any:
         values = self.gather_objects(value)
-        return (
-            {name: sum(other[name] for other in values) for name in value} if isinstance(value, dict) else sum(values)
-        )
+        if isinstance(value, dict):
+            return {name: sum(other[name] for other in values) for name in value}
+        return sum(values)
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         arrived = self.gather_objects(tensor)[self.rank - 1]

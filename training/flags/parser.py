@@ -144,11 +144,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _config_actions(self) -> list[argparse.Action]:
         """Flags that a config file may set."""
-        return [
-            action
-            for action in self._actions
-            if action.dest not in _COMMAND_LINE_ONLY and action.help is not argparse.SUPPRESS
-        ]
+        shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+        return [action for action in shown if action.dest not in _COMMAND_LINE_ONLY]
 
     def _defaults_by_dest(self) -> dict[str, Any]:
         """Defaults, converted from text as argparse does it."""

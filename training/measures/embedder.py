@@ -37,9 +37,8 @@ class Embedder:
         outs = []
         for start in range(0, len(batch["waveforms"]), self._rows):
             rows = slice(start, start + self._rows)
-            outs.append(
-                self.model(batch["waveforms"][rows], **text_inputs(batch["tokens"][rows], batch["lengths"][rows]))
-            )
+            texts = text_inputs(batch["tokens"][rows], batch["lengths"][rows])
+            outs.append(self.model(batch["waveforms"][rows], **texts))
         audio, text = (torch.cat([getattr(out, name) for out in outs]) for name in ("audio", "text"))
         return outs[0]._replace(audio=audio, text=text)
 

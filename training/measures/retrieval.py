@@ -160,10 +160,8 @@ class RetrievalQuality:
         known = set(class_names)
         if unknown := [label for label in self.classes(processes) if label not in known]:
             raise ValueError(f"the label {unknown[0]!r} is none of the {len(known)} classes: name all of them")
-        hits = [
-            zero_shot_hits(audio, labels, class_names, embeddings.to(self._device))
-            for audio, labels in zip(self._audio, self._labels, strict=True)
-        ]
+        batches = zip(self._audio, self._labels, strict=True)
+        hits = [zero_shot_hits(audio, labels, class_names, embeddings.to(self._device)) for audio, labels in batches]
         right, labelled = sum(int(of_batch.sum()) for of_batch in hits), sum(len(of_batch) for of_batch in hits)
         totals = processes.sum({"right": right, "labelled": labelled})
         if not totals["labelled"]:
@@ -173,9 +171,8 @@ class RetrievalQuality:
 
 def text_id(text: str) -> int:
     """A number in [-2^63, 2^63) that is the same for the same text in every process and run (BLAKE2b)."""
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little", signed=True
-    )
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """The folder of a run: what it holds, whether it can be written, and whether it fits the present arguments."""
 
+import contextlib
+import itertools
 import json
 import os
 import platform
@@ -152,9 +154,8 @@ class RunFolder:
 
     def _move_away(self) -> str:
         folder = Path(os.path.abspath(self.path))
-        number = 1
-        while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
-            number += 1
+        names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
+        old = next(path for path in names if not path.exists())
         os.rename(folder, old)
         return str(old)
 
@@ -168,10 +169,8 @@ def environment() -> dict[str, Any]:
     """Versions, commit and host of this run, as JSON values. No environment variables, because they may hold keys."""
     versions = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "command": sys.argv,
         "python": platform.python_version(),

@@ -76,17 +76,12 @@ def naive(data: Any) -> dict[str, float]:
             order = sorted(range(len(scores)), key=lambda i: -scores[i])
             ranks = [rank for rank, i in enumerate(order, start=1) if right[i]]
             best.append(ranks[0])
-            precisions.append(
-                sum(j / rank for j, rank in enumerate(ranks, start=1) if rank <= 10) / min(10, len(ranks))
-            )
+            of_ranks = [j / rank for j, rank in enumerate(ranks, start=1) if rank <= 10]
+            precisions.append(sum(of_ranks) / min(10, len(ranks)))
             chances.append(len(ranks) / len(scores))
-        for k in (1, 5, 10):
-            values[f"{direction}/r{k}"] = np.mean([rank <= k for rank in best])
-        values |= {
-            f"{direction}/median_rank": median(best),
-            f"{direction}/map10": np.mean(precisions),
-            f"{direction}/chance_r1": np.mean(chances),
-        }
+        recalls = {f"r{k}": np.mean([rank <= k for rank in best]) for k in (1, 5, 10)}
+        others = {"median_rank": median(best), "map10": np.mean(precisions), "chance_r1": np.mean(chances)}
+        values |= {f"{direction}/{name}": value for name, value in {**recalls, **others}.items()}
     values["r10"] = (values["text_to_audio/r10"] + values["audio_to_text/r10"]) / 2
     return values
 

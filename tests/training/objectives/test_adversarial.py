@@ -82,13 +82,6 @@ def test_lecam_equals_its_formula_with_the_averages_of_earlier_updates() -> None
     assert lecam(REAL, FAKE).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_lecam_is_zero_before_the_first_update() -> None:
-    logits = some(4).requires_grad_()
-    loss = LeCam()(logits, logits)
-    loss.backward()
-    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_lecam_leaves_out_means_that_are_not_finite(bad: float) -> None:
     lecam, untouched = LeCam(0.9), LeCam(0.9)
@@ -116,16 +109,18 @@ def test_lecam_refuses_a_decay_that_makes_no_average(decay: float) -> None:
         LeCam(decay)
 
 
-def test_penalty_of_a_linear_discriminator_is_its_closed_form() -> None:
-    w = some(3 * 4 * 4)
-    images = torch.rand(5, 3, 4, 4)
-    expected = (w.norm().item() - 1) ** 2
-    assert gradient_penalty(lambda x: x.flatten(1) @ w, images).item() == pytest.approx(expected, rel=1e-5)
+def test_lecam_is_zero_before_the_first_update() -> None:
+    logits = some(4).requires_grad_()
+    loss = LeCam()(logits, logits)
+    loss.backward()
+    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
 
 
 def test_penalty_takes_a_norm_per_image_of_the_sum_of_its_logits() -> None:
+    w, images = some(3 * 4 * 4), some(5, 3, 4, 4)
+    expected = (w.norm().item() - 1) ** 2
+    assert gradient_penalty(lambda x: x.flatten(1) @ w, images).item() == pytest.approx(expected, rel=1e-5)
     # D(x) = (x^2 / 2, x^2 / 2): the gradient of the sum is 2x.
-    images = some(5, 3, 4, 4)
     expected = sum((2 * image.norm().item() - 1) ** 2 for image in images) / 5
     found = gradient_penalty(lambda x: torch.stack([x.square() / 2] * 2), images)
     assert found.item() == pytest.approx(expected, rel=1e-5)
@@ -149,21 +144,14 @@ def test_penalty_trains_the_weights_as_finite_differences_say() -> None:
     assert found == pytest.approx((values[0] - values[1]) / (2 * size), rel=1e-2) and abs(found) > 1e-4
 
 
-def test_penalty_is_finite_where_the_gradient_vanishes() -> None:
-    scale = torch.zeros((), requires_grad=True)
-    loss = gradient_penalty(lambda x: (x * scale).sum((1, 2, 3)), torch.rand(2, 3, 4, 4))
-    loss.backward()
-    assert loss.item() == 1 and scale.grad is not None and scale.grad.isfinite()
-
-
-def test_penalty_leaves_the_images_alone() -> None:
-    images = torch.rand(2, 3, 4, 4, requires_grad=True)
-    scale = torch.ones((), requires_grad=True)
-    gradient_penalty(lambda x: x * scale, images).backward()
-    assert images.grad is None and scale.grad is not None
-    images = torch.rand(2, 3, 4, 4)
-    gradient_penalty(lambda x: x * scale, images)
-    assert not images.requires_grad
+def test_penalty_leaves_the_images_alone_and_is_finite_where_the_gradient_vanishes() -> None:
+    for value, requires_grad in ((1.0, True), (1.0, False), (0.0, False)):
+        images = torch.rand(2, 3, 4, 4, requires_grad=requires_grad)
+        scale = torch.full((), value, requires_grad=True)
+        loss = gradient_penalty(lambda x, scale=scale: (x * scale).sum((1, 2, 3)), images)
+        loss.backward()
+        assert images.grad is None and images.requires_grad is requires_grad
+        assert scale.grad is not None and scale.grad.isfinite() and (value or loss.item() == 1)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])

@@ -107,6 +107,5 @@ def test_silence_off_the_root():
 
 
 def test_durations_read_well():
-    assert [duration(s) for s in (-1, 59.4, 59.6, 200, 3599.9, 18120)] == [
-        "0 s", "59 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "5 h 02 min",
-    ]  # fmt: skip
+    texts = ["0 s", "59 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "5 h 02 min"]
+    assert [duration(seconds) for seconds in (-1, 59.4, 59.6, 200, 3599.9, 18120)] == texts
