@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training.processes import OneProcess
 from training.checkpoints.store import Checkpoints
@@ -21,6 +22,11 @@ FILE_OPERATIONS = {
     "open", "write", "flush", "fsync", "mkdir", "rename", "replace", "truncate", "unlink", "rmdir", "scandir",
     "serialize_file", "__exit__",
 }  # fmt: skip
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture

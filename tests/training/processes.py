@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import distributed
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_run_arguments
+
 
 class OneProcess:
     """A single process. A signal arrives during the update number `stop_after` of this start."""
@@ -94,3 +98,11 @@ def on_processes(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     return results
+
+
+def open_backend(batch_size: int, *flags: str) -> Any:
+    """The backend of a single process, as a context."""
+    parser = ArgumentParser("test")
+    add_run_arguments(parser, output_dir="unused", batch_size=batch_size)
+    distributed.add_arguments(parser)
+    return distributed.from_args(parser.parse(flags))

@@ -11,30 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import distributed
 from distributed import Backend
 from models import VQGAN, Discriminator
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_run_arguments
+from tests.training.processes import open_backend
 from training.objectives.adversarial import LeCam, gradient_penalty
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BATCH = 8
 RATE = 1e-2
 
 
 @pytest.fixture(params=[1, 4], ids=["whole", "accumulation 4"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with open_backend("--grad_accum_steps", str(request.param)) as backend:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    with open_backend(BATCH, "--grad_accum_steps", str(request.param)) as backend:
         yield backend
-
-
-def open_backend(*flags: str) -> Any:
-    parser = ArgumentParser("test")
-    add_run_arguments(parser, output_dir="unused", batch_size=BATCH)
-    distributed.add_arguments(parser)
-    return distributed.from_args(parser.parse(list(flags)))
 
 
 def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
@@ -191,13 +183,12 @@ def test_before_its_start_nothing_of_the_discriminator_is_computed_and_the_penal
         assert ("gradient_penalty" in play(game, images, with_penalty=is_due)) is is_due
 
 
-def test_in_low_precision_the_penalty_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_low_precision_the_penalty_is_that_of_fp32() -> None:
     """The public trainer took it in half precision, unscaled."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     generator, discriminator = models()
     images = torch.rand(BATCH, 3, 16, 16)
     expected = gradient_penalty(copy.deepcopy(discriminator), images)
-    with open_backend("--precision", "bf16") as backend:
+    with open_backend(BATCH, "--precision", "bf16") as backend:
         means = play(make_game(backend, generator, discriminator), images)
     torch.testing.assert_close(means["gradient_penalty"].float(), expected.detach(), rtol=1e-6, atol=0)
 

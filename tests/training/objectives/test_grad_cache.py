@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import distributed
 from distributed import Backend
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_run_arguments
+from tests.training.processes import open_backend
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 from training.objectives.grad_cache import contrastive_update
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BATCH, HEADS, DIM = 12, 2, 4
 
@@ -83,19 +83,11 @@ def in_one_graph(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 @pytest.fixture(params=["1", "2", "4", "12", "parts"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """With so many micro-batches."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("MKL_CBWR", "AUTO,STRICT")  # --batch_parts would leave it behind
     flags = ["--batch_parts", "4"] if request.param == "parts" else ["--grad_accum_steps", request.param]
-    with open_backend(*flags) as backend:
+    with open_backend(BATCH, *flags) as backend:
         yield backend
     torch.use_deterministic_algorithms(False)
-
-
-def open_backend(*flags: str) -> Any:
-    parser = ArgumentParser("test")
-    add_run_arguments(parser, output_dir="unused", batch_size=BATCH)
-    distributed.add_arguments(parser)
-    return distributed.from_args(parser.parse(["--max_grad_norm", "0", *flags]))
 
 
 def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -133,11 +125,10 @@ def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, b
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.01)])
 def test_low_precision_and_its_loss_scale_leave_the_gradients_as_they_are(
-    precision: str, tolerance: float, kind: str, accumulation: str, monkeypatch: pytest.MonkeyPatch
+    precision: str, tolerance: float, kind: str, accumulation: str
 ) -> None:
     """Within what 8 and 11 bits leave of the towers' products."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with open_backend("--precision", precision, "--grad_accum_steps", accumulation) as backend:
+    with open_backend(BATCH, "--precision", precision, "--grad_accum_steps", accumulation) as backend:
         result, gradients = update(backend, Towers(torch.float32), kind, torch.float32)
     loss, wanted = in_one_graph(kind)
     torch.testing.assert_close(result.loss, loss.float(), rtol=tolerance, atol=0)
@@ -146,14 +137,12 @@ def test_low_precision_and_its_loss_scale_leave_the_gradients_as_they_are(
         torch.testing.assert_close(gradients[name].double(), gradient, rtol=0, atol=tolerance * max(largest, 0.02))
 
 
-def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     model, batch = Towers(), make_batch()
     batch["sounds"][7] = torch.nan
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with pytest.raises(SystemExit), open_backend("--grad_accum_steps", "4", "--max_skipped_updates", "1") as backend:
+    flags = ["--grad_accum_steps", "4", "--max_skipped_updates", "1"]
+    with pytest.raises(SystemExit), open_backend(BATCH, *flags) as backend:
         engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         contrastive_update(engine, backend, Contrastive("decoupled", backend), batch, inputs)
         engine.step()
