@@ -22,10 +22,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python train_vae.py --config configs/vae/demo.yaml
 	@echo "look at $$(ls runs/vae-demo/samples/*.png | tail -n 1): originals, soft and hard reconstructions"
 
-# Test files side by side: most of a launch is waiting for imports and for the other processes.
+# Groups of tests side by side (tests/conftest.py): most of a launch is waiting for imports and for other processes.
 JOBS ?= 3
 test: $(VENV)/.complete
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .
@@ -42,7 +42,7 @@ parity: $(VENV)/.complete
 
 MINUTES ?= 10
 torture: $(VENV)/.complete
-	$(BIN)/python scripts/torture.py --minutes $(MINUTES)
+	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES)
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml

@@ -7,7 +7,7 @@
     horovodrun -np 8 python train_mulan.py --audio_data sounds/
 
 All give the same numbers: every pair is compared with those of all processes and micro-batches, and the gradient is
-that of one process which holds them all. Run the same command again to resume; see README.md for the run folder.
+that of one process which holds them all. Run the same command again to resume; see docs/running.md.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def build_parser() -> ArgumentParser:
 
     add = parser.add_argument_group("loss").add_argument
     add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",
-        help="contrastive loss; sigmoid takes the same memory on any number of processes")
+        help="contrastive loss; only the memory of sigmoid does not grow with the number of processes")
     add("--duplicates", type=str.lower, choices=("masked", "negatives"), default="masked",
-        help="whether sounds with equal captions are negatives of one another, or masked")
+        help="pairs of sounds with equal captions: masked: not compared; negatives: pushed apart")
     add("--hierarchical_layers", type=non_negative_int, default=0, metavar="LAYERS",
-        help="add the loss of the outputs of so many layers below the last")
+        help="apply the loss to the outputs of this number of layers before the last, too")
     add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
-        help="factor of the cosines at the start; it is learned, up to 100")
+        help="inverse temperature at the start: cosines are multiplied by it; it is learned, up to 100")
     add("--init_bias", type=float, default=-10.0, metavar="BIAS",
         help="number added to the scaled cosines at the start; it is learned (sigmoid)")
 
@@ -150,7 +150,7 @@ def evaluate(
     quality, losses = RetrievalQuality(backend.device), Averages("loss", device=backend.device)
     for batch in feed.validation():
         out = embedder.pairs(batch)
-        # Of the batch of all processes, which all of them know: each counts it for its own sounds.
+        # The loss is that of the batch of all processes. Each weights it by its own number of sounds.
         found = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
         losses.add(loss=found.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
@@ -200,11 +200,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     noise = Noise(args.seed, "patches and masks")
     compared = "valid/ema/r10" if args.ema_decay else "valid/r10"  # of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
-    rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # evaluated at a time, as in training
+    rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = functools.partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device)
 
     def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model takes of a micro-batch; the same each time that it is asked for in an update."""
+        """What the model takes of a micro-batch; equal in both passes that an update makes over it."""
         chances = noise.uniform(run.progress.step, micro["positions"], (model.noise_size,), backend.device)
         texts = text_inputs(micro["tokens"], micro["lengths"])
         return {"waveforms": micro["waveforms"], **texts, "noise": chances}

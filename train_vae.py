@@ -6,7 +6,7 @@
     deepspeed train_vae.py --deepspeed_config configs/deepspeed/zero2.json --image_folder photos/
     horovodrun -np 8 python train_vae.py --image_folder photos/
 
-All give the same numbers. Run the same command again to resume; see README.md for the run folder.
+All give the same numbers. Run the same command again to resume; see docs/running.md.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build_parser() -> ArgumentParser:
         help="Gumbel-softmax temperature at the start")
     add("--temp_min", type=positive_float, default=0.5, metavar="T", help="lowest temperature")
     add("--anneal_rate", type=non_negative_float, default=1e-6, metavar="RATE",
-        help="every 100 updates the temperature is multiplied by exp(-RATE x updates)")
+        help="every 100 updates the temperature is multiplied by exp(-RATE x updates made so far)")
     add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="learning rate of Adam at the start")
     add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR",
         help="every 100 updates the learning rate is multiplied by it")
@@ -130,7 +130,9 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
         try:
             model.load_weights_from(args.init_from)
         except ValueError as error:
-            before, needed, differing = str(error).partition("; they need ")  # a path before it stays as it is
+            before, needed, differing = str(error).partition(
+                "; they need "
+            )  # flags are named after this phrase only: the path before it stays as it is
             for name, flag in FLAGS.items():
                 differing = differing.replace(name, flag)
             raise ValueError(before + needed + differing) from None

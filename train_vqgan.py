@@ -6,7 +6,7 @@
     deepspeed train_vqgan.py --deepspeed_config configs/deepspeed/zero2.json --image_folder photos/
     horovodrun -np 8 python train_vqgan.py --image_folder photos/
 
-All give the same numbers. Run the same command again to resume; see README.md for the run folder.
+All give the same numbers. Run the same command again to resume; see docs/running.md.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def build_parser() -> ArgumentParser:
 
 
 def one_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in which equal models are equal: the blocks of the coarsest level alone, the discriminator's width."""
+    """Settings with one spelling per model: "0,0,1" residual blocks are "1", and --discr_dim defaults to --dim."""
     blocks = str(settings.get("num_resnet_blocks"))
     blocks = blocks.removeprefix("0," * blocks.count(","))
     return {**settings, "num_resnet_blocks": blocks, "discr_dim": settings.get("discr_dim") or settings.get("dim")}
@@ -123,8 +123,8 @@ def build_model(args: argparse.Namespace) -> VQGAN:
         "image_size", "dim", "num_layers", "quantizer", "codebook_size", "codebook_dim", "diversity_gamma",
         "inv_temperature", "fsq_levels", "vq_decay", "vq_cosine",
     )  # fmt: skip
-    (coarsest, *others) = args.num_resnet_blocks
-    blocks = [coarsest, *others] if others else coarsest
+    first, *others = args.num_resnet_blocks  # one number is that of the coarsest level
+    blocks = [first, *others] if others else first
     model = VQGAN(num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
     if args.init_from:
         model.load_weights_from(args.init_from)
@@ -157,7 +157,7 @@ def evaluate(
 
     quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **judges)
     was_training = model.training
-    model.eval()  # the quantizer keeps no statistics and asks nobody
+    model.eval()  # the quantizer updates no statistics and calls no collective
     for batch in feed.validation():
         images = to_unit_range(batch["images"])
         out = model(images)

@@ -21,11 +21,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "launch"))
+
+from launching import ONE_PROCESS, ROOT, Launcher
+
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
 SMALL_MODELS = {
-    "train_vae.py": "--image_size 32 --num_tokens 128 --emb_dim 32 --hidden_dim 32 --num_layers 2",
+    "train_vae.py": "--image_folder demo:shapes --image_size 32 --num_tokens 128 --emb_dim 32 --hidden_dim 32 "
+    "--num_layers 2",
     "train_mulan.py": "--audio_data demo:tones:256 --sample_rate 8000 --clip_seconds 1 --n_fft 256 --hop_length 64 "
     "--n_mels 32 --patch_size 8 --audio_dim 32 --audio_depth 2 --text_dim 32 --text_depth 2 --heads 2 --dim_head 16 "
     "--dim_latent 16 --max_text_tokens 24 --lr_warmup_steps 5 --valid_fraction 0.05",
@@ -36,30 +40,24 @@ SHARED = ["--batch_size", "8", "--max_steps", "20", "--epochs", "1000", "--seed"
 VARIANTS = {"plain": [], "accumulation 2": ["--grad_accum_steps", "2"], "clipping 0.1": ["--max_grad_norm", "0.1"]}
 
 
-def tool(name: str) -> str:
-    """A launcher of this Python's environment."""
-    return str(Path(sys.executable).parent / name)
+def launchers(processes: int) -> list[Launcher]:
+    return [
+        Launcher("torchrun", processes),
+        *(Launcher("deepspeed", processes, zero_stage=stage) for stage in range(4)),
+        Launcher("horovodrun", processes),
+    ]
 
 
-def launchers(processes: int, port: int) -> dict[str, list[str]]:
-    """Command lines by name; each takes the script and its flags at the end."""
-    n = str(processes)
-    commands = {f"torchrun x{n}": [tool("torchrun"), "--nproc_per_node", n, "--master_port", str(port)]}
-    for stage in range(4):
-        commands[f"deepspeed x{n}, ZeRO {stage}"] = [tool("deepspeed"), "--num_gpus", n, "--master_port", str(port)]
-    commands[f"horovodrun x{n}"] = [tool("horovodrun"), "-np", n, sys.executable]
-    return commands
-
-
-def run(command: Sequence[str], output: Path, threads: int | None = 1) -> list[dict[str, float]]:
+def run(
+    launcher: Launcher, script: str, flags: Sequence[str], output: Path, threads: int | None = 1
+) -> list[dict[str, float]]:
     """Losses and gradient norms of every update of one run, with so many threads unless the environment says another
     number; None: as many as each launcher allows."""
     environment = dict(os.environ)
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    result = subprocess.run(
-        [*command, "--output_dir", str(output)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = launcher.command(script, [*flags, "--output_dir", str(output)])
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{(result.stdout + result.stderr)[-3000:]}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -78,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--script", choices=list(SMALL_MODELS), default="train_vae.py", help="what to train")
     parser.add_argument("--batch_parts", type=int, default=0, help="of the script: no difference is allowed then")
-    parser.add_argument("--launchers", default="", help="only those whose names hold this text, such as 'ZeRO 3'")
+    parser.add_argument("--launchers", default="", help="only those whose names hold this text, such as zero3")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of the script")
     args = parser.parse_args(argv)
@@ -94,20 +92,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}  (relative)")
     try:
         for variant in args.variants:
-            script = [str(ROOT / args.script), *SHARED, *VARIANTS[variant], *flags]
-            reference = run([sys.executable, *script], folder / variant.replace(" ", "_"), threads)
+            of_run = [*SHARED, *VARIANTS[variant], *flags]
+            reference = run(ONE_PROCESS, args.script, of_run, folder / variant.replace(" ", "_"), threads)
             for processes in args.processes:
-                for index, (name, launcher) in enumerate(launchers(processes, 29600).items()):
-                    if args.launchers not in name:
+                for launcher in launchers(processes):
+                    if args.launchers not in str(launcher):
                         continue
-                    extra = ["--zero_stage", name[-1]] if "ZeRO" in name else []
-                    output = folder / f"{variant}-{processes}-{index}".replace(" ", "_")
-                    ours = run([*launcher, *script, *extra], output, threads)
+                    output = folder / f"{variant}-{launcher}".replace(" ", "_")
+                    ours = run(launcher, args.script, of_run, output, threads)
                     losses, norms = difference(ours, reference, "loss"), difference(ours, reference, "grad_norm")
                     ok = losses[0] <= first_tolerance and max(losses) <= last_tolerance
                     failed |= not ok
                     numbers = f"{losses[0]:10.1e} {losses[-1]:10.1e} {max(losses):10.1e} {max(norms):10.1e}"
-                    print(f"{name + ', ' + variant:38s} {numbers}   {'ok' if ok else 'DIFFERS'}", flush=True)
+                    print(f"{f'{launcher}, {variant}':38s} {numbers}   {'ok' if ok else 'DIFFERS'}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(1 if failed else 0)

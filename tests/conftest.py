@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from tests.scripts import Script
@@ -36,3 +38,20 @@ def run_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script],
         return script.train(tmp_path_factory.mktemp(script.name) / "run", *script.eight)
 
     return run
+
+
+# They read what tests/launch/jobs.py starts once per launcher.
+SHARING_JOBS = "contracts|contrastive|batch_parts|portability|mulan|vqgan|moved|parity"
+
+
+class _Groups(LoadScopeScheduling):
+    """A group of tests runs in one of pytest's workers: a file, or the files that would wait for the same jobs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if re.match(rf"tests/launch/test_({SHARING_JOBS})\.py", nodeid):
+            return "jobs of DeepSpeed" if "deepspeed" in nodeid else "jobs"
+        return nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups:
+    return _Groups(config, log)

@@ -377,7 +377,7 @@ def test_a_run_whose_captions_are_all_one_is_told_that_it_has_collapsed(bells: s
                            "--learning_rate", "1e-5")  # fmt: skip
     assert "warning: the text embeddings are almost one and the same vector" in said
     assert losses(tmp_path)[-1] == pytest.approx(math.log(7), rel=0.01)
-    assert "has not left 1.946" in said
+    assert "checks at 1.946, its value if every clip is equally near to every caption" in said
     assert said.count("the text side has collapsed") == said.count("nothing is learned") == 1
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +32,14 @@ class Model(nn.Sequential):
         return self[1](NaNBackward.apply(hidden) if self.spoil else hidden)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", choices=("nan", "drift"), required=True)
     distributed.add_arguments(parser)
     parser.set_defaults(
         batch_size=4, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=3, compile=False
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with distributed.from_args(args) as backend:
         torch.manual_seed(0)
         model = Model(nn.Linear(3, 5, bias=False), nn.Linear(5, 2))
@@ -56,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

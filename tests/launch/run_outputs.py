@@ -1,9 +1,8 @@
-"""What runs leave behind, and jobs that are stopped on the way."""
+"""What runs leave behind."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -28,25 +27,6 @@ def unequal(run_folder: Path, other: Path) -> list[str]:
 
 
 def lines(run_folder: Path) -> list[dict[str, float]]:
-    """metrics.jsonl."""
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_for_update(folder: Path, step: int, began: float) -> None:
-    """Until the log of a job that began then tells of an update."""
-    log = folder / "metrics.jsonl"
-    for _ in range(900):
-        if log.exists() and log.stat().st_mtime > began:
-            told = [json.loads(line) for line in log.read_text().split("\n")[:-1]]
-            if any(line["step"] >= step for line in told) and log.stat().st_mtime > began:
-                return
-        time.sleep(0.1)
-    raise AssertionError("no update in 90 seconds")
-
-
-def cut_back(folder: Path, step: int) -> None:
-    """Set aside checkpoints after ``step``: however long the job took to die, the next one begins before the end."""
-    later = [path for path in (folder / "checkpoints").glob("step_*") if int(path.name[5:]) > step]
-    for path in later:
-        path.rename(folder / f"later-{time.time_ns()}")
-    assert any((folder / "checkpoints").glob("step_*"))
+    """The whole lines of metrics.jsonl; none before there is such a file."""
+    path = run_folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []

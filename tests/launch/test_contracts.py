@@ -1,29 +1,23 @@
-"""Every backend and ZeRO stage against one process, on toy models: promises P1 and P4 to P9, P13 and P17.
-
-Each launcher runs ``contract_worker.py`` once, for all ZeRO stages; the tests look at what it measured.
-"""
+"""Every backend and ZeRO stage against one process, on toy models: the contracts of Backend and Engine."""
 
 from __future__ import annotations
 
 import json
 import math
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import contracts
 import pytest
-from launching import Launcher, run
+from jobs import Jobs, Task
+from launching import ONE_PROCESS, ZERO_STAGES, Launcher
 
-ONE_PROCESS = Launcher("python")
 LAUNCHERS = [
     Launcher("torchrun", 2),
     Launcher("torchrun", 4),
     Launcher("horovodrun", 2),
     Launcher("horovodrun", 3),
-    Launcher("deepspeed", 2, zero_stage=0),
-    Launcher("deepspeed", 2, zero_stage=1),
-    Launcher("deepspeed", 2, zero_stage=2),
-    Launcher("deepspeed", 2, zero_stage=3),
+    *ZERO_STAGES,
     Launcher("deepspeed", 3, zero_stage=2),
     Launcher("deepspeed", 3, zero_stage=3),
 ]
@@ -32,30 +26,21 @@ LAUNCHERS = [
 TOLERANCE = 5e-6
 
 
-@pytest.fixture(scope="session")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("contracts")
+def accumulation_of(launcher: Launcher) -> int:
+    return 1 if launcher.processes == 2 else 2
 
-    def output(launcher: Launcher, accumulation: int) -> Path:
-        return folder / f"{launcher}-{accumulation}.json"
 
-    @cache
-    def job(name: str, processes: int, accumulation: int) -> str:
-        """Start it, once. Why it failed, if it did."""
-        together = [one for one in [ONE_PROCESS, *LAUNCHERS] if (one.name, one.processes) == (name, processes)]
-        flags = ["--grad_accum_steps", str(accumulation)]
-        flags += ["--outputs", *(str(output(one, accumulation)) for one in together)]
-        if name == "deepspeed":
-            flags += ["--zero_stages", *(str(one.zero_stage) for one in together)]
-        finished = run(Launcher(name, processes), "tests/launch/contract_worker.py", flags)
-        return finished.output[-4000:] if finished.returncode else ""
+def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
+    accumulations = [1, 2] if launcher == ONE_PROCESS else [accumulation_of(launcher)]
+    if kind == "rounded" and launcher in [ONE_PROCESS, *LAUNCHERS]:
+        for steps in accumulations:
+            flags = [*contracts.FLAGS, "--max_grad_norm", "0.1", "--grad_accum_steps", str(steps)]
+            yield Task(f"contracts-{steps}", "contracts.measure", flags)
 
-    @cache
-    def measure(launcher: Launcher, accumulation: int) -> dict[str, Any]:
-        assert not (error := job(launcher.name, launcher.processes, accumulation)), error
-        return dict(json.loads(output(launcher, accumulation).read_text()))
 
-    return measure
+def measured(jobs: Jobs, launcher: Launcher, accumulation: int) -> dict[str, Any]:
+    folder = jobs.output(launcher, "rounded", f"contracts-{accumulation}")
+    return dict(json.loads((folder / "result.json").read_text()))
 
 
 @pytest.fixture(scope="session", params=LAUNCHERS, ids=str)
@@ -63,19 +48,14 @@ def launcher(request: pytest.FixtureRequest) -> Launcher:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def accumulation(launcher: Launcher) -> int:
-    return 1 if launcher.processes == 2 else 2
+@pytest.fixture(scope="session")
+def ours(launcher: Launcher, jobs: Jobs) -> dict[str, Any]:
+    return measured(jobs, launcher, accumulation_of(launcher))
 
 
-@pytest.fixture
-def ours(launcher: Launcher, accumulation: int, measured: Any) -> dict[str, Any]:
-    return measured(launcher, accumulation)  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def reference(accumulation: int, measured: Any) -> dict[str, Any]:
-    return measured(ONE_PROCESS, accumulation)  # type: ignore[no-any-return]
+@pytest.fixture(scope="session")
+def reference(launcher: Launcher, jobs: Jobs) -> dict[str, Any]:
+    return measured(jobs, ONE_PROCESS, accumulation_of(launcher))
 
 
 def assert_close(ours: Any, reference: Any, where: str = "") -> None:
@@ -109,8 +89,8 @@ def test_any_number_of_backward_calls_adds_up_or_raises(
 
 
 @pytest.mark.parametrize("contract", ["plain", "skipped", "reloaded"])
-def test_accumulation_does_not_show_in_the_numbers(contract: str, measured: Any) -> None:
-    assert_close(measured(ONE_PROCESS, 2)[contract], measured(ONE_PROCESS, 1)[contract], contract)
+def test_accumulation_does_not_show_in_the_numbers(contract: str, jobs: Jobs) -> None:
+    assert_close(measured(jobs, ONE_PROCESS, 2)[contract], measured(jobs, ONE_PROCESS, 1)[contract], contract)
 
 
 def test_clipping_was_at_work(reference: dict[str, Any]) -> None:

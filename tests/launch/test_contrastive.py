@@ -1,56 +1,54 @@
-"""Contrastive updates on every backend and ZeRO stage against one process that holds the whole batch in one graph.
-
-Each launcher runs ``contrastive_worker.py`` once; the tests look at what it measured.
-"""
+"""Contrastive updates on every backend and ZeRO stage against one process that holds the whole batch in one graph."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import contrastive_worker as worker
+import contrastive as worker
 import pytest
 import torch
-from launching import Launcher, run
+from jobs import Jobs, Task
+from launching import ONE_PROCESS, ZERO_STAGES, Launcher
 from torch import Tensor
 
 KINDS = ["softmax", "decoupled", "sigmoid"]
-ONE_PROCESS = Launcher("python")
-ZERO_STAGES = {2: [0, 1, 2, 3], 3: [3]}  # by number of processes
 LAUNCHERS = [
     Launcher("torchrun", 2),
     Launcher("torchrun", 3),
     Launcher("torchrun", 4),
     Launcher("horovodrun", 2),
     Launcher("horovodrun", 3),
-    *(Launcher("deepspeed", n, zero_stage=stage) for n, stages in ZERO_STAGES.items() for stage in stages),
+    *ZERO_STAGES,
+    Launcher("deepspeed", 3, zero_stage=3),
 ]
-JOBS = [who for who in LAUNCHERS if who.zero_stage is None or who.zero_stage == ZERO_STAGES[who.processes][0]]
+# One of each job: a job measures once what no ZeRO stage changes.
+JOBS = [launcher for launcher in LAUNCHERS if launcher not in ZERO_STAGES[1:]]
 
 
-@pytest.fixture(scope="session")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("contrastive")
+def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
+    if launcher not in [ONE_PROCESS, *LAUNCHERS]:
+        return
+    flags = worker.FLAGS
+    if launcher.name == "deepspeed":  # small tensors whole and larger ones sharded, as in a model of useful size
+        config = jobs.folder / f"contrastive-{launcher}-{kind}.json"
+        config.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 20}}))
+        flags = [*flags, "--deepspeed_config", str(config)]
+    if kind == "bits":
+        if 4 % launcher.processes == 0:
+            yield Task("contrastive", "contrastive.measure", [*flags, "--batch_parts", "4"])
+        return
+    yield Task("contrastive", "contrastive.measure", flags)
+    if launcher in [ONE_PROCESS, *JOBS]:
+        stages = [] if launcher.zero_stage is None else [0, 1, 2, 3] if launcher.processes == 2 else [3]
+        yield Task("contrastive-once", "contrastive.measure_once", flags, {"zero_stages": stages})
 
-    @cache
-    def job(name: str, processes: int) -> dict[str, Any]:
-        output = folder / f"{name}-{processes}.json"
-        flags = ["--output", str(output)]
-        if name == "deepspeed":
-            flags += ["--zero_stages", *map(str, ZERO_STAGES[processes])]
-        finished = run(Launcher(name, processes), "tests/launch/contrastive_worker.py", flags)
-        assert finished.returncode == 0, finished.output[-4000:]
-        return dict(json.loads(output.read_text()))
 
-    return lambda launcher: job(launcher.name, launcher.processes)
-
-
-def of_engine(measured: Any, launcher: Launcher) -> dict[str, Any]:
-    engines = measured(launcher)["engines"]
-    return dict(engines["" if launcher.zero_stage is None else f"zero {launcher.zero_stage}"])
+def measured(jobs: Jobs, launcher: Launcher, name: str = "contrastive", kind: str = "rounded") -> dict[str, Any]:
+    return dict(json.loads((jobs.output(launcher, kind, name) / "result.json").read_text()))
 
 
 def loss_of(kind: str, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, captions: Tensor) -> Tensor:
@@ -91,36 +89,35 @@ def assert_close(got: dict[str, Any], wanted: dict[str, Tensor], tolerance: floa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("launcher", [ONE_PROCESS, *LAUNCHERS], ids=str)
 def test_loss_and_gradients_of_towers_temperature_and_bias_are_those_of_one_process(
-    launcher: Launcher, kind: str, accumulation: int, measured: Any
+    launcher: Launcher, kind: str, accumulation: int, jobs: Jobs
 ) -> None:
-    got = of_engine(measured, launcher)[f"accumulation {accumulation}"][kind]
+    got = measured(jobs, launcher)[f"accumulation {accumulation}"][kind]
     # DeepSpeed computes in fp32: products of a few dozen numbers, each good to 6e-8.
     assert_close(got, one_graph(kind), tolerance=2e-6 if launcher.name == "deepspeed" else 1e-11)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("launcher", [job for job in LAUNCHERS if 4 % job.processes == 0], ids=str)
-def test_in_parts_the_gradients_have_the_bits_of_one_process(launcher: Launcher, kind: str, measured: Any) -> None:
-    reference = of_engine(measured, ONE_PROCESS)["parts"][kind]
+@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if 4 % each.processes == 0], ids=str)
+def test_in_parts_the_gradients_have_the_bits_of_one_process(launcher: Launcher, kind: str, jobs: Jobs) -> None:
+    ours, reference = (measured(jobs, who, kind="bits")["parts"][kind] for who in (launcher, ONE_PROCESS))
     assert_close(reference, one_graph(kind), tolerance=2e-6)  # fp32
-    assert of_engine(measured, launcher)["parts"][kind] == reference
+    assert ours == reference
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_weights_loaded_into_an_engine_after_updates_are_those_that_its_next_forward_sees(
-    launcher: Launcher, measured: Any
+    launcher: Launcher, jobs: Jobs
 ) -> None:
     """At ZeRO 3 the small ones, which it keeps whole, once stayed as they were."""
-    for found in of_engine(measured, launcher).values():
+    kinds = ["rounded", "bits"] if 4 % launcher.processes == 0 else ["rounded"]
+    for found in [found for kind in kinds for found in measured(jobs, launcher, kind=kind).values()]:
         assert found["softmax again"] == found["softmax"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("launcher", [ONE_PROCESS, *JOBS], ids=str)
-def test_ragged_batches_have_the_loss_and_gradients_of_one_process(
-    launcher: Launcher, kind: str, measured: Any
-) -> None:
-    got = measured(launcher)["ragged"][kind]
+def test_ragged_batches_have_the_loss_and_gradients_of_one_process(launcher: Launcher, kind: str, jobs: Jobs) -> None:
+    got = measured(jobs, launcher, "contrastive-once")["ragged"][kind]
     *leaves, captions = worker.ragged_pairs()
     leaves = [tensor.requires_grad_() for tensor in leaves]
     loss = loss_of(kind, *leaves, captions)
@@ -133,9 +130,9 @@ def test_ragged_batches_have_the_loss_and_gradients_of_one_process(
     assert got["agree"]
 
 
-def test_memory_of_the_sigmoid_loss_does_not_grow_with_the_number_of_processes(measured: Any) -> None:
+def test_memory_of_the_sigmoid_loss_does_not_grow_with_the_number_of_processes(jobs: Jobs) -> None:
     """Largest tensor and peak, with 64 pairs on each process. Those of the gathered losses do: it was measured."""
-    two, three, four = (measured(Launcher("torchrun", n))["memory"] for n in (2, 3, 4))
+    two, three, four = (measured(jobs, Launcher("torchrun", n), "contrastive-once")["memory"] for n in (2, 3, 4))
     for (largest, peak), (next_largest, next_peak) in itertools.pairwise([m["sigmoid"] for m in (two, three, four)]):
         assert next_largest == largest
         assert next_peak <= 1.03 * peak  # beside tensors, a number per process
@@ -144,8 +141,8 @@ def test_memory_of_the_sigmoid_loss_does_not_grow_with_the_number_of_processes(m
 
 
 @pytest.mark.parametrize("launcher", [ONE_PROCESS, *JOBS], ids=str)
-def test_lions_state_of_two_parameter_groups_goes_on_in_another_engine(launcher: Launcher, measured: Any) -> None:
+def test_lions_state_of_two_parameter_groups_goes_on_in_another_engine(launcher: Launcher, jobs: Jobs) -> None:
     """It keeps one moment and counts no steps. Of several groups, ZeRO 1 and 2 once showed the first one's alone."""
-    found = measured(launcher)["lion"]
+    found = measured(jobs, launcher, "contrastive-once")["lion"]
     assert (found["type"], found["kept"]) == ("Lion", ["exp_avg"])
     assert found["differences"] == []

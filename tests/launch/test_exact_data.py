@@ -1,24 +1,15 @@
-"""P11 and P12: whatever interrupts a run, and however many processes and loader workers go on, it trains on the samples
-of a run that nothing interrupts, in their order.
-
-``data_worker.py`` is train_vae.py that writes down the samples of every update.
-"""
+"""Whatever interrupts a run, and however many processes and loader workers go on, it trains on the samples
+of a run that nothing interrupts, in their order."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import signal
-import socket
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import data_worker
 import pytest
-from launching import Launcher, run
+from forks import fork
 from PIL import Image
 
 N_IMAGES, BAD = 53, {5, 24, 25}
@@ -30,40 +21,6 @@ ASKED_TO_STOP = 75
 EXIT_CODES = {"SIGKILL": -signal.SIGKILL, "SIGTERM": ASKED_TO_STOP, "SIGUSR1": ASKED_TO_STOP, "": 0}
 
 Samples = dict[int, list[int]]  # ids by update
-Start = Callable[[list[str], int], None]  # flags, exit code that is expected
-
-# Importing PyTorch is most of a start: the many starts are forks of a process that has done so.
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", "data_worker"])
-
-
-def fork(processes: int, flags: list[str], exit_code: int) -> None:
-    """As torchrun starts them, but for torchrun."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = Path(flags[flags.index("--ids") + 1]).with_suffix(".log")
-    ranks = []
-    for rank in range(processes):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
-        environment = {name: str(value) for name, value in place.items()} if processes > 1 else {}
-        ranks.append(WARM.Process(target=data_worker.start_fork, args=(environment, flags, log)))
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 90
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-    assert [process.exitcode for process in ranks] == [exit_code] * processes, log.read_text()
-
-
-def launch(launcher: Launcher, flags: list[str], exit_code: int) -> None:
-    finished = run(launcher, "tests/launch/data_worker.py", flags)
-    if launcher.name == "torchrun" and exit_code:  # it has an exit code of its own
-        assert f"exitcode  : {exit_code} (pid" in finished.output, finished.output[-4000:]
-    else:
-        assert finished.returncode == exit_code, finished.output[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +38,20 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
     """What one process takes that is left alone."""
-    return taken(partial(fork, 1), images, tmp_path_factory.mktemp("uninterrupted"), 0, "")
+    return taken(1, images, tmp_path_factory.mktemp("uninterrupted"), 0, "")
 
 
-def taken(start: Start, images: Path, folder: Path, num_workers: int, interruption: str) -> Samples:
+def taken(processes: int, images: Path, folder: Path, num_workers: int, interruption: str) -> Samples:
     """The samples of one start of the run in this folder."""
     ids = folder / "ids.jsonl"
     ids.unlink(missing_ok=True)
     flags = ["--ids", str(ids), "--interrupt", interruption, "--image_folder", str(images)]
     flags += ["--output_dir", str(folder / "run"), "--num_workers", str(num_workers), *FLAGS]
-    start(flags, EXIT_CODES[interruption.partition("@")[0]])
+    if interruption.startswith("SIGUSR1"):  # the other processes hear of it
+        flags.append("--last_alone")
+    ranks = fork("interrupted_worker", flags, folder / "log", processes)
+    expected = EXIT_CODES[interruption.partition("@")[0]]
+    assert [rank.returncode for rank in ranks] == [expected] * processes, ranks[0].output
     lines = [json.loads(line) for line in ids.read_text().splitlines()]
     samples = {line["update"]: line["ids"] for line in lines}
     assert list(samples) == list(range(min(samples), max(samples) + 1))
@@ -104,13 +65,13 @@ def draw_interruptions(seed: str) -> list[str]:
     return [f"{name}@{update}" for name, update in zip(draws.sample(list(EXIT_CODES)[:3], 3), updates, strict=True)]
 
 
-def assert_exact(starts: list[tuple[Start, int]], images: Path, folder: Path, seed: str, expected: Samples) -> None:
-    """Four starts, each with its number of loader workers, are interrupted three times; each goes on where the one
-    before it was saved."""
+def assert_exact(starts: list[tuple[int, int]], images: Path, folder: Path, seed: str, expected: Samples) -> None:
+    """Four starts, each with its number of processes and of loader workers, are interrupted three times; each goes on
+    where the one before it was saved."""
     trained: Samples = {}
     goes_on_at = 1
-    for (start, num_workers), interruption in zip(starts, [*draw_interruptions(seed), f"@{UPDATES}"], strict=True):
-        samples = taken(start, images, folder, num_workers, interruption)
+    for (processes, num_workers), interruption in zip(starts, [*draw_interruptions(seed), f"@{UPDATES}"], strict=True):
+        samples = taken(processes, images, folder, num_workers, interruption)
         assert samples == {update: expected[update] for update in samples}, interruption
         assert min(samples) == goes_on_at, interruption
         trained |= samples
@@ -139,12 +100,10 @@ def test_an_uninterrupted_run_takes_every_good_sample_in_each_epoch(uninterrupte
 def test_an_interrupted_run_takes_the_samples_of_an_uninterrupted_one(
     processes: int, num_workers: int, images: Path, uninterrupted: Samples, tmp_path: Path
 ) -> None:
-    starts = [(partial(fork, processes), num_workers)] * 4
-    assert_exact(starts, images, tmp_path, f"{processes} {num_workers}", uninterrupted)
+    assert_exact([(processes, num_workers)] * 4, images, tmp_path, f"{processes} {num_workers}", uninterrupted)
 
 
 def test_another_number_of_processes_and_workers_goes_on_in_the_same_order(
     images: Path, uninterrupted: Samples, tmp_path: Path
 ) -> None:
-    one, two, four = (partial(launch, Launcher(*how)) for how in [("python",), ("torchrun", 2), ("torchrun", 4)])
-    assert_exact([(one, 0), (two, 4), (four, 1), (one, 4)], images, tmp_path, "1 2 4 1", uninterrupted)
+    assert_exact([(1, 0), (2, 4), (4, 1), (1, 4)], images, tmp_path, "1 2 4 1", uninterrupted)

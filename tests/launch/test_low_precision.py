@@ -6,25 +6,37 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import Launcher, run
+from launching import ONE_PROCESS, run
+from run_outputs import lines
 
 FLAGS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
          "--num_resnet_blocks", "0", "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "6",
          "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_resumed_run_with_bf16_weights_equals_an_uninterrupted_one(stage: int, tmp_path: Path) -> None:
-    config = tmp_path / "bf16.json"
-    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}))
-    losses = []
-    for name, stops in (("whole", (12,)), ("resumed", (6, 12))):
-        for stop in stops:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of 12 updates by name and ZeRO stage: a "whole" one, and one that another start "resumed" after 6."""
+    folder = tmp_path_factory.mktemp("bf16")
+    tasks: list[list[dict[str, object]]] = [[], []]  # of each start
+    for stage in (0, 3):
+        config = folder / f"{stage}.json"
+        config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}))
+        for start, name, stop in ((0, "whole", 12), (0, "resumed", 6), (1, "resumed", 12)):
             flags = [*FLAGS, "--deepspeed_config", str(config), "--max_steps", str(stop)]
-            finished = run(Launcher("python"), "train_vae.py", [*flags, "--output_dir", str(tmp_path / name)])
-            assert finished.returncode == 0, finished.output
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
-    assert losses[0] == losses[1]
-    state = json.loads((tmp_path / "whole" / "checkpoints" / "step_00000012" / "state.json").read_text())
-    assert state["parts"]["engine"]["optimizer"]["step"] == 12
+            tasks[start].append({"do": "train_vae", "flags": flags, "output": str(folder / f"{name}-{stage}")})
+    for start, of_start in enumerate(tasks):
+        path = folder / f"tasks-{start}.json"
+        path.write_text(json.dumps(of_start))
+        finished = run(ONE_PROCESS, "tests/launch/job_worker.py", [str(path)])
+        assert finished.returncode == 0, finished.output
+    return folder
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_resumed_run_with_bf16_weights_equals_an_uninterrupted_one(stage: int, trained: Path) -> None:
+    whole, resumed = ([line["loss"] for line in lines(trained / f"{name}-{stage}")] for name in ("whole", "resumed"))
+    assert whole == resumed and len(whole) == 12
+    for name in ("whole", "resumed"):
+        state = json.loads((trained / f"{name}-{stage}" / "checkpoints/step_00000012/state.json").read_text())
+        assert state["parts"]["engine"]["optimizer"]["step"] == 12

@@ -1,30 +1,22 @@
-"""P13: a checkpoint that any backend or ZeRO stage wrote continues on any other, as if one process had never stopped.
-
-Every launcher runs ``portability_worker.py`` twice, to write and then to read what all of them have written.
-"""
+"""A checkpoint of any backend or ZeRO stage continues on any other, as if one process had never stopped."""
 
 from __future__ import annotations
 
 import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from launching import Launcher, run
+from jobs import Jobs, Task
+from launching import ONE_PROCESS, ZERO_STAGES, Launcher
 from safetensors.torch import load_file
 from torch import Tensor
 
-ONE_PROCESS = Launcher("python")
 LAUNCHERS = [
     ONE_PROCESS,
     Launcher("torchrun", 2),
     Launcher("horovodrun", 2),
-    Launcher("deepspeed", 2, zero_stage=0),
-    Launcher("deepspeed", 2, zero_stage=1),
-    Launcher("deepspeed", 2, zero_stage=2),
-    Launcher("deepspeed", 2, zero_stage=3),
+    *ZERO_STAGES,
     Launcher("deepspeed", 3, zero_stage=3),
 ]
 PAIRS = pytest.mark.parametrize(
@@ -45,36 +37,23 @@ CURVE_TOLERANCE = 1e-5
 STATE_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(launcher, None) -> what its uninterrupted run recorded; (launcher, writer) -> its run from that checkpoint."""
-    folder: Path = tmp_path_factory.mktemp("portability")
+def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
+    """Every launcher's second job reads what all first ones have written."""
+    if launcher in LAUNCHERS and kind == "rounded":
+        yield Task("portability", "portability.write", FLAGS)
+    elif launcher in LAUNCHERS:
+        writers = {str(writer): str(jobs.output(writer, "rounded", "portability")) for writer in INSTALLED}
+        yield Task("portability-from", "portability.read", FLAGS, {"writers": writers})
 
-    @cache
-    def failure(name: str, processes: int, reading: bool) -> str:
-        """Start it, once. Why it failed, if it did."""
-        together = [launcher for launcher in LAUNCHERS if (launcher.name, launcher.processes) == (name, processes)]
-        flags = [*FLAGS, "--outputs", *(str(folder / str(launcher)) for launcher in together)]
-        if name == "deepspeed":
-            flags += ["--zero_stages", *(str(launcher.zero_stage) for launcher in together)]
-        if reading:
-            for writer in INSTALLED:
-                if error := failure(writer.name, writer.processes, reading=False):
-                    return error
-            flags += ["--checkpoints", *(str(folder / str(writer) / "checkpoints") for writer in INSTALLED)]
-        try:
-            finished = run(Launcher(name, processes), "tests/launch/portability_worker.py", flags)
-        except AssertionError as timeout:
-            return str(timeout)
-        return finished.output[-4000:] if finished.returncode else ""
 
-    @cache
-    def record(launcher: Launcher, writer: Launcher | None = None) -> dict[str, Tensor]:
-        assert not (error := failure(launcher.name, launcher.processes, reading=writer is not None)), error
-        name = "uninterrupted" if writer is None else f"from-{writer}"
-        return load_file(folder / str(launcher) / f"{name}.safetensors")
+def written(jobs: Jobs, launcher: Launcher) -> dict[str, Tensor]:
+    """What an uninterrupted run recorded."""
+    return load_file(jobs.output(launcher, "rounded", "portability") / "uninterrupted.safetensors")
 
-    return record
+
+def continued(jobs: Jobs, launcher: Launcher, writer: Launcher) -> dict[str, Tensor]:
+    """What its run from that checkpoint recorded."""
+    return load_file(jobs.output(launcher, "bits", "portability-from") / f"{writer}.safetensors")
 
 
 def states(record: dict[str, Tensor], when: str) -> dict[str, Tensor]:
@@ -93,8 +72,8 @@ def assert_same(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
         assert error <= STATE_TOLERANCE * tensor.abs().max().item(), f"{name}: {error}"
 
 
-def test_the_run_clips_and_a_checkpoint_has_weights_moments_and_averages(trained: Any) -> None:
-    run = trained(ONE_PROCESS)
+def test_the_run_clips_and_a_checkpoint_has_weights_moments_and_averages(jobs: Jobs) -> None:
+    run = written(jobs, ONE_PROCESS)
     assert run["grad_norms"].min() < 0.05 < run["grad_norms"].max()  # the run's --max_grad_norm
     assert run["saved/engine/optimizer/step"] == run["saved/ema/updates"] == 10
     moments = "engine/optimizer/moments"
@@ -104,17 +83,17 @@ def test_the_run_clips_and_a_checkpoint_has_weights_moments_and_averages(trained
 
 
 @pytest.mark.parametrize("writer", LAUNCHERS, ids=str)
-def test_training_on_beside_a_save_is_that_of_one_process(writer: Launcher, trained: Any) -> None:
-    assert_same(trained(writer), trained(ONE_PROCESS))
+def test_training_on_beside_a_save_is_that_of_one_process(writer: Launcher, jobs: Jobs) -> None:
+    assert_same(written(jobs, writer), written(jobs, ONE_PROCESS))
 
 
 @PAIRS
-def test_loading_restores_every_bit(writer: Launcher, reader: Launcher, trained: Any) -> None:
-    saved, loaded = (states(record, "saved") for record in (trained(writer), trained(reader, writer)))
+def test_loading_restores_every_bit(writer: Launcher, reader: Launcher, jobs: Jobs) -> None:
+    saved, loaded = (states(record, "saved") for record in (written(jobs, writer), continued(jobs, reader, writer)))
     assert loaded.keys() == saved.keys()
     assert [name for name in saved if not torch.equal(loaded[name], saved[name])] == []
 
 
 @PAIRS
-def test_the_continuation_is_that_of_one_process(writer: Launcher, reader: Launcher, trained: Any) -> None:
-    assert_same(trained(reader, writer), trained(ONE_PROCESS))
+def test_the_continuation_is_that_of_one_process(writer: Launcher, reader: Launcher, jobs: Jobs) -> None:
+    assert_same(continued(jobs, reader, writer), written(jobs, ONE_PROCESS))

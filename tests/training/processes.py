@@ -17,14 +17,14 @@ from training.flags.shared import add_run_arguments
 
 
 class OneProcess:
-    """A single process. A signal arrives during the update number `stop_after` of this start."""
+    """A single process. A signal arrives during the update number `stop_after` of those that are counted in `made`."""
 
     rank, world_size, device, grad_accum_steps, is_restart = 0, 1, torch.device("cpu"), 1, False
 
     def __init__(self, is_root: bool = True, stop_after: int | None = None, **description: Any) -> None:
         self.is_root, self.barriers = is_root, 0
         self._description = {"backend": "single", "world_size": 1, "device": "cpu", **description}
-        self._stop_after, self._asked = stop_after, 0
+        self.stop_after, self.made = stop_after, 0
         self.agreement, self.summary = nullcontext, lambda: "single: 1 process"
         self.mark, self.gather = lambda phase: None, lambda tensor: tensor
 
@@ -38,8 +38,7 @@ class OneProcess:
         return {name: value.item() for name, value in values.items()}
 
     def stop_requested(self, here: bool = False) -> bool:
-        self._asked += 1
-        return here or self._asked == self._stop_after
+        return here or self.made == self.stop_after
 
     def broadcast_object(self, value: Any) -> Any:
         return json.loads(json.dumps(value))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured, drawn and kept of one model of a run. A run of several models has one for each.
+    """What is measured, drawn and kept of one model of a run. One for every model that is evaluated.
 
     `validate` and `draw` run without gradients.
 
@@ -31,8 +31,8 @@ class Evaluation:
             number of the newest update, from 0, as the loop yields it.
         draw: ({"online": model, "ema": average}, samples of `Feed.preview`, step) -> the picture for samples/. Called
             on the root alone. Without an average there is no "ema".
-        write: What the end of the run writes: by path below the run folder, a function of (model, path). The first one
-            also writes best/. The model is the average where there is one.
+        write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
+            The first one also writes best/. The model is the average if there is one.
         best: Keeps the model of the best validation, if the script wants it.
         name: Distinguishes the metrics and pictures of several models; "" for one.
         picture_name: What the trackers call the picture.
@@ -55,8 +55,8 @@ def kept(models: Mapping[str, Any]) -> Any:
 
 def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
-    order: count the update, save and exit where the run is asked to stop, validate, write the line of metrics, draw,
-    save. After the last update the models are written. Yields nothing where the run is complete.
+    order: count the update, save and exit if the run is asked to stop, validate, report bad samples, write the line of
+    metrics, draw, save. After the last update the models are written. Yields nothing if the run is complete.
 
     Raises:
         SystemExit: with code 75 after a stop request; with code 1 where the last checkpoint or model cannot be written.
@@ -81,13 +81,16 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         yield run.progress.step, batch
         run.advance()
         stop = run.stop_requested()
+        is_evaluation_due = _evaluation_is_due(run, feed)
+        if is_evaluation_due and not stop:
+            # The answer is one call late, and nobody should wait for an evaluation: ask once more before it.
+            stop = run.stop_requested()
         line = run.line()
         with run.stopwatch.paused():
             if stop:
-                # Neither validation nor pictures come before the save: whoever asked may kill the run any moment. The
-                # next start evaluates.
+                # Save first: the scheduler may kill the processes soon. The next start makes this update's evaluation.
                 feed.report_bad_samples(run.say)
-                run.save_and_exit(line, evaluation_is_due=_evaluation_is_due(run, feed))
+                run.save_and_exit(line, evaluation_is_due=is_evaluation_due)
             _evaluate(run, feed, evaluations, shown, line)
             if run.due(run.args.save_every_n_steps):
                 run.save()

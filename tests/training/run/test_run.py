@@ -109,7 +109,8 @@ def train(
     """Train for --max_steps updates of 4 samples, or be killed after `stop_at` of them."""
     args, settings = parsed(folder, *flags)
     told = events if events is not None else []
-    run = Run(args, settings, here or OneProcess(), Numbers(), model_arguments=("width",))
+    here = here or OneProcess()
+    run = Run(args, settings, here, Numbers(), model_arguments=("width",))
     model = Weights()
 
     def validate(model, step):
@@ -126,6 +127,7 @@ def train(
     for step, batch in run.updates(evaluation, preview=2):
         assert batch == 4 * step
         told.append(f"update {step}")
+        here.made += 1
         update = model.step()
         run.add(loss=torch.tensor(1.0 / (step + 1)))
         run.log(update, weight=model.weight[0])
@@ -372,6 +374,23 @@ def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_00000003.png", "step_00000006.png"]
     assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == 6.0
     assert json.loads((tmp_path / "model" / "config.json").read_text()) == [6.0, 6.0]
+
+
+class Late(OneProcess):
+    """Several processes: a request is known one call after it was made."""
+
+    asked = False
+
+    def stop_requested(self, here=False):
+        known, self.asked = self.asked, self.asked or super().stop_requested(here)
+        return known
+
+
+@pytest.mark.parametrize(("stop_after", "stopped_at"), [(1, 2), (2, 2), (3, 3), (4, 4)])
+def test_a_request_that_is_known_late_does_not_wait_for_an_evaluation(tmp_path, saves, stop_after, stopped_at):
+    with pytest.raises(SystemExit):
+        train(tmp_path, *DUE, here=Late(stop_after=stop_after), events=saves)
+    assert saves[-2:] == [f"update {stopped_at - 1}", f"save {stopped_at}"]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 6])

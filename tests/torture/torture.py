@@ -1,7 +1,7 @@
 """Kill train_vae.py at random moments through real launchers, start it again, and look for anything that was lost.
 
-    python scripts/torture.py --minutes 10                        # make torture
-    python scripts/torture.py --seed 7 --only 3                   # trial 3 of seed 7 again
+    python tests/torture/torture.py --minutes 10                        # make torture
+    python tests/torture/torture.py --seed 7 --only 3                   # trial 3 of seed 7 again
 
 Trials alternate. In the first kind backend and processes stay, and every metric of every update, the final weights and
 the last checkpoint must equal an uninterrupted run's bit for bit. In the second kind each start has another backend and
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import random
 import shutil
 import signal
@@ -25,6 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))
+
+from launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send, tool
 from torture_checks import (
     Lost,
     check_checkpoints,
@@ -41,20 +46,18 @@ from torture_checks import (
     unfinished_saves,
     verified_files,
 )
-from torture_jobs import Job, Launcher, send, tool
 from torture_plan import MOMENTS, Blow, Plan, draw_plan
 
 # The 20 updates for which tests/launch/test_parity.py allows a relative 1e-5: rounding alone gives about 1e-7, and a
 # change of backend adds nothing to it, because states are handed over in full fp32.
 UPDATES, TOLERANCE = 20, 1e-5
+SCRIPT = "train_vae.py"
 # 12 divides by 1, 2 and 3 processes; of 52 images to train on, about every fourth update begins a new epoch.
 FLAGS = ["--image_size", "64", "--num_layers", "2", "--num_tokens", "64", "--hidden_dim", "16", "--emb_dim", "16",
          "--num_resnet_blocks", "1", "--learning_rate", "3e-4", "--image_folder", "demo:shapes:64", "--random_flip",
          "--ema_decay", "0.9", "--batch_size", "12", "--max_steps", str(UPDATES), "--epochs", "100",
-         "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0",
-         "--timeout_minutes", "2"]  # fmt: skip
+         "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0"]  # fmt: skip
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
-JOB_SECONDS, END_SECONDS = 300, 180  # to the end from the start, and from a kill, on a busy machine
 EXIT_CODE = 75  # of train_vae.py that was asked to stop
 
 
@@ -69,7 +72,7 @@ def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_second
         return []
     ranks = job.ranks()
     until = UPDATES if blow.moment == "end" else min(newest + blow.after, UPDATES)
-    if not poll(job, lambda: max(trained_steps(job.log), default=0) >= until):
+    if not poll(job, lambda: max(trained_steps(job.output), default=0) >= until):
         return []
     saved = checkpoint_steps(run)
     # A save takes some milliseconds: while one is waited for nothing else is looked at.
@@ -88,10 +91,10 @@ def poll(job: Job, condition: Callable[[], bool], pause: float = 0.0002) -> bool
         Lost: neither happens.
     """
     while not condition():
-        if job.ended:
+        if job.poll() is not None:
             return False
-        if job.seconds > JOB_SECONDS:
-            raise Lost(f"it does not get there in {JOB_SECONDS} s:\n{job.stacks()}")
+        if job.seconds > HANG_SECONDS:
+            raise Lost(f"it does not get there in {HANG_SECONDS} s:\n{job.stacks()}")
         time.sleep(pause)
     return True
 
@@ -120,6 +123,7 @@ class Start:
 @dataclass
 class Tally:
     trials: int = 0
+    trials_with_kills: int = 0
     blows: Counter[str] = field(default_factory=Counter)  # by launcher and kind
     kills: int = 0
     in_save: int = 0
@@ -163,11 +167,11 @@ class Torture:
     def trial(self, number: int, plan: Plan) -> None:
         folder = self.folder / f"trial-{number}"
         folder.mkdir()
-        self._commands = []
+        self._commands, kills = [], self.tally.kills
         mode = f"{plan.last}, bit for bit" if plan.stays else "each start on another backend"
         say(f"trial {number}: {mode}; {' '.join(plan.flags)}")
         try:
-            reference, _ = self._reference(plan.last if plan.stays else Launcher("python"))
+            reference, _ = self._reference(plan.last if plan.stays else ONE_PROCESS)
             for index, blow in enumerate([*plan.blows, None]):
                 self.tally.restarts += index > 0
                 if self._start(folder / "run", folder / f"start-{index}.log", blow, plan):
@@ -178,20 +182,23 @@ class Torture:
             self.tally.lost.append(f"trial {number}: {str(loss).splitlines()[0]}")
             say("\n    ".join([f"LOST in trial {number}: {loss}", *self._commands, f"its files: {folder}"]))
         self.tally.trials += 1
+        self.tally.trials_with_kills += self.tally.kills > kills
 
     def _reference(self, launcher: Launcher) -> tuple[Path, float]:
         """Run folder of an uninterrupted run, which saves at its end alone, and how long it took."""
         if launcher not in self._references:
             run = self.folder / f"uninterrupted {launcher}".replace(" ", "-")
             with self._job(launcher, run, ["--save_every_n_steps", "0"], Path(f"{run}.log")) as job:
-                if job.wait(JOB_SECONDS) != 0:
-                    raise Lost(f"the uninterrupted run failed:\n{job.log[-3000:]}")
+                if job.wait() != 0:
+                    raise Lost(f"the uninterrupted run failed:\n{job.output[-3000:]}")
                 self._references[launcher] = run, job.seconds
         return self._references[launcher]
 
     @contextlib.contextmanager
     def _job(self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path) -> Iterator[Job]:
-        job = Job(launcher, [*FLAGS, *flags, "--output_dir", str(run)], log)
+        command = launcher.command(SCRIPT, [*FLAGS, *flags, "--output_dir", str(run)])
+        # What killed processes leave in the temporary folder goes with the log's.
+        job = Job(command, SCRIPT, log, TMPDIR=str(log.parent))
         self._commands.append(" ".join(job.command))
         try:
             yield job
@@ -204,7 +211,7 @@ class Torture:
         newest, saves, updates = max(checkpoint_steps(run), default=None), unfinished_saves(run), len(read_metrics(run))
         with self._job(launcher, run, plan.flags, log) as job:
             start = self._strike(job, run, blow, newest or 0)
-        reference, _ = self._reference(Launcher("python"))
+        reference, _ = self._reference(ONE_PROCESS)
         check_checkpoints(run, start.before, plan.keep, verified_files(checkpoint_path(reference, UPDATES)))
         check_continuation(start.log, newest, run)
         read_metrics(run)
@@ -230,14 +237,14 @@ class Torture:
         """
         fell, before, since = None, checkpoint_steps(run), time.monotonic()
         if blow:
-            _, startup = self._references.get(blow.launcher, self._reference(Launcher("python")))
+            _, startup = self._references.get(blow.launcher, self._reference(ONE_PROCESS))
             if ranks := wait_for_moment(job, blow, run, newest, startup):
                 fell, before, since = blow, [*before, *checkpoint_steps(run)], time.monotonic()
                 strike(job, blow, ranks)
-        code = job.wait(END_SECONDS if fell else JOB_SECONDS)
+        code = job.wait()
         if code is None:
             raise Lost(f"it does not end{f' after {fell}' if fell else ''}:\n{job.stacks()}")
-        return Start(code, job.log, fell, before, time.monotonic() - since)
+        return Start(code, job.output, fell, before, time.monotonic() - since)
 
     def _check_result(self, run: Path, reference: Path, plan: Plan) -> None:
         """The finished run is the uninterrupted one.
@@ -263,7 +270,7 @@ def say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="no new trial after this (default: 10)")
-    parser.add_argument("--trials", type=int, default=sys.maxsize, help="stop after so many, if that is sooner")
+    parser.add_argument("--trials", type=int, default=sys.maxsize, help="stop after so many in which a run was killed")
     parser.add_argument("--kills", type=int, default=4, help="in a trial (default: 4)")
     parser.add_argument("--seed", type=int, help="of the plan (default: drawn, and printed)")
     parser.add_argument("--only", type=int, metavar="TRIAL", help="this trial alone")
@@ -277,8 +284,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"seed {seed}; {', '.join(args.launchers)}; {args.kills} kills in a trial; in {torture.folder}")
     deadline = time.monotonic() + 60 * args.minutes
     try:
-        for trial in range(args.trials) if args.only is None else [args.only]:
-            if time.monotonic() > deadline:
+        for trial in itertools.count() if args.only is None else [args.only]:
+            if time.monotonic() > deadline or torture.tally.trials_with_kills >= args.trials:
                 break
             torture.trial(trial, draw_plan(seed, trial, args.launchers, args.kills))
     finally:

@@ -1,4 +1,4 @@
-"""What scripts/torture.py checks of a run folder: read from the disk and the log, without the product's code."""
+"""What torture.py checks of a run folder: read from the disk and the log, without the product's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts/torture.py does to a run, drawn from a seed before anything starts."""
+"""What torture.py does to a run, drawn from a seed before anything starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torture_jobs import Launcher
+from launching import Launcher
 
 # How often each moment is drawn (the end: for a trial's last blow alone), and within how many seconds of it the blow
 # falls (start-up: within what part of its length).
@@ -59,14 +59,14 @@ class Plan:
 def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
     """The same for the same arguments."""
     draw = random.Random(f"{seed}/{trial}")
-    every = [Launcher(n, 1 if n == "python" else 2, z) for n in names for z in range(4 if n == "deepspeed" else 1)]
+    every = [each for name in names for each in _stages(name, 1 if name == "python" else 2)]
     random.Random(seed).shuffle(every)
     stays, fixed = trial % 2 == 0, every[trial // 2 % len(every)]
 
     def launcher() -> Launcher:
         name = draw.choice(names)
-        other = Launcher(name, 1 if name == "python" else draw.choice([1, 2, 2, 2, 3]), draw.randrange(4))
-        return fixed if stays else other
+        others = _stages(name, 1 if name == "python" else draw.choice([1, 2, 2, 2, 3]))
+        return fixed if stays else draw.choice(others)
 
     def blow(is_last: bool) -> Blow:
         weights = [weight if moment != "end" or is_last else 0 for moment, (weight, _) in MOMENTS.items()]
@@ -84,3 +84,7 @@ def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
 
     save_every, keep, num_workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
     return Plan(stays, save_every, keep, num_workers, [blow(i == kills - 1) for i in range(kills)], launcher())
+
+
+def _stages(name: str, processes: int) -> list[Launcher]:
+    return [Launcher(name, processes, stage) for stage in (range(4) if name == "deepspeed" else [None])]

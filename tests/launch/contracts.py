@@ -1,33 +1,22 @@
-"""Runs every contract of the distributed layer on toy models, under whatever launcher started it.
-
-    torchrun --nproc_per_node 2 tests/launch/contract_worker.py --outputs result.json [distributed flags]
-
-The root writes what it measured; the test compares it with the same file written by one process. A job starts slowly:
-one serves several ZeRO stages, with a file for each.
-"""
+"""Every contract of the distributed layer on toy models: what a backend measures, to be compared with one process."""
 
 from __future__ import annotations
 
 import argparse
-import gc
+import itertools
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import itertools
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import distributed
 from distributed import Backend, Engine
 
 BATCH = 24  # divides by 1, 2, 3 and 4 processes with 1 or 2 accumulation steps
+FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "4"]
 UPDATES = 6
 
 
@@ -234,20 +223,19 @@ def refused(backend: Backend) -> dict[str, Any]:
     model = mlp([7, 3], seed=8)
     engine = backend.wrap(model, adam(model), name="refused")
     messages = {}
+
+    def note(what: str, error: type[Exception], call: Callable[[], object]) -> None:
+        try:
+            call()
+        except error as raised:
+            messages[what] = str(raised)
+
     x = local(global_batch(0), backend).to(backend.device)
     with engine.frozen():
         leaked = any(p.requires_grad for p in model.parameters())
-        for what, call in {"forward": lambda: engine(x), "backward": lambda: engine.backward(x.sum())}.items():
-            try:
-                call()
-                messages[what] = ""
-            except RuntimeError as error:
-                messages[what] = str(error)
-    try:
-        list(engine.micro_batches({"x": x[:-1]}))
-        messages["micro_batches"] = ""
-    except ValueError as error:
-        messages["micro_batches"] = str(error)
+        note("forward", RuntimeError, lambda: engine(x))
+        note("backward", RuntimeError, lambda: engine.backward(x.sum()))
+    note("micro_batches", ValueError, lambda: list(engine.micro_batches({"x": x[:-1]})))
     return {"messages": messages, "leaked": leaked, "thawed": all(p.requires_grad for p in model.parameters())}
 
 
@@ -272,7 +260,8 @@ def collectives(backend: Backend) -> dict[str, Any]:
     }
 
 
-def measured(backend: Backend) -> dict[str, Any]:
+def measure(args: argparse.Namespace, backend: Backend) -> None:
+    """All of them, into result.json."""
     result = {
         "plain": plain(backend),
         "skipped": plain(backend, "skipped", spoil_update=3),
@@ -280,41 +269,10 @@ def measured(backend: Backend) -> dict[str, Any]:
         "by_items": by_items(backend),
         "gan": gan(backend),
         "contrastive": contrastive(backend),
-        "reloaded": reloaded(backend),
-        "refused": refused(backend),
-        "collectives": collectives(backend),
-        "description": backend.describe(),
     }
+    if not args.batch_parts:
+        result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
     by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
-    return result
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--outputs", type=Path, nargs="+", required=True)
-    parser.add_argument("--zero_stages", type=int, nargs="*", default=[], help="one per output")
-    parser.add_argument("--grad_accum_steps", type=int, default=1)
-    distributed.add_arguments(parser)
-    parser.set_defaults(
-        batch_size=BATCH,
-        precision="fp32",
-        max_grad_norm=0.1,
-        max_skipped_updates=4,
-        compile=False,
-        explicit=frozenset(),
-    )
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    with distributed.from_args(args) as backend:
-        gc.freeze()  # DeepSpeed collects garbage at every wrap
-        for output, stage in itertools.zip_longest(args.outputs, args.zero_stages):
-            if stage is not None:
-                backend.zero_stage = stage  # read whenever a model is wrapped
-            result = measured(backend)
-            if backend.is_root:
-                output.write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    if backend.is_root:
+        (Path(args.output_dir) / "result.json").write_text(json.dumps({**result, "description": backend.describe()}))

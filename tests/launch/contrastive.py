@@ -1,25 +1,13 @@
-"""Contrastive updates of toy towers, the losses alone on ragged batches, and Lion's state, under any launcher.
-
-    torchrun --nproc_per_node 2 tests/launch/contrastive_worker.py --output FILE.json
-    deepspeed --num_gpus 2 tests/launch/contrastive_worker.py --output FILE.json --zero_stages 0 1 2 3
-
-The root writes what all processes found. A job starts slowly: one serves every loss, accumulation and ZeRO stage.
-"""
+"""Contrastive updates of toy towers, the losses alone on ragged batches, and Lion's state, on any backend."""
 
 from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as --batch_parts has it, which a part of this is
 
 import argparse
 import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 from distributed import Backend, Engine
-from distributed.devices import use_one_thread
 from distributed.engines.replicated import ReplicatedEngine
 from training.objectives.contrastive import KINDS, Contrastive
 from training.objectives.grad_cache import contrastive_update
 
 BATCH, HEADS, DIM = 48, 2, 5  # divides by 1, 2, 3 and 4 processes with 1 or 4 accumulation steps
+FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "1"]
 RAGGED = [5, 0, 11, 2]  # pairs on each of four processes; fewer processes take as many of the others' too
 LOCAL = 64  # pairs per process where memory is measured
 
@@ -90,9 +78,9 @@ def rows_of(backend: Backend, sizes: list[int]) -> slice:
     return slice(bounds[backend.rank], bounds[backend.rank + 1])
 
 
-def use_plan(backend: Backend, accumulation: int, parts: int = 0) -> None:
-    """What --grad_accum_steps or --batch_parts would have made of this job."""
-    plan = distributed.plan_batches(BATCH, accumulation, backend.world_size, None, parts)
+def use_accumulation(backend: Backend, steps: int) -> None:
+    """What --grad_accum_steps would have made of this job."""
+    plan = distributed.plan_batches(BATCH, steps, backend.world_size, None, 0)
     backend.options = dataclasses.replace(backend.options, plan=plan)
 
 
@@ -178,7 +166,7 @@ def lion(backend: Backend, makers: dict[str, Callable[..., Engine]]) -> dict[str
     differs."""
     batch = global_batch(torch.float32)["sounds"]
     size = BATCH // backend.world_size
-    use_plan(backend, 1)
+    use_accumulation(backend, 1)
 
     def train(engine: Engine) -> dict[str, Any]:
         for part in itertools.chain.from_iterable(
@@ -224,59 +212,39 @@ def _differences(got: dict[str, Any], wanted: dict[str, Any], tolerance: float) 
                 yield f"{slot} of {name}"
 
 
-def measure(backend: Backend) -> dict[str, Any]:
-    """Everything that depends on the engine: by accumulation, and in parts."""
-    dtype = torch.float32 if backend.name == "deepspeed" else torch.float64
-    found = {}
-    for accumulation in (1, 4):
-        use_plan(backend, accumulation)
-        found[f"accumulation {accumulation}"] = updates(backend, dtype)
-    if 4 % backend.world_size == 0:
-        use_plan(backend, 1, parts=4)
-        found["parts"] = updates(backend, torch.float32, whole=True)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--zero_stages", type=int, nargs="*", default=[])
-    parser.add_argument("--grad_accum_steps", type=int, default=1)
-    distributed.add_arguments(parser)
-    parser.set_defaults(
-        batch_size=BATCH,
-        precision="fp32",
-        max_grad_norm=0.0,
-        max_skipped_updates=1,
-        compile=False,
-        explicit=frozenset(),
-    )
-    args = parser.parse_args()
+def measure(args: argparse.Namespace, backend: Backend) -> None:
+    """What depends on the engine: by accumulation, or in parts."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    with distributed.from_args(args) as backend:
-        use_one_thread()
-        result: dict[str, Any] = {"engines": {}, "ragged": ragged(backend), "memory": memory(backend)}
-        makers: dict[str, Callable[..., Engine]] = {
-            "replicated": lambda model, optimizer, name: ReplicatedEngine(
-                backend, model, optimizer, name=name, max_grad_norm=None
-            )
-        }
-        if args.zero_stages:  # small tensors whole and larger ones sharded, as in a model of useful size
-            backend.config = {"zero_optimization": {"stage3_param_persistence_threshold": 20}}
-        for stage in args.zero_stages or [None]:
-            if stage is not None:
-                backend.zero_stage = stage  # read whenever a model is wrapped
-
-                def make(model: nn.Module, optimizer: Any, name: str, stage: int = stage) -> Engine:
-                    backend.zero_stage = stage
-                    return backend.wrap(model, optimizer, name=name)
-
-                makers[f"zero {stage}"] = make
-            result["engines"]["" if stage is None else f"zero {stage}"] = measure(backend)
-        result["lion"] = lion(backend, makers)
-        if backend.is_root:
-            args.output.write_text(json.dumps(result))
+    found = {}
+    if args.batch_parts:
+        found["parts"] = updates(backend, torch.float32, whole=True)
+    else:
+        dtype = torch.float32 if backend.name == "deepspeed" else torch.float64
+        for accumulation in (1, 4):
+            use_accumulation(backend, accumulation)
+            found[f"accumulation {accumulation}"] = updates(backend, dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    write(args, backend, found)
 
 
-if __name__ == "__main__":
-    main()
+def measure_once(args: argparse.Namespace, backend: Backend, zero_stages: list[int]) -> None:
+    """What is measured once in a job, whatever ZeRO stages it serves."""
+    makers: dict[str, Callable[..., Engine]] = {
+        "replicated": lambda model, optimizer, name: ReplicatedEngine(
+            backend, model, optimizer, name=name, max_grad_norm=None
+        )
+    }
+    for stage in zero_stages:
+
+        def make(model: nn.Module, optimizer: Any, name: str, stage: int = stage) -> Engine:
+            backend.zero_stage = stage  # read whenever a model is wrapped
+            return backend.wrap(model, optimizer, name=name)
+
+        makers[f"zero {stage}"] = make
+    write(args, backend, {"ragged": ragged(backend), "memory": memory(backend), "lion": lion(backend, makers)})
+
+
+def write(args: argparse.Namespace, backend: Backend, found: dict[str, Any]) -> None:
+    if backend.is_root:
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(found))

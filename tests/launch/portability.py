@@ -1,30 +1,20 @@
 """Trains the VAE for 10 updates, saves, and goes on for 20; or loads what others saved, and goes on for the same 20.
 
-    torchrun --nproc_per_node 2 tests/launch/portability_worker.py --outputs DIR [flags of train_vae.py]
-    torchrun --nproc_per_node 2 tests/launch/portability_worker.py --outputs DIR --checkpoints OTHER/checkpoints ...
-
 The root leaves a safetensors file per run: losses, gradient norms, and the whole state at update 10 and at the end.
-DeepSpeed takes far longer to start than this takes to train: one start serves several ZeRO stages.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import data
-import distributed
 import train_vae
 from distributed import Backend
 from training.checkpoints.store import Checkpoints
@@ -116,9 +106,10 @@ def flattened(tree: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     return found
 
 
-def written(args: argparse.Namespace, backend: Backend, output: Path) -> None:
+def write(args: argparse.Namespace, backend: Backend) -> None:
     """A run that leaves a checkpoint on its way."""
-    training = Training(args, backend, output.name)
+    output = Path(args.output_dir)
+    training = Training(args, backend, "written")
     training.advance(0, SAVED_AT)
     training.note("saved", training.parts())
     checkpoints = Checkpoints(output / "checkpoints", 1, backend)
@@ -128,38 +119,20 @@ def written(args: argparse.Namespace, backend: Backend, output: Path) -> None:
     training.write(output / "uninterrupted.safetensors")
 
 
-def continued(args: argparse.Namespace, backend: Backend, output: Path, folder: Path) -> None:
-    """A run that goes on from somebody's checkpoint; it begins with other weights, of which nothing may stay."""
-    writer = folder.parent.name
-    training = Training(argparse.Namespace(**{**vars(args), "seed": 1}), backend, f"{output.name} from {writer}")
-    checkpoints = Checkpoints(folder, 1, backend)
-    latest = checkpoints.latest()
-    assert latest is not None, folder
-    parts, _ = checkpoints.load(latest, expected=("engine", "ema"))
-    training.engine.load_state_dict(parts["engine"])
-    training.ema.load_state_dict(parts["ema"])
-    training.note("saved", training.parts())
-    training.advance(SAVED_AT, END)
-    training.write(output / f"from-{writer}.safetensors")
+def read(args: argparse.Namespace, backend: Backend, writers: dict[str, str]) -> None:
+    """A run from every checkpoint; it begins with other weights, of which nothing may stay.
 
-
-def main() -> None:
-    parser = train_vae.build_parser()
-    parser.add_argument("--outputs", type=Path, nargs="+")
-    parser.add_argument("--zero_stages", type=int, nargs="*", default=[], help="one per output")
-    parser.add_argument("--checkpoints", type=Path, nargs="*", default=[])
-    args = parser.parse()
-    torch.set_num_threads(1)
-    with distributed.from_args(args) as backend:
-        gc.freeze()  # each ZeRO 3 engine would look through everything that was imported
-        for output, stage in itertools.zip_longest(args.outputs, args.zero_stages):
-            if stage is not None:
-                backend.zero_stage = stage  # read whenever a model is wrapped
-            if not args.checkpoints:
-                written(args, backend, output)
-            for folder in args.checkpoints:
-                continued(args, backend, output, folder)
-
-
-if __name__ == "__main__":
-    main()
+    Args:
+        writers: Folders of ``write`` by name.
+    """
+    for writer, folder in writers.items():
+        training = Training(argparse.Namespace(**{**vars(args), "seed": 1}), backend, f"from {writer}")
+        checkpoints = Checkpoints(Path(folder) / "checkpoints", 1, backend)
+        latest = checkpoints.latest()
+        assert latest is not None, folder
+        parts, _ = checkpoints.load(latest, expected=("engine", "ema"))
+        training.engine.load_state_dict(parts["engine"])
+        training.ema.load_state_dict(parts["ema"])
+        training.note("saved", training.parts())
+        training.advance(SAVED_AT, END)
+        training.write(Path(args.output_dir) / f"{writer}.safetensors")

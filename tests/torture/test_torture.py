@@ -1,9 +1,8 @@
-"""scripts/torture.py: a short one loses nothing, and what it is there to find it finds."""
+"""torture.py: a short one loses nothing, and what it is there to find it finds."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import re
 import subprocess
@@ -12,27 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.append(str(SCRIPTS))
-checks = importlib.import_module("torture_checks")
-draw_plan = importlib.import_module("torture_plan").draw_plan
+import torture_checks as checks
+from torture_plan import draw_plan
 
 
-@pytest.mark.timeout(600)
 def test_a_short_torture_loses_nothing() -> None:
     # Two processes that lose their launcher in a save and are killed in a start-up, bit for bit; then other backends.
-    plan = ["--seed", "10", "--trials", "2", "--kills", "2", "--launchers", "python", "torchrun"]
-    command = [sys.executable, str(SCRIPTS / "torture.py"), *plan]
+    plan = ["--seed", "10", "--trials", "2", "--kills", "2", "--launchers", "python", "torchrun", "--minutes", "60"]
+    command = [sys.executable, str(Path(__file__).with_name("torture.py")), *plan]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as torture:
         try:
-            output, _ = torture.communicate(timeout=560)
+            output, _ = torture.communicate()
         finally:
             torture.terminate()  # it ends what it has started
     assert torture.returncode == 0, output
     assert output.endswith("nothing was lost\n")
+    # One in each trial at least, because others do not count: a run may be finished before its moment comes.
     kills = re.search(r"(\d+) kills and", output)
-    assert kills and int(kills[1]) >= 2, output  # of 4: on a busy machine a run may be finished before its moment comes
+    assert kills and int(kills[1]) >= 2, output
 
 
 def write_checkpoint(run: Path, step: int) -> Path:

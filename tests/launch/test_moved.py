@@ -1,0 +1,62 @@
+"""Whole scripts: a run that is killed and goes on elsewhere has the bits of one that was left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import test_mulan
+import test_vqgan
+from forks import fork
+from jobs import Jobs, Task
+from launching import ONE_PROCESS, Launcher, run
+from run_outputs import unequal
+
+SCRIPTS = {
+    "train_mulan": [*test_mulan.MODEL, *test_mulan.SAME_BITS],
+    "train_vqgan": [*test_vqgan.MODEL, *test_vqgan.SAME_BITS, "--quantizer", "vq"],
+}
+UNINTERRUPTED = {"train_mulan": "mulan-decoupled", "train_vqgan": "vqgan-vq"}
+
+
+def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
+    """The uninterrupted runs."""
+    if launcher == ONE_PROCESS and kind == "bits":
+        for module in (test_mulan, test_vqgan):
+            yield from (task for task in module.tasks(launcher, kind, jobs) if task.name in UNINTERRUPTED.values())
+
+
+def interrupted(script: str, folder: Path, interruption: str, exit_code: int, *flags: str) -> str:
+    """What a run of two processes said that was interrupted."""
+    command = ["--script", script, "--interrupt", interruption, *SCRIPTS[script], "--save_every_n_steps", "3"]
+    ranks = fork("interrupted_worker", [*command, "--output_dir", str(folder), *flags], folder.with_suffix(".log"), 2)
+    assert [rank.returncode for rank in ranks] == [exit_code] * 2, ranks[0].output
+    return ranks[0].output
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every script: killed on DDP, stopped on ZeRO 3 by a signal at one process, finished on Horovod."""
+    base = tmp_path_factory.mktemp("moved")
+    tasks = []
+    for script, flags in SCRIPTS.items():
+        folder = base / script
+        interrupted(script, folder, "SIGKILL@8", -9)
+        said = interrupted(script, folder, "SIGUSR1@13", 75, "--zero_stage", "3", "--last_alone")
+        assert "step_00000006" in said and "it was written by ddp on 2" in said, said
+        assert "asked to stop: saved update" in said, said
+        tasks.append({"do": script, "flags": [*flags, "--save_every_n_steps", "3"], "output": str(folder)})
+    (base / "tasks.json").write_text(json.dumps(tasks))
+    finished = run(Launcher("horovodrun", 2), "tests/launch/job_worker.py", [str(base / "tasks.json")])
+    assert finished.returncode == 0, finished.output[-4000:]
+    assert finished.output.count("it was written by deepspeed on 2") == len(SCRIPTS), finished.output
+    return base
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_that_is_killed_and_moved_has_the_bits_of_one_that_was_left_alone(
+    script: str, moved: Path, jobs: Jobs
+) -> None:
+    assert unequal(moved / script, jobs.output(ONE_PROCESS, "bits", UNINTERRUPTED[script])) == []
