@@ -103,6 +103,9 @@ def test_a_run_with_its_model_is_finished(tmp_path):
     assert not RunFolder(tmp_path).finished
     (run.model_dir / "config.json").write_text("{}")
     assert RunFolder(tmp_path).finished
+    for content, step in (('{"step": 7}', 7), ('{"step": ', None), ("[7]", None)):
+        (run.model_dir / "training.json").write_text(content)
+        assert RunFolder(tmp_path).finished_step == step
 
 
 def test_other_model_arguments_are_named_with_both_values(tmp_path):
