@@ -32,11 +32,8 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self, gathered: Gathered) -> None:
-        """Add the weights after one update. Collective.
-
-        Args:
-            gathered: Gives a context in which every process holds a module with the full fp32 weights.
-        """
+        """Add the weights after one update. Collective. In the context `gathered()` every process holds a module with
+        the full fp32 weights."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         with gathered() as module:
@@ -53,7 +50,7 @@ class ExponentialMovingAverage:
         return {"ema": self.module}
 
     def best(self, module: Any) -> Any:
-        """The model to keep: the averaged one."""
+        """The model to keep."""
         return self.module
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,9 +85,7 @@ class NoAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            raise ValueError(
-                "the checkpoint holds an average of the weights, --ema_decay 0 would drop it: set --ema_decay"
-            )
+            raise ValueError("the checkpoint holds an average of the weights; --ema_decay 0 drops it: set --ema_decay")
 
 
 def make_ema(module: nn.Module, decay: float) -> ExponentialMovingAverage | NoAverage:

@@ -1,11 +1,12 @@
 """Writing files so that a reader, or a run after a crash, sees either the old or the new content, never a part."""
 
 import fcntl
+import json
 import os
 import socket
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 _LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 
@@ -22,6 +23,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where the file is missing, damaged, or holds something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def hold(path: Path) -> TextIO:

@@ -3,11 +3,12 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Device = torch.device | str
 
 _MASK = (1 << 64) - 1
 
@@ -38,21 +39,13 @@ class Noise:
     def __init__(self, seed: int, stream: str) -> None:
         name = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
         self._key = splitmix64(splitmix64(seed & _MASK) ^ name)
-        self._generators: dict[torch.device, torch.Generator] = {}
 
     def seed_of(self, step: int, position: int) -> int:
         """64-bit seed of one sample's noise: SplitMix64 over seed, stream, step and position in turn."""
         return splitmix64(splitmix64(self._key ^ step) ^ position)
 
-    def gumbel(
-        self,
-        step: int,
-        positions: Sequence[int],
-        shape: Sequence[int],
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """Standard Gumbel noise (b, *shape), computed in float32 and then cast; finite, within [-2.9, 17.4].
+    def gumbel(self, step: int, positions: Sequence[int], shape: Sequence[int], device: Device = "cpu") -> Tensor:
+        """Standard Gumbel noise (b, *shape), float32; finite, within [-2.9, 17.4].
 
         -log E, with E = -log(1 - u) standard exponential for u uniform in [0, 1).
 
@@ -60,42 +53,21 @@ class Noise:
             step: Completed updates.
             positions: Of the b samples in the global batch.
             shape: Of one sample.
-            device: Of the result.
-            dtype: Of the result.
         """
         noise = self._drawn("uniform", step, positions, shape, device)
-        return noise.clamp_min_(_SMALLEST_UNIFORM).neg_().log1p_().neg_().log_().neg_().to(dtype)
+        return noise.clamp_min_(_SMALLEST_UNIFORM).neg_().log1p_().neg_().log_().neg_()
 
-    def normal(
-        self,
-        step: int,
-        positions: Sequence[int],
-        shape: Sequence[int],
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """Standard normal noise (b, *shape), drawn in float32 and then cast. Arguments as for `gumbel`."""
-        return self._drawn("normal", step, positions, shape, device).to(dtype)
+    def normal(self, step: int, positions: Sequence[int], shape: Sequence[int], device: Device = "cpu") -> Tensor:
+        """Standard normal noise (b, *shape), float32. Arguments as for `gumbel`."""
+        return self._drawn("normal", step, positions, shape, device)
 
-    def uniform(
-        self,
-        step: int,
-        positions: Sequence[int],
-        shape: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> Tensor:
+    def uniform(self, step: int, positions: Sequence[int], shape: Sequence[int], device: Device = "cpu") -> Tensor:
         """float32 noise (b, *shape), uniform in [0, 1). Arguments as for `gumbel`."""
         return self._drawn("uniform", step, positions, shape, device)
 
-    def _drawn(
-        self,
-        law: Literal["uniform", "normal"],
-        step: int,
-        positions: Sequence[int],
-        shape: Sequence[int],
-        device: torch.device | str,
-    ) -> Tensor:
+    def _drawn(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
+        generator = torch.Generator(rows.device)
         for row, position in zip(rows, positions, strict=True):
             seed = self.seed_of(step, position)
             if row.device.type == "cpu":
@@ -103,12 +75,6 @@ class Noise:
                 draw = philox.random if law == "uniform" else philox.standard_normal
                 draw(out=row.numpy(), dtype=np.float32)
             else:
-                generator = self._generator(row.device).manual_seed(seed)
                 fill = row.uniform_ if law == "uniform" else row.normal_
-                fill(generator=generator)
+                fill(generator=generator.manual_seed(seed))
         return rows.view(len(positions), *shape)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return self._generators[device]

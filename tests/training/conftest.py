@@ -12,7 +12,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
+from tests.training.processes import OneProcess
 from training.checkpoints.store import Checkpoints
 
 # Names of the C functions and methods that change the disk.
@@ -22,26 +24,9 @@ FILE_OPERATIONS = {
 }  # fmt: skip
 
 
-class OneProcess:
-    """What `Checkpoints` needs from the processes that train. `save` waits until it holds a copy of the state."""
-
-    def __init__(self, is_root: bool = True) -> None:
-        self.is_root = is_root
-        self.barriers = 0
-
-    def barrier(self) -> None:
-        self.barriers += 1
-
-    def mark(self, phase: str) -> None:
-        pass
-
-    def before_update(self, wait: Callable[[], None]) -> None:
-        wait()
-
-
 @pytest.fixture
-def one_process() -> type[OneProcess]:
-    return OneProcess
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.ema import ExponentialMovingAverage, NoAverage, make_ema
+from training.ema import ExponentialMovingAverage, make_ema
 
 
 class Model(nn.Module):
@@ -79,19 +79,14 @@ def test_state_that_does_not_fit_is_an_error_of_one_line():
         assert "\n" not in str(error.value)
 
 
-def test_without_decay_the_trained_model_itself_is_kept():
-    model = Model()
-    ema = make_ema(model, 0.0)
-    assert isinstance(ema, NoAverage)
-    ema.update(partial(nullcontext, model))
-    assert ema.averages() == {} and ema.best(model) is model and ema.state_dict() == {}
-    ema.load_state_dict({})
-
-
-def test_with_decay_the_average_is_evaluated_and_kept():
+def test_the_average_is_evaluated_and_kept_and_without_decay_the_trained_model_itself():
     model = Model()
     ema = make_ema(model, 0.99)
     assert list(ema.averages()) == ["ema"] and ema.best(model) is ema.averages()["ema"] is not model
+    none = make_ema(model, 0.0)
+    none.update(partial(nullcontext, model))
+    assert none.averages() == {} and none.best(model) is model and none.state_dict() == {}
+    none.load_state_dict({})
 
 
 def test_switching_the_average_on_or_off_at_a_resume_is_an_error():

@@ -30,7 +30,6 @@ def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], stat
     Args:
         folder: Must not exist.
         tensors: By part and name, contiguous, on the CPU; no two may overlap in memory.
-        state: JSON values.
     """
     folder.mkdir()
     for part, of_part in tensors.items():
@@ -45,11 +44,8 @@ def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], stat
 def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tree], dict[str, Any]]:
     """Parts and meta of a checkpoint, tensors on the CPU. Runs no code from it. Tuples come back as lists.
 
-    The tensors are memory-mapped: a page is read from the file when it is used.
-
-    Args:
-        folder: The checkpoint.
-        verify: Compare every file with its checksum, which reads all of them.
+    The tensors are memory-mapped: a page is read from the file when it is used. `verify` compares every file with its
+    checksum first, which reads all of them.
 
     Raises:
         ValueError: one line naming the file that is missing or damaged.
@@ -76,11 +72,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
 
 
 def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -> None:
-    """Read every file of a checkpoint and compare it with SHA256SUMS.
-
-    Args:
-        folder: The checkpoint.
-        mark: Called now and then with what is being done, as a sign of life.
+    """Read every file of a checkpoint and compare it with SHA256SUMS. `mark` is a sign of life, given now and then.
 
     Raises:
         ValueError: one line naming the first file that is missing, damaged, or not listed.

@@ -8,33 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ..contracts import Processes
 from ..files import sync, write_atomically
 from .format import Tree, check_sums, damaged, read_checkpoint, write_folder
 from .snapshot import Snapshot
 
-__all__ = ["Checkpoints", "Tree", "latest_checkpoint", "read_checkpoint"]
-
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
-_NAME = re.compile(r"step_(\d{8,})")
-
-
-class Processes(Protocol):
-    """What checkpoints need from the processes that train together."""
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this process writes."""
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-
-    def mark(self, phase: str) -> None:
-        """Give a sign of life during a long wait."""
-
-    def before_update(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before the weights change next."""
+_NAME = re.compile(r"step_\d{8,}")
 
 
 class Checkpoints:
@@ -67,10 +49,8 @@ class Checkpoints:
         checkpoints stay as they are.
 
         Args:
-            step: Completed updates.
             parts: Nested dicts of tensors, JSON values, and functions that return a tensor. Only the root's values are
                 written, but every process calls the functions, because they are collective.
-            meta: JSON values.
         """
         self.join()
         self.requested_step = step
@@ -91,7 +71,7 @@ class Checkpoints:
         self._processes.barrier()
 
     def latest(self) -> Path | None:
-        """As `latest_checkpoint`."""
+        """The newest checkpoint, or None."""
         return latest_checkpoint(self.folder)
 
     def newest_good(self, say: Callable[[str], None]) -> Path | None:
@@ -102,16 +82,16 @@ class Checkpoints:
         Raises:
             ValueError: one line, if all checkpoints are damaged or gone.
         """
-        errors: list[tuple[int, ValueError]] = []
-        for step in reversed(self.steps()):
+        errors: list[tuple[Path, ValueError]] = []
+        for path in reversed(_found(self.folder)):
             try:
-                check_sums(self._path(step), self._processes.mark)
+                check_sums(path, self._processes.mark)
             except ValueError as error:
-                errors.append((step, error))
+                errors.append((path, error))
                 continue
             for bad, reason in errors:
-                say(f"{reason}; moved to {self._set_aside(bad)}, going on from the one before")
-            return self._path(step)
+                say(f"{reason}; moved to {_set_aside(bad)}, going on from the one before")
+            return path
         if errors:
             raise ValueError(
                 f"{errors[0][1]}, and {_others(len(errors) - 1)}: restore one of them, or start over with --fresh"
@@ -120,21 +100,10 @@ class Checkpoints:
             raise ValueError(f"{self.folder} held checkpoints that are gone; restore one, or start over with --fresh")
         return None
 
-    def _set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint; it is not deleted, because somebody might repair it."""
-        number, target = 1, self.folder / f"{_DAMAGED}{self._path(step).name}"
-        while target.exists():
-            number += 1
-            target = self.folder / f"{_DAMAGED}{self._path(step).name}-{number}"
-        os.rename(self._path(step), target)
-        return target
-
     def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
         """Parts and meta of a checkpoint that `newest_good` has checked, on the CPU. Every process may call it.
 
-        Args:
-            path: The checkpoint.
-            expected: Names of exactly the parts that it must hold; empty: any.
+        It must hold exactly the parts named in `expected`, if any.
 
         Raises:
             ValueError: one line, if the checkpoint cannot be read or holds other parts.
@@ -144,12 +113,8 @@ class Checkpoints:
             raise damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
         return parts, meta
 
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder, ascending."""
-        return _steps(self.folder)
-
     def _path(self, step: int) -> Path:
-        return _path(self.folder, step)
+        return self.folder / f"step_{step:08d}"
 
     def _wait_for_copy(self) -> None:
         if self._snapshot is not None:
@@ -186,10 +151,10 @@ class Checkpoints:
         os.rename(unfinished, path)
         sync(self.folder)
         write_atomically(self.folder / "latest", f"{path.name}\n".encode())
-        for old in self.steps()[: -self._keep]:
+        for old in _found(self.folder)[: -self._keep]:
             # Rename first: a kill between two deletions must not leave a checkpoint without some of its files.
-            unwanted = self.folder / f"{_UNWANTED}{self._path(old).name}"
-            os.rename(self._path(old), unwanted)
+            unwanted = self.folder / f"{_UNWANTED}{old.name}"
+            os.rename(old, unwanted)
             shutil.rmtree(unwanted)
 
     def _make_room(self) -> None:
@@ -208,14 +173,21 @@ def _others(n: int) -> str:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in a folder, or None. What a killed save left does not count."""
-    steps = _steps(folder)
-    return _path(folder, steps[-1]) if steps else None
+    return next(reversed(_found(folder)), None)
 
 
-def _steps(folder: Path) -> list[int]:
-    matches = [_NAME.fullmatch(path.name) for path in folder.glob("step_*")]
-    return sorted(int(match[1]) for match in matches if match)
+def _found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(
+        (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(path.name[5:])
+    )
 
 
-def _path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}"
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint; it is not deleted, because somebody might repair it."""
+    number, target = 1, path.with_name(f"{_DAMAGED}{path.name}")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{_DAMAGED}{path.name}-{number}")
+    os.rename(path, target)
+    return target

@@ -20,7 +20,6 @@ def read_config(path: str, flags: Mapping[str, argparse.Action], command_line_on
     default is None, and keeps the default. YAML tags construct nothing.
 
     Args:
-        path: The file.
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
 

@@ -5,6 +5,7 @@ import decimal
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -31,37 +32,20 @@ def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float
     return number
 
 
-def positive_int(text: str) -> int:
-    """A whole number >= 1. `1_000`, `1e6` and `8.0` are accepted: they are whole."""
-    return _whole_number(text, 1, "a whole number above 0")
+# Whole numbers; `1_000`, `1e6` and `8.0` are accepted.
+positive_int = partial(_whole_number, minimum=1, expected="a whole number above 0")
+non_negative_int = partial(_whole_number, minimum=0, expected="a whole number, 0 or more")
 
-
-def non_negative_int(text: str) -> int:
-    """A whole number >= 0, spelled as for `positive_int`."""
-    return _whole_number(text, 0, "a whole number, 0 or more")
-
-
-def positive_float(text: str) -> float:
-    """A finite number > 0."""
-    return _number(text, lambda number: number > 0, "a number above 0")
-
-
-def non_negative_float(text: str) -> float:
-    """A finite number >= 0."""
-    return _number(text, lambda number: number >= 0, "a number, 0 or more")
-
-
-def fraction(text: str) -> float:
-    """A number in [0, 1)."""
-    return _number(text, lambda number: 0 <= number < 1, "a number from 0 to below 1")
+# Finite numbers.
+positive_float = partial(_number, accepts=lambda number: number > 0, expected="a number above 0")
+non_negative_float = partial(_number, accepts=lambda number: number >= 0, expected="a number, 0 or more")
+fraction = partial(_number, accepts=lambda number: 0 <= number < 1, expected="a number from 0 to below 1")
 
 
 class Joined(Generic[T]):
     """Converter of values with a separator between them, such as "1,2", to a tuple.
 
     Args:
-        separator: Between the values.
-        convert: Converter of one value.
         count: How many values there must be; None: any number, at least one.
     """
 

@@ -41,7 +41,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Args:
         prog: The script's file name, which starts every error.
-        description: What the script does.
         is_root: Whether this process prints; called when there is something to print.
     """
 
@@ -99,8 +98,6 @@ class ArgumentParser(argparse.ArgumentParser):
         In a config file such flags are allowed: config.yaml of a run holds every flag.
 
         Args:
-            args: From `parse`.
-            flags: Dest names.
             other: Name of the flag on which `flags` depend.
             needed: The value of `other` with which `flags` have an effect, in words.
             is_met: Whether `other` has such a value.
@@ -147,11 +144,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _config_actions(self) -> list[argparse.Action]:
         """Flags that a config file may set."""
-        return [
-            action
-            for action in self._actions
-            if action.dest not in _COMMAND_LINE_ONLY and action.help is not argparse.SUPPRESS
-        ]
+        shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+        return [action for action in shown if action.dest not in _COMMAND_LINE_ONLY]
 
     def _defaults_by_dest(self) -> dict[str, Any]:
         """Defaults, converted from text as argparse does it."""

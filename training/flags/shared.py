@@ -15,10 +15,11 @@ from .converters import (
     whole_numbers,
 )
 
+# fmt: off
+
 
 def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
     """Add the flags of every script that trains on images."""
-    # fmt: off
     add = parser.add_argument_group("images").add_argument
     add("--image_folder", metavar="DIR", default="demo:shapes",
         help="folder of training images (jpg, png, webp, bmp), with subfolders; demo:shapes draws images itself")
@@ -26,12 +27,10 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     add("--random_flip", action="store_true", help="mirror each training image with probability 1/2")
     add("--num_images_save", type=positive_int, default=4, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
-    # fmt: on
 
 
 def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every script that trains on sounds and texts."""
-    # fmt: off
     add = parser.add_argument_group("sounds and texts").add_argument
     add("--audio_data", metavar="PATH", default="demo:tones",
         help="csv or jsonl manifest, folder with a .txt or .json per sound, or webdataset tars; demo:tones synthesises "
@@ -63,12 +62,10 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
         help="SpecAugment in training: mask up to this fraction of the time")
     add("--frequency_mask_fraction", type=fraction, default=0.25, metavar="FRACTION",
         help="SpecAugment in training: mask up to this fraction of the frequencies")
-    # fmt: on
 
 
 def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: int) -> None:
     """Add the flags of every script whose model has a quantizer."""
-    # fmt: off
     add = parser.add_argument_group("quantizer").add_argument
     add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
         help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
@@ -93,23 +90,19 @@ def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: i
         help="at the start, the entropy loss counts this many times --entropy_loss_weight")
     add("--entropy_anneal_steps", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates over which that factor falls to 1")
-    # fmt: on
 
 
 def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weight_decay: float) -> None:
     """Add the flags of every script that trains by AdamW or Lion (`make_optimizer`); the parameters are defaults."""
-    # fmt: off
     add = parser.add_argument_group("optimizer").add_argument
     add("--betas", type=two_fractions, default=betas, metavar="B1,B2", help="betas of the optimizer")
     add("--weight_decay", type=non_negative_float, default=weight_decay, metavar="DECAY",
         help="weight decay of matrices; scales do not decay")
     add("--use_lion", action="store_true", help="use Lion instead of AdamW")
-    # fmt: on
 
 
 def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every script that trains against a discriminator (`training.objectives.adversaries`)."""
-    # fmt: off
     add = parser.add_argument_group("perceptual loss").add_argument
     add("--perceptual", type=str.lower, choices=("none", "vgg", "lpips"), default="none",
         help="kind of perceptual loss: distance of VGG16 features, or LPIPS; both need weights")
@@ -144,7 +137,6 @@ def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
         help="weight of the discriminator's LeCam regulariser")
     add("--lecam_decay", type=fraction, default=0.999, metavar="DECAY",
         help="decay per update of the averages in the LeCam regulariser")
-    # fmt: on
 
 
 def add_run_arguments(
@@ -174,7 +166,6 @@ def add_run_arguments(
     def names(flag: str) -> list[str]:
         return [f"--{flag}", *(f"--{alias}" for name, alias in (aliases or {}).items() if name == flag)]
 
-    # fmt: off
     add = parser.add_argument_group("run").add_argument
     add("--output_dir", default=output_dir, metavar="DIR", help="run folder; if it holds a run, that run is resumed")
     add("--config", metavar="FILE",
@@ -228,4 +219,3 @@ def add_run_arguments(
         help="keep this number of newest checkpoints and delete older ones")
     add("--save_before_minutes", type=positive_float, metavar="MINUTES",
         help="save and exit with code 75 before the process has run this long: for a scheduler's time limit")
-    # fmt: on

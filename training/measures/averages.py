@@ -38,27 +38,6 @@ class Averages:
         return dict(zip(self._rows, (sums / counts).tolist(), strict=True))
 
 
-class CodeUsage:
-    """How often each code of a codebook is chosen.
-
-    Args:
-        num_codes: Size of the codebook.
-        device: Of the counts.
-    """
-
-    def __init__(self, num_codes: int, device: torch.device | str = "cpu") -> None:
-        self._counts = torch.zeros(num_codes, dtype=torch.int64, device=device)
-
-    def add(self, codes: Tensor) -> None:
-        """Count int64 codes of any shape, in [0, num_codes)."""
-        flat = codes.flatten()
-        self._counts.index_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the device
-
-    def counts(self, all_reduce: AllReduce = no_reduce) -> Tensor:
-        """Counts int64 (num_codes,) on the CPU, over all processes. Collective: one sum."""
-        return all_reduce(self._counts.clone()).cpu()
-
-
 def code_statistics(counts: Tensor) -> dict[str, float]:
     """`codes_used`, `codes_used_fraction` and `perplexity` of counts (num_codes,). The perplexity is the exponential of
     the entropy in nats of the distribution of codes: 1 for a single code, num_codes for codes of equal frequency."""
@@ -68,8 +47,15 @@ def code_statistics(counts: Tensor) -> dict[str, float]:
     return {"codes_used": used, "codes_used_fraction": used / len(counts), "perplexity": entropy.exp().item()}
 
 
+def count_codes(counts: Tensor, codes: Tensor) -> None:
+    """Add to int64 counts (num_codes,) how often each code occurs in int64 codes of any shape."""
+    flat = codes.flatten()
+    counts.index_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the device
+
+
 def usage_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
     """`code_statistics` of the codes of some micro-batches, over all processes. Collective: one sum."""
-    usage = CodeUsage(num_codes, codes[0].device)
-    usage.add(torch.cat(list(codes)))
-    return code_statistics(usage.counts(all_reduce))
+    counts = torch.zeros(num_codes, dtype=torch.int64, device=codes[0].device)
+    for part in codes:
+        count_codes(counts, part)
+    return code_statistics(all_reduce(counts).cpu())

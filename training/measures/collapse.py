@@ -9,11 +9,8 @@ _LEAST_VARIANCE, _RECOVERED_VARIANCE = 1e-3, 2e-3
 
 
 class CollapseAlarm:
-    """Watches the loss and the variance of the embeddings.
-
-    Args:
-        after_steps: No warning up to this step: embeddings are nearly equal at the start of every run.
-    """
+    """Watches the loss and the variance of the embeddings; not in the first `after_steps` updates, because embeddings
+    are nearly equal at the start of every run."""
 
     def __init__(self, after_steps: int) -> None:
         self._after_steps = after_steps
@@ -26,8 +23,6 @@ class CollapseAlarm:
         """A warning in one line when a collapse is first seen, and again only after the run had recovered.
 
         Args:
-            step: Completed updates.
-            loss: Of this step.
             collapsed: What the loss is if all clips are equally near to all captions (`ContrastiveResult.collapsed`).
             audio_variance: Of the batch's audio embeddings, 1 - |mean unit vector|^2.
             text_variance: Of the batch's text embeddings.

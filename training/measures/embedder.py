@@ -26,14 +26,7 @@ def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 class Embedder:
-    """Embeddings of a `MuLaN` without noise and gradients, a few rows at a time.
-
-    Args:
-        model: The model.
-        tokenizer: The model's.
-        rows: Sounds in one forward pass: the size of a micro-batch.
-        device: Of the model.
-    """
+    """Embeddings of a `MuLaN` without noise and gradients, from `rows` sounds in a forward pass: a micro-batch."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device) -> None:
         self.model, self._tokenizer, self._rows, self._device = model, tokenizer, rows, device
@@ -44,9 +37,8 @@ class Embedder:
         outs = []
         for start in range(0, len(batch["waveforms"]), self._rows):
             rows = slice(start, start + self._rows)
-            outs.append(
-                self.model(batch["waveforms"][rows], **text_inputs(batch["tokens"][rows], batch["lengths"][rows]))
-            )
+            texts = text_inputs(batch["tokens"][rows], batch["lengths"][rows])
+            outs.append(self.model(batch["waveforms"][rows], **texts))
         audio, text = (torch.cat([getattr(out, name) for out in outs]) for name in ("audio", "text"))
         return outs[0]._replace(audio=audio, text=text)
 

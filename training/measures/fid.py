@@ -17,10 +17,8 @@ INCEPTION_DIM = 2048
 class Gaussian(NamedTuple):
     """A normal distribution, float64."""
 
-    mean: Tensor
-    """(d,)"""
-    covariance: Tensor
-    """(d, d)"""
+    mean: Tensor  # (d,)
+    covariance: Tensor  # (d, d)
 
 
 class FrechetStatistics:
@@ -74,8 +72,6 @@ class ReconstructionFID:
 
     Args:
         features: Images (b, 3, h, w) in [0, 1] to vectors (b, dim), such as `inception_features`.
-        dim: Length of a vector.
-        device: Of the sums.
     """
 
     def __init__(
@@ -98,11 +94,8 @@ class ReconstructionFID:
 def inception_features(weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
     """The network of the original FID: images (b, 3, h, w) in [0, 1] to fp32 vectors (b, 2048), under autocast too.
 
-    Images are rounded to 8 bits and resized as TensorFlow 1 did, so that values are comparable with published ones.
-
-    Args:
-        weights: Of pt_inception-2015-12-05-6726825d.pth, by name, as torch-fidelity and pytorch-fid publish them.
-        device: Of the network.
+    Images are rounded to 8 bits and resized as TensorFlow 1 did, so that values are comparable with published ones. The
+    weights by name are those of pt_inception-2015-12-05-6726825d.pth, which torch-fidelity and pytorch-fid publish.
 
     Raises:
         ValueError: one line, if torch-fidelity is not installed or the weights are those of another network.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .averages import AllReduce, Averages, CodeUsage, code_statistics, no_reduce
+from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
 from .fid import ReconstructionFID
 
 
@@ -56,7 +56,6 @@ class ReconstructionQuality:
 
     Args:
         num_codes: Size of the codebook.
-        device: Of the sums.
         losses: Names of further values to average.
         lpips: Reconstructions and images (b, c, h, w) in [0, 1] -> their mean distance, 0-d.
         inception: Images (b, 3, h, w) in [0, 1] -> feature vectors (b, 2048), for rFID.
@@ -73,7 +72,7 @@ class ReconstructionQuality:
         self._lpips = lpips
         names = [*losses, "psnr", "ssim", *(["lpips"] if lpips else [])]
         self._averages = Averages(*names, device=device)
-        self._usage = CodeUsage(num_codes, device=device)
+        self._counts = torch.zeros(num_codes, dtype=torch.int64, device=device)
         self._fid = ReconstructionFID(inception, device=device) if inception else None
 
     def add(self, images: Tensor, reconstructions: Tensor, codes: Tensor, **losses: Tensor) -> None:
@@ -84,11 +83,11 @@ class ReconstructionQuality:
             self._fid.add(images, reconstructions)
         per_image = {name: loss.expand(len(images)) for name, loss in losses.items()}
         self._averages.add(psnr=psnr(images, reconstructions), ssim=ssim(images, reconstructions), **per_image)
-        self._usage.add(codes)
+        count_codes(self._counts, codes)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
-        counts = self._usage.counts(all_reduce)
+        counts = all_reduce(self._counts.clone()).cpu()
         values = {**self._averages.result(all_reduce), **code_statistics(counts)}
         if self._fid:
             values["rfid"] = self._fid.result(all_reduce)

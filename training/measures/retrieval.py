@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ..contracts import Processes
 
 TOP = 10
 _RECALLS = (1, 5, 10)
@@ -30,17 +32,6 @@ _RECALLS = (1, 5, 10)
 _TIE = 1e-12
 
 _SCORES_AT_A_TIME = 1 << 22  # 32 MiB in float64
-
-
-class Processes(Protocol):
-    """What the measurement needs from the processes that share it."""
-
-    rank: int
-    world_size: int
-
-    def gather(self, tensor: Tensor) -> Tensor: ...
-    def gather_objects(self, value: Any) -> list[Any]: ...
-    def sum(self, value: Any) -> Any: ...
 
 
 class Pairs(NamedTuple):
@@ -67,11 +58,7 @@ class RetrievalQuality:
         self._clips = 0
 
     def add(
-        self,
-        audio: Tensor,
-        text: Tensor,
-        captions: Sequence[Sequence[str]],
-        labels: Sequence[str | None] | None = None,
+        self, audio: Tensor, text: Tensor, captions: Sequence[Sequence[str]], labels: Sequence[str | None] | None = None
     ) -> None:
         """Add a batch of clips.
 
@@ -173,25 +160,19 @@ class RetrievalQuality:
         known = set(class_names)
         if unknown := [label for label in self.classes(processes) if label not in known]:
             raise ValueError(f"the label {unknown[0]!r} is none of the {len(known)} classes: name all of them")
-        hits = [
-            zero_shot_hits(audio, labels, class_names, embeddings.to(self._device))
-            for audio, labels in zip(self._audio, self._labels, strict=True)
-        ]
+        batches = zip(self._audio, self._labels, strict=True)
+        hits = [zero_shot_hits(audio, labels, class_names, embeddings.to(self._device)) for audio, labels in batches]
         right, labelled = sum(int(of_batch.sum()) for of_batch in hits), sum(len(of_batch) for of_batch in hits)
         totals = processes.sum({"right": right, "labelled": labelled})
         if not totals["labelled"]:
             return {}
-        return {
-            "zero_shot/top1": totals["right"] / totals["labelled"],
-            "zero_shot/chance_top1": 1 / len(class_names),
-        }
+        return {"zero_shot/top1": totals["right"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
 
 
 def text_id(text: str) -> int:
     """A number in [-2^63, 2^63) that is the same for the same text in every process and run (BLAKE2b)."""
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little", signed=True
-    )
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
@@ -217,14 +198,9 @@ def class_embeddings(text: Tensor, templates: int) -> Tensor:
 def zero_shot_hits(
     audio: Tensor, labels: Sequence[str | None], class_names: Sequence[str], embeddings: Tensor
 ) -> Tensor:
-    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,).
-
-    Args:
-        audio: Embeddings (b, d).
-        labels: Of each clip, one of `class_names`, or None.
-        class_names: The classes.
-        embeddings: Of the classes (c, d).
-    """
+    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,). Of the
+    audio embeddings (b, d), the label of each, which is one of the c `class_names` or None, and those of the classes
+    (c, d)."""
     rows = [row for row, label in enumerate(labels) if label is not None]
     index = {name: number for number, name in enumerate(class_names)}
     classes = torch.tensor([index[label] for label in labels if label is not None], dtype=torch.int64)
@@ -263,16 +239,8 @@ def _shared(
 
 
 def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
-    """Rank of the best right candidate, average precision at 10, and chance of recall at 1 of each query.
-
-    Args:
-        queries: Unit vectors (q, d).
-        candidates: Unit vectors (c, d).
-        right: bool (q, c).
-
-    Returns:
-        float64 (q, 3); without meaning for a query that has no right candidate.
-    """
+    """Rank of the best right candidate, average precision at 10, and chance of recall at 1: queries (q, d), candidates
+    (c, d), right (q, c) -> float64 (q, 3), without meaning for a query that has no right candidate."""
     scores = queries @ candidates.T
     # Against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
     of_right = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
@@ -283,9 +251,8 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
 
     count = right.sum(1, keepdim=True)
     place = torch.arange(1, top + 1, device=scores.device)  # among the right candidates
-    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(
-        2
-    )  # at most 10 wrong candidates: more make no difference
+    # At most 10 wrong candidates are counted: more make no difference.
+    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)
     precision = torch.where((place <= count) & (place + ahead <= TOP), place / (place + ahead).double(), 0)
     average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
     return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)

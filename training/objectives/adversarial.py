@@ -38,10 +38,8 @@ def bce_generator_loss(fake_logits: Tensor) -> Tensor:
 class AdversarialLoss(NamedTuple):
     """A pair of losses that belong together."""
 
-    discriminator: Callable[[Tensor, Tensor], Tensor]
-    """Logits of real and of generated images -> loss, 0-d."""
-    generator: Callable[[Tensor], Tensor]
-    """Logits of generated images -> loss, 0-d."""
+    discriminator: Callable[[Tensor, Tensor], Tensor]  # logits of real and of generated images -> loss, 0-d
+    generator: Callable[[Tensor], Tensor]  # logits of generated images -> loss, 0-d
 
 
 ADVERSARIAL_LOSSES = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..contracts import Processes
 from .adversarial import (
     ADVERSARIAL_LOSSES,
     LeCam,
@@ -27,17 +27,6 @@ ReconstructionLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]
 """(reconstruction, images) -> a loss (0-d), and its parts for the log."""
 
 
-class Processes(Protocol):
-    """What an adversarial update asks of the processes that train together."""
-
-    device: torch.device
-
-    @property
-    def grad_accum_steps(self) -> int: ...
-    def autocast(self) -> AbstractContextManager[Any]: ...
-    def mean(self, value: Any) -> Any: ...
-
-
 class Quantizer(Protocol):
     """What an adversarial update asks of a quantizer with statistics of the whole batch."""
 
@@ -49,27 +38,17 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class AdversarialWeights:
-    """Which adversarial losses are computed, and how much each counts.
+    """Which adversarial losses are computed, and how much each counts: the flags of `add_adversary_arguments`."""
 
-    Args:
-        gan_loss: "hinge" or "bce".
-        gan_weight: Of the generator's adversarial loss; "adaptive": as strong as the reconstruction at the last layer.
-        gan_weight_scale: Times that weight.
-        penalty_weight: Of the gradient penalty at real images.
-        lecam_weight: Of the LeCam regulariser.
-        lecam_decay: Of its averages.
-    """
-
-    gan_loss: str = "hinge"
-    gan_weight: float | str = ADAPTIVE
-    gan_weight_scale: float = 1.0
-    penalty_weight: float = 10.0
+    gan_loss: str = "hinge"  # or "bce"
+    gan_weight: float | str = ADAPTIVE  # of the generator's loss; adaptive: as strong as the reconstruction loss
+    gan_weight_scale: float = 1.0  # times gan_weight
+    penalty_weight: float = 10.0  # of the gradient penalty at real images
     lecam_weight: float = 0.0
     lecam_decay: float = 0.999
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AdversarialWeights:
-        """From the flags of the same names (`add_adversary_arguments`)."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 
@@ -91,14 +70,10 @@ class AdversarialTraining:
     `observe=True` it only shows its input to the quantizer.
 
     Args:
-        generator: Its engine.
-        discriminator: Its engine.
-        processes: Who trains.
+        generator: Its engine, as `discriminator`.
         quantizer: Of the generator's model.
         last_weight_shape: Of the generator's last convolution.
         images: A micro-batch of the loader -> images (b, c, h, w) as both models take them.
-        reconstruction_loss: Of reconstructions and images.
-        weights: Of the adversarial losses.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
     """
 
@@ -134,11 +109,8 @@ class AdversarialTraining:
         """One update of the generator: reconstruct, stay near the codes, and deceive the discriminator as it is.
 
         Args:
-            batch: This process's part of the batch.
             code_loss: The quantizer's losses -> their weighted sum.
             is_adversarial: Whether the discriminator takes part yet; else nothing of it is computed.
-            step: Number of the update.
-            seed: Of the run.
 
         Returns:
             The engine's Update, and the reconstructions and codes of each micro-batch.
@@ -204,14 +176,10 @@ class AdversarialTraining:
                 with self._processes.autocast():
                     adversarial = self._loss.generator(self.discriminator.module(fake))
                 adversarial_gradient = image_gradient(adversarial, fake)
-        last = [
-            last_layer_gradient(out.features, of_images, self._last_weight_shape)
-            for of_images in (gradient, adversarial_gradient)
-        ]
+        gradients = (gradient, adversarial_gradient)
+        last = torch.stack([last_layer_gradient(out.features, each, self._last_weight_shape) for each in gradients])
         parts = {name: part.detach() for name, part in parts.items()}
-        return _ImageLosses(
-            loss.detach(), adversarial.detach(), parts, gradient, adversarial_gradient, torch.stack(last)
-        )
+        return _ImageLosses(loss.detach(), adversarial.detach(), parts, *gradients, last)
 
     @torch.no_grad()
     def _measure_batch(self, batch: Mapping[str, Any], is_adversarial: bool) -> list[_ImageLosses]:

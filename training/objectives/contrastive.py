@@ -12,25 +12,26 @@ Gradients are those of the global loss: sum them over the processes, do not aver
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..contracts import Processes
+
 KINDS = ("softmax", "decoupled", "sigmoid")
 
-
-class Processes(Protocol):
-    """What the losses need from the processes that share a batch. Every process calls them in the same order."""
-
-    rank: int
-    world_size: int
-
-    def gather(self, tensor: Tensor) -> Tensor: ...
-    def gather_objects(self, value: Any) -> list[Any]: ...
-    def sum(self, value: Any) -> Any: ...
-    def shift(self, tensor: Tensor, rows: int) -> Tensor: ...
+# A single process, with the collectives of `Processes`.
+_ALONE: Any = SimpleNamespace(
+    rank=0,
+    world_size=1,
+    gather=lambda tensor: tensor,
+    gather_objects=lambda value: [value],
+    sum=lambda value: value,
+    shift=lambda tensor, rows: tensor,
+)
 
 
 class ContrastiveResult(NamedTuple):
@@ -68,7 +69,6 @@ class Contrastive:
 
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
-        processes: Who shares the batch.
         mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
         whole: Every process computes the loss of the whole batch. The result has the same bits on any number of
             processes (for --batch_parts), but work and memory are not divided among them.
@@ -108,7 +108,7 @@ class Contrastive:
             if not self.whole:
                 return self._result(self._processes, audio, text, scale, bias, caption_ids)
             pairs, captions, own = _gather_pairs(self._processes, audio, text, caption_ids)
-            result = self._result(_Alone(), pairs[:, 0], pairs[:, 1], scale, bias, captions)
+            result = self._result(_ALONE, pairs[:, 0], pairs[:, 1], scale, bias, captions)
             return result._replace(
                 audio_gradient=result.audio_gradient.index_select(0, own),
                 text_gradient=result.text_gradient.index_select(0, own),
@@ -227,24 +227,6 @@ def _sum(processes: Processes, *tensors: Tensor) -> list[Tensor]:
     total = processes.sum(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
     parts = total.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-class _Alone:
-    """A single process, with the collectives of `Processes`."""
-
-    rank, world_size = 0, 1
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def sum(self, value: Any) -> Any:
-        return value
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        return tensor
 
 
 def _check(audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor) -> None:

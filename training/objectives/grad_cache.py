@@ -3,22 +3,14 @@ al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..contracts import Processes
 from .contrastive import Contrastive, ContrastiveResult
-
-
-class Processes(Protocol):
-    """What the update needs from the processes that train together."""
-
-    @property
-    def is_root(self) -> bool: ...
-    @property
-    def grad_accum_steps(self) -> int: ...
 
 
 def contrastive_update(
@@ -39,20 +31,22 @@ def contrastive_update(
     Args:
         engine: Of a model that gives ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
             ``models.MulanOutput``), and whose output depends on its arguments alone, noise included.
-        processes: Who trains.
-        contrastive: The loss.
         batch: This process's part of the batch, ``caption_ids`` (b,) among it.
         inputs: A micro-batch -> keyword arguments of the model.
     """
     # A single micro-batch needs no first pass. With `whole` it is made all the same: another number of processes makes
     # it, and PyTorch may choose another kernel without a graph, which would change the bits.
     sees_all_at_once = processes.grad_accum_steps == 1 and not contrastive.whole
-    result = None if sees_all_at_once else _look_ahead(engine, contrastive, batch, inputs)
+    result = None
+    if not sees_all_at_once:
+        with torch.no_grad():
+            micros = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
+        result = _loss(contrastive, [out for out, _ in micros], [captions for _, captions in micros])
     start = 0
     for index, micro in enumerate(engine.micro_batches(batch)):
         out = engine(**inputs(micro))
         if result is None:
-            result = contrastive.value_and_gradients(*_embeddings(out), micro["caption_ids"])
+            result = _loss(contrastive, [out], [micro["caption_ids"]])
         rows = slice(start, start + len(out.audio))
         start = rows.stop
         is_first = processes.is_root and index == 0
@@ -62,25 +56,10 @@ def contrastive_update(
     return result
 
 
-@torch.no_grad()
-def _look_ahead(
-    engine: Any,
-    contrastive: Contrastive,
-    batch: Mapping[str, Any],
-    inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-) -> ContrastiveResult:
-    """The loss and its gradients with respect to the embeddings of all micro-batches."""
-    audio, text, captions = [], [], []
-    for micro in engine.micro_batches(batch):
-        out = engine(**inputs(micro))
-        audio.append(out.audio)
-        text.append(out.text)
-        captions.append(micro["caption_ids"])
-    return contrastive.value_and_gradients(torch.cat(audio), torch.cat(text), out.scale, out.bias, torch.cat(captions))
-
-
-def _embeddings(out: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return out.audio, out.text, out.scale, out.bias
+def _loss(contrastive: Contrastive, outs: Sequence[Any], captions: list[Tensor]) -> ContrastiveResult:
+    """The loss of the outputs of all micro-batches, and its gradients with respect to their embeddings."""
+    audio, text = torch.cat([out.audio for out in outs]), torch.cat([out.text for out in outs])
+    return contrastive.value_and_gradients(audio, text, outs[0].scale, outs[0].bias, torch.cat(captions))
 
 
 def _surrogate(out: Any, result: ContrastiveResult, rows: slice, is_first: bool) -> Tensor:

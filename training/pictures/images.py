@@ -22,15 +22,11 @@ def to_pixels(images: Tensor) -> Tensor:
     assert images.shape[1] in (1, 3, 4), images.shape
     if images.shape[1] == 4:
         colour, alpha = images.split((3, 1), dim=1)
-        images = alpha * colour + (1 - alpha) * _checkerboard(*images.shape[-2:])
+        rows, columns = (torch.arange(side) // _CHECKER_PIXELS for side in images.shape[-2:])
+        checkerboard = torch.tensor(_CHECKER_GREYS)[(rows[:, None] + columns) % 2] / 255
+        images = alpha * colour + (1 - alpha) * checkerboard
     pixels = (images * 255).round().to(torch.uint8)
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()
-
-
-def _checkerboard(height: int, width: int) -> Tensor:
-    rows, columns = torch.arange(height) // _CHECKER_PIXELS, torch.arange(width) // _CHECKER_PIXELS
-    odd = (rows[:, None] + columns) % 2
-    return torch.tensor(_CHECKER_GREYS)[odd] / 255
 
 
 def grid(rows: Mapping[str, Tensor]) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import unicodedata
 from bisect import bisect_right
@@ -34,11 +35,9 @@ class Match(NamedTuple):
     """A caption, and how near it is to a clip."""
 
     caption: str
-    score: float
-    """Cosine."""
+    score: float  # cosine
     is_right: bool
-    rank: int
-    """From 1, among all captions."""
+    rank: int  # from 1, among all captions
 
 
 def best_matches(
@@ -50,8 +49,6 @@ def best_matches(
         audio: Unit vectors of clips (n, d).
         text: Unit vectors of captions (m, d).
         captions: Their texts (m); of equal texts the first counts.
-        right: The right texts of each clip.
-        count: Number of captions.
     """
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
     scores = (audio.detach().double() @ text[rows].detach().double().T).cpu()
@@ -72,7 +69,6 @@ def spectrogram_grid(spectrograms: Tensor, titles: Sequence[Sequence[Match]]) ->
 
     Args:
         spectrograms: (n, mels, frames), n at least 1; each is scaled to its own smallest and largest value.
-        titles: Captions of each spectrogram.
     """
     fonts = _Fonts([match.caption for matches in titles for match in matches])
     columns = math.ceil(len(spectrograms) / math.ceil(len(spectrograms) / _COLUMNS))
@@ -106,7 +102,8 @@ def _draw_matches(
 ) -> None:
     for match, lines in cell:
         if match.is_right:
-            _draw_tick(draw, left, top)
+            tick = [(left + 1, top + 9), (left + 5, top + 13), (left + 12, top + 4)]
+            draw.line(tick, fill=_RIGHT, width=2, joint="curve")
         colour = _RIGHT if match.is_right else _INK
         right = left + fonts.indent - 8
         draw.text((left + _MARK_PIXELS, top), f"{match.rank}.", fill=_PALE, font=fonts.plain)
@@ -114,10 +111,6 @@ def _draw_matches(
         for line in lines:
             draw.text((left + fonts.indent, top), line, fill=colour, font=fonts.of(line))
             top += _LINE_PIXELS
-
-
-def _draw_tick(draw: ImageDraw.ImageDraw, left: int, top: int) -> None:
-    draw.line([(left + 1, top + 9), (left + 5, top + 13), (left + 12, top + 4)], fill=_RIGHT, width=2, joint="curve")
 
 
 def similarity_picture(matrix: Tensor) -> Image.Image:
@@ -214,7 +207,12 @@ class _Fonts:
 
     def __init__(self, captions: Sequence[str]) -> None:
         self.plain = ImageFont.load_default(_FONT_PIXELS)
-        self._wide = None if all(caption.isascii() for caption in captions) else _wide_font()
+        self._wide: _Font | None = None
+        if not all(caption.isascii() for caption in captions):
+            for name in _WIDE_FONTS:
+                with contextlib.suppress(OSError):
+                    self._wide = ImageFont.truetype(name, _FONT_PIXELS)
+                    break
         #: Pixels left of a caption, for tick, rank and cosine.
         self.indent = _MARK_PIXELS + math.ceil(self.plain.getlength("999. -0.00")) + 8
 
@@ -243,15 +241,6 @@ class _Fonts:
         """Number of first letters that fit into the width, at least 1."""
         font = self.of(text)
         return max(1, bisect_right(range(1, len(text) + 1), width, key=lambda end: font.getlength(text[:end])))
-
-
-def _wide_font() -> _Font | None:
-    for name in _WIDE_FONTS:
-        try:
-            return ImageFont.truetype(name, _FONT_PIXELS)
-        except OSError:
-            continue
-    return None
 
 
 def _ascii(text: str) -> str:

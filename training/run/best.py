@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import sync
+from ..files import read_json, sync
 
 FACTS = "best.json"
 
@@ -24,19 +24,12 @@ class BestModel:
     next start renames the old model back.
 
     Args:
-        folder: Of the run.
-        is_root: Whether this process writes.
         metric: Name of the value; higher is better.
         broadcast: Gives every process the root's JSON value.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        is_root: bool,
-        *,
-        metric: str,
-        broadcast: Callable[[Any], Any] = lambda found: found,
+        self, folder: Path, is_root: bool, *, metric: str, broadcast: Callable[[Any], Any] = lambda found: found
     ) -> None:
         self.path = Path(folder) / "best"
         #: Value of the model in `path`, and its step; None before the first.
@@ -64,7 +57,7 @@ class BestModel:
         If the disk fails, `failure` says why, and the best model stays as it was.
 
         Args:
-            value: Of the metric, the same on every process.
+            value: The same on every process.
             step: Completed updates.
             write: Writes the model's files into a folder; called on the root alone.
         """
@@ -96,8 +89,7 @@ class BestModel:
 
         A model of a later step than the checkpoint's stays in `path`: the repeated updates will bring it again.
         """
-        facts = self._facts() if self._is_root else None
-        if self._broadcast(facts is not None) or state["value"] is None:
+        if self._broadcast(self._is_root and bool(self._facts())) or state["value"] is None:
             self.value, self.step = state["value"], state["step"]
         else:
             self.failure = (
@@ -109,23 +101,16 @@ class BestModel:
         """Take over the model in `path` if it is better than the checkpoint's and not later than `step`. Collective.
 
         A run that is asked to stop saves before it validates, so `best/` may know of a later validation.
-
-        Args:
-            step: Completed updates of the checkpoint.
         """
-        facts = self._broadcast(self._facts() if self._is_root else None) or {}
+        facts = self._broadcast(self._facts() if self._is_root else {})
         value, of_step = facts.get("value"), facts.get("step")
         if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
             return
         if of_step <= step and self.is_better(value):
             self.value, self.step = value, of_step
 
-    def _facts(self) -> dict[str, Any] | None:
-        try:
-            facts = json.loads((self.path / FACTS).read_text())
-        except (OSError, ValueError):
-            return None
-        return facts if isinstance(facts, dict) else None
+    def _facts(self) -> dict[str, Any]:
+        return read_json(self.path / FACTS)
 
     def _replace(self, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
         self._tidy()

@@ -1,5 +1,7 @@
 """The folder of a run: what it holds, whether it can be written, and whether it fits the present arguments."""
 
+import contextlib
+import itertools
 import json
 import os
 import platform
@@ -11,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..files import hold, write_atomically
+from ..files import hold, read_json, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
@@ -25,8 +27,6 @@ class RunFolder:
     The root reads and writes; its results and errors are broadcast, so that they are the same on every process.
 
     Args:
-        output_dir: Path of the folder.
-        is_root: Whether this process writes.
         fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over.
         broadcast: Gives every process the root's JSON value; the identity for a single process.
 
@@ -42,8 +42,10 @@ class RunFolder:
         broadcast: Callable[[Any], Any] = lambda found: found,
     ) -> None:
         self.path = Path(output_dir)
-        self._is_root = is_root
-        self._broadcast = broadcast
+        self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
+        #: Created at the end of the run.
+        self.model_dir = self.path / "model"
+        self._is_root, self._broadcast = is_root, broadcast
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
         #: Whether the folder holds a finished run.
@@ -51,19 +53,6 @@ class RunFolder:
         #: Update whose weights model/ holds, or None.
         self.finished_step: int | None
         self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples_dir(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def model_dir(self) -> Path:
-        """Created at the end of the run."""
-        return self.path / "model"
 
     def write_sample(self, step: int, png: bytes, name: str = "") -> None:
         """The picture of a step, on the root; `name` distinguishes several models. Raises OSError where the disk does
@@ -93,43 +82,36 @@ class RunFolder:
         """Refuse to resume with arguments that would change the model, or with another seed.
 
         Args:
-            config: The settings of this start.
             model_arguments: Names of settings on which the model depends.
             resolve: Makes settings equal that give equal models, whatever their spelling; a key may be missing.
 
         Raises:
             ValueError: one line naming each of `model_arguments` that differs, with both values.
         """
-        self._on_root(lambda: self._check_config(config, model_arguments, resolve))
-
-    def _check_config(
-        self,
-        config: Mapping[str, Any],
-        model_arguments: Collection[str],
-        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    ) -> None:
         import yaml
 
-        path = self.path / "config.yaml"
-        try:
-            saved = yaml.safe_load(path.read_text())
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(
-                f"cannot resume: {path}: {' '.join(str(error).split())}; restore it, or start over with --fresh"
-            ) from None
-        saved = saved if isinstance(saved, dict) else {}
-        was, now = resolve(saved), resolve(config)
-        # Compare resolved values, but report the arguments as they were written.
-        differences = [
-            f"--{name} was {saved.get(name)} and is now {config[name]}"
-            for name in (*model_arguments, *_OF_THE_RUN)
-            if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
-        ]
-        if differences:
-            raise ValueError(
-                f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
-                "--output_dir, or --fresh to start over"
-            )
+        def check() -> None:
+            path = self.path / "config.yaml"
+            try:
+                saved = yaml.safe_load(path.read_text())
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                reason = " ".join(str(error).split())
+                raise ValueError(f"cannot resume: {path}: {reason}; restore it, or start over with --fresh") from None
+            saved = saved if isinstance(saved, dict) else {}
+            was, now = resolve(saved), resolve(config)
+            # Compare resolved values, but report the arguments as they were written.
+            differences = [
+                f"--{name} was {saved.get(name)} and is now {config[name]}"
+                for name in (*model_arguments, *_OF_THE_RUN)
+                if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
+            ]
+            if differences:
+                raise ValueError(
+                    f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
+                    "--output_dir, or --fresh to start over"
+                )
+
+        self._on_root(check)
 
     def _on_root(self, action: Callable[[], Any]) -> Any:
         """Run `action` on the root; every process returns its result, or raises its error as a one-line ValueError."""
@@ -154,17 +136,11 @@ class RunFolder:
         path = self.model_dir / "training.json"
         self._on_root(lambda: write_atomically(path, json.dumps({"step": step}).encode()))
 
-    def _finished_step(self) -> int | None:
-        try:
-            return int(json.loads((self.model_dir / "training.json").read_text())["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
     def _open(self, fresh: bool) -> tuple[str | None, bool, int | None]:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
         moved_to = None
-        if fresh and self._holds_run():
+        if fresh and any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
             with hold(self.path / ".lock"):
                 moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -173,37 +149,28 @@ class RunFolder:
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))
         probe.unlink()
-        return moved_to, (self.model_dir / "config.json").exists(), self._finished_step()
-
-    def _holds_run(self) -> bool:
-        return any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
+        finished_step = read_json(self.model_dir / "training.json").get("step")
+        return moved_to, (self.model_dir / "config.json").exists(), finished_step
 
     def _move_away(self) -> str:
         folder = Path(os.path.abspath(self.path))
-        number = 1
-        while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
-            number += 1
+        names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
+        old = next(path for path in names if not path.exists())
         os.rename(folder, old)
         return str(old)
 
 
 def last_start(output_dir: str | Path) -> dict[str, Any]:
     """environment.json of the run in this folder, from its last start; empty if there is none."""
-    try:
-        facts = json.loads((Path(output_dir) / "environment.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    return read_json(Path(output_dir) / "environment.json")
 
 
 def environment() -> dict[str, Any]:
     """Versions, commit and host of this run, as JSON values. No environment variables, because they may hold keys."""
     versions = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "command": sys.argv,
         "python": platform.python_version(),

@@ -14,8 +14,8 @@ from PIL import Image
 from ..ema import ExponentialMovingAverage, NoAverage
 
 if TYPE_CHECKING:
+    from ..contracts import Feed
     from .best import BestModel
-    from .contracts import Feed
     from .run import Run
 
 
@@ -26,8 +26,6 @@ class Evaluation:
     `validate` and `draw` run without gradients.
 
     Args:
-        engine: Of the model.
-        average: Of its weights (`make_ema`).
         validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
             process, for the trained weights ("valid/psnr") and for their average ("valid/ema/psnr"). `step` is the
             number of the newest update, from 0, as the loop yields it.
@@ -59,12 +57,6 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, save and exit if the run is asked to stop, validate, report bad samples, write the line of
     metrics, draw, save. After the last update the models are written. Yields nothing if the run is complete.
-
-    Args:
-        run: After `Run.resume`.
-        feed: Of the data.
-        evaluations: One per model.
-        preview: How many samples are drawn.
 
     Raises:
         SystemExit: with code 75 after a stop request; with code 1 where the last checkpoint or model cannot be written.

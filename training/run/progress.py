@@ -18,13 +18,8 @@ def total_samples_from(*, epochs: float, max_steps: int | None, samples_per_epoc
 
 
 class Progress:
-    """Samples seen. Step, epoch, schedules, intervals and file names derive from it.
-
-    Args:
-        batch_size: Samples per update, over all processes.
-        samples_per_epoch: Size of the training split.
-        total_samples: Length of the run.
-    """
+    """Samples seen. Step, epoch, schedules, intervals and file names derive from it. `batch_size` is samples per update
+    over all processes, `samples_per_epoch` the size of the training split, `total_samples` the length of the run."""
 
     def __init__(self, batch_size: int, samples_per_epoch: int, total_samples: int) -> None:
         self.batch_size = batch_size
@@ -64,11 +59,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""
-        state = {
-            "samples": self.samples,
-            "batch_size": self.batch_size,
-            "samples_per_epoch": self.samples_per_epoch,
-        }
+        state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch")}
         return state if self.unfinished_line is None else {**state, "unfinished_line": self.unfinished_line}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -95,12 +86,7 @@ class Progress:
 
 class ProgressDisplay:
     """Shows the clock and short messages: on a terminal below a tqdm bar, elsewhere as plain lines with the time left.
-
-    Args:
-        progress: The clock.
-        is_root: Only the root prints.
-        stream: Where to print.
-    """
+    Only the root prints."""
 
     def __init__(self, progress: Progress, is_root: bool, stream: TextIO | None = None) -> None:
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr

@@ -8,26 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Gather = Callable[[Tensor], Tensor]
+from ..contracts import Processes
 
 
 class RandomState:
-    """States of Python's, NumPy's and PyTorch's generators (CPU, and this process's GPU), for all processes.
+    """States of Python's, NumPy's and PyTorch's generators (CPU, and this process's GPU), for all processes."""
 
-    Args:
-        rank: Of this process.
-        world_size: Number of processes.
-        device: Of this process.
-        gather: Concatenates tensors of all processes along dimension 0, by rank.
-    """
-
-    def __init__(self, rank: int, world_size: int, device: torch.device, gather: Gather) -> None:
-        self._rank, self._world_size, self._device, self._gather = rank, world_size, device, gather
+    def __init__(self, processes: Processes) -> None:
+        self._processes, self._device = processes, processes.device
 
     def state_dict(self) -> dict[str, Any]:
         """{"generators": {name: uint8 (processes, bytes)}}. Collective."""
-        own = {name: torch.from_numpy(np.frombuffer(state, np.uint8).copy()) for name, state in self._states().items()}
-        gathered = {name: self._gather(state[None].to(self._device)).cpu() for name, state in own.items()}
+        gathered = {}
+        for name, state in self._states().items():
+            own = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+            gathered[name] = self._processes.gather(own[None].to(self._device)).cpu()
         return {"generators": gathered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -35,8 +30,10 @@ class RandomState:
         device has changed, keeps its seed."""
         for name, setter in self._setters().items():
             states = state["generators"].get(name)
-            if states is not None and states.shape[0] == self._world_size:
-                setter(states[self._rank].clone())  # a copy, because torch reads from the start of the storage
+            if states is not None and states.shape[0] == self._processes.world_size:
+                setter(
+                    states[self._processes.rank].clone()
+                )  # a copy, because torch reads from the start of the storage
 
     def _states(self) -> dict[str, bytes]:
         version, keys, gauss = random.getstate()

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from ..checkpoints.store import Checkpoints
+from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import to_png
-from .contracts import Feed, Processes, Stateful, Update
 from .folder import RunFolder
 from .loop import Evaluation, updates
 from .progress import Progress, ProgressDisplay, total_samples_from
@@ -30,8 +30,6 @@ class Run:
     Args:
         args: The shared arguments (`add_run_arguments`).
         settings: Every argument by flag name, for config.yaml.
-        processes: Who trains.
-        feed: The data.
         model_arguments: Names of settings that a resumed run may not change.
         resolve: Gives settings of equal models equal values, whatever their spelling.
 
@@ -56,18 +54,14 @@ class Run:
             fresh = args.fresh and not processes.is_restart
             self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
             self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
+        size = len(feed.train_set)
         total_samples = total_samples_from(
-            epochs=args.epochs,
-            max_steps=args.max_steps,
-            samples_per_epoch=len(feed.train_set),
-            batch_size=args.batch_size,
+            epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
         )
-        self.progress = Progress(args.batch_size, len(feed.train_set), total_samples)
+        self.progress = Progress(args.batch_size, size, total_samples)
+        metrics_file = self.folder.path / "metrics.jsonl"
         self._checkpoints = Checkpoints(
-            self.folder.checkpoints_dir,
-            args.keep_n_checkpoints,
-            processes,
-            synced_first=self.folder.path / "metrics.jsonl",
+            self.folder.checkpoints_dir, args.keep_n_checkpoints, processes, synced_first=metrics_file
         )
         self._deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
@@ -89,8 +83,7 @@ class Run:
             UserMistake: no checkpoint is whole, or the newest does not fit the arguments.
         """
         here = self._processes
-        random_state = RandomState(here.rank, here.world_size, here.device, here.gather)
-        own_parts = {"progress": self.progress, "random": random_state, "bad_samples": self._feed.bad_samples}
+        own_parts = {"progress": self.progress, "random": RandomState(here), "bad_samples": self._feed.bad_samples}
         self._parts = {**own_parts, **parts}
         states: dict[str, Any] = {}
         written_by: dict[str, Any] = {}
@@ -258,13 +251,8 @@ class Run:
 
     def save_and_exit(self, line: Mapping[str, Any], *, evaluation_is_due: bool) -> NoReturn:
         """The run was asked to stop: leave a checkpoint of this very update and exit with code 75, or with 1 where the
-        disk does not take it.
-
-        Args:
-            line: Metrics of the update. They are logged now, or by the next start where an evaluation is due, which
-                comes first.
-            evaluation_is_due: Whether it is.
-        """
+        disk does not take it. The line of metrics is logged now, or where an evaluation is due by the next start, after
+        it."""
         step = self.progress.step
         if evaluation_is_due:
             self.progress.unfinished_line = dict(line)

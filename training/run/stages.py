@@ -9,21 +9,12 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
+    from ..contracts import Processes
 
 Say = Callable[[str], None]
-
-
-class Processes(Protocol):
-    """What stages ask of the processes that work together."""
-
-    device: torch.device
-
-    @property
-    def is_root(self) -> bool: ...
 
 
 def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, processes: Processes) -> None:

@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image
 
@@ -16,15 +16,6 @@ from ..files import write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
-
-
-class Tracker(Protocol):
-    """A tracker that the run can do without. `Trackers` says what its methods do."""
-
-    def cut_back(self, step: int) -> None: ...
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-    def log_image(self, step: int, name: str, image: Image.Image) -> None: ...
-    def close(self) -> None: ...
 
 
 class JsonlTracker:
@@ -169,12 +160,12 @@ class Trackers:
 
     Args:
         lines: None off the root.
-        optional: Constructors of the other trackers by name.
+        optional: Constructors of the other trackers by name; they have the same methods.
     """
 
-    def __init__(self, lines: JsonlTracker | None, optional: Mapping[str, Callable[[], Tracker]]) -> None:
+    def __init__(self, lines: JsonlTracker | None, optional: Mapping[str, Callable[[], Any]]) -> None:
         self._lines = lines
-        self._optional: dict[str, Tracker] = {}
+        self._optional: dict[str, Any] = {}
         for name, make in optional.items():
             try:
                 self._optional[name] = make()
@@ -190,28 +181,28 @@ class Trackers:
         """Forget what was logged after `step`, where the run continues (0: it starts). Call it before the first log."""
         if self._lines:
             self._lines.cut_back(step)
-        self._each(lambda tracker: tracker.cut_back(step))
+        self._each("cut_back", step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log numbers by name, at most once per step."""
         if self._lines:
             self._lines.log(step, metrics)
-        self._each(lambda tracker: tracker.log(step, metrics))
+        self._each("log", step, metrics)
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         """Log a picture; metrics.jsonl holds none."""
-        self._each(lambda tracker: tracker.log_image(step, name, image))
+        self._each("log_image", step, name, image)
 
     def close(self) -> None:
         """Finish writing."""
         if self._lines:
             self._lines.close()
-        self._each(lambda tracker: tracker.close())
+        self._each("close")
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, method: str, *args: Any) -> None:
         for name, tracker in list(self._optional.items()):
             try:
-                call(tracker)
+                getattr(tracker, method)(*args)
             except Exception as error:
                 self._switch_off(name, error)
 
@@ -229,9 +220,7 @@ def make_trackers(report_to: Collection[str], folder: Path, config: Mapping[str,
 
     Args:
         report_to: "tensorboard", "wandb", or both; empty: metrics.jsonl alone.
-        folder: The run folder.
         config: The run's arguments, shown beside the curves.
-        is_root: Whether this process writes.
 
     Raises:
         ValueError: on every process, if a named tracker is not installed.
@@ -241,7 +230,7 @@ def make_trackers(report_to: Collection[str], folder: Path, config: Mapping[str,
             raise ValueError(f"--report_to {name}: {name} is not installed; run `pip install {name}` or leave it out")
     if not is_root:
         return Trackers(None, {})
-    optional: dict[str, Callable[[], Tracker]] = {
+    optional: dict[str, Callable[[], Any]] = {
         "tensorboard": lambda: TensorBoardTracker(folder),
         "wandb": lambda: WandbTracker(folder, config),
     }

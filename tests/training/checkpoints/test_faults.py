@@ -6,11 +6,12 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.training.disk import failing
+from tests.training.processes import OneProcess
 from training.checkpoints.store import Checkpoints
 
 
@@ -41,11 +42,11 @@ def assert_next_save_succeeds(checkpoints: Checkpoints) -> None:
 
 
 @pytest.fixture
-def with_one_saved(tmp_path: Path, one_process: Callable[[], Any]) -> Callable[[int], Checkpoints]:
+def with_one_saved(tmp_path: Path) -> Callable[[int], Checkpoints]:
     """Checkpoints in a new folder that hold step 1."""
 
     def make(stage: int) -> Checkpoints:
-        checkpoints = Checkpoints(tmp_path / str(stage), 1, one_process())
+        checkpoints = Checkpoints(tmp_path / str(stage), 1, OneProcess())
         save(checkpoints, 1)
         return checkpoints
 
@@ -110,27 +111,6 @@ def test_a_disk_that_takes_only_a_part_of_a_file_is_reported_and_the_next_save_s
     assert limit > 200
 
 
-def fail_from(stage: int, reason: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls that change the disk fail, from number `stage` on, as those of a full disk do; returns what failed."""
-    count = 0
-    failed: list[str] = []
-
-    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > stage:
-                failed.append(str(args[0]))
-                raise OSError(reason, os.strerror(reason), str(args[0]))
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "mkdir", "rename", "replace"):
-        monkeypatch.setattr(os, name, failing(getattr(os, name)))
-    return failed
-
-
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
 def test_an_error_of_the_disk_at_every_operation_is_reported_and_the_next_save_succeeds(
     with_one_saved, reason: int
@@ -139,7 +119,8 @@ def test_an_error_of_the_disk_at_every_operation_is_reported_and_the_next_save_s
     while failed:
         checkpoints = with_one_saved(stage)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            failures = fail_from(stage, reason, monkeypatch)
+            calls = ("fsync", "mkdir", "rename", "replace")
+            failures = failing(monkeypatch, stage + 1, calls, reason=reason, any_thread=True)
             save(checkpoints, 2)
         failed = bool(failures)
         is_there = (checkpoints.folder / "step_00000002").is_dir()

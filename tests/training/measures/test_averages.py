@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from training.measures.averages import Averages, CodeUsage, code_statistics
+from training.measures.averages import Averages, code_statistics, usage_of_codes
 
 
 def pooled(*readers):
@@ -32,12 +32,10 @@ def test_averages_over_ragged_batches_and_processes_equal_the_mean_of_all_items(
 
 
 def test_sums_survive_an_all_reduce_in_place():
-    averages, usage = Averages("loss"), CodeUsage(2)
+    averages = Averages("loss")
     averages.add(loss=torch.tensor([1.0, 3.0]))
-    usage.add(torch.tensor([0, 1, 1]))
     for _ in range(2):
         assert averages.result(lambda sums: sums.add_(1)) == {"loss": pytest.approx((4 + 1) / (2 + 1))}
-        assert usage.counts(lambda counts: counts.mul_(4)).tolist() == [4, 8]
 
 
 def test_averages_take_scalars_and_can_be_read_twice():
@@ -61,23 +59,20 @@ def test_averages_do_not_lose_small_values_behind_a_large_sum():
     assert averages.result()["x"] == (2**24 + 10) / 11
 
 
-def test_code_counts_pool_over_batches_and_processes():
+def test_use_of_codes_pools_over_batches_and_processes():
     codes = torch.randint(0, 7, (3, 4, 5), generator=torch.Generator().manual_seed(0))
-    one, other = CodeUsage(8), CodeUsage(8)
-    one.add(codes[0])
-    one.add(codes[1])
-    other.add(codes[2])
-    counts = one.counts(pooled(one.counts, other.counts))
-    assert counts.tolist() == [(codes == code).sum().item() for code in range(8)]
+    one, other = codes[:2], codes[2:]
+    counts = torch.tensor([(codes == code).sum().item() for code in range(8)])
+    all_reduce = pooled(*(lambda reduce, own=own: usage_of_codes(own, 8, reduce) for own in (one, other)))
+    assert torch.equal(all_reduce(None), counts)
+    assert usage_of_codes(one, 8, all_reduce) == code_statistics(counts)
 
 
 def test_perplexity_of_uniform_use_is_the_number_of_codes_and_of_one_code_is_one():
-    assert code_statistics(torch.full((16,), 3)) == pytest.approx(
-        {"codes_used": 16, "codes_used_fraction": 1, "perplexity": 16}
-    )
-    single = torch.zeros(16, dtype=torch.int64)
-    single[3] = 5
-    assert code_statistics(single) == pytest.approx({"codes_used": 1, "codes_used_fraction": 1 / 16, "perplexity": 1})
+    single = 5 * torch.eye(16, dtype=torch.int64)[3]
+    for counts, used in ((torch.full((16,), 3), 16), (single, 1)):
+        expected = {"codes_used": used, "codes_used_fraction": used / 16, "perplexity": used}
+        assert code_statistics(counts) == pytest.approx(expected)
 
 
 def test_perplexity_of_worked_example():

@@ -1,7 +1,5 @@
 """Image quality against closed forms and scikit-image."""
 
-import math
-
 import pytest
 import torch
 from skimage.metrics import structural_similarity
@@ -13,24 +11,14 @@ def pictures(seed: int, *shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_psnr_of_a_constant_error_is_minus_twenty_log10_of_it():
-    images = torch.full((2, 3, 4, 4), 0.5)
-    reconstructions = images.clone()
-    reconstructions[0] += 0.1
-    reconstructions[1] -= 0.01
-    assert psnr(images, reconstructions).tolist() == pytest.approx([20.0, 40.0], abs=1e-3)
-
-
-def test_psnr_clamps_to_the_range_and_caps_equal_images():
-    images = torch.ones(1, 1, 2, 2)
-    assert psnr(images, images * 7).item() == pytest.approx(100.0)
-    assert psnr(images, -images).item() == pytest.approx(0.0)
-
-
-def test_psnr_of_worked_example():
-    # Mean squared error (0.04 + 0.16) / 4 = 0.05.
-    images = torch.tensor([[[[0.2, 0.4], [0.0, 0.0]]]])
-    assert psnr(images, torch.zeros_like(images)).item() == pytest.approx(-10 * math.log10(0.05))
+@pytest.mark.parametrize(
+    ("images", "reconstructions", "expected"),
+    [([0.5], [0.6], 20), ([0.5], [0.49], 40), ([1], [7], 100), ([1], [-1], 0), ([0.2, 0.4, 0, 0], [0] * 4, 13.0103)],
+    ids=["error 0.1", "error 0.01", "clamped, equal: capped", "clamped", "mean squared error (0.04 + 0.16) / 4"],
+)
+def test_psnr_is_minus_ten_log10_of_the_mean_squared_error(images, reconstructions, expected):
+    x, y = (torch.tensor(values).float().reshape(1, 1, 1, -1) for values in (images, reconstructions))
+    assert psnr(x.expand(2, 3, 4, -1), y.expand(2, 3, 4, -1)).tolist() == pytest.approx([expected] * 2, abs=1e-3)
 
 
 @pytest.mark.parametrize(

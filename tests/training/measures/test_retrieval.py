@@ -1,8 +1,6 @@
 """Retrieval against a naive double loop, on one process and several; zero-shot classification."""
 
 import math
-import threading
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -10,52 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training.processes import Threads, alone, on_processes
 from training.measures import retrieval
 from training.measures.retrieval import RetrievalQuality, class_embeddings, prompts, text_id, zero_shot_hits
 
-
-class Fake:
-    """One of several threads that take part in collectives."""
-
-    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any]) -> None:
-        self.rank, self.world_size, self._barrier, self._board = rank, world_size, barrier, board
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self._board[self.rank] = value
-        self._barrier.wait()
-        found = list(self._board)
-        self._barrier.wait()
-        return found
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = self.gather_objects(tensor)
-        assert len({(part.shape[1:], part.dtype) for part in parts}) == 1, "as the real one would hang or raise"
-        return torch.cat(parts)
-
-    def sum(self, value: dict[str, float]) -> dict[str, float]:
-        return {name: float(sum(other[name] for other in self.gather_objects(value))) for name in value}
-
-
-def on(world_size: int, action: Callable[[Any], Any]) -> list[Any]:
-    """What the action returns, or raises, on each of so many processes."""
-    barrier, board = threading.Barrier(world_size, timeout=10), [None] * world_size
-    results: list[Any] = [None] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = action(Fake(rank, world_size, barrier, board))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-ALONE = Fake(0, 1, threading.Barrier(1), [None])
+ALONE = alone()
 
 
 def split(seed: int, clips: int, dim: int = 6, texts: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor], list]:
@@ -75,6 +32,23 @@ def add(quality: RetrievalQuality, data: Any, rows: list[int], **more: Any) -> N
     own = [captions[row] for row in rows]
     text = [embeddings[caption] for of_clip in own for caption in of_clip]
     quality.add(audio[rows], torch.stack(text) if text else torch.empty(0, audio.shape[1]), own, **more)
+
+
+def measured(audio: torch.Tensor, text: torch.Tensor, captions: list[list[str]]) -> dict[str, float]:
+    quality = RetrievalQuality()
+    quality.add(audio, text, captions)
+    return quality.result(ALONE)
+
+
+def measured_split(data: Any, *parts: list[int]) -> dict[str, float]:
+    quality = RetrievalQuality()
+    for rows in parts or [list(range(len(data[0])))]:
+        add(quality, data, rows)
+    return quality.result(ALONE)
+
+
+def numbered(count: int) -> list[list[str]]:
+    return [[str(number)] for number in range(count)]
 
 
 def naive(data: Any) -> dict[str, float]:
@@ -102,17 +76,12 @@ def naive(data: Any) -> dict[str, float]:
             order = sorted(range(len(scores)), key=lambda i: -scores[i])
             ranks = [rank for rank, i in enumerate(order, start=1) if right[i]]
             best.append(ranks[0])
-            precisions.append(
-                sum(j / rank for j, rank in enumerate(ranks, start=1) if rank <= 10) / min(10, len(ranks))
-            )
+            of_ranks = [j / rank for j, rank in enumerate(ranks, start=1) if rank <= 10]
+            precisions.append(sum(of_ranks) / min(10, len(ranks)))
             chances.append(len(ranks) / len(scores))
-        for k in (1, 5, 10):
-            values[f"{direction}/r{k}"] = np.mean([rank <= k for rank in best])
-        values |= {
-            f"{direction}/median_rank": median(best),
-            f"{direction}/map10": np.mean(precisions),
-            f"{direction}/chance_r1": np.mean(chances),
-        }
+        recalls = {f"r{k}": np.mean([rank <= k for rank in best]) for k in (1, 5, 10)}
+        others = {"median_rank": median(best), "map10": np.mean(precisions), "chance_r1": np.mean(chances)}
+        values |= {f"{direction}/{name}": value for name, value in {**recalls, **others}.items()}
     values["r10"] = (values["text_to_audio/r10"] + values["audio_to_text/r10"]) / 2
     return values
 
@@ -120,10 +89,7 @@ def naive(data: Any) -> dict[str, float]:
 @pytest.mark.parametrize(("seed", "clips", "texts"), [(0, 40, 30), (1, 7, 5), (2, 60, 4), (3, 25, 200)])
 def test_every_value_is_that_of_a_naive_double_loop(seed, clips, texts):
     data = split(seed, clips, texts=max(texts, 5))
-    quality = RetrievalQuality()
-    add(quality, data, list(range(3)))
-    add(quality, data, list(range(3, clips)))
-    found, expected = quality.result(ALONE), naive(data)
+    found, expected = measured_split(data, list(range(3)), list(range(3, clips))), naive(data)
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=1e-12)
     assert found["text_to_audio/r5"] > 0
@@ -135,7 +101,7 @@ def test_clips_spread_raggedly_over_any_number_of_processes_give_the_very_same_v
     data = split(4, 23)
     places = torch.randint(0, max(1, world_size - 1), (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
-    def measure(processes: Fake) -> dict[str, float]:
+    def measure(processes: Threads) -> dict[str, float]:
         quality = RetrievalQuality()  # the last of several processes has no clips
         own = [row for row in range(23) if places[row] == processes.rank]
         for rows in (own[:4], own[4:]):
@@ -143,28 +109,22 @@ def test_clips_spread_raggedly_over_any_number_of_processes_give_the_very_same_v
                 add(quality, data, rows)
         return quality.result(processes)
 
-    whole = RetrievalQuality()
-    add(whole, data, list(range(23)))
-    results = on(world_size, measure)
+    results = on_processes(world_size, measure)
     assert all(result == results[0] for result in results)
-    assert results[0] == whole.result(ALONE) == pytest.approx(naive(data), rel=1e-12)
+    assert results[0] == measured_split(data) == pytest.approx(naive(data), rel=1e-12)
 
 
 def test_a_perfect_model_has_recall_and_map_one_with_five_captions_each():
     audio = torch.eye(12)
     captions = [[f"{clip} {number}" for number in range(5)] for clip in range(12)]
-    quality = RetrievalQuality()
-    quality.add(audio, audio.repeat_interleave(5, 0), captions)
-    found = quality.result(ALONE)
+    found = measured(audio, audio.repeat_interleave(5, 0), captions)
     chance = {"text_to_audio/chance_r1": 1 / 12, "audio_to_text/chance_r1": 5 / 60}
     assert found == pytest.approx({**dict.fromkeys(found, 1.0), **chance})
 
 
 def test_map_of_a_perfect_order_is_one_with_more_than_ten_right_candidates():
     audio = torch.cat([torch.eye(2)[:1].expand(15, 2), torch.eye(2)[1:].expand(15, 2)])
-    quality = RetrievalQuality()
-    quality.add(audio, audio, [["dog"]] * 15 + [["cat"]] * 15)
-    found = quality.result(ALONE)
+    found = measured(audio, audio, [["dog"]] * 15 + [["cat"]] * 15)
     assert found["text_to_audio/map10"] == found["audio_to_text/map10"] == 1
     assert found["text_to_audio/chance_r1"] == found["audio_to_text/chance_r1"] == 0.5
 
@@ -174,9 +134,7 @@ def test_worked_example_with_two_captions():
     angles = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     text = torch.stack([angles.cos(), angles.sin()], 1)
     audio = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    quality = RetrievalQuality()
-    quality.add(audio, text[[1, 2, 0, 3]], [["b", "c"], ["a", "d"]])
-    found = quality.result(ALONE)
+    found = measured(audio, text[[1, 2, 0, 3]], [["b", "c"], ["a", "d"]])
     # The second clip, opposite to the first, sees d, c, b, a: ranks 1 and 4.
     assert found["audio_to_text/map10"] == pytest.approx(((1 / 2 + 2 / 3) / 2 + (1 + 2 / 4) / 2) / 2)
     assert found["audio_to_text/r1"] == 0.5 and found["audio_to_text/median_rank"] == 1.5
@@ -189,13 +147,13 @@ def test_worked_example_with_two_captions():
 def test_a_collapsed_model_finds_nothing_because_ties_count_against_it(world_size, dim):
     vector = torch.nn.functional.normalize(torch.randn(dim, generator=torch.Generator().manual_seed(1)), dim=0)
 
-    def measure(processes: Fake) -> dict[str, float]:
+    def measure(processes: Threads) -> dict[str, float]:
         quality = RetrievalQuality()
         names = [[f"{processes.rank} {number}"] for number in range(37)]
         quality.add(vector.expand(37, dim), vector.expand(37, dim), names)
         return quality.result(processes)
 
-    found = on(world_size, measure)[0]
+    found = on_processes(world_size, measure)[0]
     for direction in ("text_to_audio", "audio_to_text"):
         assert found[f"{direction}/r10"] == found[f"{direction}/map10"] == 0
         assert found[f"{direction}/median_rank"] == 37 * world_size
@@ -207,46 +165,34 @@ def test_a_collapsed_model_finds_nothing_because_ties_count_against_it(world_siz
 def test_embeddings_that_are_not_numbers_find_nothing(side):
     bad = torch.full((20, 4), math.nan)
     good = torch.nn.functional.normalize(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), dim=1)
-    quality = RetrievalQuality()
-    names = [[str(number)] for number in range(20)]
-    quality.add(good if side == "text" else bad, good if side == "audio" else bad, names)
-    found = quality.result(ALONE)
+    found = measured(good if side == "text" else bad, good if side == "audio" else bad, numbered(20))
     assert found["r10"] == found["text_to_audio/map10"] == found["audio_to_text/map10"] == 0
 
 
 def test_one_clip_that_is_not_a_number_harms_no_more_than_one_place():
     audio = torch.eye(12)
     audio[0] = math.nan
-    quality = RetrievalQuality()
-    quality.add(audio, torch.eye(12), [[str(number)] for number in range(12)])
-    found = quality.result(ALONE)
+    found = measured(audio, torch.eye(12), numbered(12))
     assert found["audio_to_text/r1"] == pytest.approx(11 / 12)
     assert found["text_to_audio/r1"] == 0 and found["text_to_audio/r5"] == pytest.approx(11 / 12)
 
 
 def test_fewer_candidates_than_ten_are_all_recalled():
-    quality = RetrievalQuality()
-    quality.add(torch.eye(3), torch.eye(3).roll(1, 0), [["a"], ["b"], ["c"]])
-    found = quality.result(ALONE)
+    found = measured(torch.eye(3), torch.eye(3).roll(1, 0), numbered(3))
     assert found["r10"] == 1 and found["text_to_audio/r1"] == 0
     assert found["text_to_audio/map10"] == pytest.approx(1 / 3)  # a tie of two wrong and right candidates: rank 3
 
 
 def test_recall_of_a_random_model_is_near_its_chance_level():
-    data = split(7, 400, dim=16, texts=120)
-    quality = RetrievalQuality()
-    add(quality, data, list(range(400)))
-    found = quality.result(ALONE)
+    found = measured_split(split(7, 400, dim=16, texts=120))
     chance = found["text_to_audio/chance_r1"]
     assert chance > 0.01 and found["text_to_audio/r1"] == pytest.approx(chance, abs=3 * math.sqrt(chance / 120))
 
 
 def test_the_length_of_an_embedding_and_its_precision_do_not_count():
     data = split(8, 20)
-    one, other = RetrievalQuality(), RetrievalQuality()
-    add(one, data, list(range(20)))
-    add(other, (data[0] * 4, {name: vector * 0.5 for name, vector in data[1].items()}, data[2]), list(range(20)))
-    assert one.result(ALONE) == other.result(ALONE)
+    longer = (data[0] * 4, {name: vector * 0.5 for name, vector in data[1].items()}, data[2])
+    assert measured_split(data) == measured_split(longer)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -254,29 +200,31 @@ def test_a_shared_caption_is_the_mean_of_what_several_batches_made_of_it(world_s
     turns = torch.tensor([0.0, 80.0, 41.0, 39.0]).deg2rad()
     vectors = torch.stack([turns.cos(), turns.sin()], 1)
 
-    def measure(processes: Fake) -> dict[str, float]:
+    def measure(processes: Threads) -> dict[str, float]:
         quality = RetrievalQuality()
         # The text came out at 0 and at 80 degrees; its clips are at 39 and 41, others at 0 and 80.
         for place in range(processes.rank, 2, world_size):
             quality.add(vectors[[place, 2 + place]], vectors[[place]], [[], ["shared"]])
         return quality.result(processes)
 
-    for result in on(world_size, measure):
+    for result in on_processes(world_size, measure):
         assert result["text_to_audio/map10"] == result["text_to_audio/r1"] == 1
 
 
 def test_without_any_caption_there_is_no_number_rather_than_a_good_one():
     quality = RetrievalQuality()
     quality.add(torch.eye(2), torch.empty(0, 2), [[], []])
-    for result in on(2, quality.result) + on(2, RetrievalQuality().result):
+    for result in on_processes(2, quality.result) + on_processes(2, RetrievalQuality().result):
         assert len(result) == 13 and all(math.isnan(value) for value in result.values())
 
 
-def test_captions_that_do_not_fit_their_embeddings_are_refused():
-    with pytest.raises(ValueError, match="3 text embeddings for 2 captions"):
-        RetrievalQuality().add(torch.eye(2), torch.zeros(3, 2), [["a"], ["b"]])
-    with pytest.raises(ValueError, match="2 clips have 1 lists"):
-        RetrievalQuality().add(torch.eye(2), torch.zeros(1, 2), [["a"]])
+@pytest.mark.parametrize(
+    ("texts", "captions", "expected"),
+    [(3, [["a"], ["b"]], "3 text embeddings for 2 captions"), (1, [["a"]], "2 clips have 1 lists")],
+)
+def test_captions_that_do_not_fit_their_embeddings_are_refused(texts, captions, expected):
+    with pytest.raises(ValueError, match=expected):
+        measured(torch.eye(2), torch.zeros(texts, 2), captions)
 
 
 def test_ids_of_texts_are_the_same_in_every_process_and_run():
@@ -306,12 +254,20 @@ def test_class_embeddings_are_normalised_means_of_directions():
     assert class_embeddings(text, 2).tolist() == [pytest.approx(row) for row in expected]
 
 
+def test_a_collapsed_model_classifies_nothing_and_clips_without_labels_have_no_metric():
+    hits = zero_shot_hits(torch.ones(4, 3), ["a", "b", None, "a"], ["a", "b"], torch.ones(2, 3))
+    assert hits.tolist() == [False] * 3
+    quality = RetrievalQuality()
+    quality.add(torch.eye(2), torch.eye(2), [["a"], ["b"]])
+    assert quality.classes(ALONE) == [] and quality.zero_shot(ALONE, ["a"], torch.ones(1, 2)) == {}
+
+
 def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
     names, classes = ["cat", "dog", "owl"], torch.eye(3)
     labels = [["dog", None, "cat"], [None], ["owl", "owl", "dog"]]
     audio = [classes[[1, 0, 1]], classes[[2]], classes[[2, 0, 1]]]  # right, -, wrong; -; right, wrong, right
 
-    def measure(processes: Fake) -> tuple[list[str], dict[str, float]]:
+    def measure(processes: Threads) -> tuple[list[str], dict[str, float]]:
         quality = RetrievalQuality()
         own, captions = labels[processes.rank], [["x"]] * len(labels[processes.rank])
         quality.add(audio[processes.rank][:1], torch.ones(1, 3), captions[:1], own[:1])
@@ -319,25 +275,14 @@ def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
         found = quality.classes(processes)
         return found, quality.zero_shot(processes, found, classes)
 
-    assert on(3, measure) == [(names, {"zero_shot/top1": 3 / 5, "zero_shot/chance_top1": 1 / 3})] * 3
-
-
-def test_a_collapsed_model_classifies_nothing():
-    hits = zero_shot_hits(torch.ones(4, 3), ["a", "b", None, "a"], ["a", "b"], torch.ones(2, 3))
-    assert hits.tolist() == [False] * 3
-
-
-def test_clips_without_labels_have_no_zero_shot_metric():
-    quality = RetrievalQuality()
-    quality.add(torch.eye(2), torch.eye(2), [["a"], ["b"]])
-    assert quality.classes(ALONE) == [] and quality.zero_shot(ALONE, ["a"], torch.ones(1, 2)) == {}
+    assert on_processes(3, measure) == [(names, {"zero_shot/top1": 3 / 5, "zero_shot/chance_top1": 1 / 3})] * 3
 
 
 def test_a_label_that_is_no_class_is_an_error_on_every_process():
-    def measure(processes: Fake) -> None:
+    def measure(processes: Threads) -> None:
         quality = RetrievalQuality()
         quality.add(torch.eye(2)[:1], torch.eye(2)[:1], [["a"]], ["dog" if processes.rank else "zebra"])
         quality.zero_shot(processes, ["dog"], torch.ones(1, 2))
 
-    errors = on(2, measure)
+    errors = on_processes(2, measure)
     assert [str(error) for error in errors] == ["the label 'zebra' is none of the 1 classes: name all of them"] * 2

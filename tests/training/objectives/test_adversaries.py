@@ -11,30 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import distributed
 from distributed import Backend
 from models import VQGAN, Discriminator
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_run_arguments
+from tests.training.processes import open_backend
 from training.objectives.adversarial import LeCam, gradient_penalty
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BATCH = 8
 RATE = 1e-2
 
 
 @pytest.fixture(params=[1, 4], ids=["whole", "accumulation 4"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with open_backend("--grad_accum_steps", str(request.param)) as backend:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    with open_backend(BATCH, "--grad_accum_steps", str(request.param)) as backend:
         yield backend
-
-
-def open_backend(*flags: str) -> Any:
-    parser = ArgumentParser("test")
-    add_run_arguments(parser, output_dir="unused", batch_size=BATCH)
-    distributed.add_arguments(parser)
-    return distributed.from_args(parser.parse(list(flags)))
 
 
 def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
@@ -130,9 +122,8 @@ def assert_same_change(start: nn.Module, ours: nn.Module, expected: nn.Module) -
         largest = (reference - before).abs().max().item()
         # A wrong factor is a quarter at least. Rounding is 1e-4 of a change of 1e-3 in a weight of 0.1, and a kink of a
         # LeakyReLU or of |x| that it crosses makes more of it.
-        torch.testing.assert_close(
-            ours_now, reference, rtol=0, atol=1e-2 * max(largest, 1e-4), msg=lambda m, name=name: f"{name}: {m}"
-        )
+        tolerance = 1e-2 * max(largest, 1e-4)
+        torch.testing.assert_close(ours_now, reference, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("quantizer", ["lfq", "vq", "fsq", "bsq", "ibq"])
@@ -178,31 +169,26 @@ def test_the_generators_gradient_norm_holds_nothing_of_the_discriminators(backen
     torch.testing.assert_close(update.grad_norm, norm, rtol=1e-4, atol=0)
 
 
-def test_before_its_start_nothing_of_the_discriminator_is_computed(backend: Backend) -> None:
+def test_before_its_start_nothing_of_the_discriminator_is_computed_and_the_penalty_only_when_due(
+    backend: Backend,
+) -> None:
     """taming-transformers computed it and multiplied by zero."""
     generator, discriminator = models()
-    game = make_game(backend, generator, discriminator)
-    calls = []
+    game, images = make_game(backend, generator, discriminator), torch.rand(BATCH, 3, 16, 16)
+    calls: list[int] = []
     discriminator.register_forward_hook(lambda *_: calls.append(1))
-    generator_step(game, torch.rand(BATCH, 3, 16, 16), is_adversarial=False)
+    generator_step(game, images, is_adversarial=False)
     assert calls == []
+    for is_due in (True, False):
+        assert ("gradient_penalty" in play(game, images, with_penalty=is_due)) is is_due
 
 
-def test_the_penalty_is_computed_only_when_it_is_due(backend: Backend) -> None:
-    generator, discriminator = models()
-    game = make_game(backend, generator, discriminator)
-    images = torch.rand(BATCH, 3, 16, 16)
-    assert "gradient_penalty" in play(game, images, with_penalty=True)
-    assert "gradient_penalty" not in play(game, images, with_penalty=False)
-
-
-def test_in_low_precision_the_penalty_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_low_precision_the_penalty_is_that_of_fp32() -> None:
     """The public trainer took it in half precision, unscaled."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     generator, discriminator = models()
     images = torch.rand(BATCH, 3, 16, 16)
     expected = gradient_penalty(copy.deepcopy(discriminator), images)
-    with open_backend("--precision", "bf16") as backend:
+    with open_backend(BATCH, "--precision", "bf16") as backend:
         means = play(make_game(backend, generator, discriminator), images)
     torch.testing.assert_close(means["gradient_penalty"].float(), expected.detach(), rtol=1e-6, atol=0)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import distributed
 from distributed import Backend
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_run_arguments
+from tests.training.processes import open_backend
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 from training.objectives.grad_cache import contrastive_update
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BATCH, HEADS, DIM = 12, 2, 4
 
@@ -83,19 +83,11 @@ def in_one_graph(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 @pytest.fixture(params=["1", "2", "4", "12", "parts"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """With so many micro-batches."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("MKL_CBWR", "AUTO,STRICT")  # --batch_parts would leave it behind
     flags = ["--batch_parts", "4"] if request.param == "parts" else ["--grad_accum_steps", request.param]
-    with open_backend(*flags) as backend:
+    with open_backend(BATCH, *flags) as backend:
         yield backend
     torch.use_deterministic_algorithms(False)
-
-
-def open_backend(*flags: str) -> Any:
-    parser = ArgumentParser("test")
-    add_run_arguments(parser, output_dir="unused", batch_size=BATCH)
-    distributed.add_arguments(parser)
-    return distributed.from_args(parser.parse(["--max_grad_norm", "0", *flags]))
 
 
 def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -112,49 +104,31 @@ def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torc
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, backend: Backend) -> None:
-    result, gradients = update(backend, Towers(), kind, whole=whole)
+    model = Towers()
+    result, gradients = update(backend, model, kind, whole=whole)
     loss, wanted = in_one_graph(kind)
     torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         # A bias of the last layer, or of a softmax, has a gradient of 0 but for rounding.
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_temperature_gradient_is_not_multiplied_by_the_number_of_micro_batches(kind: str, backend: Backend) -> None:
-    """Nor does a rule in the model that looks at it ever see another number than the total, or 0."""
-    model = Towers()
-    result, gradients = update(backend, model, kind)
-    _, wanted = in_one_graph(kind)
+    # A rule in the model that looks at the gradient of its temperature sees the total, or 0.
     torch.testing.assert_close(gradients["tau"], wanted["tau"], rtol=1e-12, atol=0)
-    assert len(model.arrived) == backend.grad_accum_steps
-    assert model.arrived[0] == result.scale_gradient.tolist() and 0.0 not in model.arrived[0]
-    assert model.arrived[1:] == [[0.0, 0.0]] * (backend.grad_accum_steps - 1)
-
-
-def test_a_single_micro_batch_is_embedded_once_and_several_twice_each(backend: Backend) -> None:
-    model = Towers()
-    update(backend, model, "decoupled")
-    assert model.calls == (1 if backend.grad_accum_steps == 1 else 2 * backend.grad_accum_steps)
-
-
-def test_where_bits_must_be_the_same_even_a_single_micro_batch_is_embedded_without_a_graph_first() -> None:
-    with open_backend() as backend:
-        model = Towers()
-        update(backend, model, "decoupled", whole=True)
-        assert model.calls == 2
+    parts = backend.grad_accum_steps
+    assert model.arrived == [result.scale_gradient.tolist(), *[[0.0, 0.0]] * (parts - 1)]
+    assert 0.0 not in model.arrived[0]
+    # Where bits must be the same, even a single micro-batch is embedded without a graph first.
+    assert model.calls == (1 if parts == 1 and not whole else 2 * parts)
 
 
 @pytest.mark.parametrize("accumulation", ["1", "4"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.01)])
 def test_low_precision_and_its_loss_scale_leave_the_gradients_as_they_are(
-    precision: str, tolerance: float, kind: str, accumulation: str, monkeypatch: pytest.MonkeyPatch
+    precision: str, tolerance: float, kind: str, accumulation: str
 ) -> None:
     """Within what 8 and 11 bits leave of the towers' products."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with open_backend("--precision", precision, "--grad_accum_steps", accumulation) as backend:
+    with open_backend(BATCH, "--precision", precision, "--grad_accum_steps", accumulation) as backend:
         result, gradients = update(backend, Towers(torch.float32), kind, torch.float32)
     loss, wanted = in_one_graph(kind)
     torch.testing.assert_close(result.loss, loss.float(), rtol=tolerance, atol=0)
@@ -163,17 +137,12 @@ def test_low_precision_and_its_loss_scale_leave_the_gradients_as_they_are(
         torch.testing.assert_close(gradients[name].double(), gradient, rtol=0, atol=tolerance * max(largest, 0.02))
 
 
-def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     model, batch = Towers(), make_batch()
     batch["sounds"][7] = torch.nan
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with (
-        pytest.raises(SystemExit),
-        open_backend("--grad_accum_steps", "4", "--max_skipped_updates", "1") as backend,
-    ):
+    flags = ["--grad_accum_steps", "4", "--max_skipped_updates", "1"]
+    with pytest.raises(SystemExit), open_backend(BATCH, *flags) as backend:
         engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         contrastive_update(engine, backend, Contrastive("decoupled", backend), batch, inputs)
         engine.step()

@@ -1,17 +1,15 @@
 """The best model is the best one, and is whole after a kill or a failure at any file operation."""
 
-import errno
 import json
 import math
-import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training.disk import failing
 from training.run.best import BestModel
 
 METRIC = "valid/r10"
@@ -54,14 +52,13 @@ def save_all(best: BestModel, values: dict[int, float]) -> list[int]:
 def test_only_what_is_strictly_better_is_taken_and_nan_never(tmp_path):
     best = best_of(tmp_path)
     assert not best.save_if_better(math.nan, 50, model(0)) and names(tmp_path) == []
-    values = {100: 0.2, 200: 0.2, 300: math.nan, 400: 0.1, 500: 0.3, 600: 0.3}
-    assert save_all(best, values) == [100, 500]
+    values = {50: -3.0, 70: -2.0, 80: -2.5, 100: 0.2, 200: 0.2, 300: math.nan, 400: 0.1}
+    assert save_all(best, values) == [50, 70, 100]
+    model(0.1)(tmp_path / ".best.unfinished")  # what an earlier attempt left is no part of the next
+    (tmp_path / ".best.unfinished" / "model-00002.safetensors").write_text("0.1")
+    assert save_all(best, {500: 0.3, 600: 0.3}) == [500]
     assert content(tmp_path) == (0.3, 500) and names(tmp_path) == ["best"]
     assert best.state_dict() == {"value": 0.3, "step": 500} and best.failure is None
-
-
-def test_values_below_zero_are_taken_too(tmp_path):
-    assert save_all(best_of(tmp_path), {1: -3.0, 2: -2.0, 3: -2.5}) == [1, 2]
 
 
 def test_only_the_root_writes_and_every_process_knows(tmp_path):
@@ -100,44 +97,33 @@ def test_a_best_model_that_is_gone_is_said_and_replaced_by_the_next(tmp_path):
     assert again.save_if_better(0.3, 200, model(0.3)) and content(tmp_path) == (0.3, 200) and again.failure is None
 
 
-def test_killed_before_and_after_every_file_operation(tmp_path, is_killed):
+@pytest.mark.parametrize("is_first", [False, True])
+def test_killed_before_and_after_every_file_operation(tmp_path, is_killed, is_first):
     stage, killed, results = 0, True, []
     while killed:
         folder = tmp_path / str(stage)
         folder.mkdir()
         best = best_of(folder)
-        best.save_if_better(1.0, 1, model(1.0))
+        if not is_first:
+            best.save_if_better(1.0, 1, model(1.0))
         killed = is_killed(stage, lambda best=best: best.save_if_better(2.0, 2, model(2.0)), in_threads=False)
         again = best_of(folder)
-        again.load_state_dict({"value": 1.0, "step": 1})
-        assert names(folder) == ["best"] and again.failure is None, stage
-        results.append(content(folder))
+        if not is_first:
+            again.load_state_dict({"value": 1.0, "step": 1})
+        assert names(folder) == ["best"] or (is_first and not names(folder)), stage
+        assert again.failure is None
+        results.append(content(folder) if names(folder) else (1.0, 1))
         assert again.save_if_better(2.0, 2, model(2.0)) and content(folder) == (2.0, 2)
         stage += 1
     switch = results.index((2.0, 2))
     assert results == [(1.0, 1)] * switch + [(2.0, 2)] * (len(results) - switch)
-    assert switch > 20 and len(results) - switch > 10
-
-
-def test_the_first_model_too_is_whole_or_not_there(tmp_path, is_killed):
-    stage, killed, results = 0, True, []
-    while killed:
-        folder = tmp_path / str(stage)
-        folder.mkdir()
-        killed = is_killed(stage, lambda f=folder: best_of(f).save_if_better(2.0, 2, model(2.0)), in_threads=False)
-        again = best_of(folder)
-        assert names(folder) in ([], ["best"])
-        results.append(bool(names(folder)) and content(folder) == (2.0, 2))
-        assert again.save_if_better(2.0, 2, model(2.0)) and content(folder) == (2.0, 2)
-        stage += 1
-    assert results == sorted(results) and sum(results) < len(results) - 10
+    assert switch > (10 if is_first else 20) and (is_first or len(results) - switch > 10)
 
 
 def test_killed_while_a_start_puts_things_right(tmp_path, is_killed):
     stage, killed = 0, True
     while killed:
         folder = tmp_path / str(stage)
-        best_of(folder.parent).path  # noqa: B018 the folder of the run is there
         model(1.0)(folder / ".best.unwanted")
         (folder / ".best.unwanted" / "best.json").write_text(json.dumps({"step": 1, "metric": METRIC, "value": 1.0}))
         model(2.0)(folder / ".best.unfinished")
@@ -146,30 +132,6 @@ def test_killed_while_a_start_puts_things_right(tmp_path, is_killed):
         assert content(folder) == (1.0, 1) and names(folder) == ["best"], stage
         stage += 1
     assert stage > 10
-
-
-def failing(stage: int, monkeypatch: pytest.MonkeyPatch, forever: bool) -> list[str]:
-    """Operations of this thread fail from number `stage` on, or that one alone; returns which did."""
-    failed: list[str] = []
-    count, owner = 0, threading.get_ident()
-
-    def of(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            if threading.get_ident() != owner:
-                return original(*args, **kwargs)
-            count += 1
-            if count == stage or (forever and count > stage):
-                failed.append(original.__name__)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "mkdir", "rename", "open", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, of(getattr(os, name)))
-    monkeypatch.setattr(Path, "write_text", of(Path.write_text))
-    return failed
 
 
 @pytest.mark.parametrize("forever", [True, False])
@@ -181,7 +143,8 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         best = best_of(folder)
         best.save_if_better(1.0, 1, model(1.0))
         with pytest.MonkeyPatch.context() as patch:
-            failed = failing(stage, patch, forever)
+            names_of_calls = ("fsync", "mkdir", "rename", "open", "unlink", "rmdir", "write_text")
+            failed = failing(patch, stage, names_of_calls, forever=forever)
             taken = best.save_if_better(2.0, 2, model(2.0))
         if not failed:
             break
@@ -198,13 +161,6 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         assert best.failure is None and content(folder) == ((2.0, 2) if taken else (1.5, 3))
         stage += 1
     assert {"mkdir", "write_text", "fsync", "rename"} <= seen and stage > 10
-
-
-def test_what_an_attempt_left_behind_is_no_part_of_the_next(tmp_path):
-    best = best_of(tmp_path)
-    model(0.1)(tmp_path / ".best.unfinished")
-    (tmp_path / ".best.unfinished" / "model-00002.safetensors").write_text("0.1")
-    assert best.save_if_better(1.0, 1, model(1.0)) and content(tmp_path) == (1.0, 1)
 
 
 def test_a_mistake_in_the_writer_is_no_disk_failure(tmp_path):

@@ -24,12 +24,14 @@ def test_folder_is_made_with_its_parents_and_left_clean(tmp_path):
     assert (run.checkpoints_dir.name, run.model_dir.name) == ("checkpoints", "model")
 
 
-def test_config_and_environment_are_saved(tmp_path):
+def test_config_and_environment_are_saved_without_environment_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "not-to-be-written")
     run = RunFolder(tmp_path)
     config = {"batch_size": 8, "learning_rate": 1e-4, "image_folder": None, "widths": [1, 2], "name": "größe"}
     run.write_config(config)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text(encoding="utf-8")) == config
     run.write_environment({"backend": "single", "ranks": 1, "deepspeed_config": {"zero_optimization": {"stage": 2}}})
+    assert "not-to-be-written" not in (tmp_path / "environment.json").read_text()
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"] == metadata.version("torch")
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -37,24 +39,13 @@ def test_config_and_environment_are_saved(tmp_path):
     assert environment["host"] and "git_commit" in environment
 
 
-def test_environment_holds_no_environment_variables(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "not-to-be-written")
-    RunFolder(tmp_path).write_environment({})
-    assert "not-to-be-written" not in (tmp_path / "environment.json").read_text()
-
-
-@pytest.mark.parametrize("place", ["file", "below a file", "/proc/runs/vae", "name too long"])
-def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path, place):
+@pytest.mark.parametrize("path", ["{}/file", "{}/file/vae", "/proc/runs/vae", "{}/" + 300 * "x"])
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path, path):
     (tmp_path / "file").write_text("")
-    path = {
-        "file": tmp_path / "file",
-        "below a file": tmp_path / "file" / "vae",
-        "/proc/runs/vae": Path(place),
-        "name too long": tmp_path / ("x" * 300),
-    }[place]
+    path = path.format(tmp_path)
     with pytest.raises(ValueError, match="cannot write the run folder") as error:
         RunFolder(path)
-    assert "\n" not in str(error.value) and str(path) in str(error.value) and "--output_dir" in str(error.value)
+    assert "\n" not in str(error.value) and path in str(error.value) and "--output_dir" in str(error.value)
 
 
 def test_a_folder_without_write_permission_is_refused(tmp_path):
@@ -89,32 +80,21 @@ def begun(path: Path) -> RunFolder:
     return run
 
 
-def test_fresh_moves_the_old_run_away_whole(tmp_path):
-    for number in (1, 2):
+def test_fresh_moves_the_old_run_away_whole(tmp_path, monkeypatch):
+    for number, path in ((1, tmp_path / "vae"), (2, "../vae/")):
         old = begun(tmp_path / "vae")
         (old.path / "metrics.jsonl").write_text(f"run {number}")
-        new = RunFolder(tmp_path / "vae", fresh=True)
+        monkeypatch.chdir(old.path)
+        new = RunFolder(path, fresh=True)
         assert new.moved_to == str(tmp_path / f"vae.old-{number}")
         assert Path(new.moved_to, "metrics.jsonl").read_text() == f"run {number}"
-        assert [path.name for path in new.path.iterdir()] == [".lock"]
+        assert [path.name for path in (tmp_path / "vae").iterdir()] == [".lock"]
 
 
-def test_without_fresh_a_run_stays_where_it_is(tmp_path):
-    begun(tmp_path / "vae")
-    again = RunFolder(tmp_path / "vae")
-    assert again.moved_to is None and (again.path / "config.yaml").exists()
-
-
-def test_fresh_leaves_a_folder_that_holds_no_run(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert RunFolder(tmp_path, fresh=True).moved_to is None
-    assert (tmp_path / "notes.txt").exists()
-
-
-def test_fresh_works_from_inside_the_folder(tmp_path, monkeypatch):
-    begun(tmp_path / "vae")
-    monkeypatch.chdir(tmp_path / "vae")
-    assert RunFolder("../vae/", fresh=True).moved_to == str(tmp_path / "vae.old-1")
+@pytest.mark.parametrize(("content", "fresh"), [("config.yaml", False), ("notes.txt", True)])
+def test_without_fresh_or_without_a_run_a_folder_stays_where_it_is(tmp_path, content, fresh):
+    (tmp_path / content).write_text("mine")
+    assert RunFolder(tmp_path, fresh=fresh).moved_to is None and (tmp_path / content).exists()
 
 
 def test_a_run_with_its_model_is_finished(tmp_path):
@@ -123,6 +103,9 @@ def test_a_run_with_its_model_is_finished(tmp_path):
     assert not RunFolder(tmp_path).finished
     (run.model_dir / "config.json").write_text("{}")
     assert RunFolder(tmp_path).finished
+    for content, step in (('{"step": 7}', 7), ('{"step": ', None), ("[7]", None)):
+        (run.model_dir / "training.json").write_text(content)
+        assert RunFolder(tmp_path).finished_step == step
 
 
 def test_other_model_arguments_are_named_with_both_values(tmp_path):
@@ -143,12 +126,13 @@ def test_arguments_that_mean_the_same_are_the_same_and_those_that_do_not_are_nam
     run.write_config({"dim": 8, "width": None})
     for same in ({"dim": 8, "width": 8}, {"dim": 8, "width": None}):
         run.check_config(same, names, width_or_dim)
-    with pytest.raises(ValueError, match="as another run: --width was None and is now 4;"):
-        run.check_config({"dim": 8, "width": 4}, names, width_or_dim)
-    with pytest.raises(ValueError, match="as another run: --dim was 8 and is now 4;"):
-        run.check_config({"dim": 4, "width": None}, names, width_or_dim)
-    with pytest.raises(ValueError, match="as another run: --width was None and is now 8;"):
-        run.check_config({"dim": 8, "width": 8}, names)
+    for dim, width, rule, expected in (
+        (8, 4, width_or_dim, "--width was None and is now 4;"),
+        (4, None, width_or_dim, "--dim was 8 and is now 4;"),
+        (8, 8, dict, "--width was None and is now 8;"),
+    ):
+        with pytest.raises(ValueError, match=f"as another run: {expected}"):
+            run.check_config({"dim": dim, "width": width}, names, rule)
 
 
 @pytest.mark.parametrize("content", [None, "a: [", "\x00"])
@@ -163,16 +147,9 @@ def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content)
 
 
 def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
-    # As JSON, because that is what goes over the wire.
-    sent: list[str] = []
-
-    def send(found):
-        sent.append(json.dumps(found))
-        return found
-
-    def receive(_):
-        return json.loads(sent.pop(0))
-
+    sent: list[str] = []  # as JSON, because that is what goes over the wire
+    send = lambda found: (sent.append(json.dumps(found)), found)[1]  # noqa: E731
+    receive = lambda _: json.loads(sent.pop(0))  # noqa: E731
     begun(tmp_path / "vae")
     root = RunFolder(tmp_path / "vae", is_root=True, fresh=True, broadcast=send)
     other = RunFolder(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast=receive)

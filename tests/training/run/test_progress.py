@@ -13,22 +13,13 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "max_steps", "samples_per_epoch", "batch_size", "expected"),
-    [
-        (2, None, 100, 10, 200),
-        (2, 7, 100, 10, 70),
-        (2, 1000, 100, 10, 200),
-        (1, None, 114, 8, 120),
-        (0.1, None, 70, 7, 7),
-        (0.001, None, 10, 8, 8),
-        (0.5, None, 101, 1, 50),
-    ],
-)
-def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, samples_per_epoch, batch_size, expected):
-    total = total_samples_from(
-        epochs=epochs, max_steps=max_steps, samples_per_epoch=samples_per_epoch, batch_size=batch_size
-    )
-    assert total == expected
+    ("epochs", "max_steps", "size", "batch_size", "expected"),
+    [(2, None, 100, 10, 200), (2, 7, 100, 10, 70), (2, 1000, 100, 10, 200), (1, None, 114, 8, 120),
+     (0.1, None, 70, 7, 7), (0.001, None, 10, 8, 8), (0.5, None, 101, 1, 50)],
+)  # fmt: skip
+def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, batch_size, expected):
+    limits = {"epochs": epochs, "max_steps": max_steps}
+    assert total_samples_from(**limits, samples_per_epoch=size, batch_size=batch_size) == expected
 
 
 def test_step_and_epoch_derive_from_samples():
@@ -116,6 +107,5 @@ def test_silence_off_the_root():
 
 
 def test_durations_read_well():
-    assert [duration(s) for s in (-1, 59.4, 59.6, 200, 3599.9, 18120)] == [
-        "0 s", "59 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "5 h 02 min",
-    ]  # fmt: skip
+    texts = ["0 s", "59 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "5 h 02 min"]
+    assert [duration(seconds) for seconds in (-1, 59.4, 59.6, 200, 3599.9, 18120)] == texts

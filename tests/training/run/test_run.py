@@ -9,7 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ import torch
 import yaml
 from PIL import Image
 
+from tests.training.disk import failing
+from tests.training.processes import OneProcess
 from training.checkpoints import store
 from training.checkpoints.store import Checkpoints
 from training.flags.converters import positive_int
@@ -31,46 +33,6 @@ from training.run.stopwatch import Deadline
 from training.run.tracking import JsonlTracker
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-class OneProcess:
-    rank, world_size, device, grad_accum_steps = 0, 1, torch.device("cpu"), 1
-    is_root, is_restart = True, False
-
-    def __init__(self, stop_after: int | None = None, **description):
-        self._description = {"backend": "single", "world_size": 1, "device": "cpu", **description}
-        self._stop_after, self.made = stop_after, 0
-
-    def agreement(self):
-        return nullcontext()
-
-    def barrier(self):
-        pass
-
-    def before_update(self, wait):
-        wait()
-
-    def gather(self, tensor):
-        return tensor
-
-    def mark(self, phase):
-        pass
-
-    def mean(self, values):
-        return {name: value.item() for name, value in values.items()}
-
-    def stop_requested(self, here=False):
-        """A signal arrives during the update number `stop_after` of this start."""
-        return here or self.made == self._stop_after
-
-    def broadcast_object(self, value):
-        return json.loads(json.dumps(value))
-
-    def describe(self):
-        return self._description
-
-    def summary(self):
-        return "single: 1 process"
 
 
 class Weights:
@@ -92,7 +54,7 @@ class Weights:
 
     def step(self):
         self.weight += 1
-        return Step(grad_norm=torch.tensor(0.5), lr=0.1)
+        return SimpleNamespace(grad_norm=torch.tensor(0.5), lr=0.1)
 
     def averages(self):
         return {"ema": self}
@@ -101,30 +63,13 @@ class Weights:
         return self
 
 
-class Step(NamedTuple):
-    grad_norm: torch.Tensor
-    lr: float
-
-
-class Bad:
-    """Bad samples, of which there are none."""
-
-    count = 0
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
 class Numbers:
     """A feed whose batches are the numbers of their first samples."""
 
     noun, train_set, valid_set = "number", range(16), range(4)
 
     def __init__(self):
-        self.bad_samples = Bad()
+        self.bad_samples = SimpleNamespace(count=0, state_dict=dict, load_state_dict=lambda state: None)
 
     def start(self, start_samples):
         self._at = start_samples
@@ -209,33 +154,20 @@ def test_a_run_leaves_its_settings_environment_metrics_and_checkpoints(tmp_path)
     train(tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["max_steps"] == 6
     assert json.loads((tmp_path / "environment.json").read_text())["backend"] == "single"
-    assert logged(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
     assert logged(tmp_path, "samples") == [4, 8, 12, 16, 20, 24]
     assert logged(tmp_path, "epoch") == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
-    assert {"loss", "samples_per_second", "seconds"} <= json.loads(
-        (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
-    ).keys()
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
-        "latest",
-        "step_00000002",
-        "step_00000004",
-        "step_00000006",
-    ]
+    names = ["latest", "step_00000002", "step_00000004", "step_00000006"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_logs_no_step_twice(tmp_path, capsys):
-    train(tmp_path, stop_at=5)
-    assert logged(tmp_path, "step") == [1, 2, 3, 4, 5]
-    model = train(tmp_path)
-    assert "resumed from" in capsys.readouterr().err
+@pytest.mark.parametrize(("stop_at", "flags"), [(1, []), (5, []), (3, ["--save_every_n_steps", "3"])])
+def test_a_killed_run_goes_on_from_its_checkpoint_if_any_and_logs_no_step_twice(tmp_path, capsys, stop_at, flags):
+    train(tmp_path, stop_at=stop_at)
+    assert logged(tmp_path, "step") == list(range(1, stop_at + 1))
+    model = train(tmp_path, *flags)
+    assert ("resumed from" in capsys.readouterr().err) is (stop_at > 1)
     assert logged(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
     assert logged(tmp_path, "weight") == [1, 2, 3, 4, 5, 6] and model.weight.tolist() == [6, 6]
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_at_the_beginning(tmp_path):
-    train(tmp_path, stop_at=1)
-    train(tmp_path)
-    assert logged(tmp_path, "weight") == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_finished_run_says_so_and_can_be_extended(tmp_path, capsys):
@@ -279,26 +211,26 @@ def test_fresh_starts_over_and_keeps_the_old_run(tmp_path, capsys):
     assert "starting over" in capsys.readouterr().err
 
 
-def test_another_model_is_refused_and_the_run_left_as_it_was(tmp_path):
+@pytest.mark.parametrize(("name", "old", "new"), [("width", 2, 3), ("seed", 0, 1)])
+def test_another_model_or_seed_is_refused_and_the_run_left_as_it_was(tmp_path, name, old, new):
     train(tmp_path, stop_at=3)
-    with pytest.raises(ValueError, match="--width was 2 and is now 3"):
-        train(tmp_path, "--width", "3")
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["width"] == 2
+    with pytest.raises(ValueError, match=f"--{name} was {old} and is now {new}"):
+        train(tmp_path, f"--{name}", str(new))
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())[name] == old
     assert logged(tmp_path, "step") == [1, 2, 3]
 
 
-def test_settings_that_leave_the_model_alone_may_change(tmp_path):
-    train(tmp_path, stop_at=3)
-    train(tmp_path, "--save_every_n_steps", "3")
-    assert logged(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
+def random_state(rank: int, world_size: int, gather) -> RandomState:
+    device = torch.device("cpu")
+    return RandomState(SimpleNamespace(rank=rank, world_size=world_size, device=device, gather=gather))
 
 
-def test_random_generators_go_on_where_they_were(tmp_path):
+def test_random_generators_go_on_where_they_were():
     def draw():
         return random.random(), np.random.rand(), np.random.randn(), random.gauss(0, 1), torch.rand(1).item()  # noqa: NPY002
 
     # The last of two processes.
-    state = RandomState(1, 2, torch.device("cpu"), lambda tensor: torch.cat([torch.zeros_like(tensor), tensor]))
+    state = random_state(1, 2, lambda tensor: torch.cat([torch.zeros_like(tensor), tensor]))
     draw()  # leaves half of a pair of normal numbers in the generators
     saved = state.state_dict()
     expected = draw()
@@ -307,11 +239,11 @@ def test_random_generators_go_on_where_they_were(tmp_path):
 
 
 def test_generators_of_another_number_of_processes_are_left_as_they_were_seeded():
-    saved = RandomState(0, 1, torch.device("cpu"), lambda tensor: torch.cat([tensor, tensor])).state_dict()
+    saved = random_state(0, 1, lambda tensor: torch.cat([tensor, tensor])).state_dict()
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    RandomState(0, 1, torch.device("cpu"), lambda tensor: tensor).load_state_dict(saved)
+    random_state(0, 1, lambda tensor: tensor).load_state_dict(saved)
     assert torch.rand(1) == expected
 
 
@@ -353,35 +285,22 @@ def test_the_age_of_the_process_includes_its_start():
     assert 0.3 <= float(result.stdout) < 30
 
 
-def refuse_writes(monkeypatch, reason=errno.ENOSPC):
-    def fsync(descriptor):
-        raise OSError(reason, os.strerror(reason))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-
-
-class FullFrom(Weights):
-    """The disk is full while the weight is in a range."""
-
-    def __init__(self, monkeypatch, first, last):
-        super().__init__()
-        self._monkeypatch, self._first, self._last = monkeypatch, first, last
-
-    def state_dict(self):
-        self._monkeypatch.undo()
-        if self._first <= self.weight[0] <= self._last:
-            refuse_writes(self._monkeypatch)
-        return super().state_dict()
-
-
 def train_on_a_full_disk(tmp_path, monkeypatch, first, last):
-    monkeypatch.setitem(globals(), "Weights", lambda: FullFrom(disk, first, last))
+    """The disk is full while the weight is in a range."""
     disk = pytest.MonkeyPatch()
+
+    class Full(Weights):
+        def state_dict(self):
+            disk.undo()
+            if first <= self.weight[0] <= last:
+                failing(disk, 1, ("fsync",), any_thread=True)
+            return super().state_dict()
+
+    monkeypatch.setitem(globals(), "Weights", Full)
     try:
         train(tmp_path)
     finally:
         disk.undo()
-        monkeypatch.undo()
 
 
 def test_a_full_disk_is_reported_once_training_goes_on_and_the_next_save_succeeds(tmp_path, monkeypatch, capsys):
@@ -424,18 +343,12 @@ def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, m
     assert events[events.index("rename") - 1] == "metrics.jsonl"
 
 
-def test_another_seed_is_refused(tmp_path):
-    train(tmp_path, stop_at=2)
-    with pytest.raises(ValueError, match="--seed was 0 and is now 1"):
-        train(tmp_path, "--seed", "1")
-
-
-DUE = ["--validate_every_n_steps", "2", "--sample_every_n_steps", "3", "--save_every_n_steps", "4"]
-
-
 def without_clocks(folder) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_second")} for line in lines]
+
+
+DUE = ["--validate_every_n_steps", "2", "--sample_every_n_steps", "3", "--save_every_n_steps", "4"]
 
 
 @pytest.fixture
@@ -523,15 +436,9 @@ def test_several_models_have_metrics_and_pictures_of_their_own(tmp_path):
     args, settings = parsed(tmp_path, "--max_steps", "1")
     run = Run(args, settings, OneProcess(), Numbers(), model_arguments=())
     small, large = Weights(), Weights()
+    draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
     evaluations = [
-        Evaluation(
-            model,
-            model,
-            lambda module, step, name=name: {"size": len(name)},
-            lambda models, shown, step: Image.new("RGB", (4, 4)),
-            write={f"model/{name}": write_model},
-            name=name,
-        )
+        Evaluation(model, model, lambda *_, n=name: {"size": len(n)}, draw, {f"model/{name}": write_model}, name=name)
         for name, model in {"small": small, "larger": large}.items()
     ]
     run.resume(small=small, large=large)
@@ -542,10 +449,8 @@ def test_several_models_have_metrics_and_pictures_of_their_own(tmp_path):
     assert {name: value for name, value in line.items() if name.startswith("valid")} == {
         "valid/small/size": 5, "valid/small/ema/size": 5, "valid/larger/size": 6, "valid/larger/ema/size": 6
     }  # fmt: skip
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
-        "step_00000001_larger.png",
-        "step_00000001_small.png",
-    ]
+    names = ["step_00000001_larger.png", "step_00000001_small.png"]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == names
     assert json.loads((tmp_path / "model" / "small" / "config.json").read_text()) == [1.0, 1.0]
 
 

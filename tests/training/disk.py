@@ -1,0 +1,42 @@
+"""A disk that fails."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    first: int,
+    names: tuple[str, ...],
+    *,
+    reason: int = errno.ENOSPC,
+    forever: bool = True,
+    any_thread: bool = False,
+) -> list[str]:
+    """The call number `first`, from 1, of these functions of os, or Path.write_text, fails, and all later ones if
+    `forever`; returns the names of those that did. Other threads are left alone, unless `any_thread`."""
+    failed: list[str] = []
+    count, owner = 0, threading.get_ident()
+
+    def of(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if any_thread or threading.get_ident() == owner:
+                count += 1
+                if count == first or (forever and count > first):
+                    failed.append(original.__name__)
+                    raise OSError(reason, os.strerror(reason), str(args[0]))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        home = Path if name == "write_text" else os
+        monkeypatch.setattr(home, name, of(getattr(home, name)))
+    return failed
