@@ -88,6 +88,13 @@ def test_waiting_alone_blames_nobody_while_the_others_move(job: Callable[[int], 
     assert two.pass_time(10 * TIMEOUT_SECONDS, moving={0}) is None
 
 
+def test_where_all_stand_still_the_one_without_heartbeat_is_named(job: Callable[[int], Job]) -> None:
+    three = job(3)
+    three.pass_time(TIMEOUT_SECONDS - 10, moving=set())
+    verdict = three.pass_time(12, moving=set(), silent={2})
+    assert verdict == f"{NO_PROGRESS}rank 2 stands at update 5 (forward)"
+
+
 @pytest.mark.parametrize("silent", [set(), {1}], ids=str)
 def test_progress_after_a_pause_or_a_short_silence_starts_the_clock_again(
     silent: set[int], job: Callable[[int], Job]
