@@ -24,8 +24,8 @@ SRUN = {
     "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "gpu[03-04]",
 }  # fmt: skip
 MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def without(environ: dict[str, str], removed: str) -> dict[str, str]:
 
 
 BATCH_SCRIPT = {**without(SRUN, "SLURM_STEP_NUM_TASKS"), "SLURM_PROCID": "0"}  # SLURM numbers it, yet it is alone
-SEVERAL_MACHINES = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+SEVERAL_MACHINES = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
 LAUNCHES = {
@@ -54,12 +54,12 @@ LAUNCHES = {
     "srun, exported world size": ({**SRUN, "WORLD_SIZE": "8"}, Launch("srun", 6, 2, 8, "gpu03", 21234)),
     "batch script": (BATCH_SCRIPT, Launch("python")),
     "step of one task": ({**BATCH_SCRIPT, "SLURM_STEP_NUM_TASKS": "1"}, Launch("python")),
-    "mpirun": (MPIRUN, Launch("mpirun", 1, 1, 2, "127.0.0.1", 29500)),
-    "mpirun, two machines": ({**SEVERAL_MACHINES, "MASTER_ADDR": "node0"}, Launch("mpirun", 1, 1, 2, "node0", 29500)),
+    "mpirun": (MPIRUN, Launch("mpirun", 3, 1, 4, "127.0.0.1", 29500)),
+    "mpirun, two machines": ({**SEVERAL_MACHINES, "MASTER_ADDR": "node0"}, Launch("mpirun", 3, 1, 4, "node0", 29500)),
     # On several nodes mpirun starts its daemons with srun, whose variables the ranks inherit: one task per node.
     "mpirun inside SLURM": (
         {**SRUN, **MPIRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "gpu03"},
-        Launch("mpirun", 1, 1, 2, "gpu03", 29500),
+        Launch("mpirun", 3, 1, 4, "gpu03", 29500),
     ),
     "restarted": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, Launch("torchrun", 5, 1, 8, "node0", 29400, True)),
     "never restarted": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, Launch("torchrun", 5, 1, 8, "node0", 29400)),
