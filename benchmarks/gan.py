@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import resource
 import subprocess
@@ -15,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import distributed
 from models import VQGAN, Discriminator
 from models.quantizers import make_quantizer
 from training.objectives.adversarial import gradient_penalty
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
-from .jobs import ROOT
+from .jobs import ROOT, one_process
 from .report import Goal, Row
 
 _GOAL = Goal("ratio", ">=", 0.97)
@@ -76,11 +74,7 @@ def _models() -> tuple[VQGAN, Discriminator, Tensor]:
 
 def _ours() -> Callable[[], None]:
     generator, discriminator, images = _models()
-    parser = argparse.ArgumentParser()
-    distributed.add_arguments(parser)
-    parser.set_defaults(batch_size=_BATCH, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0)
-    parser.set_defaults(max_skipped_updates=20, compile=False)
-    backend = distributed.from_args(parser.parse_args(["--distributed_backend", "single"])).__enter__()
+    backend = one_process(_BATCH).__enter__()
     g, d = (
         backend.wrap(model, torch.optim.Adam(model.parameters(), lr=3e-4, fused=True), name=name)
         for model, name in ((generator, "generator"), (discriminator, "discriminator"))
@@ -91,26 +85,17 @@ def _ours() -> Callable[[], None]:
         return loss, {"recon_loss": loss}
 
     adversaries = AdversarialTraining(
-        g,
-        d,
-        backend,
-        quantizer=generator.quantizer,
-        last_weight_shape=generator.last_layer.weight.shape,
-        images=lambda micro: micro["images"],
-        reconstruction_loss=l1,
-        weights=AdversarialWeights(),
+        g, d, backend, quantizer=generator.quantizer, last_weight_shape=generator.last_layer.weight.shape,
+        images=lambda micro: micro["images"], reconstruction_loss=l1, weights=AdversarialWeights(),
         log=lambda **losses: None,
-    )
+    )  # fmt: skip
 
     def updates() -> None:
         for step in range(_UPDATES):
             _, fakes, _ = adversaries.generator_step(
-                {"images": images},
-                code_loss=lambda losses: 0.25 * losses["commitment"] + 0.1 * losses["entropy"],
-                is_adversarial=True,
-                step=step,
-                seed=0,
-            )
+                {"images": images}, code_loss=lambda losses: 0.25 * losses["commitment"] + 0.1 * losses["entropy"],
+                is_adversarial=True, step=step, seed=0,
+            )  # fmt: skip
             adversaries.discriminator_step({"images": images}, fakes, with_penalty=step == 3)
 
     return updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -77,25 +78,24 @@ LAUNCHERS = (
 )
 
 
+def one_process(batch_size: int) -> distributed.Backend:
+    """A backend of this process alone, with the scripts' defaults."""
+    parser = argparse.ArgumentParser()
+    distributed.add_arguments(parser)
+    parser.set_defaults(batch_size=batch_size, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0)
+    parser.set_defaults(max_skipped_updates=20, compile=False)
+    return distributed.from_args(parser.parse_args(["--distributed_backend", "single"]))
+
+
 def measure(
-    launcher: Launcher,
-    sides: Sequence[str],
-    script_flags: Sequence[str],
-    *,
-    processes: int = 1,
-    threads: int | None = None,
-    rounds: int,
-    turns: int,
-    updates: int,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+    launcher: Launcher, sides: Sequence[str], script_flags: Sequence[str], *, processes: int = 1,
+    threads: int | None = None, rounds: int, turns: int, updates: int, environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The result of ``worker.Contest``.
 
     Args:
-        launcher: How to start the processes.
         sides: "script" and names in ``bare.VARIANTS``.
         script_flags: Flags of train_vae.py.
-        processes: How many.
         threads: Per process; default: the cores divided by the processes.
         rounds: Each gives one number per side.
         turns: Of each side in a round.
@@ -124,15 +124,9 @@ def measure(
 def _run(command: Sequence[str], environment: dict[str, str]) -> None:
     """Run a job in a session of its own, none of which outlives this call."""
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -68,10 +68,8 @@ def write_photos(folder: Path, n: int = _N_GENERATED) -> None:
 def stream_rate(images: data.Images, workers: int) -> float:
     """Images per second that come out of the training stream."""
     subset, _ = data.split(len(images), 0.0, 0, at_least=1)
-    stream = data.TrainingStream(
-        images, subset, batch_size=_BATCH_SIZE, rank=0, world_size=1, seed=0, num_workers=workers
-    )
-    batches = iter(stream)
+    loading = {"batch_size": _BATCH_SIZE, "rank": 0, "world_size": 1, "seed": 0, "num_workers": workers}
+    batches = iter(data.TrainingStream(images, subset, **loading))
     for _ in range(3 * workers):  # PyTorch's DataLoader prefetches two batches per worker
         next(batches)
     began = now = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 import time
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import distributed
 from training.checkpoints.store import Checkpoints
 
+from .jobs import one_process
 from .report import Goal, Row
 
 _GOAL = Goal("ratio", "<", 0.1)
@@ -27,14 +27,7 @@ def saving(rounds: int) -> Iterator[Row]:
     """Seconds that the training of a model of 100 million parameters with Adam's moments (1.2 GB) waits: in ``save``
     and, where the next update would overtake the copy, before that update. The first save, which takes the memory for
     the copy, is one of the rounds."""
-    parser = argparse.ArgumentParser()
-    distributed.add_arguments(parser)
-    parser.set_defaults(
-        batch_size=_BATCH_SIZE, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=20
-    )
-    args = parser.parse_args(["--distributed_backend", "single"])
-    args.compile = False
-    with distributed.from_args(args) as backend, tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
+    with one_process(_BATCH_SIZE) as backend, tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         training = _Training(backend)
         held, plain, beside, normal = [], [], [], []
         checkpoints = Checkpoints(Path(folder), keep=1, processes=training)
@@ -51,9 +44,8 @@ def saving(rounds: int) -> Iterator[Row]:
             if checkpoints.failure:
                 raise RuntimeError(checkpoints.failure)
         yield Row("save, 100 M parameters: loop held up", "seconds", held, plain, _GOAL, "over torch.save")
-        yield Row(
-            "update during the write", "seconds", beside, normal, note="over an update without; the wait included"
-        )
+        note = "over an update without; the wait included"
+        yield Row("update during the write", "seconds", beside, normal, note=note)
 
 
 class _Training:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from . import machine
 from .jobs import LAUNCHERS, PYTHON, JobFailed, Launcher, measure
@@ -57,16 +56,11 @@ def scaling(rounds: int) -> Iterator[Row]:
         for processes in (1, 2):
             name = f"{launcher.name} x {processes}"
             try:
+                flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
                 speeds = measure(
-                    launcher,
-                    ["script", "same_noise"],
-                    (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates)),
-                    processes=processes,
-                    threads=max(1, machine.cores() // 2),
-                    rounds=rounds,
-                    turns=turns,
-                    updates=updates,
-                )["samples_per_second"]
+                    launcher, ["script", "same_noise"], flags, processes=processes,
+                    threads=max(1, machine.cores() // 2), rounds=rounds, turns=turns, updates=updates,
+                )["samples_per_second"]  # fmt: skip
             except JobFailed as error:
                 yield Row(name, "samples/s", note=str(error))
                 continue
@@ -83,25 +77,22 @@ def memory() -> Iterator[Row]:
     gpus = machine.gpus()
     processes = min(2, gpus) if gpus else 2
     try:
-        reference = _memory(PYTHON, "fused_adam", processes=1)
+        bare = _memory(PYTHON, "fused_adam", processes=1)
     except JobFailed as error:
         yield Row("bare loop", "MiB", note=str(error))
         return
     for launcher, n in [(PYTHON, 1), *((launcher, processes) for launcher in LAUNCHERS)]:
+        name = f"memory, {launcher.name} x {n}"
         try:
-            result = _memory(launcher, "script", n)
+            ours = _memory(launcher, "script", n)
         except JobFailed as error:
-            yield Row(f"memory, {launcher.name} x {n}", "MiB", note=str(error))
+            yield Row(name, "MiB", note=str(error))
             continue
-        ours, bare = result["memory_bytes"], reference["memory_bytes"]
-        yield Row(
-            f"memory, {launcher.name} x {n}",
-            "MiB",
-            [_peak_mib(ours)],
-            [_peak_mib(bare)],
-            note=f"above the imports: {_above_mib(ours, 'start')} to start, {_above_mib(ours, 'updates')} for updates "
-            f"(bare {_above_mib(bare, 'start')}, {_above_mib(bare, 'updates')})",
+        note = (
+            f"above the imports: {_above_mib(ours, 'start')} to start, {_above_mib(ours, 'updates')} for updates "
+            f"(bare {_above_mib(bare, 'start')}, {_above_mib(bare, 'updates')})"
         )
+        yield Row(name, "MiB", [_peak_mib(ours)], [_peak_mib(bare)], note=note)
 
 
 def _against_bare_loops(
@@ -130,10 +121,11 @@ def _speed_up(medians: dict[int, dict[str, float]]) -> str:
     return f"1 -> 2 processes: {script:.2f} x (bare {bare:.2f} x)"
 
 
-def _memory(launcher: Launcher, side: str, processes: int) -> dict[str, Any]:
+def _memory(launcher: Launcher, side: str, processes: int) -> dict[str, int]:
     flags = (*_HEAVY_MODEL, "--batch_size", str(_SAMPLES_PER_PROCESS * processes))
     give_back = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc's, in bytes
-    return measure(launcher, [side], flags, processes=processes, rounds=1, turns=3, updates=1, environment=give_back)
+    result = measure(launcher, [side], flags, processes=processes, rounds=1, turns=3, updates=1, environment=give_back)
+    return result["memory_bytes"]
 
 
 def _peak_mib(memory_bytes: dict[str, int]) -> float:

@@ -13,37 +13,20 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 from .backends import all_backends
 from .base import Backend, Engine
-from .batch import BatchPlan, plan_batches
+from .batch import plan_batches
 from .errors import TrainingStopped, UserMistake
 from .launchers import Launch, detect
-from .options import Options, Update
+from .options import Options
 
-__all__ = [
-    "Backend",
-    "BatchPlan",
-    "Engine",
-    "Launch",
-    "Options",
-    "TrainingStopped",
-    "Update",
-    "UserMistake",
-    "add_arguments",
-    "available",
-    "for_inference",
-    "from_args",
-    "launch",
-    "launched_again",
-    "launched_as_root",
-    "plan_batches",
-]
+__all__ = ["Backend", "Engine", "Launch", "TrainingStopped", "UserMistake", "plan_batches"]
 
 
 def available() -> dict[str, bool]:
-    """Every backend, and whether what it needs is installed."""
+    """Whether each backend's packages are installed."""
     return {name: backend.is_available() for name, backend in all_backends().items()}
 
 
@@ -78,57 +61,28 @@ def _steps(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the layer itself and of every backend."""
     group = parser.add_argument_group("distributed")
-    group.add_argument(
-        "--distributed_backend",
-        "--distr_backend",
-        type=str.lower,
-        choices=["auto", *all_backends()],
-        default="auto",
-        help="what the processes communicate through; auto: chosen by the launcher that started them",
-    )
-    group.add_argument(
-        "--timeout_minutes",
-        type=_minutes,
-        default=30.0,
-        metavar="MINUTES",
-        help="end the job when a process makes no progress for this long",
-    )
-    group.add_argument(
-        "--check_replicas_every_n_steps",
-        type=_steps,
-        default=1000,
-        metavar="UPDATES",
-        help="how often to check that all processes hold bit-identical weights; 0: only at the start",
-    )
-    group.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="use deterministic kernels only: a repeated run gives the same bits, but is slower",
-    )
-    group.add_argument(
-        "--batch_parts",
-        type=_steps,
-        default=0,
-        metavar="N",
+    # fmt: off
+    group.add_argument("--distributed_backend", "--distr_backend", type=str.lower, choices=["auto", *all_backends()],
+        default="auto", help="what the processes communicate through; auto: chosen by the launcher that started them")
+    group.add_argument("--timeout_minutes", type=_minutes, default=30.0, metavar="MINUTES",
+        help="end the job when a process makes no progress for this long")
+    group.add_argument("--check_replicas_every_n_steps", type=_steps, default=1000, metavar="UPDATES",
+        help="how often to check that all processes hold bit-identical weights; 0: only at the start")
+    group.add_argument("--deterministic", action="store_true",
+        help="use deterministic kernels only: a repeated run gives the same bits, but is slower")
+    group.add_argument("--batch_parts", type=_steps, default=0, metavar="N",
         help="compute each update's gradient in N equal parts and add them in a fixed order: the same bits on every "
-        "backend and every number of processes that divides N, but slower and with one CPU thread per process; 0: off",
-    )
+        "backend and every number of processes that divides N, but slower and with one CPU thread per process; 0: off")
     # The deepspeed launcher passes this to every script, whatever the backend.
     group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    # fmt: on
     for backend in all_backends().values():
         backend.add_arguments(group)
 
 
-class Parser(Protocol):
-    """What `launch` asks of the script's parser."""
-
-    def error(self, message: str) -> NoReturn: ...
-    def settings(self, args: argparse.Namespace) -> dict[str, Any]: ...
-
-
 def launch(
     train: Callable[[argparse.Namespace, dict[str, Any], Backend], None],
-    parser: Parser,
+    parser: Any,
     args: argparse.Namespace,
     last_start: Callable[[str], Mapping[str, Any]],
 ) -> None:
@@ -137,7 +91,7 @@ def launch(
 
     Args:
         train: The script's training; settings are all arguments by flag name, a backend's configuration included.
-        parser: Of ``args``, with ``add_arguments``.
+        parser: Of ``args``, with ``add_arguments``, ``error(text)`` and ``settings(args)``.
         args: Checked by the script.
         last_start: Output folder -> what ``Backend.describe`` said when the run there was last started.
     """

@@ -17,7 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .engines.base import Engine
 from .errors import TrainingStopped, UserMistake, first_line, say
@@ -26,14 +26,10 @@ from .options import Options
 if TYPE_CHECKING:  # `--help` must not import PyTorch
     import torch
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from .collectives import Communicator
     from .launchers import Launch
-    from .stop import StopRequest
-    from .watchdog import Watchdog
-
-
-Item = TypeVar("Item")
 
 
 class Backend(ABC):
@@ -49,18 +45,13 @@ class Backend(ABC):
     """``auto`` takes the first backend, in this order, that was launched."""
     install_hint: ClassVar[str] = ""
 
-    rank: int
-    local_rank: int
-    world_size: int
     device: torch.device
     comm: Communicator
-    options: Options
-    watchdog: Watchdog
-    _stop: StopRequest
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         self.launch, self.options = launch, options
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
+        self.is_restart = launch.is_restart  # the launcher started these processes again after some had failed
         self._before_update: list[Callable[[], None]] = []
         self._launched_by = self._launcher_processes()
 
@@ -110,16 +101,18 @@ class Backend(ABC):
         return ReplicatedEngine
 
     def _launcher_processes(self) -> Any:
-        """Identifies the processes that started this one; the value changes when one of them ends."""
+        """Identifies the processes that started this one: the value changes when one of them ends."""
         return os.getppid()
 
     # Connecting.
 
     def __enter__(self) -> Backend:
+        from . import collectives
         from .devices import use_deterministic_kernels, use_one_thread
         from .stop import StopRequest
         from .watchdog import Watchdog
 
+        self._collectives = collectives
         if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels(compiled=self.options.compile)
         try:
@@ -163,11 +156,9 @@ class Backend(ABC):
             raise SystemExit(1) from None
 
     def _agree_on_plan(self) -> None:
-        from . import collectives
-
         plan = self.options.plan
         mine = [plan.global_batch_size, plan.grad_accum_steps, plan.world_size, plan.batch_parts]
-        for rank, theirs in enumerate(collectives.gather_objects(mine, self.comm, self.device)):
+        for rank, theirs in enumerate(self._collectives.gather_objects(mine, self.comm, self.device)):
             if theirs != mine:
                 raise ValueError(
                     f"batch, accumulation, processes, parts are {mine} on rank {self.rank}, {theirs} on rank {rank}; "
@@ -175,20 +166,14 @@ class Backend(ABC):
                 )
 
     def _keep_collectives_out_of_graphs(self) -> None:
-        """A model that calls them in its forward would have the counters of the watchdog compiled in as constants, and
-        be compiled again at every update."""
+        """Inside a compiled forward, the watchdog's counters would be constants: a new compilation at every update."""
         import torch
 
         for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.shift):
             setattr(self, collective.__name__, torch.compiler.disable(collective))
 
     def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        name: str = "model",
-        max_grad_norm: float | None = None,
+        self, model: nn.Module, optimizer: Optimizer, *, name: str = "model", max_grad_norm: float | None = None
     ) -> Engine:
         """Spread a model. Never alters weights, moments or step counts. ``name`` is distinct for every engine;
         ``max_grad_norm`` overrides the run's."""
@@ -202,48 +187,25 @@ class Backend(ABC):
 
     @property
     def grad_accum_steps(self) -> int:
-        """Micro-batches per update and process: more than --grad_accum_steps where a run continues on fewer processes,
-        or with --batch_parts."""
+        """Micro-batches per update and process: --grad_accum_steps, or more (fewer processes, --batch_parts)."""
         return self.options.plan.grad_accum_steps
-
-    @property
-    def is_restart(self) -> bool:
-        """Whether the launcher itself started these processes again after some had failed."""
-        return self.launch.is_restart
 
     def describe(self) -> dict[str, Any]:
         """The resolved configuration, for the log and environment.json. JSON values."""
-        plan = self.options.plan
+        plan, options = self.options.plan, self.options
         return {
-            "backend": self.name,
-            "launcher": self.launch.launcher,
-            "world_size": self.world_size,
-            "device": str(self.device),
-            "precision": self.options.precision,
-            "batch_size": plan.global_batch_size,
-            "micro_batch_size": plan.micro_batch_size,
-            "grad_accum_steps": plan.grad_accum_steps,
+            "backend": self.name, "launcher": self.launch.launcher, "world_size": self.world_size,
+            "device": str(self.device), "precision": options.precision, "batch_size": plan.global_batch_size,
+            "micro_batch_size": plan.micro_batch_size, "grad_accum_steps": plan.grad_accum_steps,
             "batch_parts": plan.batch_parts,
             "asked_grad_accum_steps": plan.asked_grad_accum_steps or plan.grad_accum_steps,
-            "max_grad_norm": self.options.max_grad_norm,
-        }
+            "max_grad_norm": options.max_grad_norm,
+        }  # fmt: skip
 
     def summary(self) -> str:
         """``describe`` in one line."""
-        plan = self.options.plan
-        text = (
-            f"{self.name} on {self.world_size} x {self.device.type}, {self.options.precision}; batch "
-            f"{plan.global_batch_size} = {plan.micro_batch_size} x {plan.grad_accum_steps} accumulation x "
-            f"{self.world_size} processes"
-        )
-        if plan.batch_parts:
-            text += f"; in {plan.batch_parts} parts, with the same bits on any number of processes"
-        elif plan.asked_grad_accum_steps:
-            text += (
-                f" (--grad_accum_steps {plan.asked_grad_accum_steps}, but there are fewer processes than before: more "
-                "accumulation, so that none holds more samples at a time)"
-            )
-        return text
+        processes = f"{self.name} on {self.world_size} x {self.device.type}, {self.options.precision}"
+        return f"{processes}; {self.options.plan.summary()}"
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of an engine's forward, for calls that go past it (``engine.module(...)`` while frozen)."""
@@ -262,25 +224,21 @@ class Backend(ABC):
     def sum(self, value: Any) -> Any:
         """Sum over the processes: of a tensor (on the device; returns a tensor), or of a dict of numbers and 0-d
         tensors (one transfer for all; returns floats)."""
-        from . import collectives
-
         with self._in_collective("sum over the processes"):
             if isinstance(value, Mapping):
-                return collectives.sum_scalars(value, self.comm, self.device)
-            return collectives.sum_tensor(value, self.comm)
+                return self._collectives.sum_scalars(value, self.comm, self.device)
+            return self._collectives.sum_tensor(value, self.comm)
 
     def mean(self, value: Any) -> Any:
         """``sum`` divided by the number of processes."""
         if isinstance(value, Mapping):
             return {name: total / self.world_size for name, total in self.sum(value).items()}
-        return self.sum(value.float() if not value.is_floating_point() else value) / self.world_size
+        return self.sum(value if value.is_floating_point() else value.float()) / self.world_size
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Concatenation along dimension 0 by rank, sizes may differ; its gradient is that of one process."""
-        from . import collectives
-
         with self._in_collective("gathering over the processes"):
-            return collectives.gather(tensor, self.comm)
+            return self._collectives.gather(tensor, self.comm)
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         """Around the ring: sends ``tensor`` to the next rank and returns the previous rank's, which has ``rows`` rows
@@ -290,10 +248,8 @@ class Backend(ABC):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank, on every process."""
-        from . import collectives
-
         with self._in_collective("exchanging objects"):
-            return collectives.gather_objects(value, self.comm, self.device)
+            return self._collectives.gather_objects(value, self.comm, self.device)
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value, on every process."""
@@ -327,8 +283,6 @@ class Backend(ABC):
             if text is not None:
                 raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")
 
-    # Signs of life, and waiting.
-
     def mark(self, phase: str) -> None:
         """This process begins ``phase``: a sign of life for the watchdog, which engines and collectives give too."""
         self.watchdog.mark(phase)
@@ -344,7 +298,7 @@ class Backend(ABC):
             raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
         self.mark("computing")
 
-    def each(self, what: str, items: Iterable[Item]) -> Iterator[Item]:
+    def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
         """``items``, each fetched inside ``waiting_for(what)``."""
         iterator = iter(items)
         while True:

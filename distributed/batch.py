@@ -31,6 +31,21 @@ class BatchPlan:
         """Samples in one forward pass of one process."""
         return self.local_batch_size // self.grad_accum_steps
 
+    def summary(self) -> str:
+        """The arithmetic in one line, and why it is not what the flags say."""
+        text = (
+            f"batch {self.global_batch_size} = {self.micro_batch_size} x {self.grad_accum_steps} accumulation x "
+            f"{self.world_size} processes"
+        )
+        if self.batch_parts:
+            text += f"; in {self.batch_parts} parts, with the same bits on any number of processes"
+        elif self.asked_grad_accum_steps:
+            text += (
+                f" (--grad_accum_steps {self.asked_grad_accum_steps}, but there are fewer processes than before: more "
+                "accumulation, so that none holds more samples at a time)"
+            )
+        return text
+
 
 def plan_batches(
     global_batch_size: int,

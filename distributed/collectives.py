@@ -16,13 +16,6 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class Done:
-    """The handle of a sum over one process."""
-
-    def wait(self) -> None:
-        return None
-
-
 class Communicator(Protocol):
     """The primitives. Every process calls them, in the same order and with the same ``name``."""
 
@@ -31,26 +24,26 @@ class Communicator(Protocol):
 
     def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
         """Start summing ``tensor`` over the processes, in place; done when the handle's ``wait`` returns."""
-        ...
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, by rank; equal shapes."""
-        ...
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         """Around the ring: sends ``tensor`` to the next rank and returns the previous rank's, which has ``rows`` rows.
         Shapes may differ in dimension 0."""
-        ...
 
 
 class Alone:
-    """The communicator of one process."""
+    """The communicator of one process, which is also the handle of its sums."""
 
     rank = 0
     world_size = 1
 
+    def wait(self) -> None:
+        """A sum over one process is done at once."""
+
     def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
-        return Done()
+        return self
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
@@ -72,14 +65,11 @@ def sum_scalars(values: Mapping[str, Any], comm: Communicator, device: torch.dev
 def sum_tensor(tensor: Tensor, comm: Communicator) -> Tensor:
     """A new tensor with the sum over the processes: of integers as they are, of booleans in int64, of floating numbers
     in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
-    work = tensor.detach().clone()
-    if tensor.is_floating_point():
-        work = work.double()
-    elif work.dtype == torch.bool:
-        work = work.long()
-    work = work.contiguous()
+    is_floating = tensor.is_floating_point()
+    dtype = torch.float64 if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
+    work = tensor.detach().to(dtype, copy=True).contiguous()
     comm.all_reduce_(work, "sum_tensor").wait()
-    return work.to(tensor.dtype) if tensor.is_floating_point() else work
+    return work.to(tensor.dtype) if is_floating else work
 
 
 def gather(tensor: Tensor, comm: Communicator) -> Tensor:

@@ -8,11 +8,8 @@ import torch
 
 
 def local_device(local_rank: int, launcher: str = "python") -> torch.device:
-    """The process's own GPU, or the CPU on a machine without one.
-
-    Args:
-        local_rank: Of the processes on this machine.
-        launcher: What started the processes. ``srun --gpus-per-task 1`` shows each process one GPU, its own.
+    """The GPU of process ``local_rank`` of this machine, or the CPU where there is no GPU. A ``launcher`` srun may show
+    each process one GPU, its own (``--gpus-per-task 1``).
 
     Raises:
         ValueError: more processes than GPUs on this machine.
@@ -42,11 +39,8 @@ def use_one_thread() -> None:
 
 
 def use_deterministic_kernels(compiled: bool = False) -> None:
-    """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility).
-
-    Args:
-        compiled: Include the kernels that torch.compile makes.
-    """
+    """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility);
+    ``compiled``: those that torch.compile makes too."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     if compiled:
         torch.use_deterministic_algorithms(True)

@@ -41,52 +41,37 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """
     env = os.environ if environ is None else environ
     if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
-        return Launch(
-            "horovodrun",
-            rank=_integer(env, "HOROVOD_RANK"),
-            local_rank=_integer(env, "HOROVOD_LOCAL_RANK", 0),
-            world_size=_integer(env, "HOROVOD_SIZE"),
-        )
+        return Launch("horovodrun", *_place(env, "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"))
     # Some job scripts export WORLD_SIZE alone, so it counts as torchrun's only beside another of its variables.
     if "RANK" in env or ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
         # The deepspeed launcher sets torchrun's variables and two of its own.
         is_deepspeed = "CROSS_RANK" in env and "LOCAL_SIZE" in env and "TORCHELASTIC_RUN_ID" not in env
-        return Launch(
-            "deepspeed" if is_deepspeed else "torchrun",
-            rank=_integer(env, "RANK"),
-            local_rank=_integer(env, "LOCAL_RANK", 0),
-            world_size=_integer(env, "WORLD_SIZE"),
-            master_address=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
-            is_restart=_is_restart(env),
-        )
+        launcher = "deepspeed" if is_deepspeed else "torchrun"
+        return Launch(launcher, *_place(env, "RANK", "LOCAL_RANK", "WORLD_SIZE"), *_master(env), _is_restart(env))
     # Before srun: mpirun starts its daemons with srun, whose variables its processes inherit.
     if _integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         if "MASTER_ADDR" not in env and env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
             raise UserMistake(
                 "mpirun started this on several machines without MASTER_ADDR; add `-x MASTER_ADDR=<first host>`"
             )
-        return Launch(
-            "mpirun",
-            rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
-            local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
-            world_size=_integer(env, "OMPI_COMM_WORLD_SIZE"),
-            master_address=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
-        )
+        names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE"))
+        return Launch("mpirun", *_place(env, *names), *_master(env))
     # SLURM_PROCID alone does not tell: SLURM sets it in a batch script too, which is one process.
     if _integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return Launch(
-            "srun",
-            rank=_integer(env, "SLURM_PROCID"),
-            local_rank=_integer(env, "SLURM_LOCALID", 0),
-            world_size=_integer(env, "SLURM_STEP_NUM_TASKS"),
-            master_address=env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", "")),
-            # Two jobs on one node need different ports.
-            master_port=_integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000),
-            is_restart=_is_restart(env),
-        )
+        place = _place(env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+        host = env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", ""))
+        # Two jobs on one node need different ports.
+        port = _integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000)
+        return Launch("srun", *place, host, port, _is_restart(env))
     return Launch("python", is_restart=_is_restart(env))
+
+
+def _place(env: Mapping[str, str], rank: str, local_rank: str, world_size: str) -> tuple[int, int, int]:
+    return _integer(env, rank), _integer(env, local_rank, 0), _integer(env, world_size)
+
+
+def _master(env: Mapping[str, str]) -> tuple[str, int]:
+    return env.get("MASTER_ADDR", "127.0.0.1"), _integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT)
 
 
 def _is_restart(env: Mapping[str, str]) -> bool:

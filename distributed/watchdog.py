@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
 SILENT_SECONDS = 60.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
-EXIT_CODE = 1
 _LONGEST_TEXT = 200
 
 
@@ -63,10 +62,10 @@ class Watchdog:
         if self._world_size > 1:
             self._connect(comm, device, launch)
             self._answered_at = time.monotonic()
-            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
             if self._rank != 0:
-                threading.Thread(target=self._watch_the_root, name="watchdog of the root", daemon=True).start()
+                threading.Thread(target=self._watch_the_root, args=(self._thread,), daemon=True).start()
 
     def mark(self, phase: str, *, update: int | None = None, collective: bool = False) -> None:
         """The main thread begins ``phase``; ``collective``: it may wait for other processes there."""
@@ -108,7 +107,7 @@ class Watchdog:
             address = (host, self._server.port)
         host, port = gather_objects(address, comm, device)[0]
         self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self._store.set(self._key(self._rank), self._beat(0))
+        self._store.set(f"rank/{self._rank}", self._beat(0))
         gather_objects(None, comm, device)  # from here on every key exists
 
     # In the threads.
@@ -119,7 +118,7 @@ class Watchdog:
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             beats += 1
             try:
-                self._store.set(self._key(self._rank), self._beat(beats))
+                self._store.set(f"rank/{self._rank}", self._beat(beats))
                 if self._rank == 0 and (verdict := self._judge(seen)):
                     self._store.set("verdict", verdict)
                 if self._store.check(["verdict"]):
@@ -134,11 +133,9 @@ class Watchdog:
                     self._end(f"rank 0 is gone, at update {self._mark.update}")
                 return
 
-    def _watch_the_root(self) -> None:
+    def _watch_the_root(self, thread: threading.Thread) -> None:
         """Ends this process if the root hangs, because ``_run`` then waits for the root's store for ever."""
         patience = max(self._timeout_seconds, 2 * DEAD_AFTER_SECONDS)
-        thread = self._thread
-        assert thread is not None
         while thread.is_alive() and not self._stopping.wait(HEARTBEAT_SECONDS):
             if time.monotonic() - self._answered_at > patience:
                 minutes = self._timeout_seconds / 60
@@ -156,21 +153,17 @@ class Watchdog:
                 last.beats, last.heard_at = beat["beats"], now
         dead = [rank for rank in beats if now - seen[rank].heard_at > SILENT_SECONDS]
         if dead:
-            named = "; ".join(f"rank {r} at update {beats[r]['update']} ({beats[r]['phase']})" for r in dead)
-            return f"lost contact with {named}"
+            return _lost(dead, beats)
         stalled = [rank for rank in beats if now - seen[rank].progress_at > self._timeout_seconds]
         silent = [rank for rank in stalled if now - seen[rank].heard_at > DEAD_AFTER_SECONDS]
         # A rank that waits for others in a collective is not to blame while a rank outside of one stands still.
         busy = [rank for rank in stalled if not beats[rank]["collective"]]
-        if len(stalled) == self._world_size:
+        culprits = silent or busy
+        if not culprits and len(stalled) == self._world_size:
             behind = min(beat["update"] for beat in beats.values())
-            culprits = silent or busy or [rank for rank in stalled if beats[rank]["update"] == behind]
-        else:
-            culprits = silent or busy
-        if not culprits:
-            return None
+            culprits = [rank for rank in stalled if beats[rank]["update"] == behind]
         named = "; ".join(f"rank {r} stands at update {beats[r]['update']} ({beats[r]['phase']})" for r in culprits)
-        return f"no progress for {self._timeout_seconds / 60:g} minutes: {named}"
+        return f"no progress for {self._timeout_seconds / 60:g} minutes: {named}" if culprits else None
 
     def _find_lost(self) -> str | None:
         """After a failed collective: the rank whose heartbeat has stopped, if there is one."""
@@ -183,22 +176,23 @@ class Watchdog:
         except Exception:
             return f"lost contact with rank 0 at update {self._mark.update}" if self._rank else None
         silent = [r for r in now if r != self._rank and now[r]["beats"] == first[r]["beats"]]
-        lost = [f"rank {r} at update {now[r]['update']} ({now[r]['phase']})" for r in silent]
-        return f"lost contact with {'; '.join(lost)}" if lost else None
+        return _lost(silent, now) if silent else None
 
     def _beats(self) -> dict[int, dict[str, Any]]:
-        return {rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)}
+        return {rank: json.loads(self._store.get(f"rank/{rank}")) for rank in range(self._world_size)}
 
     def _beat(self, beats: int) -> str:
         return json.dumps({"beats": beats, **asdict(self._mark)})
 
-    def _key(self, rank: int) -> str:
-        return f"rank/{rank}"
-
     def _end(self, verdict: str) -> None:
         """End the whole process at once: its main thread may hang inside a collective."""
         say(f"rank {self._rank}: stopped: {verdict}")
-        os._exit(EXIT_CODE)
+        os._exit(1)
+
+
+def _lost(ranks: list[int], beats: dict[int, dict[str, Any]]) -> str:
+    named = (f"rank {rank} at update {beats[rank]['update']} ({beats[rank]['phase']})" for rank in ranks)
+    return f"lost contact with {'; '.join(named)}"
 
 
 def _short(error: BaseException) -> str:

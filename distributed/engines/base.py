@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..options import Update
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
-    import torch
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from ..base import Backend
 
@@ -22,8 +22,8 @@ class Engine(ABC):
     Several engines live side by side. In a GAN, the generator's step runs inside ``discriminator.frozen()`` and calls
     ``discriminator.module(...)``; the discriminator's step calls ``discriminator(...)`` on detached images.
 
-    What all engines do alike is written here. An engine of its own brings ``_add_gradients``, ``_update``,
-    ``gathered``, ``live_state`` and ``load_state_dict``.
+    What all engines do alike is written here. An engine of its own brings ``_set_up``, ``_add_gradients``, ``_update``,
+    ``gathered``, ``_read_state`` and ``_write_state``.
     """
 
     module: nn.Module
@@ -35,26 +35,25 @@ class Engine(ABC):
     """Whether a scheduler of the backend sets the learning rate, so that the script's is ignored."""
 
     def __init__(
-        self,
-        backend: Backend,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        name: str,
-        max_grad_norm: float | None,
+        self, backend: Backend, model: nn.Module, optimizer: Optimizer, *, name: str, max_grad_norm: float | None
     ) -> None:
         from .finite import SkipGuard
         from .replicas import check_replicas
 
         options = backend.options
         check_replicas(model, "before training", backend.gather_objects)
-        self.module, self._optimizer, self._name, self._backend = model, optimizer, name, backend
-        self._plan = options.plan
+        self.module, self._name, self._backend, self._plan = model, name, backend, options.plan
+        self._optimizer: Any = optimizer
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
         self._is_frozen = self._is_plain = False
         self._micro_batch: int | None = None
         self._updates = 0
+        self._set_up(model, optimizer)
+
+    @abstractmethod
+    def _set_up(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Spread the model over the processes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass, under the chosen precision."""
@@ -85,13 +84,9 @@ class Engine(ABC):
         self._micro_batch = None
 
     def backward(
-        self,
-        loss: Tensor,
-        *,
-        items: int | Tensor | None = None,
-        total: int | Tensor | None = None,
+        self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None,
         retain_graph: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Other engines' models
         must be frozen: what else a loss reaches depends on the backend and on ``--batch_parts``.
 
@@ -182,7 +177,6 @@ class Engine(ABC):
         """Updates skipped so far because of non-finite values."""
         return int(self._guard.total)
 
-    @abstractmethod
     def live_state(self) -> dict[str, Any]:
         """Collective, backend-neutral: ``weights`` (fp32, by name), ``optimizer`` (``step`` and ``moments`` by slot and
         parameter name), ``scaler``, ``updates``, ``skipped_updates``.
@@ -190,6 +184,11 @@ class Engine(ABC):
         For checkpoints, without copies. A tensor may change with the next update (``Backend.before_update``). A sharded
         tensor is a function that every process calls in the same order; it returns a full tensor that nobody else will
         change."""
+        return {**self._read_state(), "updates": self._updates, "skipped_updates": self.skipped_updates}
+
+    @abstractmethod
+    def _read_state(self) -> dict[str, Any]:
+        """The ``weights``, ``optimizer`` and ``scaler`` of ``live_state``."""
 
     def state_dict(self) -> dict[str, Any]:
         """``live_state`` as plain tensors on the CPU that nobody else will change, on every process. Collective."""
@@ -197,10 +196,17 @@ class Engine(ABC):
 
         return owned(self.live_state())
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: the full state on every process, whatever backend wrote it.
 
         Raises:
             ValueError: a weight or a moment is missing, unexpected or of another shape.
         """
+        self._backend.about_to_update()
+        self._write_state(state)
+        self._updates = state["updates"]
+        self._guard.total.fill_(state["skipped_updates"])
+
+    @abstractmethod
+    def _write_state(self, state: Mapping[str, Any]) -> None:
+        """Put ``weights``, ``optimizer`` and ``scaler`` in place."""

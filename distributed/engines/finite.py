@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,21 +78,18 @@ class SkipGuard:
         self._reading = None
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(self._finder(name)))
+                self._hooks.append(parameter.register_hook(partial(self._look_at, name)))
 
     def _unwatch(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _finder(self, name: str) -> Callable[[Tensor], None]:
-        def find(grad: Tensor) -> None:
-            # The first non-finite gradient in backward order is nearest to the cause.
-            if not self._findings and not bool(torch.isfinite(grad).all()):
-                kind = "nan" if bool(torch.isnan(grad).any()) else "inf"
-                self._findings.append(f"the gradient of {name} holds {kind}")
-
-        return find
+    def _look_at(self, name: str, grad: Tensor) -> None:
+        # The first non-finite gradient in backward order is nearest to the cause.
+        if not self._findings and not bool(torch.isfinite(grad).all()):
+            kind = "nan" if bool(torch.isnan(grad).any()) else "inf"
+            self._findings.append(f"the gradient of {name} holds {kind}")
 
     def _stop(self, in_a_row: int, update: int) -> None:
         by_rank = self._gather(self._findings[:1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
     """``{"type", "step", "slots", "moments": {slot: {parameter name: the optimizer's own tensor}}}`` of an optimizer
     that has or has not stepped yet.
 
@@ -32,12 +32,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 
 
 @torch.no_grad()
-def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
-    """Put a neutral state in place; moments take the layout and device of their parameters.
-
-    Raises:
-        ValueError: a moment is missing, unexpected or of another shape.
-    """
+def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: Mapping[str, Any]) -> None:
+    """Put a neutral state in place, or raise as `check_moments`; moments take their parameters' layout and device."""
     check_moments(optimizer, state, {name: parameter.shape for parameter, name in names.items()})
     optimizer.state.clear()
     if not state["moments"]:
@@ -104,11 +100,8 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-    """Check that the state is of such an optimizer, and that every slot holds the named parameters in these shapes.
-
-    Raises:
-        ValueError: naming the first mistake.
-    """
+    """Raise a ValueError that names the first mistake unless the state is of such an optimizer, and every slot holds
+    the named parameters in these shapes."""
     if state["type"] != kind(optimizer):
         raise ValueError(
             f"the saved optimizer is {state['type']}, this run's is {kind(optimizer)}: its moments mean something else"
@@ -120,11 +113,7 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sh
 
 
 def check_names(what: str, got: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
-    """Check that ``got`` holds exactly the names of ``shapes``, in those shapes.
-
-    Raises:
-        ValueError: naming the first mistake.
-    """
+    """Raise a ValueError that names the first mistake unless ``got`` holds exactly ``shapes``' names and shapes."""
     if missing := sorted(set(shapes) - set(got)):
         raise ValueError(f"{what} of {missing[0]} is missing ({len(missing)} in all)")
     if unexpected := sorted(set(got) - set(shapes)):

@@ -33,12 +33,11 @@ class GradientParts:
         self._buckets: list[Tensor] = []  # (parts, numbers)
         self._views: dict[nn.Parameter, list[Tensor]] = {}
         for group in split_by_size(reversed(parameters), BUCKET_BYTES):
-            bucket = group[0].new_zeros(parts, sum(p.numel() for p in group), requires_grad=False)
+            sizes = [parameter.numel() for parameter in group]
+            bucket = group[0].new_zeros(parts, sum(sizes), requires_grad=False)
             self._buckets.append(bucket)
-            offset = 0
-            for parameter in group:
-                self._views[parameter] = [view_like(parameter, flat, offset) for flat in bucket]
-                offset += parameter.numel()
+            for parameter, columns in zip(group, bucket.split(sizes, dim=1), strict=True):
+                self._views[parameter] = [view_like(parameter, row) for row in columns]
 
     @property
     def gradients(self) -> list[Tensor]:

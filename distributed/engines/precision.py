@@ -29,8 +29,7 @@ class LossScaler:
     def __init__(
         self, enabled: bool, device: torch.device, *, initial: float = 2.0**16, growth_interval: int = 2000
     ) -> None:
-        self.enabled = enabled
-        self.growth_interval = growth_interval
+        self.enabled, self.growth_interval = enabled, growth_interval
         self.scale = torch.tensor(initial if enabled else 1.0, device=device)
         self._finite_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 

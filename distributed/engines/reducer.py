@@ -7,8 +7,9 @@ DistributedDataParallel reorders its buckets after the first update; Horovod fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +46,13 @@ class GradientReducer:
     def __post_init__(self) -> None:
         # Gradients appear roughly in the reverse order of registration.
         for group in split_by_size(reversed(self.parameters), BUCKET_BYTES):
-            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
-            bucket = _Bucket(flat, len(group))
+            sizes = [parameter.numel() for parameter in group]
+            bucket = _Bucket(group[0].new_zeros(sum(sizes), requires_grad=False), len(group))
             self.buckets.append(bucket)
-            offset = 0
-            for parameter in group:
-                parameter.grad = view_like(parameter, flat, offset)
-                offset += parameter.numel()
+            for parameter, part in zip(group, bucket.flat.split(sizes), strict=True):
+                parameter.grad = view_like(parameter, part)
                 if self.comm.world_size > 1:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket))
+                    parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -81,29 +80,27 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Sum every bucket over the processes, and wait for the sums."""
-        self._launch(lambda bucket: True)
+        self._launch(only_full=False)
         for bucket in self.buckets:
             assert bucket.handle is not None
             bucket.handle.wait()
         self._armed = False
 
-    def _on_gradient(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            if not self._armed:
+    def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
+        if not self._armed:
+            return
+        if bucket.handle is not None:
+            raise RuntimeError(
+                "a gradient was computed twice in one backward pass (reentrant checkpointing?); "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        bucket.ready += 1
+        self._launch(only_full=True)
+
+    def _launch(self, only_full: bool) -> None:
+        for bucket in self.buckets[self._next :]:
+            if only_full and bucket.ready < bucket.parameters:
                 return
-            if bucket.handle is not None:
-                raise RuntimeError(
-                    "a gradient was computed twice in one backward pass (reentrant checkpointing?); "
-                    "use torch.utils.checkpoint with use_reentrant=False"
-                )
-            bucket.ready += 1
-            self._launch(lambda b: b.ready == b.parameters)
-
-        return hook
-
-    def _launch(self, is_ready: Callable[[_Bucket], bool]) -> None:
-        while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
-            bucket = self.buckets[self._next]
             bucket.handle = self.comm.all_reduce_(bucket.flat, f"{self.name}.gradients.{self._next}")
             self._next += 1
 
@@ -128,9 +125,8 @@ def split_by_size(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[
     return groups
 
 
-def view_like(parameter: nn.Parameter, flat: Tensor, offset: int) -> Tensor:
-    """A view of the bucket with the parameter's strides, because fused optimizers read both in memory order."""
-    part = flat[offset : offset + parameter.numel()]
+def view_like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """A view of this part of a bucket with the parameter's strides: fused optimizers read both in memory order."""
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view(parameter.shape)

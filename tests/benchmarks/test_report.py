@@ -45,17 +45,12 @@ def test_the_table_shows_every_row_in_aligned_columns() -> None:
     assert lines[1].split()[-1] == "NO"
     assert " ".join(lines[2].split()) == "--help seconds 0.9 0.1 5.000 9.000 30.000 ours < 1 yes"
     assert " ".join(lines[3].split()) == "plain MiB 1500 1000 1.500 1.500 1.500"
+    assert lines[4].startswith("horovodrun x 2") and lines[4].endswith("horovod is not installed")
     column = heading.index("unit")
     assert all(line[column - 1] == " " and line[column] != " " for line in lines)
     end = heading.index("median") + len("median")
     assert all(line[end - 1] != " " for line in lines)
     assert [line[:end].split()[-1] for line in lines] == ["1.100", "0.960", "9.000", "1.500", "-"]
-
-
-def test_what_could_not_be_measured_is_named_with_its_reason() -> None:
-    last = table([ABSENT]).splitlines()[-1]
-    assert last.startswith("horovodrun x 2")
-    assert last.endswith("horovod is not installed")
 
 
 def test_json_holds_the_rounds_and_their_spread(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,18 +38,10 @@ def parsed(*flags: str, **values: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     distributed.add_arguments(parser)
     parser.set_defaults(
-        batch_size=12,
-        grad_accum_steps=1,
-        precision="fp32",
-        max_grad_norm=0.0,
-        max_skipped_updates=20,
-        compile=False,
-        learning_rate=1e-3,
-        explicit=frozenset(),
-    )
-    args = parser.parse_args(flags)
-    vars(args).update(values)
-    return args
+        batch_size=12, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=20, compile=False,
+        learning_rate=1e-3, explicit=frozenset(),
+    )  # fmt: skip
+    return argparse.Namespace(**{**vars(parser.parse_args(flags)), **values})
 
 
 @pytest.fixture(name="parsed")
@@ -133,22 +126,11 @@ def on_ranks() -> Callable[..., list[Any]]:
 
     def run(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
         meeting = Meeting(world_size)
-        results: dict[int, Any] = {}
-        errors: list[BaseException] = []
-
-        def rank_main(rank: int) -> None:
-            try:
-                results[rank] = work(ThreadCommunicator(rank, world_size, meeting))
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return [results[rank] for rank in range(world_size)]
+        with ThreadPoolExecutor(world_size) as threads:
+            ranks = [threads.submit(work, ThreadCommunicator(rank, world_size, meeting)) for rank in range(world_size)]
+        # Not that a rank waited in vain, where another rank's error is the reason.
+        if errors := [error for rank in ranks if (error := rank.exception())]:
+            raise min(errors, key=lambda error: "not every rank made call" in str(error))
+        return [rank.result() for rank in ranks]
 
     return run

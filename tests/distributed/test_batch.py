@@ -38,16 +38,8 @@ def before(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("world_size", "steps"), [(4, 1), (2, 2), (1, 4), (8, 1)])
 def test_fewer_processes_than_before_accumulate_more_and_more_do_not(world_size: int, steps: int) -> None:
     plan = plan_batches(8, 1, world_size, before())
-    assert plan.grad_accum_steps == steps and plan.micro_batch_size <= 2
+    assert (plan.grad_accum_steps, plan.micro_batch_size) == (steps, 1 if world_size == 8 else 2)
     assert plan.asked_grad_accum_steps == (1 if steps > 1 else None)
-
-
-def test_a_chain_of_restarts_never_gives_a_process_more_at_a_time() -> None:
-    noted: dict[str, Any] = {}
-    for world_size in (4, 2, 2, 1, 2, 4, 2):
-        plan = plan_batches(8, 1, world_size, noted)
-        assert plan.micro_batch_size == 2, world_size
-        noted = before(world_size=world_size)
 
 
 def test_micro_batches_get_smaller_where_the_old_size_does_not_divide() -> None:

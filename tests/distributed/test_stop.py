@@ -32,12 +32,9 @@ def request_() -> Iterator[StopRequest]:
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: StopRequest) -> None:
     assert not request_.agreed()
+    assert request_.agreed(here=True) and not request_.agreed()  # a process may ask for it itself, each time
     os.kill(os.getpid(), number)
     assert request_.agreed() and request_.agreed()
-
-
-def test_a_process_may_ask_for_it_itself(request_: StopRequest) -> None:
-    assert request_.agreed(here=True) and not request_.agreed()
 
 
 def test_a_backend_hears_them_while_it_is_entered(single: Callable[..., Backend]) -> None:
@@ -67,7 +64,9 @@ INTERRUPT, TERMINATE, USER = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     ("numbers", "status"),
     [
         ([INTERRUPT, INTERRUPT], 130),
+        ([TERMINATE, INTERRUPT, INTERRUPT], 130),
         ([INTERRUPT, TERMINATE], 7),
+        ([INTERRUPT, USER], 7),
         ([TERMINATE, TERMINATE, TERMINATE, USER, INTERRUPT], 7),
         ([USER, USER, TERMINATE, USER, INTERRUPT], 7),
     ],
@@ -86,19 +85,10 @@ def test_all_ranks_stop_after_the_same_update_whoever_was_signalled_when(world_s
             if update == 2 + 3 * comm.rank:
                 stop._receive(signal.SIGTERM, None)
             answers.append(stop.agreed())
+        assert stop._pending is not None
+        stop.drain()  # waits for the sum under way
         stop.drain()
+        assert stop._pending is None
         return answers
 
     assert on_ranks(world_size, work) == [[False, False, False, True, True, True]] * world_size
-
-
-def test_drain_waits_for_the_sum_under_way(on_ranks: OnRanks) -> None:
-    def work(comm: Any) -> bool:
-        stop = StopRequest(comm)
-        stop.drain()
-        stop.agreed()
-        assert stop._pending is not None
-        stop.drain()
-        return stop._pending is None
-
-    assert on_ranks(2, work) == [True, True]

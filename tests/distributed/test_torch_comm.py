@@ -26,13 +26,8 @@ for task in os.listdir("/proc/self/task"):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the names of threads from /proc")
 def test_no_thread_of_the_process_group_outlives_the_backend() -> None:
     # A thread that frees a tensor while the interpreter shuts down aborts the process (pytorch/pytorch#179291).
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT}/tests/distributed",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/distributed",
+                   "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
     finished = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert not [name for name in finished.stdout.split() if "gloo" in name or "tcpstore" in name], finished.stdout

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class Job:
             for rank, beat in enumerate(self.ranks):
                 beat["beats"] += rank not in silent
                 beat["count"] += rank in moving
-                self.watchdog._store.set(self.watchdog._key(rank), json.dumps(beat))
+                self.watchdog._store.set(f"rank/{rank}", json.dumps(beat))
             verdict = self.watchdog._judge(self.seen)
         return verdict
 
@@ -55,27 +56,18 @@ NO_PROGRESS = "no progress for 1 minutes: "
 
 @pytest.mark.parametrize(
     ("beats", "moving", "silent", "verdict"),
-    {
-        "the stalled rank": (
-            {1: {"phase": "backward", "update": 7}}, {0, 2}, set(), "rank 1 stands at update 7 (backward)"
-        ),
-        "several stalled ranks": (
-            {}, {0}, set(), "rank 1 stands at update 5 (forward); rank 2 stands at update 5 (forward)"
-        ),
-        "not those that wait in a collective for the busy one": (
-            {0: REDUCING, 2: REDUCING}, set(), set(), "rank 1 stands at update 5 (forward)"
-        ),
+    [
+        ({1: {"phase": "backward", "update": 7}}, {0, 2}, set(), "rank 1 stands at update 7 (backward)"),
+        ({}, {0}, set(), "rank 1 stands at update 5 (forward); rank 2 stands at update 5 (forward)"),
+        # Not those that wait in a collective for the busy one.
+        ({0: REDUCING, 2: REDUCING}, set(), set(), "rank 1 stands at update 5 (forward)"),
         # Ranks 0 and 2 reduce update 9, rank 1 still reduces update 8: it left out a collective.
-        "where all wait, the one behind": (
-            {0: {**REDUCING, "update": 9}, 1: {**REDUCING, "update": 8}, 2: {**REDUCING, "update": 9}},
-            set(), set(), "rank 1 stands at update 8 (reducing gradients)",
-        ),
+        ({0: {**REDUCING, "update": 9}, 1: {**REDUCING, "update": 8}, 2: {**REDUCING, "update": 9}}, set(), set(),
+         "rank 1 stands at update 8 (reducing gradients)"),
         # Rank 2's process is stopped; ranks 0 and 1 wait for it, and rank 1 happens to be outside the collective.
-        "the silent one first": (
-            {0: REDUCING, 2: {**REDUCING, "update": 4}}, set(), {2},
-            "lost contact with rank 2 at update 4 (reducing gradients)",
-        ),
-    }.values(),
+        ({0: REDUCING, 2: {**REDUCING, "update": 4}}, set(), {2},
+         "lost contact with rank 2 at update 4 (reducing gradients)"),
+    ],
 )  # fmt: skip
 def test_the_verdict_names_who_holds_the_job_up_after_the_timeout_and_not_before(
     beats: dict[int, Any], moving: set[int], silent: set[int], verdict: str, job: Callable[[int], Job]
@@ -96,19 +88,22 @@ def test_waiting_alone_blames_nobody_while_the_others_move(job: Callable[[int], 
     assert two.pass_time(10 * TIMEOUT_SECONDS, moving={0}) is None
 
 
-def test_a_short_silence_is_no_death(job: Callable[[int], Job]) -> None:
+def test_where_all_stand_still_the_one_without_heartbeat_is_named(job: Callable[[int], Job]) -> None:
+    three = job(3)
+    three.pass_time(TIMEOUT_SECONDS - 10, moving=set())
+    verdict = three.pass_time(12, moving=set(), silent={2})
+    assert verdict == f"{NO_PROGRESS}rank 2 stands at update 5 (forward)"
+
+
+@pytest.mark.parametrize("silent", [set(), {1}], ids=str)
+def test_progress_after_a_pause_or_a_short_silence_starts_the_clock_again(
+    silent: set[int], job: Callable[[int], Job]
+) -> None:
     two = job(2)
     two.pass_time(5, moving={0, 1})
-    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0}, silent={1}) is None
+    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0}, silent=silent) is None
     assert two.pass_time(1, moving={0, 1}) is None
-    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0, 1}) is None
-
-
-def test_progress_after_a_pause_starts_the_clock_again(job: Callable[[int], Job]) -> None:
-    two = job(2)
-    two.pass_time(TIMEOUT_SECONDS - 5, moving={0})
-    two.pass_time(1, moving={0, 1})
-    assert two.pass_time(TIMEOUT_SECONDS - 5, moving={0}) is None
+    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0}) is None
     assert two.pass_time(10, moving={0}) is not None
 
 
@@ -118,16 +113,11 @@ def test_after_a_failed_collective_the_rank_without_heartbeat_is_the_lost_one(
 ) -> None:
     three = job(3)
     three.pass_time(3, moving={0, 1, 2})
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        three.pass_time(seconds, moving={0}, silent=silent)
-
+    sleep = Mock(side_effect=lambda seconds: three.pass_time(seconds, moving={0}, silent=silent))
     monkeypatch.setattr(watchdog.time, "sleep", sleep)
     lost = three.watchdog._find_lost()
     assert lost == ("lost contact with rank 2 at update 5 (forward)" if silent else None)
-    assert slept == [DEAD_AFTER_SECONDS]
+    sleep.assert_called_once_with(DEAD_AFTER_SECONDS)
 
 
 def test_marks_count_and_keep_the_update_they_do_not_name(job: Callable[[int], Job]) -> None:
@@ -160,11 +150,9 @@ def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources(
     dog = job(2).watchdog
     dog._thread = threading.Thread()
     monkeypatch.setattr(dog, "_find_lost", lambda: "lost contact with rank 1 at update 5 (forward)")
-    told = dog.explain(RuntimeError(GLOO))
-    assert str(told).startswith(
-        "rank 0: lost contact with rank 1 at update 5 (forward) (Read error [127.0.0.1]:30598: Connection reset by"
-    )
-    assert ".cc" not in str(told)
+    told = str(dog.explain(RuntimeError(GLOO)))
+    assert told.startswith("rank 0: lost contact with rank 1 at update 5 (forward) (Read error [127.0.0.1]:30598: Conn")
+    assert ".cc" not in told
 
 
 @pytest.mark.parametrize(

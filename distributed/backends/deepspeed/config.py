@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserMistake
+from ...options import Options
 
 AUTO = "auto"
 
@@ -61,11 +62,9 @@ def refusals(path: str | None) -> Iterator[None]:
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         if path is None:
             raise
-        found = getattr(error, "errors", None)  # of pydantic
-        if callable(found):
+        said = " ".join(str(error).split()) or type(error).__name__
+        if found := getattr(error, "errors", None):  # of pydantic
             said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found())
-        else:
-            said = " ".join(str(error).split()) or type(error).__name__
         raise UserMistake(f"DeepSpeed refuses --deepspeed_config {path}: {said[:300]}") from error
 
 
@@ -159,25 +158,17 @@ def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
 
 
 def resolve(
-    config: dict[str, Any],
-    *,
-    world_size: int,
-    global_batch_size: int,
-    zero_stage: int,
-    precision: str,
-    max_grad_norm: float,
-    learning_rate: float,
-    parameter_count: int,
-    on_cpu: bool,
-) -> dict[str, Any]:
+    config: dict[str, Any], options: Options, *, zero_stage: int, max_grad_norm: float, learning_rate: float,
+    parameter_count: int, on_cpu: bool,
+) -> dict[str, Any]:  # fmt: skip
     """The whole configuration that DeepSpeed gets: no ``auto``, and explicit values where defaults have changed before.
 
     ZeroEngine accumulates (any number of backward calls add up), so DeepSpeed sees one step per update.
     """
     full = _without_auto(config)
     full.update(
-        train_batch_size=global_batch_size,
-        train_micro_batch_size_per_gpu=global_batch_size // world_size,
+        train_batch_size=options.plan.global_batch_size,
+        train_micro_batch_size_per_gpu=options.plan.local_batch_size,
         gradient_accumulation_steps=1,
         managed_gradient_accumulation=False,
         gradient_clipping=max_grad_norm,
@@ -197,7 +188,7 @@ def resolve(
     # --precision bf16 means autocast around fp32 weights, as on every backend; only the JSON can ask for bf16 weights.
     bf16.setdefault("enabled", False)
     bf16["check_grad_overflow"] = True  # a non-finite update is skipped in every precision
-    fp16["enabled"] = precision == "fp16"
+    fp16["enabled"] = options.precision == "fp16"
     if optimizer := full.get("optimizer"):
         params = optimizer.setdefault("params", {})
         params.setdefault("lr", learning_rate)
@@ -206,7 +197,7 @@ def resolve(
             params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's kernel, not of PyTorch's
             if on_cpu:
                 params.setdefault("torch_adam", True)  # DeepSpeed's fused kernel needs a GPU
-    return dict(full)
+    return full
 
 
 def _without_auto(value: Any) -> Any:
@@ -221,9 +212,7 @@ def _no_constant(name: str) -> None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {key!r} is there twice")
-        result[key] = value
-    return result
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"key {twice[0]!r} is there twice")
+    return dict(pairs)

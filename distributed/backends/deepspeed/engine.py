@@ -24,26 +24,17 @@ from .state import on_cpu, read_zero_optimizer, weight_readers, write_gradients,
 class ZeroEngine(Engine):
     """One deepspeed.initialize; ZeRO 0 replicates, 1 shards moments, 2 gradients, 3 weights."""
 
-    def __init__(
-        self,
-        backend: DeepSpeedBackend,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        name: str,
-        max_grad_norm: float | None,
-    ) -> None:
-        super().__init__(backend, model, optimizer, name=name, max_grad_norm=max_grad_norm)
-        options, self._stage = backend.options, backend.zero_stage
+    _backend: DeepSpeedBackend
+
+    def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        backend, self._stage = self._backend, self._backend.zero_stage
         self._is_sharded = self._stage == 3
         runtime = resolve(
             backend.config,
-            world_size=backend.world_size,
-            global_batch_size=options.plan.global_batch_size,
+            backend.options,
             zero_stage=self._stage,
-            precision=options.precision,
             max_grad_norm=self._max_grad_norm,
-            learning_rate=float(optimizer.param_groups[0]["lr"]),
+            learning_rate=self.lr,
             parameter_count=sum(p.numel() for p in model.parameters()),
             on_cpu=backend.device.type == "cpu",
         )
@@ -56,7 +47,7 @@ class ZeroEngine(Engine):
         if self._plan.batch_parts:
             self._parts = GradientParts(trainable, backend.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
-        if options.compile:
+        if backend.options.compile:
             model.compile()
         with _without_broadcast(), refusals(backend.config_path):
             self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
@@ -68,7 +59,7 @@ class ZeroEngine(Engine):
             )
         self._optimizer = self._ds.basic_optimizer
         self._sets_own_lr = self._scheduler is not None
-        backend.resolved[name] = {
+        backend.resolved[self._name] = {
             **runtime,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
             "optimizer_in_use": type(self._optimizer).__name__,
@@ -187,7 +178,7 @@ class ZeroEngine(Engine):
             for parameter in self._twin.parameters():
                 parameter.data = parameter.data.new_empty(0)
 
-    def live_state(self) -> dict[str, Any]:
+    def _read_state(self) -> dict[str, Any]:
         weights: Mapping[str, Any]
         if self._is_unsharded_fp32:
             weights = live_weights(self.module)
@@ -198,8 +189,6 @@ class ZeroEngine(Engine):
             "weights": weights,
             "optimizer": read_zero_optimizer(self._optimizer, self._zero, self.module, self._stage),
             "scaler": self._scaler_state(),
-            "updates": self._updates,
-            "skipped_updates": self.skipped_updates,
         }
 
     def _scaler_state(self) -> dict[str, float]:
@@ -210,8 +199,7 @@ class ZeroEngine(Engine):
         hysteresis = getattr(scaler, "cur_hysteresis", 1)
         return {"scale": float(scaler.cur_scale), "finite_in_a_row": since_overflow, "hysteresis": hysteresis}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._backend.about_to_update()
+    def _write_state(self, state: Mapping[str, Any]) -> None:
         write_weights(self.module, self._zero, self._stage, state["weights"])
         write_zero_optimizer(self._optimizer, self._zero, self.module, self._stage, state["optimizer"])
         if state["scaler"] and self._ds.fp16_enabled():
@@ -221,11 +209,9 @@ class ZeroEngine(Engine):
             scaler.cur_iter, scaler.last_overflow_iter = int(state["scaler"].get("finite_in_a_row", 0)), -1
             if "hysteresis" in state["scaler"]:
                 scaler.cur_hysteresis = state["scaler"]["hysteresis"]
-        self._updates = state["updates"]
         applied = state["updates"] - state["skipped_updates"]
         if self._scheduler is not None and applied:
             self._scheduler.step(applied - 1)  # counted from 0; a skipped update did not move it
-        self._guard.total.fill_(state["skipped_updates"])
 
 
 @contextmanager

@@ -27,21 +27,19 @@ from distributed import Backend, Engine
 UPDATES = 6
 SCRIPT_RATE = 0.125  # which no JSON here has
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+PLAIN_SGD = {"type": "SGD", "params": {"lr": 0.1}}
 WARMUP = {"type": "WarmupLR", "params": {
     "warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"
 }}  # fmt: skip
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}}},
     "adam without decay": {"optimizer": {"type": "Adam", "params": {"lr": 0.05}}},
     "auto lr": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
     **{f"sgd zero{stage}": {"optimizer": SGD, "zero_optimization": {"stage": stage}} for stage in range(4)},
-    "scheduler zero0": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": WARMUP},
-    "scheduler zero2": {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": WARMUP, "zero_optimization": {"stage": 2},
-    },
+    "scheduler zero0": {"optimizer": PLAIN_SGD, "scheduler": WARMUP},
+    "scheduler zero2": {"optimizer": PLAIN_SGD, "scheduler": WARMUP, "zero_optimization": {"stage": 2}},
     "scheduler alone": {"scheduler": WARMUP},
-}  # fmt: skip
+}
 
 
 def make_model(seed: int = 0) -> nn.Module:

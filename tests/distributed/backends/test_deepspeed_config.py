@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +13,21 @@ import pytest
 
 from distributed import UserMistake
 from distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
+from distributed.batch import BatchPlan
+from distributed.options import Options
 
-Parsed = Callable[..., argparse.Namespace]
 Json = dict[str, Any]
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
 
 
 @pytest.fixture
-def merged(parsed: Parsed) -> Callable[..., argparse.Namespace]:
+def merged(parsed: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
     """Arguments after ``config`` was merged in; ``said`` are flags of the command line."""
 
-    def merge_into(config: Json, *, world_size: int = 2, **said: Any) -> argparse.Namespace:
+    def merge_into(config: Json, **said: Any) -> argparse.Namespace:
         args = parsed("--deepspeed_config", "ds.json", **said, explicit=frozenset(said))
-        merge(args, config, world_size)
+        merge(args, config, world_size=2)
         return args
 
     return merge_into
@@ -40,53 +42,51 @@ def refusal(call: Callable[[], object]) -> str:
     return text
 
 
-def resolved(config: Json, **overrides: Any) -> Json:
-    values: dict[str, Any] = {
-        "world_size": 2, "global_batch_size": 24, "zero_stage": 2, "precision": "fp32", "max_grad_norm": 0.5,
-        "learning_rate": 0.125, "parameter_count": 1000, "on_cpu": True,
-    }  # fmt: skip
-    return resolve(config, **{**values, **overrides})
+def resolved(config: Json, *, precision: str = "fp32", **overrides: Any) -> Json:
+    values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "parameter_count": 1000, "on_cpu": True}
+    return resolve(config, Options(BatchPlan(24, 1, 2), precision), **{**values, **overrides})
 
 
-# A JSON fills what the command line leaves at its default.
+def values_of(args: argparse.Namespace, flags: Json) -> Json:
+    return {flag: getattr(args, flag) for flag in flags}
+
+
+SAID = {"batch_size": 24, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precision": "bf16", "zero_stage": 1,
+        "learning_rate": 0.02}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "said", "expected"),
     [
-        ({"train_batch_size": 32}, {"batch_size": 32, "grad_accum_steps": 1}),
-        ({"train_micro_batch_size_per_gpu": 4}, {"batch_size": 8, "grad_accum_steps": 1}),
-        ({"gradient_accumulation_steps": 3}, {"batch_size": 12, "grad_accum_steps": 3}),
-        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
-         {"batch_size": 24, "grad_accum_steps": 3}),
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
-         {"batch_size": 24, "grad_accum_steps": 3}),
+        ({"train_batch_size": 32}, {}, {"batch_size": 32, "grad_accum_steps": 1}),
+        ({MICRO: 4}, {}, {"batch_size": 8, "grad_accum_steps": 1}),
+        ({ACCUMULATION: 3}, {}, {"batch_size": 12, "grad_accum_steps": 3}),
+        ({MICRO: 4, ACCUMULATION: 3}, {}, {"batch_size": 24, "grad_accum_steps": 3}),
+        ({"train_batch_size": 24, MICRO: 4, ACCUMULATION: 3}, {}, {"batch_size": 24, "grad_accum_steps": 3}),
         # 32 / (4 x 2 processes), as in DeepSpeed
-        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, {"batch_size": 32, "grad_accum_steps": 4}),
-        ({"gradient_clipping": 0.25}, {"max_grad_norm": 0.25}),
-        ({"gradient_clipping": 1}, {"max_grad_norm": 1}),
-        ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, {"precision": "fp16"}),
-        ({"fp16": {"enabled": False}}, {"precision": "fp32"}),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 0.02}}}, {"learning_rate": 0.02}),
-        ({"zero_optimization": {"stage": 3}}, {"zero_stage": 3}),
-        ({"zero_optimization": {"overlap_comm": True}}, {"zero_stage": 0}),
-        ({}, {"batch_size": 12, "grad_accum_steps": 1, "max_grad_norm": 0.0, "precision": "fp32", "zero_stage": 0}),
+        ({"train_batch_size": 32, MICRO: 4}, {}, {"batch_size": 32, "grad_accum_steps": 4}),
+        ({MICRO: 4}, {"batch_size": 24}, {"batch_size": 24, "grad_accum_steps": 3}),
+        ({"gradient_clipping": 0.25}, {}, {"max_grad_norm": 0.25}),
+        ({"gradient_clipping": 1}, {}, {"max_grad_norm": 1}),
+        ({"bf16": {"enabled": True}}, {}, {"precision": "bf16"}),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, {}, {"precision": "fp16"}),
+        ({"fp16": {"enabled": False}}, {}, {"precision": "fp32"}),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0.02}}}, {}, {"learning_rate": 0.02}),
+        ({"zero_optimization": {"stage": 3}}, {}, {"zero_stage": 3}),
+        ({"zero_optimization": {"overlap_comm": True}}, {}, {"zero_stage": 0}),
+        ({}, {}, {"batch_size": 12, "grad_accum_steps": 1, "max_grad_norm": 0.0, "precision": "fp32", "zero_stage": 0}),
+        # The same in both places is no contradiction.
+        ({"train_batch_size": 24, MICRO: 4, ACCUMULATION: 3, "gradient_clipping": 0.5, "bf16": {"enabled": True},
+          "zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"lr": 0.02}}}, SAID, SAID),
     ],
-    ids=json.dumps,
+    ids=str,
 )  # fmt: skip
-def test_the_json_fills_what_was_left_at_its_default(config: Json, expected: Json, merged: Any) -> None:
-    args = merged(config)
-    assert {flag: getattr(args, flag) for flag in expected} == expected
-
-
-def test_accumulation_follows_from_a_batch_size_on_the_command_line(merged: Any) -> None:
-    args = merged({"train_micro_batch_size_per_gpu": 4}, batch_size=24)
-    assert (args.batch_size, args.grad_accum_steps) == (24, 3)
+def test_the_json_fills_what_was_left_at_its_default(config: Json, said: Json, expected: Json, merged: Any) -> None:
+    assert values_of(merged(config, **said), expected) == expected
 
 
 AUTO: Json = {
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto", MICRO: "auto", ACCUMULATION: "auto",
     "gradient_clipping": "auto", "steps_per_print": "auto", "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale_window": "auto"}, "amp": {"enabled": "auto", "opt_level": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
@@ -99,41 +99,20 @@ AUTO: Json = {
 }  # fmt: skip
 
 
-def test_auto_says_nothing(merged: Any, parsed: Parsed) -> None:
-    before = parsed("--deepspeed_config", "ds.json")
-    assert vars(merged(AUTO)) == vars(before)
-    said = {"batch_size": 6, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precision": "fp16", "zero_stage": 1}
-    args = merged(AUTO, **said)
-    assert {flag: getattr(args, flag) for flag in said} == said
-
-
-def test_the_same_value_in_both_places_is_no_contradiction(merged: Any) -> None:
-    config = {
-        "train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3,
-        "gradient_clipping": 0.5, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "Adam", "params": {"lr": 0.02}},
-    }  # fmt: skip
-    said = {"batch_size": 24, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precision": "bf16", "zero_stage": 1}
-    args = merged(config, **said, learning_rate=0.02)
-    assert {flag: getattr(args, flag) for flag in said} == said
-
-
-# The JSON and the command line disagree: one line that names both.
-
-
-MICRO = "train_micro_batch_size_per_gpu"
+def test_auto_says_nothing(merged: Any, parsed: Callable[..., argparse.Namespace]) -> None:
+    assert vars(merged(AUTO)) == vars(parsed("--deepspeed_config", "ds.json"))
+    said = {**SAID, "precision": "fp16"}
+    assert values_of(merged(AUTO, **said), said) == said
 
 
 @pytest.mark.parametrize(
     ("said", "config", "names"),
     [
         ({"batch_size": 8}, {"train_batch_size": 16}, ["--batch_size 8", "train_batch_size: 16"]),
-        ({"batch_size": 8}, {MICRO: 4, "gradient_accumulation_steps": 2},
-         ["--batch_size 8", MICRO, "4 x 2 x 2 processes", "16"]),
+        ({"batch_size": 8}, {MICRO: 4, ACCUMULATION: 2}, ["--batch_size 8", MICRO, "4 x 2 x 2 processes", "16"]),
         ({"batch_size": 8, "grad_accum_steps": 1}, {MICRO: 2}, ["--batch_size 8", MICRO, "2 x 1 x 2 processes", "4"]),
         ({"batch_size": 8}, {MICRO: 3}, ["--batch_size 8", MICRO]),
-        ({"grad_accum_steps": 2}, {"gradient_accumulation_steps": 4},
-         ["--grad_accum_steps 2", "gradient_accumulation_steps: 4"]),
+        ({"grad_accum_steps": 2}, {ACCUMULATION: 4}, ["--grad_accum_steps 2", f"{ACCUMULATION}: 4"]),
         ({"max_grad_norm": 0.5}, {"gradient_clipping": 1.0}, ["--max_grad_norm 0.5", "gradient_clipping: 1.0"]),
         ({"max_grad_norm": 0.5}, {"gradient_clipping": 0}, ["--max_grad_norm 0.5", "gradient_clipping: 0"]),
         ({"precision": "bf16"}, {"fp16": {"enabled": True}}, ["--precision bf16", "fp16.enabled"]),
@@ -143,7 +122,7 @@ MICRO = "train_micro_batch_size_per_gpu"
         ({"learning_rate": 0.001}, {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}},
          ["--learning_rate 0.001", "optimizer.params.lr: 0.02"]),
         ({"zero_stage": 1}, {"zero_optimization": {"stage": 2}}, ["--zero_stage 1", "zero_optimization.stage: 2"]),
-        ({}, {"train_batch_size": 32, MICRO: 4, "gradient_accumulation_steps": 2},
+        ({}, {"train_batch_size": 32, MICRO: 4, ACCUMULATION: 2},
          ["train_batch_size: 32", MICRO, "4 x 2 x 2 processes", "16"]),
     ],
     ids=str,
@@ -153,13 +132,10 @@ def test_a_contradiction_is_one_line_that_names_both(said: Json, config: Json, n
     assert all(name in text for name in [*names, "ds.json"]), text
 
 
-# Files and values that are not a configuration.
-
-
 WRONG_VALUES: dict[str, list[Any]] = {
     "train_batch_size": ["8", 8.5, True, 0, [8]],
-    "train_micro_batch_size_per_gpu": ["4", 0],
-    "gradient_accumulation_steps": [0, 1.5],
+    MICRO: ["4", 0],
+    ACCUMULATION: [0, 1.5],
     "gradient_clipping": ["1.0", -1.0, True],
     "bf16": [True],
     "bf16.enabled": ["true"],
@@ -197,26 +173,21 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_it(key: str, value: An
         (b"null", "NoneType"),
         (b'{"train_batch_size": 8, "train_batch_size": 16}', "'train_batch_size' is there twice"),
         (b'{"bf16": {"enabled": true, "enabled": false}}', "'enabled' is there twice"),
-        (
-            b'{"zero_optimizatoin": {}}',
-            "zero_optimizatoin in {path} is not a key that DeepSpeed reads; did you mean zero_optimization?",
-        ),
+        (b'{"zero_optimizatoin": {}}',
+         "zero_optimizatoin in {path} is not a key that DeepSpeed reads; did you mean zero_optimization?"),
         (b'{"fp 16": {}}', "fp 16 in {path} is not a key that DeepSpeed reads; did you mean fp16?"),
         (None, "No such file"),
+        ("a folder", "directory"),
     ],
-)
-def test_a_file_that_holds_no_configuration_is_refused_in_one_line(
-    content: bytes | None, expected: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_a_file_that_holds_no_configuration_is_refused_in_one_line(content: Any, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    if content is not None:
+    if isinstance(content, bytes):
         path.write_bytes(content)
+    elif content == "a folder":
+        path.mkdir()
     text = refusal(lambda: read_config(str(path)))
     assert expected.format(path=path) in text and str(path) in text
-
-
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    assert "directory" in refusal(lambda: read_config(str(tmp_path)))
 
 
 def test_keys_of_a_newer_deepspeed_are_left_to_it(tmp_path: Path) -> None:
@@ -228,28 +199,43 @@ def test_keys_of_a_newer_deepspeed_are_left_to_it(tmp_path: Path) -> None:
 # The configuration that DeepSpeed gets.
 
 
-def strings(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [text for item in value.values() for text in strings(item)]
-    return [value] if isinstance(value, str) else []
+def part_of(full: Any, expected: Any) -> Any:
+    """``full`` without the keys that ``expected`` does not have."""
+    return {key: part_of(full[key], value) for key, value in expected.items()} if isinstance(expected, dict) else full
+
+
+BUCKETS = {"reduce_bucket_size": 777, "round_robin_gradients": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        # One step per update, and no accumulation of its own.
+        ({ACCUMULATION: 3, MICRO: 4}, {}, {"train_batch_size": 24, MICRO: 12, ACCUMULATION: 1}),
+        *(({"zero_optimization": {"stage": "auto"}}, {"zero_stage": stage, "max_grad_norm": stage / 10},
+           {"zero_optimization": {"stage": stage}, "gradient_clipping": stage / 10}) for stage in range(4)),
+        # Buckets are no larger than the model, and aligned to 128.
+        *(({}, {"parameter_count": count}, {"zero_optimization": {"reduce_bucket_size": size,
+                                                                   "allgather_bucket_size": size}})
+          for count, size in ((1, 128), (128, 128), (129, 256), (10**10, 500_000_000))),
+        ({"zero_optimization": BUCKETS, "wall_clock_breakdown": True}, {},
+         {"zero_optimization": BUCKETS, "wall_clock_breakdown": True}),
+        # Weights of fp16 follow --precision, those of bf16 the JSON.
+        *(({}, {"precision": name}, {"fp16": {"enabled": name == "fp16"}, "bf16": {"enabled": False}})
+          for name in ("fp32", "bf16", "fp16")),
+        ({"bf16": {"enabled": True}}, {"precision": "bf16"}, {"bf16": {"enabled": True}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_deepspeed_gets_the_merged_settings(config: Json, overrides: Json, expected: Json) -> None:
+    assert part_of(resolved(config, **overrides), expected) == expected
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_no_auto_is_left_at_any_depth(on_cpu: bool) -> None:
-    assert "auto" not in strings(resolved(AUTO, on_cpu=on_cpu))
-
-
-def test_the_callers_config_stays_as_it_is() -> None:
+def test_no_auto_is_left_at_any_depth_and_the_callers_config_stays_as_it_is(on_cpu: bool) -> None:
     config = copy.deepcopy(AUTO)
-    resolved(config)
+    assert '"auto"' not in json.dumps(resolved(config, on_cpu=on_cpu))
     assert config == AUTO
-
-
-def test_deepspeed_makes_one_step_per_update_and_never_accumulates() -> None:
-    full = resolved({"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4})
-    assert full["train_batch_size"] == 24
-    assert full["train_micro_batch_size_per_gpu"] == 12
-    assert full["gradient_accumulation_steps"] == 1
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -261,38 +247,11 @@ def test_settings_of_adam_are_explicit_because_defaults_differ_between_kernels(
     optimizer = {"type": type_, "params": said} if said else {"type": type_}
     used = resolved({"optimizer": optimizer}, on_cpu=on_cpu)["optimizer"]["params"]
     expected = {"adam_w_mode": True, "weight_decay": 0.0, "lr": 0.125, **said}  # the script's rate
-    assert {name: used[name] for name in expected} == expected
+    assert part_of(used, expected) == expected
 
 
 def test_other_optimizers_get_no_adam_switches() -> None:
     assert resolved({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})["optimizer"]["params"] == {"lr": 0.1}
-
-
-def test_stage_and_clipping_are_the_merged_ones() -> None:
-    for stage, max_grad_norm in itertools.product(range(4), [0.0, 0.1]):
-        full = resolved({"zero_optimization": {"stage": "auto"}}, zero_stage=stage, max_grad_norm=max_grad_norm)
-        assert full["zero_optimization"]["stage"] == stage and full["gradient_clipping"] == max_grad_norm
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 128), (128, 128), (129, 256), (10**10, 500_000_000)])
-def test_buckets_are_no_larger_than_the_model_and_aligned(count: int, expected: int) -> None:
-    zero = resolved({}, parameter_count=count)["zero_optimization"]
-    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == expected
-    assert expected % 128 == 0
-
-
-def test_settings_that_were_said_are_kept() -> None:
-    config = {"zero_optimization": {"reduce_bucket_size": 777, "round_robin_gradients": True}}
-    full = resolved({**config, "wall_clock_breakdown": True})
-    assert full["wall_clock_breakdown"] is True
-    assert full["zero_optimization"] == {**full["zero_optimization"], **config["zero_optimization"]}
-
-
-@pytest.mark.parametrize(("precision", "fp16"), [("fp32", False), ("bf16", False), ("fp16", True)])
-def test_fp16_weights_follow_the_precision_and_bf16_weights_the_json(precision: str, fp16: bool) -> None:
-    full = resolved({}, precision=precision)
-    assert full["fp16"]["enabled"] is fp16 and full["bf16"]["enabled"] is False
-    assert resolved({"bf16": {"enabled": True}}, precision="bf16")["bf16"]["enabled"] is True
 
 
 def test_the_configurations_in_the_repository_are_complete_and_fit_together(merged: Any) -> None:
@@ -302,9 +261,8 @@ def test_the_configurations_in_the_repository_are_complete_and_fit_together(merg
     for name, stage in stages.items():
         config = read_config(str(folder / f"{name}.json"))
         args = merged(config)
-        assert args.zero_stage == stage
-        assert args.precision == ("bf16" if name == "bf16" else "fp32")
-        assert "auto" not in strings(resolved(config, zero_stage=stage, precision=args.precision))
+        assert (args.zero_stage, args.precision) == (stage, "bf16" if name == "bf16" else "fp32")
+        assert '"auto"' not in json.dumps(resolved(config, zero_stage=stage, precision=args.precision))
 
 
 @pytest.mark.parametrize(
@@ -314,20 +272,18 @@ def test_the_configurations_in_the_repository_are_complete_and_fit_together(merg
         ({"bf16": {"enabled": True}}, "bf16", "bf16.enabled in ds.json"),
         ({}, "fp16", "with fp16"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "fp32", "offload_optimizer in ds.json"),
-        *(
-            (config, precision, None)
-            for config in ({}, {"zero_optimization": {"stage": 3}}, {"bf16": {"enabled": False}})
-            for precision in ("fp32", "bf16")
-        ),
     ],
 )
 def test_batch_parts_excludes_what_computes_differently_from_other_backends(
-    config: Json, precision: str, named: str | None
+    config: Json, precision: str, named: str
 ) -> None:
-    if named is None:
-        check_for_parts(config, precision, "ds.json")
-    else:
-        assert named in refusal(lambda: check_for_parts(config, precision, "ds.json"))
+    assert named in refusal(lambda: check_for_parts(config, precision, "ds.json"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"stage": 3}}, {"bf16": {"enabled": False}}], ids=str)
+def test_batch_parts_accepts_the_rest(config: Json, precision: str) -> None:
+    check_for_parts(config, precision, "ds.json")
 
 
 def test_what_deepspeed_refuses_in_a_json_is_one_line_and_without_one_an_error_of_ours() -> None:

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from distributed import Backend, TrainingStopped
 from distributed.engines.finite import SkipGuard
 
-CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(True), torch.tensor(False)
 
 
-def guard(
-    limit: int, gather_objects: Callable[[Any], list[Any]] = lambda value: [value], model: nn.Module | None = None
-) -> SkipGuard:
-    return SkipGuard(model or nn.Linear(2, 1), limit, CPU, gather_objects)
+def guard(limit: int, others: Any = (), model: nn.Module | None = None) -> SkipGuard:
+    """Of the last rank; ``others`` is what the ranks before it found."""
+    return SkipGuard(model or nn.Linear(2, 1), limit, torch.device("cpu"), lambda value: [*others, value])
 
 
 def backward(skip_guard: SkipGuard, loss: Tensor) -> None:
@@ -75,11 +73,8 @@ def test_the_message_names_rank_and_tensor(spoil: Callable[[nn.Linear], Tensor],
 
 
 def test_the_message_names_only_the_ranks_that_found_something() -> None:
-    others: list[Any] = [[], ["the gradient of 0.bias holds inf"], []]
-    counting = guard(1, lambda value: [*others, value])
-    with pytest.raises(TrainingStopped) as raised:
-        counting.after_update(BAD, 7)
-    assert "update 7: rank 1: the gradient of 0.bias holds inf. The weights" in str(raised.value)
+    with pytest.raises(TrainingStopped, match=r"update 7: rank 1: the gradient of 0.bias holds inf\. The weights"):
+        guard(1, [[], ["the gradient of 0.bias holds inf"], []]).after_update(BAD, 7)
 
 
 def test_findings_of_an_update_that_was_made_are_forgotten() -> None:
@@ -93,16 +88,11 @@ def test_findings_of_an_update_that_was_made_are_forgotten() -> None:
 
 def test_gradients_are_looked_at_only_while_there_is_trouble() -> None:
     model = nn.Linear(2, 1)
-    watching = guard(5, model=model)
-
-    def hooks() -> int:
-        return sum(len(parameter._backward_hooks or {}) for parameter in model.parameters())
-
-    assert hooks() == 0
-    watching.after_update(BAD, 1)
-    assert hooks() == 2
-    watching.after_update(GOOD, 2)
-    assert hooks() == 0
+    watching, hooks = guard(5, model=model), []
+    for finite in (GOOD, BAD, GOOD):
+        watching.after_update(finite, 1)
+        hooks.append(sum(len(parameter._backward_hooks or {}) for parameter in model.parameters()))
+    assert hooks == [0, 2, 0]
 
 
 def test_an_engine_counts_skips_stops_and_keeps_the_last_good_weights(single: Callable[..., Backend]) -> None:

@@ -47,24 +47,19 @@ def test_a_disabled_scaler_is_always_one_and_has_no_state() -> None:
 
 
 def test_a_reloaded_scaler_goes_on_where_the_saved_one_was() -> None:
-    finite = [True, False, True, True, True, True, False, True, True, True]
-    whole, first = (LossScaler(True, CPU, growth_interval=3) for _ in range(2))
-    for ok in finite:
+    whole, part = (LossScaler(True, CPU, growth_interval=3) for _ in range(2))
+    for index, ok in enumerate([True, False, True, True, True, True, False, True, True, True]):
+        if index == 4:  # two finite updates in a row
+            state = part.state_dict()
+            part = LossScaler(True, CPU, growth_interval=3)
+            part.load_state_dict(state)
         whole.update(torch.tensor(ok))
-    for ok in finite[:5]:
-        first.update(torch.tensor(ok))
-    second = LossScaler(True, CPU, growth_interval=3)
-    second.load_state_dict(first.state_dict())
-    for ok in finite[5:]:
-        second.update(torch.tensor(ok))
-    assert second.state_dict() == whole.state_dict()
+        part.update(torch.tensor(ok))
+    assert part.state_dict() == whole.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("saved", "scale"),
-    [({}, 2.0**16), ({"scale": 1024.0}, 1024.0)],
-    ids=["saved in fp32: the default", "saved by another backend, which counts nothing"],
-)
+# Saved in fp32: the default; saved by another backend, which counts nothing.
+@pytest.mark.parametrize(("saved", "scale"), [({}, 2.0**16), ({"scale": 1024.0}, 1024.0)], ids=str)
 def test_a_state_that_lacks_something_is_accepted(saved: dict[str, float], scale: float) -> None:
     scaler = LossScaler(True, CPU)
     scaler.load_state_dict(saved)

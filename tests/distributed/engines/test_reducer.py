@@ -50,11 +50,10 @@ def plain_sum(world_size: int, n_calls: int) -> list[Tensor]:
     parameters = list(model.parameters())
     total = [torch.zeros_like(p) for p in parameters]
     for rank, call in itertools.product(range(world_size), range(n_calls)):
-        for t, g in zip(
-            total, torch.autograd.grad(loss_of(model, rank, call), parameters, allow_unused=True), strict=True
-        ):
-            if g is not None:
-                t += g
+        gradients = torch.autograd.grad(
+            loss_of(model, rank, call), parameters, allow_unused=True, materialize_grads=True
+        )
+        torch._foreach_add_(total, gradients)
     return total
 
 

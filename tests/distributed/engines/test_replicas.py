@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import pytest
@@ -35,10 +35,11 @@ def test_memory_layout_does_not_count(dtype: torch.dtype) -> None:
     assert checksums({"x": tensor.T.contiguous().T}) == checksums({"x": tensor})
 
 
-def test_nan_zero_dimensions_empty_and_none_at_all() -> None:
+def test_nan_zero_dimensions_empty_none_at_all_and_the_sign_of_zero() -> None:
     tensors = {"nan": torch.tensor([torch.nan]), "scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3)}
     assert checksums(tensors) == checksums({name: tensor.clone() for name, tensor in tensors.items()})
     assert checksums({}) == {}
+    assert checksums({"x": torch.tensor([0.0])}) != checksums({"x": torch.tensor([-0.0])})
 
 
 @pytest.mark.parametrize("n", [5, 1024, 1025, 5000])
@@ -51,31 +52,19 @@ def test_entries_that_changed_places_count(n: int) -> None:
         assert checksums({"x": swapped}) != before
 
 
-def test_minus_zero_is_not_zero() -> None:
-    assert checksums({"x": torch.tensor([0.0])}) != checksums({"x": torch.tensor([-0.0])})
-
-
-def gathered(*replicas: nn.Module) -> Callable[[Any], list[Any]]:
-    """Stands for an exchange between ranks that hold these replicas."""
-    return lambda own: [checksums(dict(replica.state_dict())) for replica in replicas]
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-
-
-def test_equal_replicas_pass() -> None:
-    check_replicas(model(), "at start", gathered(model(), model(), model()))
-
-
 @pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "1.running_mean", "1.num_batches_tracked"])
 def test_the_tensor_and_the_ranks_that_differ_are_named(name: str) -> None:
-    others = [model() for _ in range(4)]
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    by_rank = [copy.deepcopy(model) for _ in range(4)]
+
+    def gather_objects(own: Any) -> list[Any]:
+        return [checksums(dict(replica.state_dict())) for replica in by_rank]
+
+    check_replicas(model, "before training", gather_objects)
     for rank in (1, 3):
-        others[rank].state_dict()[name].view(-1)[0] += 1
+        by_rank[rank].state_dict()[name].view(-1)[0] += 1
     with pytest.raises(TrainingStopped) as raised:
-        check_replicas(model(), "before training", gathered(*others))
-    assert str(raised.value) == (
-        f"before training, {name} on rank 1 is not what it is on rank 0 (differing ranks: [1, 3])"
+        check_replicas(model, "before training", gather_objects)
+    assert (
+        str(raised.value) == f"before training, {name} on rank 1 is not what it is on rank 0 (differing ranks: [1, 3])"
     )
