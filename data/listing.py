@@ -14,7 +14,16 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
     Raises ValueError, in one line, where the folder is missing, no folder or not readable; it says that a folder of
     `what` is wanted, or the set `demo`.
     """
-    _require_folder(folder, what, demo)
+    try:
+        mode = os.stat(folder).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"there is no folder {folder!r}: give the path of a folder of {what}, or {demo} to try without one"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
     files: list[str] = []
     n_others = 0
     visited = set()
@@ -36,19 +45,6 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
                 n_others += 1
         pending += sorted(folders, reverse=True)  # of two links to one folder, follow the first in order
     return sorted(files), n_others
-
-
-def _require_folder(folder: str, what: str, demo: str) -> None:
-    try:
-        mode = os.stat(folder).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"there is no folder {folder!r}: give the path of a folder of {what}, or {demo} to try without one"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
-    if not stat.S_ISDIR(mode):
-        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
 
 
 def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:

@@ -33,12 +33,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        max_text_tokens: int,
-        to_ids: Callable[[str], list[int]],
-        content: bytes = b"",
+        self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]], content: bytes = b""
     ) -> None:
         self.name, self.vocab_size, self.max_text_tokens = name, vocab_size, max_text_tokens
         self._to_ids, self._content = to_ids, content

@@ -50,7 +50,7 @@ class Loader:
             _Requests(load),
             batch_size=None,  # one request is one result
             sampler=requests,
-            collate_fn=_unchanged,
+            collate_fn=_same,
             num_workers=num_workers,
             worker_init_fn=_become_worker,
             multiprocessing_context=START_METHOD if num_workers else None,
@@ -89,7 +89,7 @@ class _Requests(Dataset):
             return error
 
 
-def _unchanged(result: Any) -> Any:
+def _same(result: Any) -> Any:
     return result
 
 

@@ -10,8 +10,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from ..feed import Feed, Processes
+from ..feed import Feed
 from ..hashing import Draws, derive_key
+from ..processes import Processes
 from ..tokenizers import Tokenizer
 from .sets import Sounds, open_sounds
 
@@ -46,13 +47,7 @@ class CaptionedSound:
 
 
 class CaptionedSounds:
-    """Sounds with one of their captions each, in tokens. Made before the loader workers, which run it.
-
-    Args:
-        sounds: The set.
-        tokenizer: Turns captions into tokens.
-        seed: Of the captions that are drawn in training.
-    """
+    """Sounds with one of their captions each, in tokens; `seed` is of the captions that are drawn in training."""
 
     def __init__(self, sounds: Sounds, tokenizer: Tokenizer, seed: int) -> None:
         self.sounds, self.tokenizer, self.seed = sounds, tokenizer, seed
@@ -66,10 +61,9 @@ class CaptionedSounds:
         Raises OSError or ValueError where the sound or its caption cannot be read; without `augment`, where any of its
         captions or its label cannot.
         """
-        captions = self.sounds.captions(index)
+        captions, label = self.sounds.texts(index)
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
-        label = self.sounds.label(index)
         if not augment:  # a validation reads all of them: what cannot be is known here, where the sound is named
             self.tokenizer.encode([*captions, *([label] if label else [])])
         waveform = self.sounds.load(index, epoch, augment)
@@ -100,19 +94,12 @@ def caption_id(caption: str) -> int:
 def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokenizer) -> Feed[SoundBatch]:
     """The feed of a script that trains on sounds and captions.
 
-    Args:
-        args: The shared arguments (`add_run_arguments`), and audio_data, sample_rate, clip_seconds and split_seed.
-        processes: Who trains.
-        tokenizer: For the captions.
-
-    Raises:
-        UserMistake: one line, where there are no such sounds or too few.
+    `args` are those of `add_run_arguments`, and audio_data, sample_rate, clip_seconds and split_seed. Raises what
+    `Feed` raises.
     """
 
     def open_set() -> CaptionedSounds:
-        sounds = open_sounds(
-            args.audio_data, sample_rate=args.sample_rate, clip_seconds=args.clip_seconds, seed=args.seed
-        )
-        return CaptionedSounds(sounds, tokenizer, args.seed)
+        hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds}
+        return CaptionedSounds(open_sounds(args.audio_data, **hearing, seed=args.seed), tokenizer, args.seed)
 
     return Feed(open_set, args, processes, split_seed=args.split_seed, noun="sound", collate=collate_sounds)

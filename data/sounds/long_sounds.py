@@ -98,12 +98,7 @@ def read_clips(path: str, decoder: ClipDecoder, max_clips: int) -> Tensor:
     starts = clip_starts(frames, clip_frames, max_clips)
     if len(starts) == 1:
         return decoder.load(source, 0)[None]  # also says what is wrong with a damaged file
-    return torch.stack(
-        [
-            decoder.load(source, 0, start_seconds=start / rate, end_seconds=(start + clip_frames) / rate)
-            for start in starts
-        ]
-    )
+    return torch.stack([decoder.load(source, 0, 0, False, s / rate, (s + clip_frames) / rate) for s in starts])
 
 
 def _rate_and_frames(path: str) -> tuple[int, int]:
@@ -130,24 +125,20 @@ def is_sound(query: str) -> bool:
     return False
 
 
-def file_embedder(
-    decoder: ClipDecoder, embed: Callable[[Tensor], Tensor], max_clips: int, batch_size: int
-) -> Callable[[str], Tensor]:
-    """Path of a sound file -> its unit vector (d,), the bits that `embed_sounds` gives.
+def embed_file(
+    decoder: ClipDecoder, embed: Callable[[Tensor], Tensor], max_clips: int, batch_size: int, path: str
+) -> Tensor:
+    """A sound file -> its unit vector (d,), the bits that `embed_sounds` gives.
 
-    It raises ValueError, in one line, where the file cannot be read.
+    Raises ValueError, in one line, where the file cannot be read.
     """
-
-    def embed_file(path: str) -> Tensor:
-        require_decoders()
-        try:
-            clips = read_clips(path, decoder, max_clips)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
-        (vectors,), _ = embed_sounds([clips], embed, batch_size)
-        return torch.from_numpy(vectors[0])
-
-    return embed_file
+    require_decoders()
+    try:
+        clips = read_clips(path, decoder, max_clips)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
+    (vectors,), _ = embed_sounds([clips], embed, batch_size)
+    return torch.from_numpy(vectors[0])
 
 
 def load_clips(sounds: LongSounds, ranges: Sequence[range], *, num_workers: int = 0) -> Iterator[Iterator[Clips]]:
@@ -159,7 +150,7 @@ def _clips_or_bad(sounds: LongSounds, index: int) -> Clips:
     try:
         return sounds.clips(index)
     except (OSError, ValueError) as error:
-        return BadSample.of(sounds, index, error)
+        return BadSample(index, sounds.describe(index), reason_of(error))
 
 
 def embed_sounds(

@@ -10,11 +10,11 @@ from typing import Protocol
 from torch import Tensor
 
 from ..demonstrations import demonstration_size
-from ..tars import Tars
 from .decoding import ClipDecoder, require_decoders
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import Manifest
-from .sidecars import SoundFolder, list_sounds
+from .sidecars import SoundFolder, Texts, list_sounds
+from .tars import Tars
 from .tones import Tones
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -33,15 +33,11 @@ class Sounds(Protocol):
         """
         ...
 
-    def captions(self, index: int) -> list[str]:
-        """What the sound is, in one sentence or several; never empty.
+    def texts(self, index: int) -> Texts:
+        """What is written of the sound: one caption or several, and its class where the set has classes.
 
-        Raises OSError or ValueError, in one line, where there is none.
+        Raises OSError or ValueError, in one line, where there is no caption.
         """
-        ...
-
-    def label(self, index: int) -> str | None:
-        """The class of the sound, where the set has classes."""
         ...
 
     def describe(self, index: int) -> str:
@@ -90,9 +86,8 @@ def _open_files(path: str, clips: ClipDecoder) -> Sounds:
 def _only_tars(paths: list[str]) -> list[str]:
     for path in paths:
         if not path.lower().endswith(".tar"):
-            compressed = path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"))
             hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of sounds, or tars"
-            if compressed:
+            if path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
                 hint = "decompress it first: a compressed tar cannot be read at random"
             raise ValueError(f"{path!r} is no set of sounds: {hint}")
     return paths
@@ -108,11 +103,9 @@ def _expanded(pattern: str) -> list[str]:
         if not found:
             raise ValueError(f"no file is named like {pattern!r}")
         return found
-    missing = [path for path in paths if not os.path.exists(path)]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing, the first is {missing[0]!r}"
-        )
+    if missing := [path for path in paths if not os.path.exists(path)]:
+        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
+        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
     return paths
 
 

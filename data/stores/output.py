@@ -11,17 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..bad_samples import reason_of
-from ..feed import Processes
+from ..processes import Processes
 
 SETTINGS_FILE = "settings.json"
 _LONGEST_VALUE = 40
-
-
-class Workers(Processes, Protocol):
-    """Processes that can be asked to stop."""
-
-    def broadcast_object(self, value: Any) -> Any: ...
-    def stop_requested(self) -> bool: ...
 
 
 class Files(Protocol):
@@ -54,7 +47,7 @@ class OutputFolder:
         self,
         path: Path,
         settings: Mapping[str, Any],
-        processes: Workers,
+        processes: Processes,
         files: Files,
         *,
         fresh: bool,
