@@ -136,7 +136,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     embed, _ = embedders(model, args.model, backend)
 
     def embeddings_of(todo: Sequence[int]) -> Iterator[Any]:
-        clips = load_clips(sounds, [shards.items(shard) for shard in todo], num_workers=args.num_workers)
+        clips = load_clips(sounds, [shards.items[shard] for shard in todo], num_workers=args.num_workers)
         return (embed_sounds(of_shard, embed, args.batch_size) for of_shard in clips)
 
     stop = args.on_bad_sample == "error"

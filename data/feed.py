@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .bad_samples import BadSample, BadSampleLog
+from .contracts import Processes, Samples
 from .images.sets import open_images
 from .order import split
-from .processes import Processes
-from .stream import Collate, Samples, TrainingStream, ValidationStream, collate_images
+from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
 
@@ -30,10 +30,8 @@ class Feed(Generic[BatchType]):
     Args:
         open_samples: Opens the set. It may raise ValueError on one process alone.
         args: batch_size, valid_fraction, seed (of the order), num_workers and on_bad_sample.
-        processes: Who trains.
         split_seed: Of the split into training and validation.
         noun: What one sample is called: "image".
-        collate: Makes a batch of samples.
 
     Raises:
         UserMistake: one line, where there are no such samples or too few.
@@ -111,11 +109,8 @@ class Feed(Generic[BatchType]):
         }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say what any process could not read since the last call, each file once. Collective.
-
-        Raises:
-            UserMistake: there are too many to go on.
-        """
+        """Say what any process could not read since the last call, each file once. Raises UserMistake where there are
+        too many to go on. Collective."""
         for sample in self.bad_samples.share(self._unreported, self._processes.gather_objects):
             say(f"cannot read {sample}; the next {self.noun} takes its place")
         self._unreported.clear()

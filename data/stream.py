@@ -6,31 +6,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from .bad_samples import BadSample, reason_of
+from .contracts import Samples
 from .order import Subset, TrainingOrder, ValidationOrder
 from .workers import Loader
 
 OnBadSample = Literal["replace", "error"]
 _MOST_TRIES = 100
-
-
-class Samples(Protocol):
-    """A numbered set of samples of any kind: `Images`, or sounds with their captions."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
-        """The sample, which depends on the arguments alone. Raises OSError or ValueError where it cannot be read."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """The name by which a user finds the sample: its path."""
-        ...
 
 
 class Batch(TypedDict):

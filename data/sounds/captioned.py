@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
+from ..contracts import Processes
 from ..feed import Feed
 from ..hashing import Draws, derive_key
-from ..processes import Processes
 from ..tokenizers import Tokenizer
 from .sets import Sounds, open_sounds
 
@@ -34,18 +33,6 @@ class SoundBatch(TypedDict):
     labels: list[str | None]
 
 
-@dataclass(frozen=True)
-class CaptionedSound:
-    """One sample: waveform (clip_samples,), its caption's tokens (1, max_text_tokens) and their number."""
-
-    waveform: Tensor
-    tokens: Tensor
-    length: int
-    caption: str
-    captions: list[str]
-    label: str | None
-
-
 class CaptionedSounds:
     """Sounds with one of their captions each, in tokens; `seed` is of the captions that are drawn in training."""
 
@@ -55,8 +42,9 @@ class CaptionedSounds:
     def __len__(self) -> int:
         return len(self.sounds)
 
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> CaptionedSound:
-        """With `augment` clip and caption are drawn from (seed, epoch, index), else they are the first and the middle.
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        """The sample's part of each entry of a `SoundBatch`. With `augment` caption and clip are drawn from (seed,
+        epoch, index), else they are the first caption and the middle of the sound.
 
         Raises OSError or ValueError where the sound or its caption cannot be read; without `augment`, where any of its
         captions or its label cannot.
@@ -66,24 +54,20 @@ class CaptionedSounds:
         tokens, (length,) = self.tokenizer.encode([caption])
         if not augment:  # a validation reads all of them: what cannot be is known here, where the sound is named
             self.tokenizer.encode([*captions, *([label] if label else [])])
-        waveform = self.sounds.load(index, epoch, augment)
-        return CaptionedSound(waveform, tokens, length, caption, captions, label)
+        return {
+            "waveforms": self.sounds.load(index, epoch, augment), "tokens": tokens[0], "lengths": length,
+            "captions": caption, "caption_ids": torch.tensor(caption_id(caption), dtype=torch.int64),
+            "all_captions": captions, "labels": label,
+        }  # fmt: skip
 
     def describe(self, index: int) -> str:
         return self.sounds.describe(index)
 
 
-def collate_sounds(samples: Sequence[CaptionedSound]) -> dict[str, Any]:
+def collate_sounds(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Samples -> the entries of a `SoundBatch` that come from them."""
-    return {
-        "waveforms": torch.stack([sample.waveform for sample in samples]),
-        "tokens": torch.cat([sample.tokens for sample in samples]),
-        "lengths": [sample.length for sample in samples],
-        "captions": [sample.caption for sample in samples],
-        "caption_ids": torch.tensor([caption_id(sample.caption) for sample in samples], dtype=torch.int64),
-        "all_captions": [sample.captions for sample in samples],
-        "labels": [sample.label for sample in samples],
-    }
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
+    return {key: torch.stack(part) if isinstance(part[0], Tensor) else part for key, part in columns.items()}
 
 
 def caption_id(caption: str) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..bad_samples import BadSample, reason_of
-from ..listing import list_files
+from ..opening import list_files
 from ..packed import PackedStrings
 from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
@@ -92,13 +92,13 @@ def read_clips(path: str, decoder: ClipDecoder, max_clips: int) -> Tensor:
 
     Raises OSError where the file cannot be opened and ValueError, in one line, where it cannot be decoded there.
     """
-    source = Source(path)
     rate, frames = _rate_and_frames(path)
     clip_frames = math.ceil(decoder.clip_samples * rate / decoder.sample_rate)
     starts = clip_starts(frames, clip_frames, max_clips)
     if len(starts) == 1:
-        return decoder.load(source, 0)[None]  # also says what is wrong with a damaged file
-    return torch.stack([decoder.load(source, 0, 0, False, s / rate, (s + clip_frames) / rate) for s in starts])
+        return decoder.load(Source(path), 0)[None]  # also says what is wrong with a damaged file
+    parts = [Source(path, 0, None, start / rate, (start + clip_frames) / rate) for start in starts]
+    return torch.stack([decoder.load(part, 0) for part in parts])
 
 
 def _rate_and_frames(path: str) -> tuple[int, int]:
@@ -159,14 +159,8 @@ def embed_sounds(
     """Clips of sounds -> for each sound that can be read the mean of its clips' embeddings, scaled to length 1, in one
     array (n, d) or, where none can be read, in no array; and what cannot be read.
 
-    Args:
-        sounds: In order.
-        embed: Waveforms (batch_size, clip_samples) -> unit vectors (batch_size, d) on the CPU, each a function of its
-            own row.
-        batch_size: Rows of every call; what is missing in the last one is silence.
-
-    Raises:
-        ValueError: an embedding that is not finite.
+    `embed` makes of waveforms (batch_size, clip_samples) unit vectors (batch_size, d) on the CPU, each a function of
+    its own row; what is missing in the last batch is silence. Raises ValueError where an embedding is not finite.
     """
     bad: list[BadSample] = []
     counts: list[int] = []

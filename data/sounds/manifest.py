@@ -65,8 +65,8 @@ class Manifest:
         return len(self._paths)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        source = Source(self.describe(index))
-        return self._clips.load(source, index, epoch, augment, self._starts[index], self._ends[index])
+        source = Source(self.describe(index), start_seconds=self._starts[index], end_seconds=self._ends[index])
+        return self._clips.load(source, index, epoch, augment)
 
     def texts(self, index: int) -> Texts:
         if not self._captions[index]:

@@ -7,9 +7,8 @@ import os
 import re
 from typing import Protocol
 
-from torch import Tensor
-
-from ..demonstrations import demonstration_size
+from ..contracts import Samples
+from ..opening import demonstration_size
 from .decoding import ClipDecoder, require_decoders
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import Manifest
@@ -20,28 +19,14 @@ from .tones import Tones
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
-class Sounds(Protocol):
-    """A numbered set of sounds, of which clips of one length are heard at a time."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        """float32 (clip_samples,) in [-1, 1], contiguous: with `augment` a clip drawn from (seed, epoch, index) alone,
-        else always the same.
-
-        Raises OSError or ValueError, in one line, where the sound cannot be read.
-        """
-        ...
+class Sounds(Samples, Protocol):
+    """A numbered set of sounds, of which clips are heard, float32 (clip_samples,) in [-1, 1], contiguous."""
 
     def texts(self, index: int) -> Texts:
         """What is written of the sound: one caption or several, and its class where the set has classes.
 
         Raises OSError or ValueError, in one line, where there is no caption.
         """
-        ...
-
-    def describe(self, index: int) -> str:
-        """The name by which a user finds the sound: its path."""
         ...
 
 

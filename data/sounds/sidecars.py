@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..listing import list_files
+from ..opening import list_files, nothing_found
 from ..packed import PackedStrings
 from .decoding import ENDINGS, ClipDecoder, Source
 
@@ -76,11 +76,7 @@ def list_sounds(folder: str) -> list[str]:
     listed, n_others = list_files(folder, (*kinds, *TEXT_ENDINGS), "sounds", "demo:tones")
     n_texts = sum(name.lower().endswith(TEXT_ENDINGS) for name in listed)
     if n_texts == len(listed):
-        n = n_texts + n_others
-        raise ValueError(
-            f"no sound in {folder!r}, which holds {n} other file{'' if n == 1 else 's'}: files that end in "
-            f"{' '.join(kinds)} are read, in the folder and in those below it"
-        )
+        raise nothing_found("sound", folder, n_texts + n_others, kinds)
     # Texts in a folder of tars describe the tars, if anything.
     is_tars = not any(name.lower().endswith(ENDINGS) for name in listed)
     return [name for name in listed if name.lower().endswith(".tar")] if is_tars else listed

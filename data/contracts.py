@@ -1,4 +1,4 @@
-"""What this package asks of the processes that train or compute together."""
+"""What this package asks of a set of samples, and of the processes that train or compute together."""
 
 from __future__ import annotations
 
@@ -24,3 +24,20 @@ class Processes(Protocol):
     def gather_objects(self, value: Any) -> list[Any]: ...
     def stop_requested(self) -> bool: ...
     def waiting_for(self, what: str) -> AbstractContextManager[None]: ...
+
+
+class Samples(Protocol):
+    """A numbered set of samples of any kind."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
+        """The sample, which depends on the set's seed and the arguments alone; on the epoch only with `augment`.
+
+        Raises OSError or ValueError, in one line, where it cannot be read.
+        """
+        ...
+
+    def describe(self, index: int) -> str:
+        """The name by which a user finds the sample: its path."""
+        ...

@@ -1,14 +1,17 @@
-"""The files below a folder, found by their names; no file is opened."""
+"""What opening a set of samples takes: the files of a folder, the names of generated sets, optional packages."""
 
 from __future__ import annotations
 
 import os
 import stat
 
+PREFIX = "demo:"
+DEFAULT_SIZE = 4096
+
 
 def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> tuple[list[str], int]:
     """Relative paths ('/' between the parts) of the files below `folder` with such endings (lower case), sorted, and
-    the number of other files; no file is opened.
+    the number of other files. No file is opened.
 
     Linked folders are followed, each real folder is visited once; names that begin with a dot are passed over.
     Raises ValueError, in one line, where the folder is missing, no folder or not readable; it says that a folder of
@@ -47,6 +50,14 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
     return sorted(files), n_others
 
 
+def nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:
+    """The error that says what is read and what is there instead."""
+    return ValueError(
+        f"no {what} in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
+        f"files that end in {' '.join(endings)} are read, in the folder and in those below it"
+    )
+
+
 def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
     """Folder -> (device and inode, which identify it under any path; its entries without the hidden ones)."""
     try:
@@ -55,3 +66,32 @@ def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
             return (status.st_dev, status.st_ino), [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
+
+
+def demonstration_size(spec: str, name: str, noun: str) -> int | None:
+    """How many samples the set `demo:<name>` or `demo:<name>:<number>` holds; None where `spec` names no demonstration.
+    `noun` is what messages call the samples.
+
+    Raises ValueError, in one line, where it names another demonstration or no number above 0.
+    """
+    if not spec.startswith(PREFIX):
+        return None
+    said, _, number = spec.removeprefix(PREFIX).partition(":")
+    if said != name:
+        raise ValueError(f"there is no demonstration set {spec!r}: the only one is {PREFIX}{name}")
+    if number == "":
+        return DEFAULT_SIZE
+    if not (number.isascii() and number.isdigit() and int(number) > 0):
+        raise ValueError(
+            f"{spec!r} asks for {number!r} {noun}, which is no positive number: write e.g. "
+            f"{PREFIX}{name}:{DEFAULT_SIZE}"
+        )
+    return int(number)
+
+
+def missing_package(what: str, package: str) -> ValueError:
+    """The error that says how to install `package`, without which `what` does not work."""
+    return ValueError(
+        f'{what} needs the package {package}: pip install "tandem-training[audio]", or from a checkout '
+        f'pip install -e ".[audio]"'
+    )
