@@ -14,6 +14,7 @@ data/stores/embeddings.py says what is in index/, and how to load it in two line
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -135,7 +136,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     embed, _ = embedders(model, args.model, backend)
 
     def embeddings_of(todo: Sequence[int]) -> Iterator[Any]:
-        clips = load_clips(sounds, [shards.items(shard) for shard in todo], num_workers=args.num_workers)
+        clips = load_clips(sounds, [shards.items[shard] for shard in todo], num_workers=args.num_workers)
         return (embed_sounds(of_shard, embed, args.batch_size) for of_shard in clips)
 
     stop = args.on_bad_sample == "error"
@@ -202,7 +203,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     import torch
 
     from data.sounds.decoding import ClipDecoder
-    from data.sounds.long_sounds import file_embedder, is_sound
+    from data.sounds.long_sounds import embed_file, is_sound
     from data.stores.embeddings import read_embeddings
     from data.stores.search import Answer, read_queries
     from models import MuLaN, ResidualQuantizer
@@ -216,8 +217,8 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             decoder, how = ClipDecoder(model.config["sample_rate"], model.clip_samples), index.index
             # Embed a sound as the index did, so that a sound which is in the index has the cosine 1.
             embed, embed_text = embedders(model, args.model, backend)
-            embed_file = file_embedder(decoder, embed, how["max_clips"], how["batch_size"])
-            vectors = torch.stack([(embed_file if is_sound(query) else embed_text)(query) for query in queries])
+            embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])
+            vectors = torch.stack([(embed_sound if is_sound(query) else embed_text)(query) for query in queries])
             found = index.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
             quantizer = load(ResidualQuantizer, args.quantizer, backend)[0] if args.quantizer else None
             codes = quantizer.encode(vectors.to(backend.device)).tolist() if quantizer else [()] * len(queries)

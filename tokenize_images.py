@@ -155,7 +155,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     shards = code_shards(output, names)
 
     def codes_of(todo: Sequence[int]) -> Iterator[tuple[list[Tensor], list[data.BadSample]]]:
-        ranges = [shards.items(shard) for shard in todo]
+        ranges = [shards.items[shard] for shard in todo]
         loading = {"num_workers": args.num_workers, "pin_memory": backend.device.type == "cuda"}
         batches = image_batches(images, ranges, batch_size=args.batch_size, **loading)
         return (map_images(of_shard, tokenizer.encode, backend.device) for of_shard in batches)
@@ -179,21 +179,21 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     """A folder of codes to a folder of PNG images; returns how many shards are left to do after a signal."""
     from data.stores.codes import read_codes
     from data.stores.output import OutputFolder
-    from data.stores.pngs import PngFolder
+    from data.stores.pngs import decode_shard, png_files
 
     with backend.agreement():
         stored = read_codes(args.decode)
         tokenizer = load_tokenizer(Path(args.model), backend)
         if stored.index.get("weights_sha256") != tokenizer.weights_sha256:
             raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
-        pictures = PngFolder(Path(args.output), stored.paths, num_threads=max(1, args.num_workers))
+        pictures = png_files(Path(args.output), stored.paths)
     settings = {"task": "decode", **computation(args, backend, tokenizer), "index_sha256": stored.sha256}
     output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
-    n_shards = len(stored.paths)
+    n_shards, sizes = len(stored.paths), {"batch_size": args.batch_size, "num_threads": max(1, args.num_workers)}
     for shard in output.rounds(range(n_shards), "decoded"):
         with backend.agreement():
             if shard is not None:
-                pictures.decode(stored, shard, args.batch_size, tokenizer.decode)
+                decode_shard(stored, shard, pictures[shard], tokenizer.decode, **sizes)
     say(f"{sum(map(len, stored.paths[: n_shards - output.shards_left]))} images: {args.output}")
     return output.shards_left
 

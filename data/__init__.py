@@ -12,23 +12,7 @@ from .stream import Batch, TrainingStream, ValidationStream
 from .tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
-    "BadSample",
-    "BadSampleLog",
-    "Batch",
-    "Feed",
-    "ImageBatch",
-    "Images",
-    "SoundBatch",
-    "Sounds",
-    "Subset",
-    "Tokenizer",
-    "TrainingStream",
-    "ValidationStream",
-    "image_feed",
-    "open_images",
-    "open_sounds",
-    "open_tokenizer",
-    "sound_feed",
-    "split",
-    "to_unit_range",
-]
+    "BadSample", "BadSampleLog", "Batch", "Feed", "ImageBatch", "Images", "SoundBatch", "Sounds", "Subset",
+    "Tokenizer", "TrainingStream", "ValidationStream", "image_feed", "open_images", "open_sounds", "open_tokenizer",
+    "sound_feed", "split", "to_unit_range",
+]  # fmt: skip

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass
+from typing import Any
 
 _LISTED = 20
-
-
-class Described(Protocol):
-    """Samples that a user can find."""
-
-    def describe(self, index: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -23,11 +17,6 @@ class BadSample:
     index: int
     path: str
     reason: str
-
-    @classmethod
-    def of(cls, samples: Described, index: int, error: Exception) -> BadSample:
-        """The sample that could not be read because of `error`."""
-        return cls(index, samples.describe(index), reason_of(error))
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -54,22 +43,17 @@ class BadSampleLog:
                 new.append(sample)
         return new
 
-    def share(
-        self,
-        samples: Iterable[BadSample],
-        gather_objects: Callable[[list[list[int | str]]], list[list[list[int | str]]]],
-    ) -> list[BadSample]:
+    def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
         """`add` what all processes met; every process returns the same. Collective, through `gather_objects`."""
-        by_rank = gather_objects([[s.index, s.path, s.reason] for s in samples])
-        return self.add(BadSample(int(i), str(p), str(r)) for met in by_rank for i, p, r in met)
+        by_rank = gather_objects([astuple(sample) for sample in samples])
+        return self.add(BadSample(*sample) for met in by_rank for sample in met)
 
     def check(self) -> None:
         """Raise ValueError where more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
         tolerated = max(0.01 * self.n_samples, min(10, math.ceil(0.1 * self.n_samples)))
         if self.count <= tolerated:
             return
-        samples = list(self._samples.values())
-        listed = "; ".join(map(str, samples[:_LISTED]))
+        listed = "; ".join(map(str, list(self._samples.values())[:_LISTED]))
         rest = f"; and {self.count - _LISTED} more" if self.count > _LISTED else ""
         raise ValueError(
             f"{self.count} of {self.n_samples} samples could not be read, more than the {int(tolerated)} that are "
@@ -78,11 +62,11 @@ class BadSampleLog:
 
     def state_dict(self) -> dict[str, list[list[int | str]]]:
         """What a checkpoint keeps, as plain JSON."""
-        return {"samples": [[s.index, s.path, s.reason] for s in self._samples.values()]}
+        return {"samples": [list(astuple(sample)) for sample in self._samples.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace what is known by `state`."""
-        self._samples = {int(i): BadSample(int(i), str(path), str(reason)) for i, path, reason in state["samples"]}
+        self._samples = {index: BadSample(index, path, reason) for index, path, reason in state["samples"]}
 
 
 def reason_of(error: BaseException) -> str:

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .bad_samples import BadSample, BadSampleLog
+from .contracts import Processes, Samples
 from .images.sets import open_images
 from .order import split
-from .stream import Collate, Samples, TrainingStream, ValidationStream, collate_images
+from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
-
-
-class Processes(Protocol):
-    """What a feed asks of the processes that train together."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def agreement(self) -> AbstractContextManager[None]: ...
-    def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]: ...
-    def gather(self, tensor: Tensor) -> Tensor: ...
-    def gather_objects(self, value: Any) -> list[Any]: ...
-    def waiting_for(self, what: str) -> AbstractContextManager[None]: ...
 
 
 class Feed(Generic[BatchType]):
@@ -44,10 +30,8 @@ class Feed(Generic[BatchType]):
     Args:
         open_samples: Opens the set. It may raise ValueError on one process alone.
         args: batch_size, valid_fraction, seed (of the order), num_workers and on_bad_sample.
-        processes: Who trains.
         split_seed: Of the split into training and validation.
         noun: What one sample is called: "image".
-        collate: Makes a batch of samples.
 
     Raises:
         UserMistake: one line, where there are no such samples or too few.
@@ -66,19 +50,13 @@ class Feed(Generic[BatchType]):
         self._processes, self._seed, self.noun = processes, args.seed, noun
         with processes.agreement():
             self.samples = open_samples()
-            self.train_set, self.valid_set = split(
-                len(self.samples), args.valid_fraction, split_seed, at_least=args.batch_size
-            )
+            n = len(self.samples)
+            self.train_set, self.valid_set = split(n, args.valid_fraction, split_seed, at_least=args.batch_size)
         self._loading: dict[str, Any] = {
-            "rank": processes.rank,
-            "world_size": processes.world_size,
-            "batch_size": args.batch_size,
-            "num_workers": args.num_workers,
-            "on_bad_sample": args.on_bad_sample,
-            "pin_memory": processes.device.type == "cuda",
-            "collate": collate,
-            "noun": f"{noun}s",
-        }
+            "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
+            "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
+            "noun": f"{noun}s", "pin_memory": processes.device.type == "cuda",
+        }  # fmt: skip
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
 
@@ -86,10 +64,8 @@ class Feed(Generic[BatchType]):
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes where nothing can be read."""
         self._validation = ValidationStream(self.samples, self.valid_set, **self._loading)
-        stream = TrainingStream(
-            self.samples, self.train_set, seed=self._seed, start_samples=start_samples, **self._loading
-        )
-        self._batches = iter(stream)
+        order = {"seed": self._seed, "start_samples": start_samples}
+        self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
             batch = next(self._batches)
             # The workers of both streams start here, so the first batch of validation is loaded here too.
@@ -133,11 +109,8 @@ class Feed(Generic[BatchType]):
         }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say what any process could not read since the last call, each file once. Collective.
-
-        Raises:
-            UserMistake: there are too many to go on.
-        """
+        """Say what any process could not read since the last call, each file once. Raises UserMistake where there are
+        too many to go on. Collective."""
         for sample in self.bad_samples.share(self._unreported, self._processes.gather_objects):
             say(f"cannot read {sample}; the next {self.noun} takes its place")
         self._unreported.clear()
@@ -147,12 +120,10 @@ class Feed(Generic[BatchType]):
     def _received(self, batch: Mapping[str, Any]) -> BatchType:
         """The batch without its bad samples, which wait to be reported, its tensors on the device."""
         self._unreported += batch["bad"]
-        device = self._processes.device
-        entries = {
-            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
-            if key != "bad"
-        }
+        entries = {key: value for key, value in batch.items() if key != "bad"}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                entries[key] = value.to(self._processes.device, non_blocking=True)
         return cast(BatchType, entries)
 
 
@@ -170,15 +141,9 @@ class ImageBatch(TypedDict):
 
 
 def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3) -> Feed[ImageBatch]:
-    """The feed of a script that trains on images.
+    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels.
 
-    Args:
-        args: The shared arguments (`add_image_arguments` and `add_run_arguments`).
-        processes: Who trains.
-        channels: 3 (RGB) or 4 (RGBA).
-
-    Raises:
-        UserMistake: one line, where there are no such images or too few.
+    `args` are those of `add_image_arguments` and `add_run_arguments`. Raises what `Feed` raises.
     """
 
     def open_set() -> Samples:

@@ -21,9 +21,8 @@ class Permutation:
     def __init__(self, n: int, *key: int | str) -> None:
         assert n > 0, n
         self.n = n
-        self._half_bits = max(
-            3, math.ceil((n - 1).bit_length() / 2)
-        )  # with 2 bits some shuffles of 5 items would be more likely than others
+        # With 2 bits some shuffles of 5 items would be more likely than others.
+        self._half_bits = max(3, math.ceil((n - 1).bit_length() / 2))
         self._half_mask = (1 << self._half_bits) - 1
         self._round_keys = [derive_key(*key, "round", i) for i in range(_FEISTEL_ROUNDS)]
 
@@ -64,9 +63,7 @@ def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Su
     Raises ValueError where fraction is not in [0, 1) or fewer than `at_least` samples remain to train on.
     """
     if not 0 <= fraction < 1:
-        raise ValueError(
-            f"--valid_fraction is {fraction}, which is no fraction: give a number from 0 up to, but not, 1"
-        )
+        raise ValueError(f"--valid_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1")
     share = math.ceil(fraction * n - 1e-9)  # 0.07 * 100 is 7.000000000000001 and means 7
     n_valid = max(share, at_least) if fraction > 0 else 0
     n_train = n - n_valid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class PackedStrings:
@@ -23,6 +23,9 @@ class PackedStrings:
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):

@@ -6,31 +6,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample
+from .bad_samples import BadSample, reason_of
+from .contracts import Samples
 from .order import Subset, TrainingOrder, ValidationOrder
 from .workers import Loader
 
 OnBadSample = Literal["replace", "error"]
 _MOST_TRIES = 100
-
-
-class Samples(Protocol):
-    """A numbered set of samples of any kind: `Images`, or sounds with their captions."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
-        """The sample, which depends on the arguments alone. Raises OSError or ValueError where it cannot be read."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """The name by which a user finds the sample: its path."""
-        ...
 
 
 class Batch(TypedDict):
@@ -85,9 +72,8 @@ class TrainingStream:
         if len(subset) == 0:
             raise ValueError(f"there are no {noun} to train on: the set is empty")
         share = batch_size // world_size
-        local = range(rank * share, (rank + 1) * share)
+        requests = _Requests(start_samples, batch_size, range(rank * share, (rank + 1) * share))
         loader = _BatchLoader(samples, TrainingOrder(subset, seed), True, on_bad_sample, collate, noun)
-        requests = _Requests(start_samples, batch_size, local)
         self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Any]:
@@ -137,20 +123,20 @@ class ValidationStream:
 _Request = tuple[int, range]  # position of a batch's first sample in the order, places in that batch to load
 
 
+@dataclass(frozen=True)
 class _Requests:
     """One request per global batch, for ever."""
 
-    def __init__(self, start: int, batch_size: int, local: range) -> None:
-        self._start, self._batch_size, self._local = start, batch_size, local
+    start: int
+    batch_size: int
+    local: range
 
     def __iter__(self) -> Iterator[_Request]:
-        return ((first, self._local) for first in itertools.count(self._start, self._batch_size))
+        return ((first, self.local) for first in itertools.count(self.start, self.batch_size))
 
 
 @dataclass(frozen=True)
 class _BatchLoader:
-    """Loads one batch per request."""
-
     samples: Samples
     order: TrainingOrder | ValidationOrder
     augment: bool
@@ -178,9 +164,8 @@ class _BatchLoader:
             try:
                 return self.samples.load(index, epoch, self.augment), index
             except (OSError, ValueError) as error:
-                failure = BadSample.of(self.samples, index, error)
+                bad[index] = failure = BadSample(index, self.samples.describe(index), reason_of(error))
             if self.on_bad_sample == "error":
                 raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
-            bad[index] = failure
             first_failure = first_failure or failure
         raise ValueError(f"none of {tries} {self.noun} could be read: {first_failure}")

@@ -8,12 +8,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .optional_packages import missing_package
+from .opening import missing_package
 
 _NAME_OF_CLIP = "clip"
 FILE = "tokenizer.json"
@@ -22,23 +23,13 @@ FILE = "tokenizer.json"
 class Tokenizer:
     """Sentences -> tokens (b, max_text_tokens) and how many of them count; see `open_tokenizer`.
 
-    Pickled, it is only its name and size: another process reads the file again.
-
-    Args:
-        name: The name it was opened by.
-        vocab_size: One more than the largest token.
-        max_text_tokens: Columns of tokens.
-        to_ids: A sentence -> its tokens, at most max_text_tokens, those that mark start and end included.
-        content: Of its file; empty for the tokenizer of CLIP, which comes with a package.
+    Pickled, it is only its name and size: another process reads the file again. `vocab_size` is one more than the
+    largest token. `to_ids` makes of a sentence at most max_text_tokens tokens, those that mark start and end included.
+    `content` is that of its file; empty for the tokenizer of CLIP, which comes with a package.
     """
 
     def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        max_text_tokens: int,
-        to_ids: Callable[[str], list[int]],
-        content: bytes = b"",
+        self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]], content: bytes = b""
     ) -> None:
         self.name, self.vocab_size, self.max_text_tokens = name, vocab_size, max_text_tokens
         self._to_ids, self._content = to_ids, content
@@ -47,10 +38,7 @@ class Tokenizer:
         """b sentences -> (int64 (b, max_text_tokens), padded with 0; the number of tokens that count, 1 or more each).
 
         Of a longer sentence, the tokens after max_text_tokens are left out, and a mark of the end takes the last place
-        where the tokenizer has one.
-
-        Raises:
-            ValueError: a sentence holds nothing that the tokenizer knows.
+        where the tokenizer has one. Raises ValueError where a sentence holds nothing that the tokenizer knows.
         """
         tokens = torch.zeros(len(texts), self.max_text_tokens, dtype=torch.int64)
         lengths = []
@@ -65,16 +53,12 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the tokenizer's file into a model's folder as tokenizer.json; no file for the tokenizer of CLIP."""
         if self._content:
-            with open(os.path.join(folder, FILE), "wb") as file:
-                file.write(self._content)
+            Path(folder, FILE).write_bytes(self._content)
 
     def require_same(self, model_folder: str | os.PathLike[str]) -> None:
         """Raise ValueError, in one line, where a model's folder holds another tokenizer's file, or none beside this."""
-        path = os.path.join(model_folder, FILE)
-        theirs = b""
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                theirs = file.read()
+        path = Path(model_folder, FILE)
+        theirs = path.read_bytes() if path.is_file() else b""
         if theirs != self._content:
             raise ValueError(
                 f"the model in {os.fspath(model_folder)} was trained with another tokenizer than {self.name}: give "
@@ -110,9 +94,8 @@ def open_tokenizer(spec: str, max_text_tokens: int) -> Tokenizer:
 
 def _clip(max_text_tokens: int) -> Tokenizer:
     if max_text_tokens < 3:
-        raise ValueError(
-            f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end: use 3 or more"
-        )
+        room = f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end"
+        raise ValueError(f"{room}: use 3 or more")
     simple = _simple_tokenizer()
     start, end = simple.sot_token_id, simple.eot_token_id
 
@@ -152,8 +135,7 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     except ImportError:
         raise missing_package("a tokenizer.json", "tokenizers") from None
     try:
-        with open(path, "rb") as file:
-            content = file.read()
+        content = Path(path).read_bytes()
         fast = Fast.from_str(content.decode())
         fast.no_padding()
         fast.enable_truncation(max_text_tokens)  # the marks of start and end stay
@@ -161,10 +143,8 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     except BaseException as error:  # the package raises plain Exception, and panics of its Rust code
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"cannot read the tokenizer {path!r}: {reason}; it has to be a Hugging Face tokenizer.json"
-        ) from None
+        reason = f"cannot read the tokenizer {path!r}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{reason}; it has to be a Hugging Face tokenizer.json") from None
     if n_marks >= max_text_tokens:
         raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_marks} marks of start and end")
     vocab_size = max(fast.get_vocab().values(), default=-1) + 1

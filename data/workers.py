@@ -29,12 +29,8 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 class Loader:
     """What `load` makes of each request, in the order of the requests. Every pass over a loader begins anew.
 
-    Args:
-        load: Request -> result; pickled where workers are not forked. The main process raises its ValueError.
-        requests: May be endless.
-        num_workers: Processes that load ahead; 0: load in this process.
-        pin_memory: Put tensors into pinned memory, for fast copies to a GPU.
-        keep_workers: Use the same workers for every pass.
+    `load` is pickled where workers are not forked; the main process raises its ValueError. `requests` may be endless.
+    Without workers this process loads. `keep_workers`: use the same ones for every pass.
     """
 
     def __init__(

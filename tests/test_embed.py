@@ -1,12 +1,13 @@
 """embed.py: embeddings are the model's, search finds them, codes are the quantizer's. What both scripts do is in
 test_filled_folders.py."""
 
+# ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +16,22 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from filling import CLIP, EMBED, RATE, SOUNDS, Killed, files, mulan, stamps
+from filling import CLIP, EMBED, RATE, SOUNDS, Killed, files, mulan, saved, stamps, vqgan
+from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 import data
 import embed
-import training.files
 from data.sounds.decoding import ClipDecoder
 from data.sounds.long_sounds import clip_starts, read_clips
 from data.stores.search import TopRows
 from models import MuLaN, ResidualQuantizer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_one_cpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        filling.on_one_cpu(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sounds")
-    filling.write_sounds(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    mulan().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(model: Path, sounds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index, for tests that only read it or copy it."""
-    return EMBED.fill(model, sounds, tmp_path_factory.mktemp("whole"))
+def script() -> filling.Script:
+    return EMBED
 
 
 def answers(capsys: pytest.CaptureFixture[str], model: Path, index: Path, *queries: str, more: Any = ()) -> list[Any]:
@@ -65,28 +44,23 @@ def answers(capsys: pytest.CaptureFixture[str], model: Path, index: Path, *queri
 # Embedding.
 
 
-def test_embeddings_are_those_of_the_model_on_evenly_spread_clips(whole: Path, sounds: Path) -> None:
-    found = EMBED.rows(whole)
+@pytest.mark.parametrize("max_clips", [6, 1])
+def test_embeddings_are_those_of_the_model_on_evenly_spread_clips(max_clips, model, source, tmp_path):
+    found = EMBED.rows(EMBED.fill(model, source, tmp_path, "--max_clips", max_clips))
     assert list(found) == list(SOUNDS)
     for name, seconds in SOUNDS.items():
-        samples, _ = soundfile.read(sounds / name, dtype="float32")
+        samples, _ = soundfile.read(source / name, dtype="float32")
+        spare, count = len(samples) - CLIP, min(max_clips, int(np.ceil(len(samples) / CLIP)))
         if seconds <= CLIP / RATE:
             clips = [np.resize(samples, CLIP)]
+        elif count == 1:
+            clips = [samples[spare // 2 :][:CLIP]]  # the middle
         else:
-            count = min(6, int(np.ceil(len(samples) / CLIP)))
-            clips = [samples[i * (len(samples) - CLIP) // (count - 1) :][:CLIP] for i in range(count)]
+            clips = [samples[i * spare // (count - 1) :][:CLIP] for i in range(count)]
         with torch.no_grad():
             of_clips = mulan().encode_audio(torch.from_numpy(np.stack(clips)))
         np.testing.assert_allclose(found[name], F.normalize(of_clips.mean(0), dim=0), atol=1e-5)
         assert found[name].dtype == np.float32 and np.linalg.norm(found[name]) == pytest.approx(1, abs=1e-6)
-
-
-def test_one_clip_is_the_middle_of_a_file(model: Path, sounds: Path, tmp_path: Path) -> None:
-    found = EMBED.rows(EMBED.fill(model, sounds, tmp_path / "index", "--max_clips", "1"))
-    samples, _ = soundfile.read(sounds / "long.wav", dtype="float32")
-    with torch.no_grad():
-        expected = mulan().encode_audio(torch.from_numpy(samples[9000:11000])[None])[0]
-    np.testing.assert_allclose(found["long.wav"], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +70,11 @@ def test_one_clip_is_the_middle_of_a_file(model: Path, sounds: Path, tmp_path: P
         (301, 1, [100]), (10_100, 6, [0, 2000, 4000, 6000, 8000, 10_000]), (1_000, 3, [0, 450, 900]),
     ],
 )  # fmt: skip
-def test_clips_hear_all_of_a_sound_or_are_spread_evenly(frames: int, max_clips: int, starts: list[int]) -> None:
+def test_clips_hear_all_of_a_sound_or_are_spread_evenly(frames, max_clips, starts):
     assert clip_starts(frames, 100, max_clips) == starts
 
 
-def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_path: Path) -> None:
+def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_path):
     times = np.arange(44100 * 3) / 44100
     soundfile.write(tmp_path / "x.wav", np.sin(2 * np.pi * 440 * times) * times / 3, 44100)
     clips = read_clips(str(tmp_path / "x.wav"), ClipDecoder(16000, 16000), 6)
@@ -111,7 +85,7 @@ def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_
         np.testing.assert_allclose(clip[inner], expected[start:][:16000][inner], atol=2e-3)
 
 
-def test_no_more_of_a_long_file_is_read_than_its_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_of_a_long_file_is_read_than_its_clips(tmp_path, monkeypatch):
     soundfile.write(tmp_path / "x.wav", np.zeros(RATE * 600), RATE)
     read, frames = soundfile.SoundFile.read, []
     monkeypatch.setattr(
@@ -121,60 +95,52 @@ def test_no_more_of_a_long_file_is_read_than_its_clips(tmp_path: Path, monkeypat
     assert sum(frames) == 6 * CLIP
 
 
-def test_every_forward_has_one_shape(
-    model: Path, sounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_forward_has_one_shape(model, source, tmp_path, monkeypatch):
     """Kernels are chosen by shape: with another one the last bit may differ."""
     shapes, encode = [], MuLaN.encode_audio
     monkeypatch.setattr(MuLaN, "encode_audio", lambda self, x: (shapes.append(tuple(x.shape)), encode(self, x))[1])
-    EMBED.fill(model, sounds, tmp_path / "index")
+    EMBED.fill(model, source, tmp_path / "index")
     assert set(shapes) == {(3, CLIP)} and len(shapes) == 5 // 3 + 1 + (1 + 6 + 1 + 4 + 2) // 3 + 1
 
 
-def test_a_manifest_and_the_demonstration_are_embedded_by_their_middles(
-    model: Path, sounds: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "set.csv").write_text(f"path,caption\n{sounds}/long.wav,a long sound\n{sounds}/a.wav,a short one\n")
+def test_a_manifest_and_the_demonstration_are_embedded_by_their_middles(model, source, tmp_path):
+    (tmp_path / "set.csv").write_text(f"path,caption\n{source}/long.wav,a long sound\n{source}/a.wav,a short one\n")
     found = EMBED.rows(EMBED.fill(model, tmp_path / "set.csv", tmp_path / "index"))
-    middles = EMBED.rows(EMBED.fill(model, sounds, tmp_path / "middles", "--max_clips", "1"))
-    assert list(found) == [f"{sounds}/long.wav", f"{sounds}/a.wav"]
+    middles = EMBED.rows(EMBED.fill(model, source, tmp_path / "middles", "--max_clips", "1"))
+    assert list(found) == [f"{source}/long.wav", f"{source}/a.wav"]
     for path, embedding in found.items():
-        np.testing.assert_allclose(embedding, middles[os.path.relpath(path, sounds)], atol=1e-6)
+        np.testing.assert_allclose(embedding, middles[os.path.relpath(path, source)], atol=1e-6)
     mulan(sample_rate=8000).save_pretrained(tmp_path / "8k")
     assert len(EMBED.rows(EMBED.fill(tmp_path / "8k", "demo:tones:5", tmp_path / "demo"))) == 5
 
 
-def test_bf16_computes_in_bf16(whole: Path, model: Path, sounds: Path, tmp_path: Path) -> None:
-    found = EMBED.rows(EMBED.fill(model, sounds, tmp_path / "index", "--precision", "bf16"))
+def test_bf16_computes_in_bf16(whole, model, source, tmp_path):
+    found = EMBED.rows(EMBED.fill(model, source, tmp_path / "index", "--precision", "bf16"))
     exact = EMBED.rows(whole)
     differences = [np.abs(found[name] - exact[name]).max() for name in SOUNDS]
     assert 1e-5 < max(differences) < 0.1
 
 
-def test_a_name_that_is_no_text_is_embedded_found_and_shown(
-    model: Path, sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_is_no_text_is_embedded_found_and_shown(model, source, tmp_path, capsys):
     (tmp_path / "sounds").mkdir()
-    shutil.copy(sounds / "long.wav", os.fsencode(tmp_path / "sounds") + b"/\xff.wav")
+    shutil.copy(source / "long.wav", os.fsencode(tmp_path / "sounds") + b"/\xff.wav")
     index = EMBED.fill(model, tmp_path / "sounds", tmp_path / "index")
     embed.main(["--model", str(model), "--index", str(index), "--query", "x"])
     assert r"\udcff.wav" in capsys.readouterr().out
 
 
-def test_embeddings_that_are_not_finite_stop(sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_embeddings_that_are_not_finite_stop(source, tmp_path, capsys):
     spoilt = mulan()
     for weight in spoilt.audio_latents.parameters():
         torch.nn.init.constant_(weight, torch.nan)
     spoilt.save_pretrained(tmp_path / "model")
-    assert "not finite" in EMBED.refused(capsys, *EMBED.flags(tmp_path / "model", sounds, tmp_path / "index"))
+    assert "not finite" in EMBED.refused(capsys, *EMBED.flags(tmp_path / "model", source, tmp_path / "index"))
 
 
 # Search.
 
 
-def test_matches_are_the_rows_in_the_order_of_their_cosines(
-    whole: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_matches_are_the_rows_in_the_order_of_their_cosines(whole, model, capsys):
     found = EMBED.rows(whole)
     tokenizer = data.open_tokenizer("clip", 16)
     for text, answer in zip(("a dog", "two cats"), answers(capsys, model, whole, "a dog", "two cats"), strict=True):
@@ -189,31 +155,27 @@ def test_matches_are_the_rows_in_the_order_of_their_cosines(
             assert match["cosine"] == pytest.approx(cosines[match["path"]], abs=1e-5)
 
 
-def test_a_sound_that_is_in_the_index_finds_itself(
-    whole: Path, model: Path, sounds: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_that_is_in_the_index_finds_itself(whole, model, source, capsys):
     for name in ("long.wav", "b.flac"):  # of several clips; shorter than one
-        (answer,) = answers(capsys, model, whole, str(sounds / name), more=["--top_k", 2])
+        (answer,) = answers(capsys, model, whole, str(source / name), more=["--top_k", 2])
         assert [match["rank"] for match in answer["matches"]] == [1, 2]
         assert answer["matches"][0]["path"] == name
         assert answer["matches"][0]["cosine"] == pytest.approx(1, abs=3e-7)
 
 
-def test_equal_cosines_come_in_the_order_of_the_rows(
-    model: Path, sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_cosines_come_in_the_order_of_the_rows(model, source, tmp_path, capsys):
     """Copies of one sound, in several shards and on several rows of them."""
     names = [f"{i:02d}.wav" for i in range(11)]
     (tmp_path / "sounds").mkdir()
     for name in names:
-        shutil.copy(sounds / "long.wav", tmp_path / "sounds" / name)
+        shutil.copy(source / "long.wav", tmp_path / "sounds" / name)
     index = EMBED.fill(model, tmp_path / "sounds", tmp_path / "index")
     (answer,) = answers(capsys, model, index, "a dog", more=["--top_k", 7])
     assert len({match["cosine"] for match in answer["matches"]}) == 1
     assert [match["path"] for match in answer["matches"]] == names[:7]
 
 
-def test_the_best_rows_do_not_depend_on_how_they_are_added() -> None:
+def test_the_best_rows_do_not_depend_on_how_they_are_added():
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((500, 16)).astype(np.float32)
     rows[300:400] = rows[:100]  # ties
@@ -228,17 +190,13 @@ def test_the_best_rows_do_not_depend_on_how_they_are_added() -> None:
         np.testing.assert_array_equal(top.cosines, np.take_along_axis(exact.T, expected, axis=1))
 
 
-def test_a_query_does_not_depend_on_the_others(
-    whole: Path, model: Path, sounds: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    queries = ["a dog", str(sounds / "a.wav"), "a much longer sentence about several cats"]
+def test_a_query_does_not_depend_on_the_others(whole, model, source, capsys):
+    queries = ["a dog", str(source / "a.wav"), "a much longer sentence about several cats"]
     together = answers(capsys, model, whole, *queries)
     assert together == [answers(capsys, model, whole, query)[0] for query in queries]
 
 
-def test_queries_come_from_a_file_too_and_a_table_is_shown(
-    whole: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_queries_come_from_a_file_too_and_a_table_is_shown(whole, model, tmp_path, capsys):
     (tmp_path / "queries").write_text("two cats\n\n a horse \n")
     said = ["--query", "a dog", "--query_file", str(tmp_path / "queries"), "--top_k", "2"]
     embed.main(["--model", str(model), "--index", str(whole), *said])
@@ -247,23 +205,19 @@ def test_queries_come_from_a_file_too_and_a_table_is_shown(
     assert tables[0].splitlines()[1].split() == ["rank", "cosine", "path"] and len(tables[0].splitlines()) == 4
 
 
-def test_an_index_is_made_and_searched_by_one_command(
-    model: Path, sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    EMBED.fill(model, sounds, tmp_path, "--query", "a dog", "--json")
+def test_an_index_is_made_and_searched_by_one_command(model, source, tmp_path, capsys):
+    EMBED.fill(model, source, tmp_path, "--query", "a dog", "--json")
     (line,) = capsys.readouterr().out.splitlines()  # what it says beside is on stderr
     assert len(json.loads(line)["matches"]) == 9
 
 
-def test_the_tokenizer_beside_the_model_is_used(
-    sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizer_beside_the_model_is_used(source, tmp_path, capsys):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     own = Tokenizer(models.WordLevel({"a": 0, "dog": 1, "[UNK]": 2}, unk_token="[UNK]"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     mulan(vocab_size=3).save_pretrained(tmp_path / "model")
-    index = EMBED.fill(tmp_path / "model", sounds, tmp_path / "index")
+    index = EMBED.fill(tmp_path / "model", source, tmp_path / "index")
     said = EMBED.refused(capsys, "--model", tmp_path / "model", "--index", index, "--query", "a dog")
     assert "trained on 3 tokens" in said and "tokenizer.json" in said
     own.save(str(tmp_path / "model" / "tokenizer.json"))
@@ -282,9 +236,7 @@ def fitted(index: Path, folder: Path, *more: str) -> Path:
     return folder
 
 
-def test_a_quantizer_is_fitted_and_its_codes_are_written_beside_the_rows(
-    whole: Path, model: Path, sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantizer_is_fitted_and_its_codes_are_written_beside_the_rows(whole, model, source, tmp_path, capsys):
     index = shutil.copytree(whole, tmp_path / "index")
     quantizer = ResidualQuantizer.from_pretrained(fitted(index, tmp_path / "quantizer"))
     embed.main(["--index", str(index), "--quantizer", str(tmp_path / "quantizer")])
@@ -295,34 +247,28 @@ def test_a_quantizer_is_fitted_and_its_codes_are_written_beside_the_rows(
         assert codes.dtype == np.uint8 and np.array_equal(codes, quantizer.encode(rows).numpy())
     rows = torch.from_numpy(np.stack(list(EMBED.rows(index).values())))
     assert F.mse_loss(quantizer.decode(quantizer.encode(rows)), rows) < 0.1 * rows.var(0).mean()
-    (answer,) = answers(capsys, model, index, str(sounds / "a.wav"), more=["--quantizer", tmp_path / "quantizer"])
+    (answer,) = answers(capsys, model, index, str(source / "a.wav"), more=["--quantizer", tmp_path / "quantizer"])
     assert answer["codes"] == load_file(index / "codes" / "codes-00000.safetensors")["codes"][0].tolist()
 
 
-def test_fitting_again_gives_the_same_bytes_and_another_index_is_refused(
-    whole: Path, model: Path, sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fitting_again_gives_the_same_bytes_and_another_index_is_refused(whole, model, source, tmp_path, capsys):
     one, other = fitted(whole, tmp_path / "one"), fitted(whole, tmp_path / "other")
     assert files(one) == files(other)
     before = stamps(one, "*")
     fitted(whole, one)
     assert stamps(one, "*.safetensors") == {name: s for name, s in before.items() if name.endswith(".safetensors")}
-    index = EMBED.fill(model, sounds, tmp_path / "index", "--max_clips", "1")
+    index = EMBED.fill(model, source, tmp_path / "index", "--max_clips", "1")
     said = EMBED.refused(capsys, "--index", index, "--fit_quantizer", one, "--num_quantizers", "3")
     assert "index_sha256 was" in said and files(one) == files(other)
 
 
-def test_a_quantizer_is_never_written_over_a_model(
-    whole: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantizer_is_never_written_over_a_model(whole, model, tmp_path, capsys):
     copied = shutil.copytree(model, tmp_path / "model")
     assert "settings.json" in EMBED.refused(capsys, "--index", whole, "--fit_quantizer", copied)
     assert files(copied) == files(model)
 
 
-def test_killed_while_codes_are_written_and_started_again_gives_the_same_files(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_codes_are_written_and_started_again_gives_the_same_files(whole, tmp_path, on_write):
     quantizer = fitted(whole, tmp_path / "quantizer")
     folders = [shutil.copytree(whole, tmp_path / name) for name in ("straight", "killed")]
     embed.main(["--index", str(folders[0]), "--quantizer", str(quantizer)])
@@ -332,20 +278,15 @@ def test_killed_while_codes_are_written_and_started_again_gives_the_same_files(
             raise Killed
         filling.write_atomically(path, content)
 
-    monkeypatch.setattr(training.files, "write_atomically", write_or_die)
+    on_write(write_or_die)
     with pytest.raises(Killed):
         embed.main(["--index", str(folders[1]), "--quantizer", str(quantizer)])
-    monkeypatch.setattr(training.files, "write_atomically", filling.write_atomically)
+    on_write()
     embed.main(["--index", str(folders[1]), "--quantizer", str(quantizer)])
     assert files(folders[1]) == files(folders[0])
 
 
 # Mistakes.
-
-
-def saved(folder: Path, model: Any) -> Path:
-    model.save_pretrained(folder)
-    return folder
 
 
 def empty(tmp: Path) -> Path:
@@ -358,15 +299,12 @@ def text_file(tmp: Path, text: str = "") -> Path:
     return tmp / "file.wav"
 
 
+# fmt: off
 FILL = ("--model", "--audio", "--output")
 QUERY = ("--model", "--index", "--query")
 MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str]] = {
     "no model": (FILL, lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "another class of model": (
-        FILL,
-        lambda tmp: {"--model": saved(tmp / "m", filling.vqgan())},
-        "holds a VQGAN, not a MuLaN",
-    ),
+    "another class of model": (FILL, lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "holds a VQGAN, not a MuLaN"),
     "no folder": (FILL, lambda tmp: {"--audio": tmp / "nowhere"}, "nowhere"),
     "an empty folder": (FILL, lambda tmp: {"--audio": empty(tmp)}, "no sound in"),
     "output is a file": (FILL, lambda tmp: {"--output": text_file(tmp)}, "cannot write the folder"),
@@ -380,11 +318,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
     "no index": (QUERY, lambda tmp: {"--index": tmp / "nowhere"}, "no such folder"),
     "a folder of something else": (QUERY, lambda tmp: {"--index": empty(tmp)}, "holds no index"),
     "index of another model": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
-    "same weights, other clips": (
-        QUERY,
-        lambda tmp: {"--model": saved(tmp / "m", mulan(clip_seconds=1.0))},
-        "not made by",
-    ),
+    "other clips": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(clip_seconds=1.0))}, "not made by"),
     "no such sound": (QUERY, lambda tmp: {"--query": "missing.wav"}, "no file 'missing.wav'"),
     "a sound that is none": (QUERY, lambda tmp: {"--query": text_file(tmp, "text")}, "cannot read"),
     "an empty query": (QUERY, lambda tmp: {"--query": " "}, "empty"),
@@ -392,22 +326,17 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
     "top_k without query": (FILL, lambda tmp: {"--top_k": 3}, "--top_k is for --query"),
     "quantizer flags alone": (FILL, lambda tmp: {"--codebook_size": 3}, "--codebook_size is for --fit_quantizer"),
     "no quantizer": (("--index",), lambda tmp: {"--quantizer": tmp / "nowhere"}, "nowhere"),
-    "a quantizer of another width": (
-        ("--index",),
-        lambda tmp: {"--quantizer": saved(tmp / "q", ResidualQuantizer(4, 2, 3))},
-        "not (b, 4)",
-    ),
+    "width": (("--index",), lambda tmp: {"--quantizer": saved(tmp / "q", ResidualQuantizer(4, 2, 3))}, "not (b, 4)"),
     "a codebook of one": (("--index",), lambda tmp: {"--fit_quantizer": tmp / "q", "--codebook_size": 1}, "at least 2"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gives_one_line(
-    mistake: str, whole: Path, model: Path, sounds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_gives_one_line(mistake, whole, model, source, tmp_path, capsys):
     usual, make, expected = MISTAKES[mistake]
     index = shutil.copytree(whole, tmp_path / "index")
-    values = {"--model": model, "--audio": sounds, "--output": tmp_path / "out", "--index": index, "--query": "a dog"}
+    values = {"--model": model, "--audio": source, "--output": tmp_path / "out", "--index": index, "--query": "a dog"}
     said = {**{flag: values[flag] for flag in usual}, **make(tmp_path)}
     assert expected in EMBED.refused(capsys, *(word for pair in said.items() for word in pair))
     assert not (tmp_path / "out").exists()

@@ -1,13 +1,14 @@
 """What tokenize_images.py and embed.py both do: fill a folder shard by shard, go on after any end, refuse the rest.
 Tiny models, one process."""
 
+# ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
 
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +17,26 @@ import numpy as np
 import pytest
 import torch
 from filling import EMBED, TOKENIZE, Killed, Script, broken_copy, change_index, files, index, lines, stamps
+from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import load_file, save_file
 
-import training.files
 from data.stores.output import sha256_of
 
 BOTH = [TOKENIZE, EMBED]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_one_cpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        filling.on_one_cpu(patch)
-        yield
-
-
 @pytest.fixture(scope="module", params=BOTH, ids=str)
-def script(request: pytest.FixtureRequest) -> Script:
+def script(request) -> Script:
     script: Script = request.param
     return script
 
 
-@pytest.fixture(scope="module")
-def model(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    script.model().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def source(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    script.write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(script: Script, model: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A filled folder, for tests that only read it or copy it."""
-    return script.fill(model, source, tmp_path_factory.mktemp("whole"))
-
-
 @pytest.fixture
-def copied(whole: Path, tmp_path: Path) -> Path:
+def copied(whole, tmp_path) -> Path:
     return shutil.copytree(whole, tmp_path / "copied")
 
 
-@pytest.fixture
-def on_write(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replace the function that writes files; without an argument put it back."""
-
-    def replace(write: Callable[[Path, bytes], None] = filling.write_atomically) -> None:
-        monkeypatch.setattr(training.files, "write_atomically", write)
-
-    return replace
-
-
-def test_shards_and_index_say_the_same(script: Script, whole: Path, model: Path) -> None:
+def test_shards_and_index_say_the_same(script, whole, model):
     said = index(whole)
     assert [shard["rows"] for shard in said["shards"]] == [4, 4, 1]
     assert [shard["sha256"] for shard in said["shards"]] == [sha256_of([whole / s["file"]]) for s in said["shards"]]
@@ -82,13 +46,11 @@ def test_shards_and_index_say_the_same(script: Script, whole: Path, model: Path)
     assert (said[script.per_shard], said["batch_size"], said["cpu_threads"]) == (4, 3, 1)
 
 
-def test_loader_workers_change_nothing(script: Script, whole: Path, model: Path, source: Path, tmp_path: Path) -> None:
+def test_loader_workers_change_nothing(script, whole, model, source, tmp_path):
     assert files(script.fill(model, source, tmp_path, "--num_workers", 2)) == files(whole)
 
 
-def test_the_number_of_threads_is_as_said_and_1_by_default(
-    script: Script, model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_threads_is_as_said_and_1_by_default(script, model, source, tmp_path, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     for name, more in (("a", []), ("b", ["--cpu_threads", 3])):
@@ -100,9 +62,7 @@ def test_the_number_of_threads_is_as_said_and_1_by_default(
 # Files that cannot be read.
 
 
-def test_a_bad_file_is_left_out_and_named_and_changes_no_other_row(
-    script: Script, whole: Path, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_file_is_left_out_and_named_and_changes_no_other_row(script, whole, model, source, tmp_path, capsys):
     name = script.names[1]
     folder = script.fill(model, broken_copy(source, tmp_path / "source", name), tmp_path / "output")
     assert capsys.readouterr().out.count(name) == 1
@@ -115,9 +75,7 @@ def test_a_bad_file_is_left_out_and_named_and_changes_no_other_row(
     assert [shard["rows"] for shard in index(folder)["shards"]] == [3, 4, 1]
 
 
-def test_a_shard_without_a_readable_item_is_empty_and_can_be_used(
-    script: Script, whole: Path, model: Path, source: Path, tmp_path: Path
-) -> None:
+def test_a_shard_without_a_readable_item_is_empty_and_can_be_used(script, whole, model, source, tmp_path):
     folder = script.fill(model, broken_copy(source, tmp_path / "source", script.names[-1]), tmp_path / "output")
     file = f"{script.shards}-00002.safetensors"
     empty, full = load_file(folder / file)[script.shards], load_file(whole / file)[script.shards]
@@ -127,9 +85,7 @@ def test_a_shard_without_a_readable_item_is_empty_and_can_be_used(
         assert len(files(tmp_path / "images")) == 8 + 1
 
 
-def test_on_bad_sample_error_stops(
-    script: Script, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_bad_sample_error_stops(script, model, source, tmp_path, capsys):
     broken = broken_copy(source, tmp_path / "source", script.names[6])
     for _ in range(2):
         said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output", "--on_bad_sample", "error"))
@@ -138,9 +94,7 @@ def test_on_bad_sample_error_stops(
     assert len(lines(tmp_path / "output")) == 8
 
 
-def test_too_many_bad_files_stop(
-    script: Script, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_bad_files_stop(script, model, source, tmp_path, capsys):
     broken = broken_copy(source, tmp_path / "source", script.names[1], script.names[6])
     said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output"))
     assert "2 of 9 samples could not be read" in said
@@ -150,9 +104,7 @@ def test_too_many_bad_files_stop(
 # Going on.
 
 
-def test_killed_at_any_write_and_started_again_gives_the_same_files(
-    script: Script, whole: Path, model: Path, source: Path, tmp_path: Path, on_write: Callable[..., None]
-) -> None:
+def test_killed_at_any_write_and_started_again_gives_the_same_files(script, whole, model, source, tmp_path, on_write):
     for fatal in range(1 + 2 * 3 + script.n_index_files):  # settings; three shards with their records; the index
         folder, written = tmp_path / str(fatal), []
 
@@ -177,9 +129,7 @@ def test_killed_at_any_write_and_started_again_gives_the_same_files(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_finished_folder_is_not_computed_again(
-    script: Script, whole: Path, copied: Path, model: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_folder_is_not_computed_again(script, whole, copied, model, source, monkeypatch):
     before = stamps(copied, f"{script.shards}-*")
     monkeypatch.setattr("data.images.sets.ImageFolder.load", None)
     monkeypatch.setattr("data.sounds.decoding.ClipDecoder.load", None)
@@ -188,9 +138,7 @@ def test_a_finished_folder_is_not_computed_again(
 
 
 @pytest.mark.parametrize("damage", ["shard", "record", "missing shard"])
-def test_a_damaged_shard_is_computed_again(
-    damage: str, script: Script, whole: Path, copied: Path, model: Path, source: Path
-) -> None:
+def test_a_damaged_shard_is_computed_again(damage, script, whole, copied, model, source):
     shard, record = (copied / f"{script.shards}-00001.{ending}" for ending in ("safetensors", "json"))
     if damage == "shard":
         shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
@@ -204,14 +152,8 @@ def test_a_damaged_shard_is_computed_again(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(
-    number: signal.Signals,
-    script: Script,
-    whole: Path,
-    model: Path,
-    source: Path,
-    tmp_path: Path,
-    on_write: Callable[..., None],
-) -> None:
+    number, script, whole, model, source, tmp_path, on_write
+):
     first = f"{script.shards}-00000"
 
     def write_and_signal(path: Path, content: bytes) -> None:
@@ -228,15 +170,7 @@ def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
 
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
-    script: Script,
-    whole: Path,
-    model: Path,
-    source: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    on_write: Callable[..., None],
-) -> None:
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, model, source, tmp_path, capsys, on_write):
     def no_space(path: Path, content: bytes) -> None:
         if path.name == f"{script.shards}-00001.safetensors":
             raise OSError(28, "No space left on device")
@@ -260,14 +194,7 @@ OTHER_FLAGS = [
 ]
 
 
-def test_other_flags_are_refused_by_name(
-    script: Script,
-    whole: Path,
-    model: Path,
-    source: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_flags_are_refused_by_name(script, whole, model, source, capsys, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     before = files(whole)
     for scripts, flag, value, named in OTHER_FLAGS:
@@ -277,9 +204,7 @@ def test_other_flags_are_refused_by_name(
     assert files(whole) == before
 
 
-def test_another_model_or_listing_is_refused(
-    script: Script, copied: Path, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_or_listing_is_refused(script, copied, model, source, tmp_path, capsys):
     script.model(seed=1).save_pretrained(tmp_path / "model")
     said = script.refused(capsys, *script.flags(tmp_path / "model", source, copied))
     assert "weights_sha256 was" in said and "names_sha256" not in said
@@ -289,9 +214,7 @@ def test_another_model_or_listing_is_refused(
     assert "names_sha256 was" in script.refused(capsys, *script.flags(model, moved, copied))
 
 
-def test_fresh_moves_the_old_content_aside(
-    script: Script, whole: Path, copied: Path, model: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fresh_moves_the_old_content_aside(script, whole, copied, model, source, capsys):
     script.fill(model, source, copied, "--fresh", f"--{script.per_shard}", 5)
     assert files(copied.with_name("copied.old-1")) == files(whole)
     assert len(index(copied)["shards"]) == 2
@@ -299,9 +222,7 @@ def test_fresh_moves_the_old_content_aside(
 
 
 @pytest.mark.parametrize("fresh", [[], ["--fresh"]])
-def test_a_folder_of_something_else_is_left_alone(
-    fresh: list[str], script: Script, model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_something_else_is_left_alone(fresh, script, model, source, tmp_path, capsys):
     mine = shutil.copytree(source, tmp_path / "mine")
     before = files(mine)
     assert script.names[0] in script.refused(capsys, *script.flags(model, source, mine, *fresh))
@@ -353,9 +274,7 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
 }
 
 
-def test_a_damaged_folder_is_refused_in_one_line(
-    script: Script, whole: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_folder_is_refused_in_one_line(script, whole, model, tmp_path, capsys):
     for damage, (scripts, change, expected) in DAMAGES.items():
         if script in scripts:
             copied = shutil.copytree(whole, tmp_path / damage)

@@ -1,12 +1,13 @@
 """tokenize_images.py: the codes are the model's and the images are the codes'. What both scripts do is in
 test_filled_folders.py."""
 
+# ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, TOKENIZE, broken_copy, files, index, lines, stamps, vqgan
+from filling import IMAGES, SIZE, TOKENIZE, broken_copy, files, index, lines, saved, stamps, vqgan
+from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from PIL import Image
 from safetensors.numpy import load_file
 from torch import Tensor
@@ -27,36 +29,19 @@ from models import VQGAN, DiscreteVAE
 from training.measures.averages import code_statistics
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_one_cpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        filling.on_one_cpu(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    filling.write_images(folder)
-    return folder
+def script() -> filling.Script:
+    return TOKENIZE
+
+
+@pytest.fixture
+def codes(whole) -> Path:
+    return whole
 
 
 def vae(seed: int = 0) -> DiscreteVAE:
     torch.manual_seed(seed)
     return DiscreteVAE(image_size=SIZE, num_tokens=32, codebook_dim=8, hidden_dim=8, num_layers=2).eval()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    vqgan().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def codes(model: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Codes, for tests that only read them."""
-    return TOKENIZE.fill(model, photos, tmp_path_factory.mktemp("codes"))
 
 
 def decoding(model: Path, codes: Path, output: Path, *more: str) -> list[str]:
@@ -68,98 +53,91 @@ def decode(model: Path, codes: Path, output: Path) -> Path:
     return output
 
 
-def pixels(photos: Path, names: Sequence[str], channels: int = 3) -> Tensor:
-    images = data.open_images(str(photos), image_size=SIZE, channels=channels)
-    by_path = {os.path.relpath(images.describe(i), photos): images.load(i) for i in range(len(images))}
+def pixels(source: Path, names: Sequence[str], channels: int = 3) -> Tensor:
+    images = data.open_images(str(source), image_size=SIZE, channels=channels)
+    by_path = {os.path.relpath(images.describe(i), source): images.load(i) for i in range(len(images))}
     return data.to_unit_range(torch.stack([by_path[name] for name in names]))
 
 
 # Encoding.
 
 
-def test_codes_are_those_of_a_vqgan(codes: Path, photos: Path) -> None:
+def test_codes_are_those_of_a_vqgan(codes, source):
     found = TOKENIZE.rows(codes)
     assert list(found) == list(IMAGES)
-    expected = vqgan().encode(pixels(photos, IMAGES)).numpy()
+    expected = vqgan().encode(pixels(source, IMAGES)).numpy()
     assert len(np.unique(expected)) > 10
     np.testing.assert_array_equal(np.stack(list(found.values())), expected)
     assert {rows.dtype for rows in found.values()} == {np.dtype(np.uint16)}
     assert (index(codes)["coded_images"], index(codes)["images"], index(codes)["num_codes"]) == (9, 9, 512)
 
 
-def test_codes_are_those_of_a_discrete_vae(photos: Path, tmp_path: Path) -> None:
+def test_codes_are_those_of_a_discrete_vae(source, tmp_path):
     vae().save_pretrained(tmp_path / "model")
-    found = TOKENIZE.rows(TOKENIZE.fill(tmp_path / "model", photos, tmp_path / "codes"))
-    expected = vae().get_codebook_indices(pixels(photos, IMAGES)).unflatten(1, (4, 4)).numpy()
+    found = TOKENIZE.rows(TOKENIZE.fill(tmp_path / "model", source, tmp_path / "codes"))
+    expected = vae().get_codebook_indices(pixels(source, IMAGES)).unflatten(1, (4, 4)).numpy()
     np.testing.assert_array_equal(np.stack([found[name] for name in IMAGES]), expected)
     assert found["a.png"].dtype == np.uint8
 
 
-def test_a_vqgan_encodes_another_image_size(model: Path, photos: Path, tmp_path: Path) -> None:
-    found = TOKENIZE.rows(TOKENIZE.fill(model, photos, tmp_path / "codes", "--image_size", "20"))
+def test_a_vqgan_encodes_another_image_size(model, source, tmp_path):
+    found = TOKENIZE.rows(TOKENIZE.fill(model, source, tmp_path / "codes", "--image_size", "20"))
     assert {codes.shape for codes in found.values()} == {(5, 5)}
     assert index(tmp_path / "codes")["grid"] == [5, 5]
 
 
-def test_npy_files_hold_the_same_codes(codes: Path, model: Path, photos: Path, tmp_path: Path) -> None:
-    other = TOKENIZE.fill(model, photos, tmp_path, "--format", "npy")
+def test_npy_files_hold_the_same_codes(codes, model, source, tmp_path):
+    other = TOKENIZE.fill(model, source, tmp_path, "--format", "npy")
     for path in codes.glob("*.safetensors"):
         np.testing.assert_array_equal(np.load(other / f"{path.stem}.npy"), load_file(path)["codes"])
     assert read_codes(other).load(2).shape == (1, 4, 4)
 
 
-def test_the_demonstration_is_encoded_without_a_folder(model: Path, tmp_path: Path) -> None:
+def test_the_demonstration_is_encoded_without_a_folder(model, tmp_path):
     folder = TOKENIZE.fill(model, "demo:shapes:5", tmp_path / "codes")
     assert [line["path"] for line in lines(folder)] == [f"demo:shapes[{i}]" for i in range(5)]
     assert len(files(decode(model, folder, tmp_path / "images"))) == 5 + 1
 
 
 @pytest.mark.parametrize(
-    ("num_codes", "dtype"),
-    [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32"), (2**31, "int32")],
+    ("num_codes", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32"), (2**31, "int32")]
 )
-def test_the_dtype_is_the_smallest_that_holds_the_codebook(num_codes: int, dtype: str) -> None:
+def test_the_dtype_is_the_smallest_that_holds_the_codebook(num_codes, dtype):
     assert code_dtype(num_codes) == dtype
     assert np.iinfo(dtype).max >= num_codes - 1
 
 
-def test_every_forward_has_one_shape_and_one_image_per_place(
-    model: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_forward_has_one_shape_and_one_image_per_place(model, source, tmp_path, monkeypatch):
     """Kernels are chosen by shape: with another one the last bit of a latent, and with it a code, may differ."""
     seen: list[Tensor] = []
     encode_images = VQGAN.encode
     monkeypatch.setattr(VQGAN, "encode", lambda self, images: (seen.append(images), encode_images(self, images))[1])
-    TOKENIZE.fill(model, broken_copy(photos, tmp_path / "photos", "b.jpg"), tmp_path / "codes")
+    TOKENIZE.fill(model, broken_copy(source, tmp_path / "photos", "b.jpg"), tmp_path / "codes")
     batches = [images for images in seen if len(images) > 1]  # the first, of one image, asks for the grid
     assert {tuple(images.shape) for images in batches} == {(3, 3, SIZE, SIZE)}
     assert len(batches) == 2 + 2 + 1
-    expected = pixels(photos, IMAGES)
+    expected = pixels(source, IMAGES)
     assert torch.equal(batches[0][[0, 2]], expected[[0, 2]]) and not batches[0][1].any()
 
 
-def test_bf16_computes_in_bf16(codes: Path, model: Path, photos: Path, tmp_path: Path) -> None:
-    found, exact = TOKENIZE.rows(TOKENIZE.fill(model, photos, tmp_path, "--precision", "bf16")), TOKENIZE.rows(codes)
+def test_bf16_computes_in_bf16(codes, model, source, tmp_path):
+    found, exact = TOKENIZE.rows(TOKENIZE.fill(model, source, tmp_path, "--precision", "bf16")), TOKENIZE.rows(codes)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = vqgan().encode(pixels(photos, IMAGES)).numpy()
+        expected = vqgan().encode(pixels(source, IMAGES)).numpy()
     np.testing.assert_array_equal(np.stack(list(found.values())), expected)
     assert any((found[name] != exact[name]).any() for name in IMAGES)
 
 
-def test_the_report_counts_the_codes_of_all_shards(
-    codes: Path, model: Path, photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    TOKENIZE.fill(model, photos, codes, "--report")  # with nothing left to do
+def test_the_report_counts_the_codes_of_all_shards(codes, model, source, capsys):
+    TOKENIZE.fill(model, source, codes, "--report")  # with nothing left to do
     counts = np.bincount(np.stack(list(TOKENIZE.rows(codes).values())).ravel(), minlength=512)
     usage = code_statistics(torch.from_numpy(counts))
     said = capsys.readouterr().out
     assert f"{usage['codes_used']} of 512 codes used, perplexity {usage['perplexity']:.4g}" in said
 
 
-def test_a_bad_file_with_a_name_that_is_no_text_is_reported(
-    model: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken_copy(photos, tmp_path / "photos")
+def test_a_bad_file_with_a_name_that_is_no_text_is_reported(model, source, tmp_path, capsys):
+    broken_copy(source, tmp_path / "photos")
     (tmp_path / "photos" / os.fsdecode(b"\xff.png")).write_bytes(b"")
     folder = TOKENIZE.fill(model, tmp_path / "photos", tmp_path / "codes")
     assert r"\udcff.png: the file is empty" in capsys.readouterr().out
@@ -169,10 +147,8 @@ def test_a_bad_file_with_a_name_that_is_no_text_is_reported(
 # Decoding.
 
 
-def test_images_are_not_written_into_a_folder_of_something_else(
-    codes: Path, model: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = shutil.copytree(photos, tmp_path / "photos")
+def test_images_are_not_written_into_a_folder_of_something_else(codes, model, source, tmp_path, capsys):
+    mine = shutil.copytree(source, tmp_path / "photos")
     before = [files(folder) for folder in (mine, codes)]
     for fresh in ([], ["--fresh"]):
         assert "a.png" in TOKENIZE.refused(capsys, *decoding(model, codes, mine, *fresh))
@@ -181,15 +157,15 @@ def test_images_are_not_written_into_a_folder_of_something_else(
 
 
 @pytest.mark.parametrize("channels", [3, 4])
-def test_decoded_images_are_the_reconstructions_to_8_bits(channels: int, photos: Path, tmp_path: Path) -> None:
+def test_decoded_images_are_the_reconstructions_to_8_bits(channels, source, tmp_path):
     made = vqgan(channels=channels)
     made.save_pretrained(tmp_path / "model")
-    encoded = TOKENIZE.fill(tmp_path / "model", photos, tmp_path / "codes")
+    encoded = TOKENIZE.fill(tmp_path / "model", source, tmp_path / "codes")
     folder = decode(tmp_path / "model", encoded, tmp_path / "images")
     names = [str(Path(name).with_suffix(".png")) for name in IMAGES]
     assert sorted(files(folder)) == sorted([*names, "settings.json"])
     with torch.no_grad():
-        expected = made.decode(made.encode(pixels(photos, IMAGES, channels)))
+        expected = made.decode(made.encode(pixels(source, IMAGES, channels)))
     exact = expected.clamp(0, 1).permute(0, 2, 3, 1).numpy() * 255
     found = np.stack([np.asarray(Image.open(folder / name)) for name in names])
     assert found.shape == (9, SIZE, SIZE, channels) and len(np.unique(found)) > 20
@@ -197,19 +173,17 @@ def test_decoded_images_are_the_reconstructions_to_8_bits(channels: int, photos:
     assert np.abs(found - exact).max() <= 0.5 + 1e-3
 
 
-def test_a_discrete_vae_decodes_its_codes(photos: Path, tmp_path: Path) -> None:
+def test_a_discrete_vae_decodes_its_codes(source, tmp_path):
     vae().save_pretrained(tmp_path / "model")
-    encoded = TOKENIZE.fill(tmp_path / "model", photos, tmp_path / "codes")
+    encoded = TOKENIZE.fill(tmp_path / "model", source, tmp_path / "codes")
     folder = decode(tmp_path / "model", encoded, tmp_path / "images")
     with torch.no_grad():
-        expected = vae().decode(vae().get_codebook_indices(pixels(photos, ["d.bmp"])))
+        expected = vae().decode(vae().get_codebook_indices(pixels(source, ["d.bmp"])))
     found = np.asarray(Image.open(folder / "d.png"))
     assert np.abs(found - expected[0].clamp(0, 1).permute(1, 2, 0).numpy() * 255).max() <= 0.5 + 1e-3
 
 
-def test_decoding_goes_on_with_the_images_that_are_missing_or_cut_short(
-    codes: Path, model: Path, tmp_path: Path
-) -> None:
+def test_decoding_goes_on_with_the_images_that_are_missing_or_cut_short(codes, model, tmp_path):
     folder = decode(model, codes, tmp_path / "images")
     expected, before = files(folder), stamps(folder, "*.png")
     (folder / "b.png").unlink()
@@ -220,26 +194,19 @@ def test_decoding_goes_on_with_the_images_that_are_missing_or_cut_short(
     assert {name for name in before if before[name] != after[name]} == {"b.png", "e.png"}
 
 
-def test_images_of_one_stem_do_not_meet() -> None:
+def test_images_of_one_stem_do_not_meet():
     assert png_names(["a.jpg", "b.webp", "a.webp", "x/a.png"]) == ["a.jpg.png", "b.png", "a.webp.png", "x/a.png"]
     # a.jpg and a.webp would become a.jpg.png, which is taken
     assert png_names(["a.jpg", "a.webp", "a.jpg.bmp"]) == ["a.jpg.png", "a.webp.png", "a.jpg.bmp.png"]
 
 
-def test_codes_of_another_model_are_not_decoded(
-    codes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):
     vqgan(seed=1).save_pretrained(tmp_path / "model")
     said = TOKENIZE.refused(capsys, *decoding(tmp_path / "model", codes, tmp_path / "images"))
     assert "the model that made them" in said
 
 
 # Mistakes.
-
-
-def saved(folder: Path, model: Any) -> Path:
-    model.save_pretrained(folder)
-    return folder
 
 
 def another_class(folder: Path) -> Path:
@@ -272,11 +239,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gives_one_line(
-    mistake: str, model: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_gives_one_line(mistake, model, source, tmp_path, capsys):
     make, expected = MISTAKES[mistake]
-    said = {"--model": model, "--image_folder": photos, "--output": tmp_path / "codes", **make(tmp_path)}
+    said = {"--model": model, "--image_folder": source, "--output": tmp_path / "codes", **make(tmp_path)}
     argv = [word for flag, value in said.items() if value is not None for word in (flag, value)]
     assert expected in TOKENIZE.refused(capsys, *argv)
     assert not (tmp_path / "codes").exists()

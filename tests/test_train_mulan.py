@@ -185,7 +185,7 @@ def test_recalls_are_those_of_the_model_that_is_left_over_all_captions(sounds: s
     _, valid = data.split(24, 0.5, 42, at_least=8)
     indices = [valid[i] for i in range(len(valid))]
     assert len(indices) == 12
-    captions = [caption for index in indices for caption in recordings.captions(index)]
+    captions = [caption for index in indices for caption in recordings.texts(index).captions]
     owners = torch.arange(12).repeat_interleave(2)
     with torch.no_grad():
         audio = model.encode_audio(torch.stack([recordings.load(index) for index in indices]))

@@ -39,12 +39,12 @@ def decode_image(path: str, image_size: int, channels: int) -> Tensor:
     """
     with open(path, "rb") as file:
         try:
-            return _to_tensor(_with_channels(_decode(file, image_size), channels))
+            pixels = np.asarray(_with_channels(_decode(file, image_size), channels)).transpose(2, 0, 1)
+            return torch.from_numpy(np.ascontiguousarray(pixels))
         except UnidentifiedImageError:
-            empty = os.fstat(file.fileno()).st_size == 0
-            raise ValueError(
-                "the file is empty" if empty else f"the content is none of {', '.join(_FORMATS)}"
-            ) from None
+            is_empty = os.fstat(file.fileno()).st_size == 0
+            reason = "the file is empty" if is_empty else f"the content is none of {', '.join(_FORMATS)}"
+            raise ValueError(reason) from None
         except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
             raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
@@ -101,8 +101,3 @@ def _with_channels(image: Image.Image, channels: int) -> Image.Image:
     if channels == 3 and image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert({3: "RGB", 4: "RGBA"}[channels])
-
-
-def _to_tensor(image: Image.Image) -> Tensor:
-    """RGB or RGBA image -> uint8 (3 or 4, height, width)."""
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))

@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ..bad_samples import BadSample
+from ..bad_samples import BadSample, reason_of
 from ..feed import to_unit_range
 from ..workers import load_groups
 from .sets import Images
@@ -43,7 +43,7 @@ def _load_batch(images: Images, batch_size: int, indices: range) -> SequenceBatc
         try:
             loaded[row] = images.load(index)
         except (OSError, ValueError) as error:
-            bad.append(BadSample.of(images, index, error))
+            bad.append(BadSample(index, images.describe(index), reason_of(error)))
     shape = next((image.shape for image in loaded.values()), (0, 0, 0))
     batch = torch.zeros(batch_size, *shape, dtype=torch.uint8)
     for row, image in loaded.items():

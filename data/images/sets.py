@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..demonstrations import demonstration_size
-from ..listing import list_files
+from ..contracts import Samples
+from ..opening import demonstration_size, list_files, nothing_found
 from ..packed import PackedStrings
 from .decoding import decode_image, randomly_flipped
 from .shapes import Shapes
@@ -16,21 +16,8 @@ from .shapes import Shapes
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
-class Images(Protocol):
-    """A numbered set of images."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        """uint8 (channels, image_size, image_size); augmentation draws from (seed, epoch, index) alone.
-
-        Raises OSError or ValueError where the image cannot be read.
-        """
-        ...
-
-    def describe(self, index: int) -> str:
-        """The name by which a user finds the image: its path."""
-        ...
+class Images(Samples, Protocol):
+    """A numbered set of images, uint8 (channels, image_size, image_size)."""
 
     def name(self, index: int) -> str:
         """What stands for the image in an index: its path below the folder, '/' between the parts."""
@@ -48,10 +35,7 @@ class ImageFolder:
         self.image_size, self.channels, self.flip, self.seed = image_size, channels, flip, seed
         images, n_others = list_files(folder, ENDINGS, "images", "demo:shapes")
         if not images:
-            raise ValueError(
-                f"no image in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
-                f"files that end in {' '.join(ENDINGS)} are read, in the folder and in those below it"
-            )
+            raise nothing_found("image", folder, n_others, ENDINGS)
         self._names = PackedStrings(images)
 
     def __len__(self) -> int:

@@ -21,27 +21,15 @@ from .decoding import randomly_flipped
 Array = npt.NDArray[np.floating]
 
 COLOURS = {
-    "red": (214, 40, 44),
-    "orange": (242, 135, 30),
-    "yellow": (250, 222, 60),
-    "green": (40, 175, 70),
-    "cyan": (70, 210, 220),
-    "blue": (40, 84, 210),
-    "purple": (128, 58, 180),
-    "pink": (236, 88, 160),
-}
+    "red": (214, 40, 44), "orange": (242, 135, 30), "yellow": (250, 222, 60), "green": (40, 175, 70),
+    "cyan": (70, 210, 220), "blue": (40, 84, 210), "purple": (128, 58, 180), "pink": (236, 88, 160),
+}  # fmt: skip
 SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; captions leave the middle size unsaid
 PLACES = {
-    "top left": (0.25, 0.25),
-    "at the top": (0.5, 0.25),
-    "top right": (0.75, 0.25),
-    "on the left": (0.25, 0.5),
-    "in the centre": (0.5, 0.5),
-    "on the right": (0.75, 0.5),
-    "bottom left": (0.25, 0.75),
-    "at the bottom": (0.5, 0.75),
-    "bottom right": (0.75, 0.75),
-}
+    "top left": (0.25, 0.25), "at the top": (0.5, 0.25), "top right": (0.75, 0.25),
+    "on the left": (0.25, 0.5), "in the centre": (0.5, 0.5), "on the right": (0.75, 0.5),
+    "bottom left": (0.25, 0.75), "at the bottom": (0.5, 0.75), "bottom right": (0.75, 0.75),
+}  # fmt: skip
 
 
 def _far_apart(places: tuple[str, ...]) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from ..feed import Feed, Processes
+from ..contracts import Processes
+from ..feed import Feed
 from ..hashing import Draws, derive_key
 from ..tokenizers import Tokenizer
 from .sets import Sounds, open_sounds
@@ -33,26 +33,8 @@ class SoundBatch(TypedDict):
     labels: list[str | None]
 
 
-@dataclass(frozen=True)
-class CaptionedSound:
-    """One sample: waveform (clip_samples,), its caption's tokens (1, max_text_tokens) and their number."""
-
-    waveform: Tensor
-    tokens: Tensor
-    length: int
-    caption: str
-    captions: list[str]
-    label: str | None
-
-
 class CaptionedSounds:
-    """Sounds with one of their captions each, in tokens. Made before the loader workers, which run it.
-
-    Args:
-        sounds: The set.
-        tokenizer: Turns captions into tokens.
-        seed: Of the captions that are drawn in training.
-    """
+    """Sounds with one of their captions each, in tokens; `seed` is of the captions that are drawn in training."""
 
     def __init__(self, sounds: Sounds, tokenizer: Tokenizer, seed: int) -> None:
         self.sounds, self.tokenizer, self.seed = sounds, tokenizer, seed
@@ -60,36 +42,32 @@ class CaptionedSounds:
     def __len__(self) -> int:
         return len(self.sounds)
 
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> CaptionedSound:
-        """With `augment` clip and caption are drawn from (seed, epoch, index), else they are the first and the middle.
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        """The sample's part of each entry of a `SoundBatch`. With `augment` caption and clip are drawn from (seed,
+        epoch, index), else they are the first caption and the middle of the sound.
 
         Raises OSError or ValueError where the sound or its caption cannot be read; without `augment`, where any of its
         captions or its label cannot.
         """
-        captions = self.sounds.captions(index)
+        captions, label = self.sounds.texts(index)
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
-        label = self.sounds.label(index)
         if not augment:  # a validation reads all of them: what cannot be is known here, where the sound is named
             self.tokenizer.encode([*captions, *([label] if label else [])])
-        waveform = self.sounds.load(index, epoch, augment)
-        return CaptionedSound(waveform, tokens, length, caption, captions, label)
+        return {
+            "waveforms": self.sounds.load(index, epoch, augment), "tokens": tokens[0], "lengths": length,
+            "captions": caption, "caption_ids": torch.tensor(caption_id(caption), dtype=torch.int64),
+            "all_captions": captions, "labels": label,
+        }  # fmt: skip
 
     def describe(self, index: int) -> str:
         return self.sounds.describe(index)
 
 
-def collate_sounds(samples: Sequence[CaptionedSound]) -> dict[str, Any]:
+def collate_sounds(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Samples -> the entries of a `SoundBatch` that come from them."""
-    return {
-        "waveforms": torch.stack([sample.waveform for sample in samples]),
-        "tokens": torch.cat([sample.tokens for sample in samples]),
-        "lengths": [sample.length for sample in samples],
-        "captions": [sample.caption for sample in samples],
-        "caption_ids": torch.tensor([caption_id(sample.caption) for sample in samples], dtype=torch.int64),
-        "all_captions": [sample.captions for sample in samples],
-        "labels": [sample.label for sample in samples],
-    }
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
+    return {key: torch.stack(part) if isinstance(part[0], Tensor) else part for key, part in columns.items()}
 
 
 def caption_id(caption: str) -> int:
@@ -100,19 +78,12 @@ def caption_id(caption: str) -> int:
 def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokenizer) -> Feed[SoundBatch]:
     """The feed of a script that trains on sounds and captions.
 
-    Args:
-        args: The shared arguments (`add_run_arguments`), and audio_data, sample_rate, clip_seconds and split_seed.
-        processes: Who trains.
-        tokenizer: For the captions.
-
-    Raises:
-        UserMistake: one line, where there are no such sounds or too few.
+    `args` are those of `add_run_arguments`, and audio_data, sample_rate, clip_seconds and split_seed. Raises what
+    `Feed` raises.
     """
 
     def open_set() -> CaptionedSounds:
-        sounds = open_sounds(
-            args.audio_data, sample_rate=args.sample_rate, clip_seconds=args.clip_seconds, seed=args.seed
-        )
-        return CaptionedSounds(sounds, tokenizer, args.seed)
+        hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds}
+        return CaptionedSounds(open_sounds(args.audio_data, **hearing, seed=args.seed), tokenizer, args.seed)
 
     return Feed(open_set, args, processes, split_seed=args.split_seed, noun="sound", collate=collate_sounds)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ..hashing import Draws
-from ..optional_packages import missing_package
+from ..opening import missing_package
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 SAMPLE_RATES = (1_000, 1_000_000)  # a file that states another one is damaged
@@ -41,42 +41,29 @@ Array = npt.NDArray[np.float32]
 
 
 class Source(NamedTuple):
-    """A sound file, or a part of a file, in bytes, that holds one."""
+    """A sound file, or a part of a file, in bytes, that holds one; and the part of the sound that may be heard."""
 
     path: str
     offset: int = 0
     size: int | None = None
+    start_seconds: float = 0.0
+    end_seconds: float = math.inf
 
 
 class ClipDecoder:
-    """Cuts clips out of sound files.
-
-    Args:
-        sample_rate: Of the clips, in Hz.
-        clip_samples: Their length.
-        seed: Of where they are cut in training.
-    """
+    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; `seed` places them in training."""
 
     def __init__(self, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
         self.sample_rate, self.clip_samples, self.seed = sample_rate, clip_samples, seed
 
-    def load(
-        self,
-        source: Source,
-        index: int,
-        epoch: int = 0,
-        augment: bool = False,
-        start_seconds: float = 0.0,
-        end_seconds: float = math.inf,
-    ) -> Tensor:
+    def load(self, source: Source, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
         end_seconds: anywhere, drawn from (seed, epoch, index), with `augment`, else in the middle. A shorter sound is
         repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
 
         Raises OSError where the file cannot be opened and ValueError, in one line, where it cannot be decoded there.
         """
-        draws = Draws("crop", self.seed, epoch, index)
-        choose: Callable[[int], int] = draws.below if augment else _middle
+        choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
         with open(source.path, "rb", buffering=0) as file:
             whole = os.fstat(file.fileno()).st_size
             if (whole if source.size is None else source.size) == 0:
@@ -84,7 +71,7 @@ class ClipDecoder:
             window = None if source.size is None else FileWindow(file, source.offset, source.size)
             try:
                 with _quiet_worker():
-                    clip = self._decode(file.fileno() if window is None else window, choose, start_seconds, end_seconds)
+                    clip = self._decode(file.fileno() if window is None else window, choose, source)
             except RuntimeError as error:  # libsndfile's
                 reason = " ".join(str(getattr(error, "error_string", error)).split())
                 clip, failure = None, ValueError(f"libsndfile cannot read it: {reason}")
@@ -94,16 +81,17 @@ class ClipDecoder:
                 raise failure
         return torch.from_numpy(clip)
 
-    def _decode(self, file: Any, choose: Callable[[int], int], start_seconds: float, end_seconds: float) -> Array:
+    def _decode(self, file: Any, choose: Callable[[int], int], source: Source) -> Array:
         import soundfile
 
         with soundfile.SoundFile(file, closefd=False) as sound:
             _require_sound(sound)
             rate = sound.samplerate
-            first = min(round(start_seconds * rate), sound.frames)
-            last = round(min(end_seconds * rate, sound.frames))
+            first = min(round(source.start_seconds * rate), sound.frames)
+            last = round(min(source.end_seconds * rate, sound.frames))
             if first >= last:
-                raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {start_seconds:g} s")
+                lasts = f"it lasts {sound.frames / rate:g} s"
+                raise ValueError(f"{lasts}, and its clip begins at {source.start_seconds:g} s")
             needed = -(-self.clip_samples * rate // self.sample_rate)
             grid = _grid(rate, self.sample_rate)
             begin = first + grid * choose(max(0, last - first - needed) // grid + 1)

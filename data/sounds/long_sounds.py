@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..bad_samples import BadSample, reason_of
-from ..listing import list_files
+from ..opening import list_files
 from ..packed import PackedStrings
 from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
@@ -92,18 +92,13 @@ def read_clips(path: str, decoder: ClipDecoder, max_clips: int) -> Tensor:
 
     Raises OSError where the file cannot be opened and ValueError, in one line, where it cannot be decoded there.
     """
-    source = Source(path)
     rate, frames = _rate_and_frames(path)
     clip_frames = math.ceil(decoder.clip_samples * rate / decoder.sample_rate)
     starts = clip_starts(frames, clip_frames, max_clips)
     if len(starts) == 1:
-        return decoder.load(source, 0)[None]  # also says what is wrong with a damaged file
-    return torch.stack(
-        [
-            decoder.load(source, 0, start_seconds=start / rate, end_seconds=(start + clip_frames) / rate)
-            for start in starts
-        ]
-    )
+        return decoder.load(Source(path), 0)[None]  # also says what is wrong with a damaged file
+    parts = [Source(path, 0, None, start / rate, (start + clip_frames) / rate) for start in starts]
+    return torch.stack([decoder.load(part, 0) for part in parts])
 
 
 def _rate_and_frames(path: str) -> tuple[int, int]:
@@ -130,24 +125,20 @@ def is_sound(query: str) -> bool:
     return False
 
 
-def file_embedder(
-    decoder: ClipDecoder, embed: Callable[[Tensor], Tensor], max_clips: int, batch_size: int
-) -> Callable[[str], Tensor]:
-    """Path of a sound file -> its unit vector (d,), the bits that `embed_sounds` gives.
+def embed_file(
+    decoder: ClipDecoder, embed: Callable[[Tensor], Tensor], max_clips: int, batch_size: int, path: str
+) -> Tensor:
+    """A sound file -> its unit vector (d,), the bits that `embed_sounds` gives.
 
-    It raises ValueError, in one line, where the file cannot be read.
+    Raises ValueError, in one line, where the file cannot be read.
     """
-
-    def embed_file(path: str) -> Tensor:
-        require_decoders()
-        try:
-            clips = read_clips(path, decoder, max_clips)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
-        (vectors,), _ = embed_sounds([clips], embed, batch_size)
-        return torch.from_numpy(vectors[0])
-
-    return embed_file
+    require_decoders()
+    try:
+        clips = read_clips(path, decoder, max_clips)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
+    (vectors,), _ = embed_sounds([clips], embed, batch_size)
+    return torch.from_numpy(vectors[0])
 
 
 def load_clips(sounds: LongSounds, ranges: Sequence[range], *, num_workers: int = 0) -> Iterator[Iterator[Clips]]:
@@ -159,7 +150,7 @@ def _clips_or_bad(sounds: LongSounds, index: int) -> Clips:
     try:
         return sounds.clips(index)
     except (OSError, ValueError) as error:
-        return BadSample.of(sounds, index, error)
+        return BadSample(index, sounds.describe(index), reason_of(error))
 
 
 def embed_sounds(
@@ -168,14 +159,8 @@ def embed_sounds(
     """Clips of sounds -> for each sound that can be read the mean of its clips' embeddings, scaled to length 1, in one
     array (n, d) or, where none can be read, in no array; and what cannot be read.
 
-    Args:
-        sounds: In order.
-        embed: Waveforms (batch_size, clip_samples) -> unit vectors (batch_size, d) on the CPU, each a function of its
-            own row.
-        batch_size: Rows of every call; what is missing in the last one is silence.
-
-    Raises:
-        ValueError: an embedding that is not finite.
+    `embed` makes of waveforms (batch_size, clip_samples) unit vectors (batch_size, d) on the CPU, each a function of
+    its own row; what is missing in the last batch is silence. Raises ValueError where an embedding is not finite.
     """
     bad: list[BadSample] = []
     counts: list[int] = []

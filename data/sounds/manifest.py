@@ -16,7 +16,7 @@ from torch import Tensor
 from ..bad_samples import reason_of
 from ..packed import PackedStrings
 from .decoding import ClipDecoder, Source
-from .sidecars import NO_CAPTION, texts_of_object
+from .sidecars import NO_CAPTION, Texts, texts_of_object
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # what JSON can write and no path can hold
@@ -27,8 +27,7 @@ class Row(NamedTuple):
     """A sound as a manifest describes it; the part of the file from start_seconds to end_seconds."""
 
     path: str
-    captions: list[str]
-    label: str | None
+    texts: Texts
     start_seconds: float
     end_seconds: float
 
@@ -43,14 +42,8 @@ class Manifest:
     - label (optional): a class;
     - start_seconds, end_seconds (optional): the part of a long file that the captions speak of.
 
-    The table is read once; no sound is looked for before it is loaded.
-
-    Args:
-        path: Of the manifest.
-        clips: Decodes.
-
-    Raises:
-        ValueError: one line, where the manifest cannot be understood or has no rows.
+    The table is read once; no sound is looked for before it is loaded. Raises ValueError, in one line, where the
+    manifest cannot be understood or has no rows.
     """
 
     def __init__(self, path: str, clips: ClipDecoder) -> None:
@@ -59,30 +52,26 @@ class Manifest:
         self._starts, self._ends = array("d"), array("d")
         for row in read_manifest(path):
             self._paths.append(row.path)
-            self._captions.append("\n".join(row.captions))
-            self._labels.append(row.label or "")
+            self._captions.append("\n".join(row.texts.captions))
+            self._labels.append(row.texts.label or "")
             self._starts.append(row.start_seconds)
             self._ends.append(row.end_seconds)
         if not len(self):
             raise ValueError(f"the manifest {path!r} has no rows")
-        if not any(self._captions[index] for index in range(len(self))):
+        if not any(self._captions):
             raise ValueError(f"none of the {len(self)} rows of the manifest {path!r} has a caption")
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        source = Source(self.describe(index))
-        return self._clips.load(source, index, epoch, augment, self._starts[index], self._ends[index])
+        source = Source(self.describe(index), start_seconds=self._starts[index], end_seconds=self._ends[index])
+        return self._clips.load(source, index, epoch, augment)
 
-    def captions(self, index: int) -> list[str]:
-        text = self._captions[index]
-        if not text:
+    def texts(self, index: int) -> Texts:
+        if not self._captions[index]:
             raise ValueError(NO_CAPTION)
-        return text.split("\n")
-
-    def label(self, index: int) -> str | None:
-        return self._labels[index] or None
+        return Texts(self._captions[index].split("\n"), self._labels[index] or None)
 
     def describe(self, index: int) -> str:
         return os.path.join(self._folder, os.path.expanduser(self._paths[index]))
@@ -149,11 +138,10 @@ def _row(entry: Mapping[str, Any]) -> Row:
     if not isinstance(path, str) or not path.strip() or not _UNNAMEABLE.isdisjoint(path):
         raise ValueError('it has no "path" of a sound')
     texts = texts_of_object({key: value for key, value in entry.items() if key != "text"})
-    start = _seconds(entry, "start_seconds", 0.0)
-    end = _seconds(entry, "end_seconds", math.inf)
+    start, end = _seconds(entry, "start_seconds", 0.0), _seconds(entry, "end_seconds", math.inf)
     if end <= start:
         raise ValueError(f"it ends at {end:g} s, not after its start at {start:g} s")
-    return Row(path.strip(), texts.captions, texts.label, start, end)
+    return Row(path.strip(), texts, start, end)
 
 
 def _seconds(entry: Mapping[str, Any], key: str, missing: float) -> float:

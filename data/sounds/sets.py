@@ -7,45 +7,26 @@ import os
 import re
 from typing import Protocol
 
-from torch import Tensor
-
-from ..demonstrations import demonstration_size
-from ..tars import Tars
+from ..contracts import Samples
+from ..opening import demonstration_size
 from .decoding import ClipDecoder, require_decoders
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import Manifest
-from .sidecars import SoundFolder, list_sounds
+from .sidecars import SoundFolder, Texts, list_sounds
+from .tars import Tars
 from .tones import Tones
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
-class Sounds(Protocol):
-    """A numbered set of sounds, of which clips of one length are heard at a time."""
+class Sounds(Samples, Protocol):
+    """A numbered set of sounds, of which clips are heard, float32 (clip_samples,) in [-1, 1], contiguous."""
 
-    def __len__(self) -> int: ...
+    def texts(self, index: int) -> Texts:
+        """What is written of the sound: one caption or several, and its class where the set has classes.
 
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        """float32 (clip_samples,) in [-1, 1], contiguous: with `augment` a clip drawn from (seed, epoch, index) alone,
-        else always the same.
-
-        Raises OSError or ValueError, in one line, where the sound cannot be read.
+        Raises OSError or ValueError, in one line, where there is no caption.
         """
-        ...
-
-    def captions(self, index: int) -> list[str]:
-        """What the sound is, in one sentence or several; never empty.
-
-        Raises OSError or ValueError, in one line, where there is none.
-        """
-        ...
-
-    def label(self, index: int) -> str | None:
-        """The class of the sound, where the set has classes."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """The name by which a user finds the sound: its path."""
         ...
 
 
@@ -90,9 +71,8 @@ def _open_files(path: str, clips: ClipDecoder) -> Sounds:
 def _only_tars(paths: list[str]) -> list[str]:
     for path in paths:
         if not path.lower().endswith(".tar"):
-            compressed = path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"))
             hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of sounds, or tars"
-            if compressed:
+            if path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
                 hint = "decompress it first: a compressed tar cannot be read at random"
             raise ValueError(f"{path!r} is no set of sounds: {hint}")
     return paths
@@ -108,11 +88,9 @@ def _expanded(pattern: str) -> list[str]:
         if not found:
             raise ValueError(f"no file is named like {pattern!r}")
         return found
-    missing = [path for path in paths if not os.path.exists(path)]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing, the first is {missing[0]!r}"
-        )
+    if missing := [path for path in paths if not os.path.exists(path)]:
+        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
+        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
     return paths
 
 

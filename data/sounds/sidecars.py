@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..listing import list_files
+from ..opening import list_files, nothing_found
 from ..packed import PackedStrings
 from .decoding import ENDINGS, ClipDecoder, Source
 
@@ -29,12 +28,8 @@ class Texts(NamedTuple):
 
 class SoundFolder:
     """Every sound below a folder that a .txt (a caption per line) or a .json (see `texts_of_object`) of the same name
-    describes, numbered in the order of the relative path. See `Sounds` for the methods.
-
-    Args:
-        folder: Its path.
-        listed: Relative paths of its sounds and texts (`list_sounds`).
-        clips: Decodes.
+    describes, numbered in the order of the relative path. `listed` are the relative paths of its sounds and texts
+    (`list_sounds`). See `Sounds` for the methods.
     """
 
     def __init__(self, folder: str, listed: list[str], clips: ClipDecoder) -> None:
@@ -45,10 +40,10 @@ class SoundFolder:
         }
         self._sounds = PackedStrings(name for name in listed if name.lower().endswith(ENDINGS))
         self._text_names = PackedStrings()
-        for index in range(len(self._sounds)):
-            stem = os.path.splitext(self._sounds[index])[0]
+        for sound in self._sounds:
+            stem = os.path.splitext(sound)[0]
             self._text_names.append(next((texts[ending][stem] for ending in TEXT_ENDINGS if stem in texts[ending]), ""))
-        if not any(self._text_names[index] for index in range(len(self))):
+        if not any(self._text_names):
             manifests = sorted(name for name in os.listdir(folder) if name.lower().endswith(_MANIFESTS))
             instead = f"; or give the manifest, {os.path.join(folder, manifests[0])!r}" if manifests else ""
             raise ValueError(
@@ -62,20 +57,14 @@ class SoundFolder:
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         return self._clips.load(Source(self.describe(index)), index, epoch, augment)
 
-    def captions(self, index: int) -> list[str]:
-        return require_captions(self._texts(index))
-
-    def label(self, index: int) -> str | None:
-        return self._texts(index).label
-
-    def describe(self, index: int) -> str:
-        return os.path.join(self._folder, self._sounds[index])
-
-    def _texts(self, index: int) -> Texts:
+    def texts(self, index: int) -> Texts:
         name = self._text_names[index]
         if not name:
             raise ValueError(f"{NO_CAPTION}: there is neither a .txt nor a .json beside it")
         return read_texts(os.path.join(self._folder, name), name)
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self._folder, self._sounds[index])
 
 
 def list_sounds(folder: str) -> list[str]:
@@ -87,43 +76,29 @@ def list_sounds(folder: str) -> list[str]:
     listed, n_others = list_files(folder, (*kinds, *TEXT_ENDINGS), "sounds", "demo:tones")
     n_texts = sum(name.lower().endswith(TEXT_ENDINGS) for name in listed)
     if n_texts == len(listed):
-        n = n_texts + n_others
-        raise ValueError(
-            f"no sound in {folder!r}, which holds {n} other file{'' if n == 1 else 's'}: files that end in "
-            f"{' '.join(kinds)} are read, in the folder and in those below it"
-        )
+        raise nothing_found("sound", folder, n_texts + n_others, kinds)
     # Texts in a folder of tars describe the tars, if anything.
     is_tars = not any(name.lower().endswith(ENDINGS) for name in listed)
     return [name for name in listed if name.lower().endswith(".tar")] if is_tars else listed
 
 
-@functools.lru_cache(maxsize=1)  # the captions and the label of a sound are asked for one after the other
 def read_texts(path: str, name: str, offset: int = 0, size: int = _LONGEST_TEXT) -> Texts:
-    """The texts in a .txt or .json, of which at most 1 MiB is read.
+    """The texts in a .txt or .json, or in a part of another file (offset and size in bytes), which is called `name`; at
+    most 1 MiB is read.
 
-    Args:
-        path: The file.
-        name: Its name, or that of the part of the file, from `offset` on, that holds the texts.
-        offset: In bytes.
-        size: In bytes.
-
-    Raises OSError where the file cannot be read and ValueError, in one line, where it holds no such texts.
+    Raises OSError where the file cannot be read and ValueError, in one line, where it holds no caption.
     """
     with open(path, "rb", buffering=0) as file:
         content = os.pread(file.fileno(), min(size, _LONGEST_TEXT), offset)
     try:
         text = content.decode("utf-8-sig")
         is_json = name.lower().endswith(".json")
-        return texts_of_object(json.loads(text)) if is_json else Texts(cleaned(text.splitlines()), None)
+        texts = texts_of_object(json.loads(text)) if is_json else Texts(cleaned(text.splitlines()), None)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its caption file {os.path.basename(name)} cannot be read: {error}") from None
-
-
-def require_captions(texts: Texts) -> list[str]:
-    """The captions. Raises ValueError where there is none."""
     if not texts.captions:
         raise ValueError(NO_CAPTION)
-    return texts.captions
+    return texts
 
 
 def texts_of_object(value: Any) -> Texts:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..hashing import GOLDEN_GAMMA, Draws, derive_key
+from .sidecars import Texts
 
 Array = npt.NDArray[np.float32]
 
@@ -98,17 +99,14 @@ class Tones:
         samples *= np.float32(draws.uniform(0.5, 1.0))
         return torch.from_numpy(samples)
 
-    def captions(self, index: int) -> list[str]:
+    def texts(self, index: int) -> Texts:
         tone, draws = self.tone(index), Draws("tone words", self.seed, index)
         words = (WAVEFORMS[tone.waveform], PITCHES[tone.pitch], TEMPOS[tone.tempo], ENVELOPES[tone.envelope])
         written = []
         for number, template in enumerate(TEMPLATES):
             waveform, pitch, tempo, envelope = (w[draws.below(len(w)) if number else 0] for w in words)
             written.append(template.format(waveform=waveform, pitch=pitch, tempo=tempo, envelope=envelope))
-        return written
-
-    def label(self, index: int) -> str | None:
-        return WAVEFORMS[self.tone(index).waveform][0]
+        return Texts(written, WAVEFORMS[tone.waveform][0])
 
     def describe(self, index: int) -> str:
         return f"demo:tones[{index}]"
@@ -144,9 +142,8 @@ class Tones:
         for half, shift in enumerate((0, quarter)):
             slow = np.interp(at, np.arange(n), _white(n, key + half)).astype(np.float32)
             total += slow * wave[(phase + shift) & ((1 << _ENTRIES_BITS) - 1)]
-        return total * np.float32(
-            1.5
-        )  # numbers in [-1, 1) have the mean square 1/3, lines between them 2/9: two make 4/9
+        # Numbers in [-1, 1) have the mean square 1/3, lines between them 2/9: two make 4/9.
+        return total * np.float32(1.5)
 
 
 def _periods(n: int, per_sample: float, start: float) -> npt.NDArray[np.int64]:
@@ -160,14 +157,13 @@ def _period(waveform: str, n_harmonics: int) -> Array:
     """One period of a waveform without the harmonics that a sample rate cannot hold, of root mean square `_RMS`."""
     turn = 2 * math.pi * np.arange(1 << _ENTRIES_BITS) / (1 << _ENTRIES_BITS)
     order = range(1, n_harmonics + 1)
+    silence = np.zeros_like(turn)
     if waveform == "sine":
         wave = np.sin(turn)
     elif waveform == "triangle":
-        wave = sum(((-1) ** (k // 2) / k**2 * np.sin(k * turn) for k in order if k % 2), np.zeros_like(turn))
-    elif waveform == "square":
-        wave = sum((np.sin(k * turn) / k for k in order if k % 2), np.zeros_like(turn))
+        wave = sum(((-1) ** (k // 2) / k**2 * np.sin(k * turn) for k in order if k % 2), silence)
     else:
-        wave = sum((np.sin(k * turn) / k for k in order), np.zeros_like(turn))
+        wave = sum((np.sin(k * turn) / k for k in order if k % 2 or waveform == "sawtooth"), silence)
     return (wave * (_RMS / np.sqrt(np.mean(wave**2)))).astype(np.float32)
 
 

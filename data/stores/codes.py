@@ -26,7 +26,6 @@ from .output import OutputFolder
 from .shards import LINES_FILE, Array, ShardWriter, explained, read_index, read_shard, shard_sizes
 
 CODES = "codes"
-FORMATS = ("safetensors", "npy")
 _DTYPES = (np.uint8, np.uint16, np.int32)
 
 
@@ -36,12 +35,8 @@ def code_dtype(num_codes: int) -> np.dtype:
 
 
 def code_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
-    """The shards of the codes of images, (n, h, w).
-
-    Args:
-        output: Among its settings are "num_codes", "grid" ([h, w]), "images_per_shard" and "format" (`FORMATS`).
-        names: Paths of all images, relative and in order.
-    """
+    """The shards of the codes (n, h, w) of images, given the relative paths of all, in order. Among the settings are
+    "num_codes", "grid" ([h, w]), "images_per_shard" and "format" ("safetensors" or "npy")."""
     settings = output.settings
     empty = np.zeros((0, *settings["grid"]), code_dtype(settings["num_codes"]))
     sizes = shard_sizes(len(names), settings["images_per_shard"])
@@ -51,27 +46,18 @@ def code_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
 def write_code_index(shards: ShardWriter) -> None:
     """index.jsonl, then index.json, which makes the codes complete. All shards are there."""
     lines = shards.lines()
-    sha256 = shards.write_lines(LINES_FILE, lines)
-    shards.write_index(
-        {"coded_images": len(lines), "lines_sha256": sha256, "shards": shards.entries(), "bad": shards.bad()}
-    )
+    head = {"coded_images": len(lines), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
+    shards.write_index({**head, "shards": shards.entries(), "bad": shards.bad()})
 
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """A complete folder of codes. Its methods raise ValueError, in one line, where a file is not what the index says.
-
-    Args:
-        folder: Where it is.
-        index: Content of index.json.
-        sha256: Of index.json, which holds the checksums of everything else.
-        paths: Relative paths of the images, by shard and row.
-    """
+    """A complete folder of codes. Methods raise ValueError, in one line, where a file is not what the index says."""
 
     folder: Path
-    index: Mapping[str, Any]
-    sha256: str
-    paths: Sequence[Sequence[str]]
+    index: Mapping[str, Any]  # index.json
+    sha256: str  # of index.json, which holds the checksums of everything else
+    paths: Sequence[Sequence[str]]  # relative paths of the images, by shard and row
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each code occurs in shards, (num_codes,)."""
@@ -103,11 +89,8 @@ class StoredCodes:
 
 
 def read_codes(folder: str | Path) -> StoredCodes:
-    """Open what was encoded.
-
-    Raises:
-        ValueError: one line, where there are no such codes, or not all yet, or an index is damaged.
-    """
+    """Open what was encoded. Raises ValueError, in one line, where there are no such codes, or not all yet, or an index
+    is damaged."""
     folder = Path(folder)
     index, sha256 = read_index(folder, CODES)
     with explained(folder / LINES_FILE):

@@ -37,12 +37,8 @@ Vectors = npt.NDArray[np.float32]
 
 
 def embedding_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
-    """The shards of the embeddings of sounds, (n, d).
-
-    Args:
-        output: Among its settings are "dim" and "files_per_shard".
-        names: Paths of all files, relative and in order.
-    """
+    """The shards of the embeddings (n, d) of sounds, given the relative paths of all files, in order. The settings hold
+    "dim" and "files_per_shard"."""
     sizes = shard_sizes(len(names), output.settings["files_per_shard"])
     return ShardWriter(output, np.zeros((0, output.settings["dim"]), np.float32), sizes, names, name=EMBEDDINGS)
 
@@ -61,17 +57,11 @@ def quantized_shards(output: OutputFolder, rows: Sequence[int], num_quantizers: 
 
 @dataclass(frozen=True)
 class StoredEmbeddings:
-    """A complete index. Its methods raise ValueError, in one line, where a file is not what the index says.
-
-    Args:
-        folder: Where it is.
-        index: Content of index.json.
-        sha256: Of index.json, which holds the checksums of everything else.
-    """
+    """A complete index. Its methods raise ValueError, in one line, where a file is not what the index says."""
 
     folder: Path
-    index: Mapping[str, Any]
-    sha256: str
+    index: Mapping[str, Any]  # index.json
+    sha256: str  # of index.json, which holds the checksums of everything else
 
     @property
     def rows(self) -> list[int]:
@@ -130,11 +120,8 @@ class StoredEmbeddings:
 
 
 def read_embeddings(folder: str | Path) -> StoredEmbeddings:
-    """Open an index.
-
-    Raises:
-        ValueError: one line, where there is none, or not all of it yet, or it is damaged or empty.
-    """
+    """Open an index. Raises ValueError, in one line, where there is none, or not all of it yet, or it is damaged or
+    empty."""
     folder = Path(folder)
     index, sha256 = read_index(folder, EMBEDDINGS)
     with explained(folder / INDEX_FILE):

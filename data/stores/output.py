@@ -11,17 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..bad_samples import reason_of
-from ..feed import Processes
+from ..contracts import Processes
 
 SETTINGS_FILE = "settings.json"
 _LONGEST_VALUE = 40
-
-
-class Workers(Processes, Protocol):
-    """Processes that can be asked to stop."""
-
-    def broadcast_object(self, value: Any) -> Any: ...
-    def stop_requested(self) -> bool: ...
 
 
 class Files(Protocol):
@@ -38,10 +31,7 @@ class OutputFolder:
     is held for as long as the object lives.
 
     Args:
-        path: Of the folder.
         settings: Everything that the content depends on, as JSON values, the same on every process.
-        processes: Who writes.
-        files: The module `training.files`.
         fresh: Move a folder that an earlier command filled to `<path>.old-<n>`, and start over.
         say: Prints a line, on one process.
 
@@ -54,7 +44,7 @@ class OutputFolder:
         self,
         path: Path,
         settings: Mapping[str, Any],
-        processes: Workers,
+        processes: Processes,
         files: Files,
         *,
         fresh: bool,
@@ -69,9 +59,8 @@ class OutputFolder:
                 try:
                     self._open(fresh)
                 except OSError as error:
-                    raise ValueError(
-                        f"cannot write the folder {path}: {reason_of(error)}; give another --output"
-                    ) from None
+                    reason = f"cannot write the folder {path}: {reason_of(error)}"
+                    raise ValueError(f"{reason}; give another --output") from None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file of the folder whole or not at all, even if the process is killed. Raises ValueError, in one
@@ -100,9 +89,8 @@ class OutputFolder:
         if fresh and self.path.is_dir():
             with self._files.hold(lock):
                 moved = self._move_away()
-            self.say(
-                f"starting over; what was in {self.path} is in {moved}" if moved else f"{self.path} held nothing yet"
-            )
+            began = f"starting over; what was in {self.path} is in {moved}"
+            self.say(began if moved else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._files.hold(lock)
         self._claim()
@@ -122,7 +110,7 @@ class OutputFolder:
         """Begin in an empty folder, or go on in one that was begun with the same settings."""
         path = self.path / SETTINGS_FILE
         if path.exists():
-            self._require_same(_read_settings(path))
+            self._require_same(path)
         elif others := sorted(name for name in os.listdir(self.path) if not name.startswith(".")):
             raise ValueError(
                 f"{self.path} holds {others[0]!r} and no {SETTINGS_FILE}, so it is not a folder that can be continued; "
@@ -131,7 +119,14 @@ class OutputFolder:
         else:
             self._files.write_atomically(path, json_bytes(self.settings))
 
-    def _require_same(self, before: Mapping[str, Any]) -> None:
+    def _require_same(self, path: Path) -> None:
+        try:
+            before = json.loads(path.read_text())
+            if not isinstance(before, dict):
+                raise ValueError("it holds no JSON object")
+        except (OSError, ValueError, RecursionError) as error:
+            hint = "give another --output, or start over with --fresh"
+            raise ValueError(f"cannot read {path}: {reason_of(error)}; {hint}") from None
         now = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file
         differences = [
             f"{name} was {_shortened(before.get(name))} and is now {_shortened(now.get(name))}"
@@ -172,18 +167,6 @@ def sha256_of(paths: Iterable[Path]) -> str:
 def names_sha256(names: Sequence[str]) -> str:
     """Hexadecimal SHA-256 of a list of paths: of each, in the file system's bytes, and a zero byte."""
     return hashlib.sha256(b"".join(os.fsencode(name) + b"\0" for name in names)).hexdigest()
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
-        return content
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"cannot read {path}: {reason_of(error)}; give another --output, or start over with --fresh"
-        ) from None
 
 
 def _shortened(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -19,41 +20,31 @@ from .shards import stays_inside
 _END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
-class PngFolder:
-    """Writes decoded images.
+def png_files(folder: Path, paths: Sequence[Sequence[str]]) -> list[list[Path]]:
+    """Relative paths of the originals, by shard and row -> files below the folder, see `png_names`."""
+    names = iter(png_names([path for shard in paths for path in shard]))
+    return [[folder / next(names) for _ in shard] for shard in paths]
 
-    Args:
-        folder: Where to write.
-        paths: Relative paths of the originals, by shard and row; the ending becomes .png.
-        num_threads: Threads that compress, at least 1.
 
-    Raises:
-        ValueError: one line, where a path would leave the folder.
+def decode_shard(
+    codes: StoredCodes,
+    shard: int,
+    files: Sequence[Path],
+    function: Callable[[Tensor], Tensor],
+    *,
+    batch_size: int,
+    num_threads: int,
+) -> None:
+    """Write those images of a shard that are not there, or not complete, with so many threads that compress.
+
+    `function` makes of codes int64 (batch_size, h', w'), padded with 0, images (batch_size, c, h, w) in [0, 1], on any
+    device. Raises ValueError, in one line, where the codes are damaged.
     """
-
-    def __init__(self, folder: Path, paths: Sequence[Sequence[str]], num_threads: int = 1) -> None:
-        names = iter(png_names([path for shard in paths for path in shard]))
-        self._files = [[folder / next(names) for _ in shard] for shard in paths]
-        self._num_threads = num_threads
-
-    def decode(self, codes: StoredCodes, shard: int, batch_size: int, function: Callable[[Tensor], Tensor]) -> None:
-        """Write those images of a shard that are not there, or not complete.
-
-        Args:
-            codes: With the paths of this folder.
-            shard: Which.
-            batch_size: Codes that `function` gets at a time, padded with 0.
-            function: Codes int64 (batch_size, h', w') -> images (batch_size, c, h, w) in [0, 1], on any device.
-
-        Raises:
-            ValueError: one line, where the codes are damaged.
-        """
-        files = self._files[shard]
-        for rows, batch in codes.batches(shard, batch_size):
-            if missing := [row for row in rows if not _is_complete(files[row])]:
-                images = _to_pixels(function(torch.from_numpy(batch)))
-                with ThreadPoolExecutor(self._num_threads) as pool:
-                    list(pool.map(_save, [files[row] for row in missing], images[[r - rows[0] for r in missing]]))
+    for rows, batch in codes.batches(shard, batch_size):
+        if missing := [row for row in rows if not _is_complete(files[row])]:
+            images = _to_pixels(function(torch.from_numpy(batch)))
+            with ThreadPoolExecutor(num_threads) as pool:
+                list(pool.map(_save, [files[row] for row in missing], images[[r - rows[0] for r in missing]]))
 
 
 def _save(path: Path, pixels: Tensor) -> None:
@@ -75,17 +66,12 @@ def _to_pixels(images: Tensor) -> Tensor:
 
 def png_names(paths: Sequence[str]) -> list[str]:
     """Where the image of each path goes: the ending becomes .png. Where two would get one name (a.jpg and a.webp), .png
-    is appended instead; no two names are equal.
-
-    Raises:
-        ValueError: one line, where a path would leave the folder.
+    is appended instead; no two names are equal. Raises ValueError, in one line, where a path would leave the folder.
     """
     if outside := [path for path in paths if not stays_inside(path)]:
         raise ValueError(f"the index names {outside[0]!r}, which is no path below a folder")
     names = [str(PurePosixPath(path).with_suffix(".png")) for path in paths]
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(names)
     names = [name if counts[name] == 1 else f"{path}.png" for name, path in zip(names, paths, strict=True)]
     return names if len(set(names)) == len(names) else [f"{path}.png" for path in paths]
 

@@ -74,11 +74,8 @@ class Answer(NamedTuple):
 
 
 def read_queries(given: Sequence[str], path: str | None) -> list[str]:
-    """The queries of the command line, then those of a file, one per line; empty ones are left out.
-
-    Raises:
-        ValueError: one line, where the file cannot be read or no query is left.
-    """
+    """The queries of the command line, then those of a file, one per line; empty ones are left out. Raises ValueError,
+    in one line, where the file cannot be read or no query is left."""
     queries = list(given)
     if path is not None:
         try:
@@ -93,10 +90,7 @@ def read_queries(given: Sequence[str], path: str | None) -> list[str]:
 
 def tokens_of_query(text: str, model_folder: Path, max_text_tokens: int, vocab_size: int) -> Tensor:
     """The tokens (1, t) of a sentence, by the tokenizer.json in a model's folder, or by CLIP's where there is none.
-
-    Raises:
-        ValueError: one line, where it cannot be read, or is not the tokenizer of a model with this vocabulary.
-    """
+    Raises ValueError, in one line, where it cannot be read, or is not that of a model with this vocabulary."""
     own = model_folder / TOKENIZER_FILE
     tokenizer = open_tokenizer(str(own) if own.exists() else "clip", max_text_tokens)
     if tokenizer.vocab_size != vocab_size:

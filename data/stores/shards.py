@@ -51,12 +51,10 @@ class ShardWriter:
     """Fills an output folder with shards, in any order and by any number of processes.
 
     Args:
-        output: Where to write.
         empty: Rows of no item (0, ...), of the shape and dtype of the rows.
         sizes: Items of each shard, readable or not.
         names: Relative paths of all items in order, where items may be unreadable or `lines` is used.
         name: Of the array in each file, and the beginning of the file's name.
-        ending: "safetensors" or "npy".
         paths_in_records: Whether records hold the paths of unreadable items beside their indices.
     """
 
@@ -73,33 +71,27 @@ class ShardWriter:
     ) -> None:
         self.output, self._empty, self._names, self._name, self._ending = output, empty, names, name, ending
         self._paths_in_records = paths_in_records
-        self._items = [range(last - size, last) for size, last in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        # Indices of each shard's items.
+        self.items = [range(last - size, last) for size, last in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
     def __len__(self) -> int:
-        return len(self._items)
-
-    def items(self, shard: int) -> range:
-        """Indices of a shard's items."""
-        return self._items[shard]
+        return len(self.items)
 
     def fill(
         self, compute: Compute, write_index: Callable[[], None], done: str, *, stop_at_bad: bool = False
     ) -> Filled:
         """Compute and write all shards that are not there or damaged, then the index. Collective.
 
-        Args:
-            compute: Gets the shards of this process.
-            write_index: Called on one process, once all shards are there.
-            done: What has been done to a shard, for messages: "encoded".
-            stop_at_bad: Stop at the first item that cannot be read.
-
-        Raises:
-            UserMistake: one line; where the disk is full, or too many items cannot be read, or one and `stop_at_bad`.
+        `compute` gets the shards of this process; `write_index` is called on one process, once all shards are there;
+        `done` says in messages what has been done to a shard: "encoded". Raises UserMistake, in one line, where the
+        disk is full, or too many items cannot be read, or one and `stop_at_bad`.
         """
         started = time.perf_counter()
         processes = self.output.processes
-        todo = processes.broadcast_object(self._unfinished() if processes.rank == 0 else None)
-        log = BadSampleLog(sum(map(len, self._items)))
+        # Reads all that there is.
+        unfinished = [k for k in range(len(self)) if not self._is_finished(k)] if processes.rank == 0 else None
+        todo = processes.broadcast_object(unfinished)
+        log = BadSampleLog(sum(map(len, self.items)))
         self._report(log, [bad for k in range(len(self)) if k not in todo for bad in self._bad(k)], stop_at_bad)
         results = iter(compute(todo[processes.rank :: processes.world_size]))
         for shard in self.output.rounds(todo, done):
@@ -114,14 +106,14 @@ class ShardWriter:
             with processes.agreement():
                 if processes.rank == 0:
                     write_index()
-        return Filled(self.output.shards_left, sum(len(self.items(k)) for k in todo), log.count, seconds)
+        return Filled(self.output.shards_left, sum(len(self.items[k]) for k in todo), log.count, seconds)
 
     def lines(self) -> list[dict[str, Any]]:
         """Path, shard and row of each row, in order. All shards are there."""
         lines = []
         for shard in range(len(self)):
             left_out = {sample.index for sample in self._bad(shard)}
-            paths = [self._names[index] for index in self.items(shard) if index not in left_out]
+            paths = [self._names[index] for index in self.items[shard] if index not in left_out]
             lines += [{"path": path, "shard": shard, "row": row} for row, path in enumerate(paths)]
         return lines
 
@@ -147,24 +139,18 @@ class ShardWriter:
     def _write(self, shard: int, parts: Sequence[npt.ArrayLike], bad: Sequence[BadSample]) -> None:
         arrays = [np.asarray(part) for part in (self._empty, *parts)]
         rows = np.concatenate(arrays, dtype=self._empty.dtype, casting="unsafe")
-        assert len(rows) + len(bad) == len(self.items(shard)), (len(rows), len(bad), shard)
+        assert len(rows) + len(bad) == len(self.items[shard]), (len(rows), len(bad), shard)
         content = _to_bytes(rows, self._name, self._ending)
         self.output.write(self._file(shard), content)
-        unreadable = [
-            [sample.index, *([self._names[sample.index]] if self._paths_in_records else []), sample.reason]
-            for sample in bad
-        ]
+        unreadable = [[b.index, *([self._names[b.index]] if self._paths_in_records else []), b.reason] for b in bad]
         record = {"rows": len(rows), "sha256": hashlib.sha256(content).hexdigest(), "bad": unreadable}
         self.output.write(self._file(shard, "json"), json_bytes(record))
 
-    def _unfinished(self) -> list[int]:
-        """Shards without a record, or whose file is not what the record says. Reads all that there is."""
-        return [shard for shard in range(len(self)) if not self._is_finished(shard)]
-
     def _is_finished(self, shard: int) -> bool:
+        """Whether there is a record, and the file is what the record says."""
         try:
             record = self._record(shard)
-            is_whole = record["rows"] + len(record["bad"]) == len(self.items(shard))
+            is_whole = record["rows"] + len(record["bad"]) == len(self.items[shard])
             return is_whole and record["sha256"] == sha256_of([self.output.path / self._file(shard)])
         except _DAMAGES:
             return False
@@ -209,11 +195,8 @@ def read_shard(folder: Path, entry: Mapping[str, Any], name: str) -> Array:
 
 
 def read_index(folder: Path, name: str) -> tuple[dict[str, Any], str]:
-    """index.json of a folder of shards, and its SHA-256.
-
-    Raises:
-        ValueError: one line, where there is none, or it is damaged or names files elsewhere.
-    """
+    """index.json of a folder of shards, and its SHA-256. Raises ValueError, in one line, where there is none, or it is
+    damaged or names files elsewhere."""
     path = folder / INDEX_FILE
     if not path.exists():
         what = f"it holds no index of {name}"

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from data import BadSample, BadSampleLog
+from tests.data.helpers import one_line
 
 
 def bad(n: int) -> list[BadSample]:
@@ -26,19 +27,14 @@ def test_too_many_is_over_one_percent_and_over_ten_files_or_a_tenth_of_a_small_s
     log.add(bad(tolerated))
     log.check()
     log.add(bad(tolerated + 1))
-    with pytest.raises(ValueError, match=f"^{tolerated + 1} of {n_samples} samples could not be read"):
-        log.check()
+    assert one_line(log.check).startswith(f"{tolerated + 1} of {n_samples} samples could not be read")
 
 
 def test_too_many_are_listed_in_one_line():
     log = BadSampleLog(100)
     log.add(bad(25))
-    with pytest.raises(ValueError) as error:
-        log.check()
-    text = str(error.value)
-    assert "photos/0.jpg: truncated; photos/1.jpg: truncated" in text
-    assert text.endswith("and 5 more")
-    assert "\n" not in text
+    text = one_line(log.check)
+    assert "photos/0.jpg: truncated; photos/1.jpg: truncated" in text and text.endswith("and 5 more")
 
 
 def test_state_survives_json():

@@ -7,14 +7,12 @@ import multiprocessing
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from data import TrainingStream, open_images, split
-
-ROOT = Path(__file__).resolve().parents[2]
+from data import open_images
+from tests.data.helpers import ROOT, stream
 
 
 class ThreadCounts:
@@ -30,16 +28,11 @@ class ThreadCounts:
         return str(index)
 
 
-def stream(images, num_workers: int) -> TrainingStream:
-    train, _ = split(len(images), 0.0, 0, 1)
-    return TrainingStream(images, train, batch_size=4, rank=0, world_size=1, seed=0, num_workers=num_workers)
-
-
 def test_worker_computes_on_one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert (next(iter(stream(ThreadCounts(), 1)))["images"] == 1).all()
+        assert (next(iter(stream(ThreadCounts(), 4, num_workers=1)))["images"] == 1).all()
     finally:
         torch.set_num_threads(threads)
 
@@ -47,9 +40,9 @@ def test_worker_computes_on_one_thread():
 @pytest.mark.parametrize("name", ["INT", "TERM", "USR1", "HUP"])
 def test_signals_to_workers_change_nothing(name):
     images = open_images("demo:shapes", image_size=8)
-    undisturbed = [batch["ids"] for batch in itertools.islice(stream(images, 0), 12)]
+    undisturbed = [batch["ids"] for batch in itertools.islice(stream(images), 12)]
     others = set(multiprocessing.active_children())
-    batches = iter(stream(images, 2))
+    batches = iter(stream(images, num_workers=2))
     disturbed = [next(batches)["ids"]]
     workers = set(multiprocessing.active_children()) - others
     assert len(workers) == 2
@@ -60,20 +53,15 @@ def test_signals_to_workers_change_nothing(name):
     assert all(worker.is_alive() for worker in workers)
 
 
-def test_worker_obeys_the_main_process():
+def test_worker_obeys_the_main_process_which_hears_its_signals_again():
     others = set(multiprocessing.active_children())
-    batches = iter(stream(open_images("demo:shapes", image_size=8), 1))
+    batches = iter(stream(open_images("demo:shapes", image_size=8), num_workers=1))
     next(batches)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
     (worker,) = set(multiprocessing.active_children()) - others
     worker.terminate()
     worker.join(timeout=5)
     assert worker.exitcode == 0
-
-
-def test_main_process_hears_its_signals_again():
-    batches = iter(stream(open_images("demo:shapes", image_size=8), 1))
-    next(batches)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
 PROGRAM = f"""

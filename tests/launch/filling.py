@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,31 +67,18 @@ def write_sounds(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """A script that fills a folder with shards of nine items, four to a shard.
-
-    Args:
-        name: Of its file.
-        main: Its main function.
-        source: Flag of what it reads.
-        per_shard: Name of the setting of how many items a shard has.
-        shards: What its shards are called.
-        names: Of the inputs, in order.
-        n_index_files: Files that are written after all shards.
-        model: Makes a model from a seed.
-        write_inputs: Into a folder.
-        use: Flags that read a folder, given the model, it and another folder.
-    """
+    """A script that fills a folder with shards of nine items, four to a shard."""
 
     name: str
     main: Callable[[list[str]], None]
-    source: str
-    per_shard: str
-    shards: str
-    names: tuple[str, ...]
-    n_index_files: int
-    model: Callable[..., Any]
+    source: str  # flag of what it reads
+    per_shard: str  # setting of how many items a shard has
+    shards: str  # what its shards are called
+    names: tuple[str, ...]  # of the inputs, in order
+    n_index_files: int  # that are written after all shards
+    model: Callable[..., Any]  # from a seed
     write_inputs: Callable[[Path], None]
-    use: Callable[[Path, Path, Path], list[Any]]
+    use: Callable[[Path, Path, Path], list[Any]]  # flags that read a folder: model, folder, another folder
 
     def __str__(self) -> str:
         return self.name
@@ -169,7 +155,6 @@ def broken_copy(source: Path, folder: Path, *names: str) -> Path:
     return folder
 
 
-def on_one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device whose numbers the tests know; nothing in a test has to survive a power cut."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def saved(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    return folder

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import filling
 import numpy as np
 import pytest
 import soundfile
 import torch
-from filling import files
+from filling import Script, files
 from launching import Launcher, finish, run, start, worker_pids
 from PIL import Image
 
-import embed
-import tokenize_images
 from models import VQGAN, MuLaN
 
 ONE, TWO = Launcher("python"), Launcher("torchrun", 2)
@@ -53,55 +52,35 @@ def quantizing(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A script and its input.
+    """A script with larger models and inputs than `filling` gives it."""
 
-    Args:
-        script: Its file.
-        main: Its main function.
-        flags: That name the source, and how many items a shard has.
-        ending: Of input files.
-        shards: What shards are called.
-        more: Flags of a further stage, given a folder.
-        n_files: Files that all stages leave.
-    """
-
-    script: str
-    main: Callable[[list[str]], None]
-    flags: tuple[str, str]
-    ending: str
-    shards: str
+    script: Script
+    ending: str  # of input files
     make_model: Callable[[], VQGAN | MuLaN]
     write_item: Callable[[Path, int], None]
-    more: Callable[[Path], list[str]]
-    n_files: int
+    more: Callable[[Path], list[str]]  # flags of a further stage, given a folder
+    n_files: int  # that all stages leave
 
     def __str__(self) -> str:
-        return self.script
+        return self.script.name
 
     def command(self, inputs: Path, output: Path, *more: str) -> list[str]:
-        source, per_shard = self.flags
-        said = ["--model", inputs / "model", source, inputs / "source", "--output", output, per_shard, PER_SHARD]
-        return [*map(str, said), "--batch_size", "2", *more]
+        sizes = [f"--{self.script.per_shard}", PER_SHARD, "--batch_size", 2]
+        return self.script.flags(inputs / "model", inputs / "source", output, *sizes, *more)
 
 
-TOKENIZE = Job(
-    "tokenize_images.py", tokenize_images.main, ("--image_folder", "--images_per_shard"), "png", "codes", vqgan,
-    write_image, lambda folder: ["--report"], 2 * N_SHARDS + 3,
-)  # fmt: skip
-EMBED = Job(
-    "embed.py", embed.main, ("--audio", "--files_per_shard"), "wav", "embeddings", mulan, write_sound,
-    quantizing, 2 * N_SHARDS + 4 + 2 * N_SHARDS + 2 + 3,  # the index; its codes; the quantizer
-)  # fmt: skip
+TOKENIZE = Job(filling.TOKENIZE, "png", vqgan, write_image, lambda folder: ["--report"], 2 * N_SHARDS + 3)
+N_FILES = 2 * N_SHARDS + 4 + 2 * N_SHARDS + 2 + 3  # the index; its codes; the quantizer
+EMBED = Job(filling.EMBED, "wav", mulan, write_sound, quantizing, N_FILES)
 
 
 @pytest.fixture(scope="module", params=[TOKENIZE, EMBED], ids=str)
-def job(request: pytest.FixtureRequest) -> Job:
-    job: Job = request.param
-    return job
+def job(request) -> Job:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def inputs(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(job, tmp_path_factory) -> Path:
     """A model and 42 items, of which the last but one cannot be read."""
     folder = tmp_path_factory.mktemp("inputs")
     torch.manual_seed(0)
@@ -114,11 +93,11 @@ def inputs(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_one_process(job: Job, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_one_process(job, inputs, tmp_path_factory) -> Path:
     """Folder "output", and "quantizer" where there is one."""
     folder = tmp_path_factory.mktemp("one")
     more = job.more(folder / "quantizer")
-    finished = run(ONE, job.script, job.command(inputs, folder / "output", "--num_workers", "0", *more))
+    finished = run(ONE, job.script.name, job.command(inputs, folder / "output", "--num_workers", "0", *more))
     assert finished.returncode == 0, finished.output
     return folder
 
@@ -127,21 +106,19 @@ def started(
     launcher: Launcher, job: Job, command: list[str], output: Path, shards: int
 ) -> tuple[subprocess.Popen[str], list[int]]:
     """A job that has written so many shards, and its processes: looked for before, as a shard takes no time."""
-    process, pids = start(launcher, job.script, command), []
+    process, pids = start(launcher, job.script.name, command), []
     deadline = time.monotonic() + 240  # only ends a hang
-    while len(pids) < launcher.processes or len(list(output.glob(f"{job.shards}-*.json"))) < shards:
+    while len(pids) < launcher.processes or len(list(output.glob(f"{job.script.shards}-*.json"))) < shards:
         assert process.poll() is None and time.monotonic() < deadline, finish(process, 1).output
-        pids = pids if len(pids) == launcher.processes else worker_pids(process, job.script)
+        pids = pids if len(pids) == launcher.processes else worker_pids(process, job.script.name)
         time.sleep(0.002)
     return process, pids
 
 
 @pytest.mark.parametrize("launcher", [TWO, Launcher("deepspeed", 2), Launcher("horovodrun", 2)], ids=str)
-def test_two_processes_write_the_bytes_of_one(
-    launcher: Launcher, job: Job, inputs: Path, of_one_process: Path, tmp_path: Path
-) -> None:
+def test_two_processes_write_the_bytes_of_one(launcher, job, inputs, of_one_process, tmp_path):
     more = job.more(tmp_path / "quantizer")
-    finished = run(launcher, job.script, job.command(inputs, tmp_path / "output", "--num_workers", "1", *more))
+    finished = run(launcher, job.script.name, job.command(inputs, tmp_path / "output", "--num_workers", "1", *more))
     assert finished.returncode == 0, finished.output
     assert len(re.findall(rf"cannot read \S*040\.{job.ending}", finished.output)) == 1, finished.output
     once = "of 1024 codes used, perplexity" if job is TOKENIZE else "codes of 41 sounds:"
@@ -150,62 +127,56 @@ def test_two_processes_write_the_bytes_of_one(
     assert len(files(of_one_process)) == job.n_files
 
 
-def test_two_processes_use_a_folder_as_one_does(
-    job: Job, inputs: Path, of_one_process: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_use_a_folder_as_one_does(job, inputs, of_one_process, tmp_path, capsys):
     command = ["--model", str(inputs / "model")]
     if job is TOKENIZE:
         command += ["--decode", str(of_one_process / "output"), "--output"]
-        finished = run(TWO, job.script, [*command, str(tmp_path / "two")])
-        job.main([*command, str(tmp_path / "one")])
+        finished = run(TWO, job.script.name, [*command, str(tmp_path / "two")])
+        job.script.main([*command, str(tmp_path / "one")])
         assert files(tmp_path / "two") == files(tmp_path / "one")
         assert len(files(tmp_path / "two")) == N_ITEMS - 1 + 1
     else:
         command += ["--index", str(of_one_process / "output"), "--query", "a dog", "--json"]
-        finished = run(TWO, job.script, command)
-        job.main(command)
+        finished = run(TWO, job.script.name, command)
+        job.script.main(command)
         (one,) = capsys.readouterr().out.splitlines()
         assert [line for line in finished.output.splitlines() if line.startswith("{")] == [one]
         assert len(json.loads(one)["matches"]) == 10
     assert finished.returncode == 0, finished.output
 
 
-def test_a_killed_job_goes_on_on_another_number_of_processes(
-    job: Job, inputs: Path, of_one_process: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_job_goes_on_on_another_number_of_processes(job, inputs, of_one_process, tmp_path, capsys):
     command = job.command(inputs, tmp_path, "--num_workers", "0")
     process, pids = started(TWO, job, command, tmp_path, shards=4)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     finish(process, 60)
     assert not (tmp_path / "index.json").exists()
-    done = {path.with_suffix(".safetensors") for path in tmp_path.glob(f"{job.shards}-*.json")}
+    done = {path.with_suffix(".safetensors") for path in tmp_path.glob(f"{job.script.shards}-*.json")}
     before = {path: path.stat().st_mtime_ns for path in done}
     assert 4 <= len(done) < N_SHARDS
-    job.main(command)
+    job.script.main(command)
     assert f"of {N_SHARDS - len(done)} shards" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in done} == before
     written = files(of_one_process / "output")
     assert files(tmp_path) == {name: content for name, content in written.items() if not name.startswith("codes/")}
 
 
-def test_a_job_of_which_one_process_is_told_to_end_exits_with_75_between_two_shards(
-    job: Job, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_job_of_which_one_process_is_told_to_end_exits_with_75_between_two_shards(job, inputs, tmp_path):
     process, pids = started(TWO, job, job.command(inputs, tmp_path, "--num_workers", "1"), tmp_path, shards=2)
     os.kill(pids[-1], signal.SIGTERM)
     finished = finish(process, 240)
     assert finished.output.count("asked to stop: the same command goes on with the") == 1, finished.output
     assert re.search(r"exitcode\s*: 75 ", finished.output), finished.output
-    records = {path.stem for path in tmp_path.glob(f"{job.shards}-*.json")}
-    assert records == {path.stem for path in tmp_path.glob(f"{job.shards}-*.safetensors")}
+    records = {path.stem for path in tmp_path.glob(f"{job.script.shards}-*.json")}
+    assert records == {path.stem for path in tmp_path.glob(f"{job.script.shards}-*.safetensors")}
     assert 2 <= len(records) < N_SHARDS and not (tmp_path / "index.json").exists()
 
 
-def test_the_root_alone_speaks_of_what_another_process_met(job: Job, inputs: Path, tmp_path: Path) -> None:
+def test_the_root_alone_speaks_of_what_another_process_met(job, inputs, tmp_path):
     command = job.command(inputs, tmp_path / "output", "--on_bad_sample", "error", "--num_workers", "0")
-    finished = run(TWO, job.script, command)
+    finished = run(TWO, job.script.name, command)
     assert finished.returncode != 0
-    errors = [line for line in finished.output.splitlines() if f"{job.script}: error: " in line]
+    errors = [line for line in finished.output.splitlines() if f"{job}: error: " in line]
     assert len(errors) == 1 and f"040.{job.ending}" in errors[0], finished.output
     assert re.search(r"exitcode\s*: 2 ", finished.output), finished.output

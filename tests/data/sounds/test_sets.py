@@ -12,6 +12,7 @@ import soundfile
 import torch
 
 from data import open_sounds
+from tests.data.helpers import one_line
 
 RATE = 8000
 
@@ -26,17 +27,10 @@ def opened(spec: Path | str, **options):
     return open_sounds(str(spec), sample_rate=RATE, clip_seconds=0.5, **options)
 
 
-def one_line(spec: Path | str, **options) -> str:
-    with pytest.raises(ValueError) as error:
-        opened(spec, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def bad(sounds, index: int) -> str:
     """Why there is no sample."""
     with pytest.raises((ValueError, OSError)) as error:
-        sounds.captions(index)
+        sounds.texts(index)
         sounds.load(index)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -49,7 +43,7 @@ def manifest(path: Path, content: str) -> Path:
 
 
 def listed(sounds) -> list[list[str]]:
-    return [sounds.captions(i) for i in range(len(sounds))]
+    return [sounds.texts(i).captions for i in range(len(sounds))]
 
 
 SAME_ROWS = {
@@ -66,7 +60,7 @@ def test_manifest_of_every_kind_says_the_same(tmp_path, name):
     first, second = write_sound(tmp_path / "clips/a.wav", seed=1), write_sound(tmp_path / "clips/b.wav", seed=2)
     sounds = opened(manifest(tmp_path / name, SAME_ROWS[name]))
     assert listed(sounds) == [["a bell, loud"], ["rain"]]
-    assert [sounds.label(i) for i in range(2)] == ["bell", None]
+    assert [sounds.texts(i).label for i in range(2)] == ["bell", None]
     assert [sounds.describe(i) for i in range(2)] == [str(first), str(second)]
     expected = torch.from_numpy(soundfile.read(second, dtype="float32")[0])[2000:6000]
     assert torch.equal(sounds.load(1), expected)
@@ -124,7 +118,7 @@ def test_bad_rows_are_met_when_they_are_loaded(tmp_path):
     assert bad(sounds, 0) == "it has no caption"
     assert "No such file" in bad(sounds, 1)
     assert "libsndfile" in bad(sounds, 2)
-    assert sounds.captions(3) == ["good"]
+    assert sounds.texts(3).captions == ["good"]
 
 
 @pytest.mark.parametrize(
@@ -161,14 +155,13 @@ def test_bad_rows_are_met_when_they_are_loaded(tmp_path):
 )  # fmt: skip
 def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, name, content, expected):
     path = manifest(tmp_path / name, content)
-    text = one_line(path)
+    text = one_line(opened, path)
     assert str(path) in text and expected in text
 
 
 def test_manifest_of_another_encoding_is_refused(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_bytes("path,caption\na.wav,schön\n".encode("latin-1"))
-    assert "UTF-8" in one_line(path)
+    (tmp_path / "a.csv").write_bytes("path,caption\na.wav,schön\n".encode("latin-1"))
+    assert "UTF-8" in one_line(opened, tmp_path / "a.csv")
 
 
 def test_manifest_is_opened_without_its_sounds(tmp_path):
@@ -190,7 +183,7 @@ def test_folder_has_its_texts_beside_the_sounds(tmp_path):
         "a.wav", "d.wav", "deep/c.ogg", "deep/er/b.FLAC",
     ]  # fmt: skip
     assert listed(sounds) == [["one", "two"], ["six"], ["four", "five"], ["three"]]
-    assert [sounds.label(i) for i in range(4)] == [None, None, "7", "bell"]
+    assert [sounds.texts(i).label for i in range(4)] == [None, None, "7", "bell"]
     assert all(sounds.load(i).shape == (RATE // 2,) for i in range(4))
 
 
@@ -201,68 +194,46 @@ def test_folder_is_listed_and_nothing_in_it_is_opened(tmp_path):
     assert len(opened(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("content", ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}'])
-def test_sound_whose_json_says_nothing_is_bad(tmp_path, content):
-    write_sound(tmp_path / "a.wav")
-    (tmp_path / "a.json").write_text(content)
-    assert "caption" in bad(opened(tmp_path), 0)
-
-
-def test_sound_without_a_text_is_bad_and_the_others_are_not(tmp_path):
-    for name in ("a.wav", "b.wav", "c.wav"):
-        write_sound(tmp_path / name)
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "c.txt").write_text("\n")
+def test_sound_without_a_caption_is_bad_and_the_others_are_not(tmp_path):
+    jsons = ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}']
+    for i in range(8):
+        write_sound(tmp_path / f"{i}.wav")
+    for i, content in enumerate(jsons):
+        (tmp_path / f"{i}.json").write_text(content)
+    (tmp_path / "5.txt").write_text("one")
+    (tmp_path / "6.txt").write_text("\n")
     sounds = opened(tmp_path)
-    assert sounds.captions(0) == ["one"]
-    assert bad(sounds, 1) == "it has no caption: there is neither a .txt nor a .json beside it"
-    assert bad(sounds, 2) == "it has no caption"
+    assert all("caption" in bad(sounds, i) for i in range(5))
+    assert sounds.texts(5).captions == ["one"]
+    assert bad(sounds, 6) == "it has no caption"
+    assert bad(sounds, 7) == "it has no caption: there is neither a .txt nor a .json beside it"
 
 
 def test_folder_without_captions_says_what_is_missing(tmp_path):
     write_sound(tmp_path / "birds/a.wav")
-    text = one_line(tmp_path)
+    text = one_line(opened, tmp_path)
     assert "no sound of the 1" in text and "'birds/a.txt'" in text and "manifest" not in text
     (tmp_path / "all.csv").write_text("path,caption\nbirds/a.wav,nothing\n")
-    assert f"or give the manifest, {str(tmp_path / 'all.csv')!r}" in one_line(tmp_path)
-
-
-def test_folder_without_sounds_tells_what_is_read_and_what_is_there(tmp_path):
-    assert "holds 0 other files" in one_line(tmp_path)
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "a.mp4").write_text("")
-    text = one_line(tmp_path)
-    assert "holds 2 other files" in text and ".wav .flac .mp3" in text
+    assert f"or give the manifest, {str(tmp_path / 'all.csv')!r}" in one_line(opened, tmp_path)
 
 
 def test_what_is_no_set_is_refused(tmp_path):
-    text = one_line(tmp_path / "sonds")
+    text = one_line(opened, tmp_path / "sonds")
     assert str(tmp_path / "sonds") in text and "demo:tones" in text
-    assert "is no set of sounds" in one_line(write_sound(tmp_path / "a.wav"))
+    assert "holds 0 other files" in one_line(opened, tmp_path)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "a.mp4").write_text("")
+    text = one_line(opened, tmp_path)
+    assert "holds 2 other files" in text and ".wav .flac .mp3" in text
+    assert "is no set of sounds" in one_line(opened, write_sound(tmp_path / "a.wav"))
     (tmp_path / "b.tar").write_text("")
-    assert "give the one or the other" in one_line(tmp_path)
-
-
-def test_no_name_means_the_demo():
-    sounds = open_sounds(None, sample_rate=8000, clip_seconds=1)
-    assert len(sounds) == 4096 and sounds.describe(3) == "demo:tones[3]"
-    assert (sounds.sample_rate, sounds.clip_samples) == (8000, 8000)
-
-
-def test_unknown_demo_is_refused():  # the other ways to misname one: images/test_sets.py
-    assert "the only one is demo:tones" in one_line("demo:shapes")
-
-
-@pytest.mark.parametrize("rate, seconds", [(0, 1), (-5, 1), (8000, 0), (8000, -1), (8000, 1e-6)])
-def test_clip_of_no_samples_is_refused(rate, seconds):
-    with pytest.raises(ValueError, match="no sample in a clip"):
-        open_sounds("demo:tones", sample_rate=rate, clip_seconds=seconds)
+    assert "give the one or the other" in one_line(opened, tmp_path)
 
 
 @pytest.mark.parametrize("package", ["soundfile", "soxr"])
 def test_missing_package_says_how_to_install_it_and_the_demo_needs_none(tmp_path, monkeypatch, package):
     write_sound(tmp_path / "a.wav")
     monkeypatch.setitem(sys.modules, package, None)
-    text = one_line(tmp_path)
+    text = one_line(opened, tmp_path)
     assert package in text and 'pip install "tandem-training[audio]"' in text and 'pip install -e ".[audio]"' in text
     assert open_sounds("demo:tones", sample_rate=8000, clip_seconds=1).load(0).shape == (8000,)

@@ -11,17 +11,16 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from .bad_samples import reason_of
-from .packed import PackedStrings
-from .sounds.decoding import ENDINGS, ClipDecoder, Source
-from .sounds.sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, read_texts, require_captions
+from ..bad_samples import reason_of
+from ..packed import PackedStrings
+from .decoding import ENDINGS, ClipDecoder, Source
+from .sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, read_texts
 
 _VERSION = 1
 _BLOCK = tarfile.BLOCKSIZE
@@ -30,8 +29,7 @@ _KINDS = (ENDINGS, *((ending,) for ending in TEXT_ENDINGS))
 _COLUMNS = 2 * len(_KINDS)
 
 
-@dataclass(frozen=True)
-class TarIndex:
+class TarIndex(NamedTuple):
     """The sounds of a tar, in its order: names (n) and where they are, int64 (n, 6)."""
 
     names: Sequence[str]
@@ -42,12 +40,7 @@ class Tars:
     """The sounds of tars in which members of one name, up to the first dot after the folder, are a sample: a sound,
     and a .json (see `texts_of_object`) or .txt (a caption per line). See `Sounds` for the methods.
 
-    Args:
-        paths: Of the tars, in order.
-        clips: Decodes.
-
-    Raises:
-        ValueError: one line, where a tar is damaged, or none holds a sound, or no sound has a text.
+    Raises ValueError, in one line, where a tar is damaged, or none holds a sound, or no sound has a text.
     """
 
     def __init__(self, paths: Sequence[str], clips: ClipDecoder) -> None:
@@ -72,24 +65,18 @@ class Tars:
         offset, size = map(int, self._table[index, :2])
         return self._clips.load(Source(self._path(index), offset, size), index, epoch, augment)
 
-    def captions(self, index: int) -> list[str]:
-        return require_captions(self._texts(index))
-
-    def label(self, index: int) -> str | None:
-        return self._texts(index).label
+    def texts(self, index: int) -> Texts:
+        places = self._table[index, 2:].reshape(-1, 2).tolist()
+        for (offset, size), ending in zip(places, TEXT_ENDINGS, strict=True):
+            if size >= 0:
+                return read_texts(self._path(index), ending, offset, size)
+        raise ValueError(f"{NO_CAPTION}: the tar holds neither a .txt nor a .json of its name")
 
     def describe(self, index: int) -> str:
         return f"{self._path(index)}/{self._names[index]}"
 
     def _path(self, index: int) -> str:
         return self._paths[int(np.searchsorted(self._firsts, index, side="right")) - 1]
-
-    def _texts(self, index: int) -> Texts:
-        places = self._table[index, 2:].reshape(-1, 2).tolist()
-        for (offset, size), ending in zip(places, TEXT_ENDINGS, strict=True):
-            if size >= 0:
-                return read_texts(self._path(index), ending, offset, size)
-        raise ValueError(f"{NO_CAPTION}: the tar holds neither a .txt nor a .json of its name")
 
 
 def open_index(path: str) -> TarIndex:
@@ -130,7 +117,7 @@ def scan(path: str) -> TarIndex:
             continue
         key = f"{folder}/{stem}"
         sound, places = samples.get(key, ("", [-1] * _COLUMNS))
-        if places[2 * kind + 1] >= 0 and kind == 0:
+        if kind == 0 and places[1] >= 0:
             raise ValueError(f"the tar {path!r} holds two sounds of one name, {sound!r} and {name!r}")
         places[2 * kind : 2 * kind + 2] = offset, size
         samples[key] = (name if kind == 0 else sound, places)
@@ -156,9 +143,8 @@ def _members(path: str) -> Iterator[tuple[str, int, int]]:
             raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
         # tarfile stops without an error at anything that is no header, but a whole tar ends with a block of zeros.
         if os.pread(file.fileno(), _BLOCK, min(end, n_bytes)) != bytes(_BLOCK):
-            where = f"it ends at byte {n_bytes} without a mark of the end"
-            if end < n_bytes:
-                where = f"no header at byte {end}"
+            without_end = f"it ends at byte {n_bytes} without a mark of the end"
+            where = f"no header at byte {end}" if end < n_bytes else without_end
             raise ValueError(f"the tar {path!r} is damaged or cut off: {where}")
 
 
@@ -175,11 +161,8 @@ def _load_index(cache: str, key: npt.NDArray[np.int64]) -> TarIndex | None:
     try:
         with np.load(cache, allow_pickle=False) as stored:
             table, ends, text = stored["table"], stored["ends"], stored["names"].tobytes()
-            if (
-                not np.array_equal(stored["key"], key)
-                or table.shape != (len(ends), _COLUMNS)
-                or table.dtype != np.int64
-            ):
+            is_table = table.shape == (len(ends), _COLUMNS) and table.dtype == np.int64
+            if not (is_table and np.array_equal(stored["key"], key)):
                 return None
         begins = [0, *ends.tolist()]
         return TarIndex([os.fsdecode(text[a:b]) for a, b in itertools.pairwise(begins)], table)

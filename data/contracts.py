@@ -1,0 +1,43 @@
+"""What this package asks of a set of samples, and of the processes that train or compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Processes(Protocol):
+    """One of the processes, with the collectives of all; a `distributed.Backend` is one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def agreement(self) -> AbstractContextManager[None]: ...
+    def broadcast_object(self, value: Any) -> Any: ...
+    def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]: ...
+    def gather(self, tensor: Tensor) -> Tensor: ...
+    def gather_objects(self, value: Any) -> list[Any]: ...
+    def stop_requested(self) -> bool: ...
+    def waiting_for(self, what: str) -> AbstractContextManager[None]: ...
+
+
+class Samples(Protocol):
+    """A numbered set of samples of any kind."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
+        """The sample, which depends on the set's seed and the arguments alone; on the epoch only with `augment`.
+
+        Raises OSError or ValueError, in one line, where it cannot be read.
+        """
+        ...
+
+    def describe(self, index: int) -> str:
+        """The name by which a user finds the sample: its path."""
+        ...

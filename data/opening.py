@@ -1,0 +1,97 @@
+"""What opening a set of samples takes: the files of a folder, the names of generated sets, optional packages."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+PREFIX = "demo:"
+DEFAULT_SIZE = 4096
+
+
+def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> tuple[list[str], int]:
+    """Relative paths ('/' between the parts) of the files below `folder` with such endings (lower case), sorted, and
+    the number of other files. No file is opened.
+
+    Linked folders are followed, each real folder is visited once; names that begin with a dot are passed over.
+    Raises ValueError, in one line, where the folder is missing, no folder or not readable; it says that a folder of
+    `what` is wanted, or the set `demo`.
+    """
+    try:
+        mode = os.stat(folder).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"there is no folder {folder!r}: give the path of a folder of {what}, or {demo} to try without one"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
+    files: list[str] = []
+    n_others = 0
+    visited = set()
+    pending = [""]
+    while pending:
+        relative = pending.pop()
+        identity, entries = _scan(os.path.join(folder, relative))
+        if identity in visited:
+            continue
+        visited.add(identity)
+        folders = []
+        for entry in entries:
+            name = f"{relative}/{entry.name}" if relative else entry.name
+            if entry.is_dir():
+                folders.append(name)
+            elif entry.name.lower().endswith(endings) and entry.is_file():
+                files.append(name)
+            else:
+                n_others += 1
+        pending += sorted(folders, reverse=True)  # of two links to one folder, follow the first in order
+    return sorted(files), n_others
+
+
+def nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:
+    """The error that says what is read and what is there instead."""
+    return ValueError(
+        f"no {what} in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
+        f"files that end in {' '.join(endings)} are read, in the folder and in those below it"
+    )
+
+
+def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
+    """Folder -> (device and inode, which identify it under any path; its entries without the hidden ones)."""
+    try:
+        status = os.stat(path)
+        with os.scandir(path) as entries:
+            return (status.st_dev, status.st_ino), [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
+
+
+def demonstration_size(spec: str, name: str, noun: str) -> int | None:
+    """How many samples the set `demo:<name>` or `demo:<name>:<number>` holds; None where `spec` names no demonstration.
+    `noun` is what messages call the samples.
+
+    Raises ValueError, in one line, where it names another demonstration or no number above 0.
+    """
+    if not spec.startswith(PREFIX):
+        return None
+    said, _, number = spec.removeprefix(PREFIX).partition(":")
+    if said != name:
+        raise ValueError(f"there is no demonstration set {spec!r}: the only one is {PREFIX}{name}")
+    if number == "":
+        return DEFAULT_SIZE
+    if not (number.isascii() and number.isdigit() and int(number) > 0):
+        raise ValueError(
+            f"{spec!r} asks for {number!r} {noun}, which is no positive number: write e.g. "
+            f"{PREFIX}{name}:{DEFAULT_SIZE}"
+        )
+    return int(number)
+
+
+def missing_package(what: str, package: str) -> ValueError:
+    """The error that says how to install `package`, without which `what` does not work."""
+    return ValueError(
+        f'{what} needs the package {package}: pip install "tandem-training[audio]", or from a checkout '
+        f'pip install -e ".[audio]"'
+    )

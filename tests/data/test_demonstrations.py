@@ -1,0 +1,69 @@
+"""demo:shapes and demo:tones: generated sets are the same everywhere, and their names are checked."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from data import open_images, open_sounds
+from tests.data.helpers import ROOT, one_line
+
+SIZES = {"shapes": {"image_size": 16}, "tones": {"sample_rate": 16000, "clip_seconds": 2}}
+
+
+def opened(name: str, spec: str = "", **options):
+    return {"shapes": open_images, "tones": open_sounds}[name](f"demo:{name}{spec}", **SIZES[name], **options)
+
+
+def written(samples, i: int):
+    return samples.caption(i) if hasattr(samples, "caption") else samples.texts(i)
+
+
+def digest(name: str, **options) -> str:
+    samples = opened(name, **options)
+    return hashlib.sha256(b"".join(samples.load(i).numpy().tobytes() for i in range(20))).hexdigest()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_samples_are_the_same_in_every_process_and_depend_on_the_seed(name):
+    program = f"from tests.data.test_demonstrations import digest; print(digest({name!r}))"
+    command = [sys.executable, "-c", program]
+    other = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert other.stdout.strip() == digest(name) == digest(name, seed=0) != digest(name, seed=1)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_sample_is_its_own_and_the_number_of_samples_changes_none_of_them(name):
+    few, many = opened(name, ":50"), opened(name, ":5000")
+    assert len({few.load(i).numpy().tobytes() for i in range(50)}) == 50
+    assert all(torch.equal(few.load(i), many.load(i)) for i in range(5))
+    assert [written(few, i) for i in range(5)] == [written(many, i) for i in range(5)]
+    with pytest.raises(IndexError):
+        few.load(50)
+
+
+def test_no_name_means_the_demonstration():
+    images, sounds = open_images(None, **SIZES["shapes"]), open_sounds(None, **SIZES["tones"])
+    assert [len(images), len(sounds), len(opened("shapes")), len(opened("shapes", ":10"))] == [4096, 4096, 4096, 10]
+    assert (images.describe(3), sounds.describe(3)) == ("demo:shapes[3]", "demo:tones[3]")
+    assert (sounds.sample_rate, sounds.clip_samples) == (16000, 32000)
+
+
+@pytest.mark.parametrize("spec", ["demo:circles", "demo:", "demo:shapes:many", "demo:shapes:0", "demo:shapes:-3"])
+def test_unknown_demonstration_is_refused(spec):
+    assert "demo:shapes" in one_line(open_images, spec, image_size=8)
+    assert "the only one is demo:tones" in one_line(open_sounds, spec, **SIZES["tones"])
+
+
+@pytest.mark.parametrize("rate, seconds", [(0, 1), (-5, 1), (8000, 0), (8000, -1), (8000, 1e-6)])
+def test_clip_of_no_samples_is_refused(rate, seconds):
+    assert "no sample in a clip" in one_line(open_sounds, "demo:tones", sample_rate=rate, clip_seconds=seconds)
+
+
+@pytest.mark.parametrize("rate, seconds", [(4000, 2), (16000, 0.25)])
+def test_clip_in_which_attributes_cannot_be_heard_is_refused(rate, seconds):
+    assert "8000 Hz" in one_line(open_sounds, "demo:tones", sample_rate=rate, clip_seconds=seconds)

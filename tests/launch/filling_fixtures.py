@@ -1,0 +1,51 @@
+"""Fixtures of the tests of tokenize_images.py and embed.py; the fixture `script` of the test module says which."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from filling import saved, write_atomically
+
+import training.files
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_one_cpu() -> Iterator[None]:
+    """The device whose numbers the tests know; nothing in a test has to survive a power cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(script, tmp_path_factory) -> Path:
+    return saved(tmp_path_factory.mktemp("model"), script.model())
+
+
+@pytest.fixture(scope="module")
+def source(script, tmp_path_factory) -> Path:
+    """The folder of the script's inputs."""
+    folder = tmp_path_factory.mktemp("source")
+    script.write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(script, model, source, tmp_path_factory) -> Path:
+    """A filled folder, for tests that only read it or copy it."""
+    return script.fill(model, source, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def on_write(monkeypatch) -> Callable[..., None]:
+    """Replace the function that writes files; without an argument put it back."""
+
+    def replace(write: Callable[[Path, bytes], None] = write_atomically) -> None:
+        monkeypatch.setattr(training.files, "write_atomically", write)
+
+    return replace
