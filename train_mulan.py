@@ -182,7 +182,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.objectives.grad_cache import contrastive_update
     from training.optimizers import make_optimizer
     from training.run.best import BestModel
-    from training.run.loop import Evaluation, kept
+    from training.run.loop import Evaluation, kept_model
     from training.run.run import Run
 
     with backend.agreement():
@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions",
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
-        draw=lambda models, shown, step: picture(embedder(kept(models)), shown, args.num_sounds_shown),
+        draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps

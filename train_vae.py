@@ -161,9 +161,9 @@ def reconstructions(models: Mapping[str, DiscreteVAE], shown: ImageBatch, temper
     """Originals, soft and hard reconstructions by the model that is kept: the average where there is one."""
     from data import to_unit_range
     from training.pictures.images import grid
-    from training.run.loop import kept
+    from training.run.loop import kept_model
 
-    model = kept(models)
+    model = kept_model(models)
     images = to_unit_range(shown["images"])
     soft = model(images, temperature=temperature).reconstruction
     return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})

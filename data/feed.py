@@ -68,7 +68,7 @@ class Feed(Generic[BatchType]):
         self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
             batch = next(self._batches)
-            # The workers of both streams start here, so the first batch of validation is loaded here too.
+            # Inside the agreement, because reading the first batches may fail on one process alone.
             self._preview_batches = iter(self._validation) if len(self.valid_set) else iter([{**batch, "bad": []}])
             self._first_preview = next(self._preview_batches)
         self._unreported += self._first_preview["bad"]
@@ -97,7 +97,7 @@ class Feed(Generic[BatchType]):
 
     def _beginning(self, batch: Mapping[str, Any], count: int) -> dict[str, Any]:
         """The samples of all processes' batches whose position is below `count`, on every process."""
-        # Gather only the samples that are shown: the rest of a large batch is many times as much.
+        # Gather only the samples that are shown: the whole batch would be far more data.
         n_shown = sum(position < count for position in batch["positions"])
         shown = {key: value[:n_shown] for key, value in batch.items() if key != "bad"}
         lists = self._processes.gather_objects({k: v for k, v in shown.items() if isinstance(v, list)})

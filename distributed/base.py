@@ -82,7 +82,7 @@ class Backend(ABC):
 
     @classmethod
     def flag_said(cls, args: argparse.Namespace) -> str | None:
-        """A flag in ``args`` that means something to this backend alone, if one was given."""
+        """A flag that the user gave and that only this backend understands, or None. Other backends refuse it."""
         return None
 
     @classmethod
@@ -138,7 +138,7 @@ class Backend(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         together = error is None or isinstance(error, SystemExit)
-        # Every process raises these, so that no process waits for this one.
+        # All processes raise these errors together, so a graceful disconnect cannot hang.
         is_mutual = isinstance(error, UserMistake) or (isinstance(error, TrainingStopped) and not error.alone)
         try:
             if together:
@@ -236,7 +236,7 @@ class Backend(ABC):
         return self.sum(value if value.is_floating_point() else value.float()) / self.world_size
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenation along dimension 0 by rank, sizes may differ; its gradient is that of one process."""
+        """Concatenation along dimension 0 by rank, sizes may differ; the gradient is that of one process with all."""
         with self._in_collective("gathering over the processes"):
             return self._collectives.gather(tensor, self.comm)
 
@@ -266,7 +266,7 @@ class Backend(ABC):
     def stop_requested(self, here: bool = False) -> bool:
         """Whether a process got SIGTERM, SIGINT or SIGUSR1, lost its launcher, or passed ``here``. Call it once per
         update; it becomes true on all processes after the same update."""
-        # A launcher that is gone may be replaced by one that starts the same run again beside this one.
+        # Stop if the launcher died: another one may start the same run again, in the same folder.
         is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
         return self._stop.agreed(here or is_orphan)
 
@@ -309,7 +309,7 @@ class Backend(ABC):
             yield item
 
     def before_update(self, wait: Callable[[], None]) -> None:
-        """Have ``wait`` called once, before any engine next changes weights or moments."""
+        """Call ``wait`` once before the next weight update: a checkpoint's copy must be finished by then."""
         self._before_update.append(wait)
 
     def about_to_update(self) -> None:

@@ -23,7 +23,7 @@ class StopRequest:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._received: int | None = None
+        self._received: set[int] = set()
         self._pending: tuple[torch.Tensor, Handle] | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -38,7 +38,7 @@ class StopRequest:
     def agreed(self, here: bool = False) -> bool:
         """Collective, once per update: whether all processes stop now. ``here``: this process asks for it; with several
         processes the answer comes one call late."""
-        wanted = here or self._received is not None
+        wanted = here or bool(self._received)
         if self._comm.world_size == 1:
             return wanted
         answer = False
@@ -57,6 +57,6 @@ class StopRequest:
             self._pending = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._received == signal.SIGINT:
+        if number == signal.SIGINT and signal.SIGINT in self._received:
             os._exit(130)
-        self._received = number
+        self._received.add(number)

@@ -49,7 +49,7 @@ class ExponentialMovingAverage:
         """Models to evaluate beside the trained one, by name: {"ema": the averaged model}."""
         return {"ema": self.module}
 
-    def best(self, module: Any) -> Any:
+    def kept(self, module: Any) -> Any:
         """The model to keep."""
         return self.module
 
@@ -77,7 +77,7 @@ class NoAverage:
     def averages(self) -> dict[str, Any]:
         return {}
 
-    def best(self, module: Any) -> Any:
+    def kept(self, module: Any) -> Any:
         return module
 
     def state_dict(self) -> dict[str, Any]:

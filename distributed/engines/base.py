@@ -87,8 +87,8 @@ class Engine(ABC):
         self, loss: Tensor, *, items: int | Tensor | None = None, total: int | Tensor | None = None,
         retain_graph: bool = False,
     ) -> None:  # fmt: skip
-        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Other engines' models
-        must be frozen: what else a loss reaches depends on the backend and on ``--batch_parts``.
+        """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Freeze all
+        other engines first: whether a loss adds gradients to their models too differs between backends.
 
         Without ``items`` each micro-batch counts the same. With them, ``loss`` is a mean over ``items`` things here
         and the update is the mean over the ``total`` things of all processes and micro-batches.
@@ -149,8 +149,8 @@ class Engine(ABC):
 
     @contextmanager
     def twice_differentiable(self) -> Iterator[None]:
-        """Calls inside run in fp32 and uncompiled, and their weights stay whole until the update, so that gradients of
-        gradients can be taken: for a penalty. (ZeRO 3 with weights of low precision computes in these.)"""
+        """For a penalty on gradients: calls inside run in fp32 and uncompiled, and ZeRO 3 keeps the weights that it has
+        gathered until the update. ZeRO 3 with weights of low precision computes in that precision."""
         self._is_plain = True
         try:
             yield
@@ -181,9 +181,8 @@ class Engine(ABC):
         """Collective, backend-neutral: ``weights`` (fp32, by name), ``optimizer`` (``step`` and ``moments`` by slot and
         parameter name), ``scaler``, ``updates``, ``skipped_updates``.
 
-        For checkpoints, without copies. A tensor may change with the next update (``Backend.before_update``). A sharded
-        tensor is a function that every process calls in the same order; it returns a full tensor that nobody else will
-        change."""
+        For checkpoints: references, not copies. Finish copying before the next update (``Backend.before_update``). A
+        sharded tensor is given as a function that returns a full copy; all processes call these in the same order."""
         return {**self._read_state(), "updates": self._updates, "skipped_updates": self.skipped_updates}
 
     @abstractmethod

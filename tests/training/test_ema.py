@@ -82,10 +82,10 @@ def test_state_that_does_not_fit_is_an_error_of_one_line():
 def test_the_average_is_evaluated_and_kept_and_without_decay_the_trained_model_itself():
     model = Model()
     ema = make_ema(model, 0.99)
-    assert list(ema.averages()) == ["ema"] and ema.best(model) is ema.averages()["ema"] is not model
+    assert list(ema.averages()) == ["ema"] and ema.kept(model) is ema.averages()["ema"] is not model
     none = make_ema(model, 0.0)
     none.update(partial(nullcontext, model))
-    assert none.averages() == {} and none.best(model) is model and none.state_dict() == {}
+    assert none.averages() == {} and none.kept(model) is model and none.state_dict() == {}
     none.load_state_dict({})
 
 

@@ -73,7 +73,7 @@ def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: i
         help="a power of two for lfq and bsq")
     add("--codebook_dim", type=positive_int, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")
     add("--vq_decay", type=fraction, default=0.8, metavar="DECAY",
-        help="decay of the moving averages that are the codebook (vq)")
+        help="decay of the moving averages from which the codebook is computed (vq)")
     add("--vq_cosine", action="store_true",
         help="take the codebook entry at the smallest angle instead of distance (vq)")
     add("--fsq_levels", type=whole_numbers, metavar="N,N...",
@@ -81,7 +81,7 @@ def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: i
     add("--commitment_loss_weight", type=non_negative_float, default=0.25, metavar="WEIGHT",
         help="weight of the loss that keeps the encoder near its codes")
     add("--entropy_loss_weight", type=non_negative_float, default=0.1, metavar="WEIGHT",
-        help="weight of H(code of a position) - gamma H(code over the batch) in nats (lfq, bsq, ibq)")
+        help="weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) (lfq, bsq, ibq)")
     add("--diversity_gamma", type=non_negative_float, default=1.0, metavar="GAMMA",
         help="gamma in the formula of --entropy_loss_weight")
     add("--inv_temperature", type=positive_float, default=100.0, metavar="X",
@@ -97,7 +97,7 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weig
     add = parser.add_argument_group("optimizer").add_argument
     add("--betas", type=two_fractions, default=betas, metavar="B1,B2", help="betas of the optimizer")
     add("--weight_decay", type=non_negative_float, default=weight_decay, metavar="DECAY",
-        help="weight decay of matrices; scales do not decay")
+        help="weight decay of matrices; biases and scales do not decay")
     add("--use_lion", action="store_true", help="use Lion instead of AdamW")
 
 
@@ -132,7 +132,7 @@ def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
     add("--penalty_weight", type=non_negative_float, default=10.0, metavar="WEIGHT",
         help="weight of the discriminator's gradient penalty")
     add("--apply_grad_penalty_every", type=positive_int, default=4, metavar="UPDATES",
-        help="compute the gradient penalty in one of this number of updates")
+        help="updates from one gradient penalty to the next")
     add("--lecam_weight", type=non_negative_float, default=0.0, metavar="WEIGHT",
         help="weight of the discriminator's LeCam regulariser")
     add("--lecam_decay", type=fraction, default=0.999, metavar="DECAY",

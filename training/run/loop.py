@@ -48,7 +48,7 @@ class Evaluation:
     picture_name: str = "reconstructions"
 
 
-def kept(models: Mapping[str, Any]) -> Any:
+def kept_model(models: Mapping[str, Any]) -> Any:
     """Of the models that `Evaluation.draw` gets, the one that the run keeps: the average where there is one."""
     return models.get("ema", models["online"])
 
@@ -99,7 +99,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     for evaluation in evaluations:
         with evaluation.engine.gathered() as online:
             for path, write in evaluation.write.items():
-                run.finish(partial(write, evaluation.average.best(online)), run.folder.path / path)
+                run.finish(partial(write, evaluation.average.kept(online)), run.folder.path / path)
     run.close()
 
 
@@ -142,6 +142,6 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
                     values[f"{prefix}/{name}"] = value
         if best := evaluation.best:
             (write, *_) = evaluation.write.values()
-            best.save_if_better(values[best.metric], run.progress.step, partial(write, evaluation.average.best(online)))
+            best.save_if_better(values[best.metric], run.progress.step, partial(write, evaluation.average.kept(online)))
             run.warn(best.failure)
     return values

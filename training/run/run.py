@@ -31,7 +31,7 @@ class Run:
         args: The shared arguments (`add_run_arguments`).
         settings: Every argument by flag name, for config.yaml.
         model_arguments: Names of settings that a resumed run may not change.
-        resolve: Gives settings of equal models equal values, whatever their spelling.
+        resolve: Gives settings one spelling per model, before they are compared with those of the saved run.
 
     Raises:
         UserMistake: one line, where the folder cannot be used.
@@ -100,13 +100,15 @@ class Run:
         with here.agreement():
             if latest:
                 states, written_by = self._checkpoints.load(Path(latest), expected=self._parts)
-        # From here on mistakes are the same on every process: what follows is collective itself.
+        # Collectives are allowed in these agreements, because all processes raise the same errors.
         with here.agreement():
             if latest:
                 self.folder.check_config(self._settings, self._model_arguments, self._resolve)
             for name, state in states.items():
                 self._parts[name].load_state_dict(state)
-            if not self.is_complete:  # else they tell how it was trained
+            if self.folder.finished_step == self.progress.step:  # the model is written after the last evaluation
+                self.progress.unfinished_line = None
+            if not self.is_complete:  # a finished run keeps the record of how it was trained
                 self.folder.write_config(self._settings)
                 self.folder.write_environment(here.describe())
         with here.agreement():
@@ -146,7 +148,7 @@ class Run:
 
     @property
     def line_due(self) -> bool:
-        """Whether a line of metrics follows the update under way."""
+        """Whether a line of metrics follows the update that is being made (`due` is about the one just made)."""
         following = self.progress.step + 1
         return following % self.args.log_every_n_steps == 0 or following >= self.progress.total_steps
 
@@ -167,7 +169,7 @@ class Run:
             self._values |= {**values, **of_step}
 
     def line(self) -> dict[str, Any]:
-        """What `add` and `log` took in for the newest update, and the number of skipped updates; empty where no line is
+        """What `add` and `log` took in for the newest update, and the number of skipped updates; empty if no line is
         due. Collective."""
         if not self.due(self.args.log_every_n_steps):
             return {}
@@ -190,7 +192,7 @@ class Run:
 
     def stop_requested(self) -> bool:
         """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
-        are nearly over by the root's clock. Called once per update."""
+        are nearly over by the root's clock. The answer of several processes is one call late."""
         is_late = self.is_root and self._deadline.near(self._checkpoints.longest_seconds)
         return self._processes.stop_requested(is_late)
 
@@ -228,7 +230,7 @@ class Run:
         self.log_image("/".join(filter(None, [model, name])), image)
 
     def save(self) -> None:
-        """Begin to write a checkpoint of every part; a part of this very update is written once."""
+        """Start to write a checkpoint of all parts, unless this update was already saved."""
         if self._checkpoints.requested_step == self.progress.step and not self._failed():
             return
         self._checkpoints.join()

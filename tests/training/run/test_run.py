@@ -59,7 +59,7 @@ class Weights:
     def averages(self):
         return {"ema": self}
 
-    def best(self, module):
+    def kept(self, module):
         return self
 
 
@@ -409,6 +409,10 @@ def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, save
     assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
     for name in ("best/config.json", "model/config.json", "best/best.json"):
         assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    for flags in ([], ["--max_steps", "8"]):  # started once more, and extended
+        for name in ("run", "whole"):
+            train(tmp_path / name, *DUE, *flags)
+        assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
 
 
 def test_a_start_that_is_killed_in_its_evaluation_is_made_up_for_by_the_next(tmp_path, monkeypatch):
