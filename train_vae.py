@@ -130,9 +130,8 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
         try:
             model.load_weights_from(args.init_from)
         except ValueError as error:
-            before, needed, differing = str(error).partition(
-                "; they need "
-            )  # flags are named after this phrase only: the path before it stays as it is
+            # Parameters are renamed to flags after this phrase only: the path in front of it stays as it is.
+            before, needed, differing = str(error).partition("; they need ")
             for name, flag in FLAGS.items():
                 differing = differing.replace(name, flag)
             raise ValueError(before + needed + differing) from None

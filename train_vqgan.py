@@ -147,7 +147,7 @@ def evaluate(
     model: VQGAN,
     feed: Feed[ImageBatch],
     error: Callable[[Tensor, Tensor], Tensor],
-    judges: Mapping[str, Any],
+    networks: Mapping[str, Any],
     backend: distributed.Backend,
 ) -> dict[str, float | Image.Image]:
     """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
@@ -155,7 +155,7 @@ def evaluate(
     from training.measures.reconstruction import ReconstructionQuality
     from training.pictures.images import code_histogram
 
-    quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **judges)
+    quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **networks)
     was_training = model.training
     model.eval()  # the quantizer updates no statistics and calls no collective
     for batch in feed.validation():
@@ -176,18 +176,18 @@ def reconstructions(models: Mapping[str, VQGAN], shown: ImageBatch) -> Image.Ima
     return grid({"original": images, **{name: model.decode(model.encode(images)) for name, model in models.items()}})
 
 
-def load_judges(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Networks that judge reconstructions in validation, where there are weights for them."""
+def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Networks by which validation measures reconstructions, if their weights are given."""
     from models.files.published import read_state_dict
     from models.perceptual import load_perceptual
     from training.measures.fid import inception_features
 
-    judges: dict[str, Any] = {}
+    networks: dict[str, Any] = {}
     if args.lpips_weights:
-        judges["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
+        networks["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
     if args.fid_weights:
-        judges["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), device)
-    return judges
+        networks["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), device)
+    return networks
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -206,7 +206,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
-        judges = load_judges(args, backend.device)
+        networks = load_metric_networks(args, backend.device)
     feed = data.image_feed(args, backend)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling)
 
@@ -215,8 +215,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     quantizer.rank, quantizer.world_size = backend.rank, backend.world_size
     ema = make_ema(generator, args.ema_decay)
     adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
-    g = backend.wrap(generator, adam(generator.parameters()), name="generator")
-    d = backend.wrap(
+    engine = backend.wrap(generator, adam(generator.parameters()), name="generator")
+    critic = backend.wrap(
         discriminator, adam(discriminator.parameters()), name="discriminator", max_grad_norm=args.discr_max_grad_norm
     )
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
@@ -229,30 +229,30 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return loss + args.perceptual_loss_weight * distance, {"recon_loss": loss, "perceptual_loss": distance}
 
     adversaries = AdversarialTraining(
-        g, d, backend, quantizer=quantizer, last_weight_shape=last_weight_shape, log=run.add,
+        engine, critic, backend, quantizer=quantizer, last_weight_shape=last_weight_shape, log=run.add,
         images=lambda micro: data.to_unit_range(micro["images"]), reconstruction_loss=reconstruction_loss,
         weights=AdversarialWeights.from_args(args),
     )  # fmt: skip
     evaluation = Evaluation(
-        g, ema, write={"model": VQGAN.save_pretrained},
-        validate=lambda model, step: evaluate(model, feed, error, judges, backend),
+        engine, ema, write={"model": VQGAN.save_pretrained},
+        validate=lambda model, step: evaluate(model, feed, error, networks, backend),
         draw=lambda models, shown, step: reconstructions(models, shown),
     )  # fmt: skip
-    run.resume(generator=g, discriminator=d, lecam=adversaries.lecam, ema=ema)
+    run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
     if perceptual is None and not run.is_complete:
         run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")
 
     total_steps = run.progress.total_steps
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        g.lr = learning_rate(step, total_steps, args.learning_rate, args)
-        d.lr = learning_rate(step, total_steps, args.discr_learning_rate or args.learning_rate, args)
+        engine.lr = learning_rate(step, total_steps, args.learning_rate, args)
+        critic.lr = learning_rate(step, total_steps, args.discr_learning_rate or args.learning_rate, args)
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(
             batch, code_loss=functools.partial(code_loss, weights), is_adversarial=is_adversarial, step=step,
             seed=args.seed,
         )  # fmt: skip
-        ema.update(g.gathered)
+        ema.update(engine.gathered)
         if is_adversarial:
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
             discr_update = adversaries.discriminator_step(batch, fakes, with_penalty=with_penalty)

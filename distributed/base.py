@@ -263,12 +263,12 @@ class Backend(ABC):
         """Return when every process is here."""
         self.sum({"here": 1.0})
 
-    def stop_requested(self, here: bool = False) -> bool:
-        """Whether a process got SIGTERM, SIGINT or SIGUSR1, lost its launcher, or passed ``here``. Call it once per
-        update; it becomes true on all processes after the same update."""
+    def stop_requested(self, here: bool = False, now: bool = False) -> bool:
+        """Whether a process got SIGTERM, SIGINT or SIGUSR1, lost its launcher, or passed ``here``. Collective; the
+        answer is the same on all processes, and one call late if there are several, unless ``now``, which waits."""
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
-        return self._stop.agreed(here or is_orphan)
+        return self._stop.agreed(here or is_orphan, now)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

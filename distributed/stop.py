@@ -1,7 +1,8 @@
 """Signals that ask a run to stop, known to all processes after the same update.
 
 A scheduler may signal one process, some, or all, at different moments. Each process adds its flag to an asynchronous
-sum that all read one update later. So all of them stop after the same update, and no update waits for the sum.
+sum that all read one update later, so that no update waits for it and all stop after the same update. Before something
+that takes long, such as a validation, they wait for the sum instead.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def agreed(self, here: bool = False) -> bool:
-        """Collective, once per update: whether all processes stop now. ``here``: this process asks for it; with several
-        processes the answer comes one call late."""
+    def agreed(self, here: bool = False, now: bool = False) -> bool:
+        """Collective: whether all processes stop now. ``here``: this process asks for it. With several processes the
+        answer comes one call late, so that no update waits for it; with ``now`` it waits for what was asked up to now.
+        """
         wanted = here or bool(self._received)
         if self._comm.world_size == 1:
             return wanted
-        answer = False
-        if self._pending is not None:
-            flags, handle = self._pending
-            handle.wait()
-            answer = bool(flags.item())
+        answer = self.drain()
         flags = torch.tensor([int(wanted)], dtype=torch.int32)
         self._pending = (flags, self._comm.all_reduce_(flags, "stop_request"))
-        return answer
+        return (self.drain() or answer) if now else answer
 
-    def drain(self) -> None:
-        """Wait for the sum that is under way, if there is one."""
-        if self._pending is not None:
-            self._pending[1].wait()
-            self._pending = None
+    def drain(self) -> bool:
+        """Wait for the sum that is under way, if there is one: whether any process asked to stop."""
+        if self._pending is None:
+            return False
+        flags, handle = self._pending
+        handle.wait()
+        self._pending = None
+        return bool(flags.item())
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and signal.SIGINT in self._received:

@@ -8,6 +8,10 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, because os.umask() is not safe in a thread
+
 _LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 
 

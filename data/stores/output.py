@@ -79,8 +79,7 @@ class OutputFolder:
             yield shards[mine] if mine < len(shards) else None
             self.shards_left = max(0, self.shards_left - world)
             self.say(f"{done} {len(shards) - self.shards_left} of {len(shards)} shards")
-            # A stop request is read one call late, so ask twice.
-            if any([self.processes.stop_requested(), self.processes.stop_requested()]):
+            if self.processes.stop_requested(now=True):
                 return
 
     def _open(self, fresh: bool) -> None:

@@ -70,7 +70,7 @@ class Engine(ABC):
         return self.module.forward(*args, **kwargs)
 
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """This process's batch in ``grad_accum_steps`` equal parts, tensors on the device. The loop body runs
+        """This process's batch in ``grad_accum_steps`` equal parts. The loop body runs
         forward and backward on each; backward divides the loss by their number.
 
         Raises:
@@ -78,7 +78,7 @@ class Engine(ABC):
         """
         from .micro import split_batch
 
-        for index, part in enumerate(split_batch(batch, self._plan, self._backend.device)):
+        for index, part in enumerate(split_batch(batch, self._plan)):
             self._micro_batch = index
             yield part
         self._micro_batch = None

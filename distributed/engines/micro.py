@@ -11,9 +11,9 @@ from torch import Tensor
 from ..batch import BatchPlan
 
 
-def split_batch(batch: Mapping[str, Any], plan: BatchPlan, device: torch.device) -> list[dict[str, Any]]:
-    """``grad_accum_steps`` consecutive parts of a local batch. Tensors are cut and go to the device, lists are cut, and
-    every part gets all other values unchanged. With ``batch_parts``, parts are copies: where a part begins in the local
+def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any]]:
+    """``grad_accum_steps`` consecutive parts of a local batch. Tensors and lists are cut, and every part gets all
+    other values unchanged. With ``batch_parts``, parts are copies: where a part begins in the local
     batch depends on the number of processes, and matrix products may round differently at another address.
 
     Raises:
@@ -28,7 +28,8 @@ def split_batch(batch: Mapping[str, Any], plan: BatchPlan, device: torch.device)
 
     def part(value: Any, start: int) -> Any:
         if isinstance(value, Tensor):
-            return value[start : start + size].to(device, non_blocking=True, copy=bool(plan.batch_parts))
+            cut = value[start : start + size]
+            return cut.clone() if plan.batch_parts else cut
         return value[start : start + size] if isinstance(value, list) else value
 
     return [{key: part(value, index * size) for key, value in batch.items()} for index in range(plan.grad_accum_steps)]

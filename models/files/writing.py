@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .errors import one_line
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
 
 def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous weights on the CPU, as both formats want them."""
@@ -30,6 +33,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield unfinished
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
+        unfinished.chmod(0o666 & ~_UMASK)  # safetensors makes files that only their owner can read
         os.replace(unfinished, path)
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for any error of the disk
         reason = getattr(error, "strerror", None) or one_line(error)

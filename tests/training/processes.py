@@ -37,7 +37,7 @@ class OneProcess:
     def mean(self, values: dict[str, Tensor]) -> dict[str, float]:
         return {name: value.item() for name, value in values.items()}
 
-    def stop_requested(self, here: bool = False) -> bool:
+    def stop_requested(self, here: bool = False, now: bool = False) -> bool:
         return here or self.made == self.stop_after
 
     def broadcast_object(self, value: Any) -> Any:

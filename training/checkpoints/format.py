@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..files import sync
+from ..files import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
 _CHUNK_BYTES = 1 << 24
@@ -25,7 +25,7 @@ def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], stat
     """Write and sync a new `folder`: one safetensors file per part, state.json, SHA256SUMS (as `sha256sum -c` reads).
 
     Training goes on in other threads meanwhile: the library writes without Python's lock (since safetensors 0.8) and
-    without a second copy of the tensors.
+    without a second copy of the tensors. The checksums are of the files as they are read back.
 
     Args:
         folder: Must not exist.
@@ -33,7 +33,9 @@ def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], stat
     """
     folder.mkdir()
     for part, of_part in tensors.items():
-        save_file(dict(of_part), folder / f"{part}.safetensors")
+        path = folder / f"{part}.safetensors"
+        save_file(dict(of_part), path)
+        path.chmod(NEW_FILE_MODE)  # the library makes files that only their owner can read
     (folder / STATE).write_bytes(json.dumps(state, indent=1).encode())
     sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(sums))

@@ -65,10 +65,10 @@ def _loss(contrastive: Contrastive, outs: Sequence[Any], captions: list[Tensor])
 def _surrogate(out: Any, result: ContrastiveResult, rows: slice, is_first: bool) -> Tensor:
     """0-d, with the value of the loss and its gradients with respect to these rows, temperature and bias."""
     once = 1.0 if is_first else 0.0  # times 0 instead of left out: a parameter must be used on all processes or on none
-    pull = (
+    surrogate = (
         (out.audio * result.audio_gradient[rows]).sum()
         + (out.text * result.text_gradient[rows]).sum()
         + once * (out.scale * result.scale_gradient + out.bias * result.bias_gradient).sum()
     )
     # The value must be that of the loss, because the engine skips the update if it is not finite.
-    return pull + (result.loss - pull).detach()
+    return surrogate + (result.loss - surrogate).detach()

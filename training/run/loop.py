@@ -47,6 +47,9 @@ class Evaluation:
     name: str = ""
     picture_name: str = "reconstructions"
 
+    def __post_init__(self) -> None:
+        assert self.write or not self.best, "best/ is written by the first function of `write`"
+
 
 def kept_model(models: Mapping[str, Any]) -> Any:
     """Of the models that `Evaluation.draw` gets, the one that the run keeps: the average where there is one."""
@@ -75,16 +78,14 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
     if run.progress.unfinished_line is not None:  # the run was stopped between this update and its evaluation
+        run.deadline.update_done()  # so that the deadline knows how long the evaluation takes
         with run.stopwatch.paused():
             _evaluate(run, feed, evaluations, shown, run.progress.unfinished_line)
     while not run.progress.finished:
         yield run.progress.step, batch
         run.advance()
-        stop = run.stop_requested()
         is_evaluation_due = _evaluation_is_due(run, feed)
-        if is_evaluation_due and not stop:
-            # The answer is one call late, and nobody should wait for an evaluation: ask once more before it.
-            stop = run.stop_requested()
+        stop = run.stop_requested(now=is_evaluation_due)  # a request should not wait for an evaluation
         line = run.line()
         with run.stopwatch.paused():
             if stop:

@@ -60,7 +60,9 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""
         state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch")}
-        return state if self.unfinished_line is None else {**state, "unfinished_line": self.unfinished_line}
+        if self.unfinished_line is not None:
+            state["unfinished_line"] = list(self.unfinished_line.items())  # names of metrics may hold "/"
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the clock.
@@ -81,7 +83,8 @@ class Progress:
                 "--seed, or start over with --fresh"
             )
         self.samples = state["samples"]
-        self.unfinished_line = state.get("unfinished_line")
+        line = state.get("unfinished_line")
+        self.unfinished_line = None if line is None else dict(line)
 
 
 class ProgressDisplay:

@@ -31,9 +31,8 @@ class RandomState:
         for name, setter in self._setters().items():
             states = state["generators"].get(name)
             if states is not None and states.shape[0] == self._processes.world_size:
-                setter(
-                    states[self._processes.rank].clone()
-                )  # a copy, because torch reads from the start of the storage
+                # A copy, because torch reads from the start of the storage.
+                setter(states[self._processes.rank].clone())
 
     def _states(self) -> dict[str, bytes]:
         version, keys, gauss = random.getstate()

@@ -20,6 +20,7 @@ from .random_state import RandomState
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
+_TIMES = ("samples_per_second", "seconds")
 ASKED_TO_STOP = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 NOT_SAVED = 1
 
@@ -63,7 +64,7 @@ class Run:
         self._checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes, synced_first=metrics_file
         )
-        self._deadline = Deadline(args.save_before_minutes)
+        self.deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
         self._sums: dict[str, Tensor] = {}
         self._values: dict[str, Any] = {}
@@ -188,13 +189,14 @@ class Run:
         """An update was completed."""
         self.progress.advance()
         self.display.update()
-        self._deadline.update_done()
+        self.deadline.update_done()
 
-    def stop_requested(self) -> bool:
+    def stop_requested(self, now: bool) -> bool:
         """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
-        are nearly over by the root's clock. The answer of several processes is one call late."""
-        is_late = self.is_root and self._deadline.near(self._checkpoints.longest_seconds)
-        return self._processes.stop_requested(is_late)
+        are nearly over by the root's clock. The answer of several processes is one call late,
+        unless it is needed `now`."""
+        is_late = self.is_root and self.deadline.near(self._checkpoints.longest_seconds)
+        return self._processes.stop_requested(is_late, now)
 
     def due(self, every_n_steps: int) -> bool:
         """Whether something that happens every n updates (0: only at the end) happens after this one."""
@@ -203,19 +205,21 @@ class Run:
     def write_line(self, metrics: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl, the other trackers and the display."""
         clock = self.progress
-        rate = (clock.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
-        self._logged_samples = clock.samples
-        line = {
-            "step": clock.step,
-            "samples": clock.samples,
-            "epoch": round(clock.epoch, 6),
-            **metrics,
-            "samples_per_second": round(rate, 3),
-            "seconds": round(self.stopwatch.seconds, 3),
-        }
+        times = {
+            name: metrics[name] for name in _TIMES if name in metrics
+        } or self._times()  # those of an earlier start
+        values = {name: value for name, value in metrics.items() if name not in _TIMES}
+        place = {"step": clock.step, "samples": clock.samples, "epoch": round(clock.epoch, 6)}
+        line = {**place, **values, **times}
         self.tracker.log(clock.step, line)
         self.display.log(line)
         self._report_failure()
+
+    def _times(self) -> dict[str, float]:
+        """Samples per second since the last call, and seconds since the start."""
+        rate = (self.progress.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
+        self._logged_samples = self.progress.samples
+        return dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3)), strict=True))
 
     def log_image(self, name: str, image: Image.Image) -> None:
         """A picture for the trackers."""
@@ -257,7 +261,7 @@ class Run:
         it."""
         step = self.progress.step
         if evaluation_is_due:
-            self.progress.unfinished_line = dict(line)
+            self.progress.unfinished_line = {**line, **self._times()} if line else {}
         self.save()
         if line and not evaluation_is_due:
             self.write_line({**line, "bad_samples": self._feed.bad_samples.count})

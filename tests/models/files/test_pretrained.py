@@ -154,6 +154,12 @@ def test_an_argument_that_does_not_fit_the_weights_is_an_error_at_once(
     assert time.process_time() - started < 5
 
 
+def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    DiscreteVAE(image_size=8, num_tokens=4, hidden_dim=4).save_pretrained(tmp_path / "model")
+    assert len({path.stat().st_mode for path in [tmp_path / "plain", *(tmp_path / "model").iterdir()]}) == 1
+
+
 def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:
     model = small_vae().to(memory_format=torch.channels_last)
     model.save_pretrained(tmp_path)

@@ -73,6 +73,14 @@ def test_files_are_plain_and_their_sums_can_be_checked_with_coreutils(checkpoint
     assert result.stdout.count(": OK") == 5
 
 
+def test_files_can_be_read_by_whom_the_umask_allows(checkpoints, tmp_path):
+    (tmp_path / "plain").touch()
+    checkpoints.save(1, {"model": {"weight": torch.ones(2)}}, {})
+    checkpoints.wait()
+    modes = {path.stat().st_mode for path in [tmp_path / "plain", *checkpoints.latest().iterdir()]}
+    assert len(modes) == 1
+
+
 def test_keys_must_be_strings_that_can_be_joined(checkpoints):
     for key in (3, "a/b"):
         with pytest.raises(AssertionError, match="must be a string without '/'"):

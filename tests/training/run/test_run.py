@@ -130,7 +130,7 @@ def train(
         here.made += 1
         update = model.step()
         run.add(loss=torch.tensor(1.0 / (step + 1)))
-        run.log(update, weight=model.weight[0])
+        run.log(update, weight=model.weight[0], **{"of/two": 2.0})
         if step + 1 == stop_at:
             killed(run)
             return model
@@ -368,7 +368,7 @@ def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
         "update 5", *validation[5], "draw 5", "save 6",
     ]  # fmt: skip
     assert list(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])) == [
-        "step", "samples", "epoch", "loss", "weight", "lr", "grad_norm", "skipped_updates", "valid/weight",
+        "step", "samples", "epoch", "loss", "weight", "of/two", "lr", "grad_norm", "skipped_updates", "valid/weight",
         "valid/ema/weight", "bad_samples", "samples_per_second", "seconds",
     ]  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_00000003.png", "step_00000006.png"]
@@ -381,9 +381,9 @@ class Late(OneProcess):
 
     asked = False
 
-    def stop_requested(self, here=False):
+    def stop_requested(self, here=False, now=False):
         known, self.asked = self.asked, self.asked or super().stop_requested(here)
-        return known
+        return self.asked if now else known
 
 
 @pytest.mark.parametrize(("stop_after", "stopped_at"), [(1, 2), (2, 2), (3, 3), (4, 4)])
@@ -407,6 +407,7 @@ def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, save
     train(tmp_path / "run", *DUE, events=saves)
     assert saves[0].split()[0] == ("update" if stop_after == 1 else "draw" if stop_after == 3 else "validate")
     assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
+    assert min(logged(tmp_path / "run", "samples_per_second")) > 0, "the rate of a late line is that of its own start"
     for name in ("best/config.json", "model/config.json", "best/best.json"):
         assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
     for flags in ([], ["--max_steps", "8"]):  # started once more, and extended
