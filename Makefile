@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 # Groups of tests side by side (tests/conftest.py): most of a launch is waiting for imports and for other processes.
 JOBS ?= 3
 test: $(VENV)/.complete
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .

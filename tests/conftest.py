@@ -20,8 +20,21 @@ pytest.register_assert_rewrite("tests.scripts")
 torch.set_num_threads(1)
 
 
+# Seconds of a file, not its number of tests, by which xdist would order it. test_faults waits most of its time.
+LONGEST = (
+    "launch/test_faults",
+    "launch/test_batch_parts",
+    "launch/test_moved",
+    "launch/test_filling",
+    "torture",
+    "launch",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Horovod 0.28.1 cannot be installed beside Python 3.12; anything else that is missing fails."""
+    """Files that take longest come first, so that no worker of pytest begins one when the others are done. Horovod
+    0.28.1 cannot be installed beside Python 3.12; anything else that is missing fails."""
+    items.sort(key=lambda item: next((i for i, start in enumerate(LONGEST) if start in item.nodeid), len(LONGEST)))
     if sys.version_info < (3, 12):
         return
     for item in items:
