@@ -127,9 +127,9 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
         decoder = ClipDecoder(model.config["sample_rate"], model.clip_samples)
         sounds = open_long_sounds(args.audio, decoder, args.max_clips)
     settings = {
-        "task": "embed", **about, "dim": model.dim_latent, "max_clips": args.max_clips, "batch_size": args.batch_size,
-        "precision": backend.options.precision, **kernel_settings(args, backend), "files": len(sounds.names),
-        "names_sha256": names_sha256(sounds.names), "files_per_shard": args.files_per_shard,
+        "task": "embed", **about, "dim": model.config["dim_latent"], "max_clips": args.max_clips,
+        "batch_size": args.batch_size, "precision": backend.options.precision, **kernel_settings(args, backend),
+        "files": len(sounds.names), "names_sha256": names_sha256(sounds.names), "files_per_shard": args.files_per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
     shards = embedding_shards(output, sounds.names)
