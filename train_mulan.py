@@ -1,4 +1,4 @@
-"""Train MuLan: sounds and sentences into one space, where what belongs together is near.
+"""Train MuLan: sounds and sentences are embedded in one space, in which a sound is near the sentences that describe it.
 
     python train_mulan.py                                     # the demonstration, minutes on two cores
     python train_mulan.py --audio_data sounds/                # one process, debugging
@@ -31,7 +31,7 @@ from training.flags.parser import ArgumentParser
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
 from training.run.folder import last_start
 
-if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
 
     from data import Feed, SoundBatch, Tokenizer
@@ -45,7 +45,7 @@ PUBLIC_NAMES = {
     "max_steps": "num_train_steps", "valid_fraction": "valid_frac", "grad_accum_steps": "grad_accum_every",
     "save_every_n_steps": "save_model_every",
 }  # fmt: skip
-# What a resumed run may not change: its weights would not fit, or would mean something else.
+# Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (
     "sample_rate", "n_fft", "hop_length", "n_mels", "fmin", "fmax", "spectrogram", "patch_size", "audio_dim",
     "audio_depth", "text_dim", "text_depth", "heads", "dim_head", "max_text_tokens", "dim_latent",
@@ -105,7 +105,7 @@ def build_parser() -> ArgumentParser:
 
 
 def settle_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """Turn --data_max_length into seconds; end with one line where flags do not go together."""
+    """Turn --data_max_length into seconds; end with a one-line error if flags contradict one another."""
     if args.batch_size < 2:
         parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
     if args.data_max_length:
@@ -198,13 +198,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise = Noise(args.seed, "patches and masks")
-    compared = "valid/ema/r10" if args.ema_decay else "valid/r10"  # of the model that is kept
+    compared = "valid/ema/r10" if args.ema_decay else "valid/r10"  # metric of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = functools.partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device)
 
     def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model takes of a micro-batch; equal in both passes that an update makes over it."""
+        """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
         chances = noise.uniform(run.progress.step, micro["positions"], (model.noise_size,), backend.device)
         texts = text_inputs(micro["tokens"], micro["lengths"])
         return {"waveforms": micro["waveforms"], **texts, "noise": chances}

@@ -23,18 +23,18 @@ from training.flags.parser import ArgumentParser
 from training.flags.shared import add_image_arguments, add_run_arguments
 from training.run.folder import last_start
 
-if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
 
     from data import Feed, ImageBatch
     from models import DiscreteVAE
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
-# What a resumed run may not change: its weights would not fit, or would mean something else.
+# Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (
     "image_size", "num_tokens", "emb_dim", "num_layers", "num_resnet_blocks", "hidden_dim", "transparent"
 )  # fmt: skip
-# The model's parameters, as its messages say them -> the flags that give them.
+# The model's parameters, as its error messages name them -> the flags that set them.
 FLAGS = {
     "num_tokens": "--num_tokens", "codebook_dim": "--emb_dim", "num_layers": "--num_layers",
     "num_resnet_blocks": "--num_resnet_blocks", "hidden_dim": "--hidden_dim", "channels 3": "no --transparent",
@@ -79,7 +79,7 @@ def build_parser() -> ArgumentParser:
 
 
 def refuse_contradictions(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """End with one line where flags do not go together."""
+    """End with a one-line error if flags contradict one another."""
     side, halvings, layers = args.image_size, args.image_size.bit_length() - 1, args.num_layers
     if halvings < layers:
         parser.error(f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; raise it or lower that")
@@ -93,8 +93,8 @@ def refuse_contradictions(parser: ArgumentParser, args: argparse.Namespace) -> N
 
 
 def gumbel_temperature(step: int, args: argparse.Namespace) -> float:
-    """Temperature of update number ``step`` (from 0): after the updates 0, 100, 200, ... it is multiplied by
-    exp(-anneal_rate x that number), down to temp_min; in closed form."""
+    """Temperature of update number ``step`` (from 0): after each of the updates n = 0, 100, 200, ... it is multiplied
+    by exp(-anneal_rate x n), but does not fall below temp_min. Computed in closed form."""
     n = math.ceil(step / SCHEDULE_EVERY_N_STEPS)
     exponent = args.anneal_rate * SCHEDULE_EVERY_N_STEPS * n * (n - 1) / 2
     return float(max(args.starting_temp * math.exp(-exponent), args.temp_min))
@@ -141,8 +141,8 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 def evaluate(
     model: DiscreteVAE, feed: Feed[ImageBatch], temperature: float, backend: distributed.Backend
 ) -> dict[str, float | Image.Image]:
-    """Noise-free loss and quality of hard reconstructions over the validation split and all processes; a picture of how
-    often each code was chosen."""
+    """Noise-free loss and quality of hard reconstructions over the validation split and all processes, and a picture of
+    how often each code was chosen."""
     from data import to_unit_range
     from training.measures.reconstruction import ReconstructionQuality
     from training.pictures.images import code_histogram
@@ -157,7 +157,7 @@ def evaluate(
 
 
 def reconstructions(models: Mapping[str, DiscreteVAE], shown: ImageBatch, temperature: float) -> Image.Image:
-    """Originals, soft and hard reconstructions by the model that is kept: the average where there is one."""
+    """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
     from data import to_unit_range
     from training.pictures.images import grid
     from training.run.loop import kept_model
@@ -178,7 +178,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run.loop import Evaluation
     from training.run.run import Run
 
-    with backend.agreement():  # what may fail on one process is agreed on by all, so that none waits for it
+    with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
         model = build_model(args).to(backend.device)
     feed = data.image_feed(args, backend, model.channels)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)

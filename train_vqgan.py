@@ -34,7 +34,7 @@ from training.flags.shared import (
 )
 from training.run.folder import last_start
 
-if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
     from PIL import Image
     from torch import Tensor
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments a
     from models import VQGAN, Discriminator
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
-# What a resumed run may not change: its weights would not fit, or would mean something else.
+# Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (
     "image_size", "dim", "num_layers", "num_resnet_blocks", "quantizer", "codebook_size", "codebook_dim",
     "fsq_levels", "vq_cosine", "discr_dim", "discr_layers",
@@ -132,7 +132,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
 
 
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
-    """The discriminator, likewise seeded."""
+    """The discriminator with seeded weights, the same on every process."""
     import torch
 
     from models import Discriminator
@@ -168,7 +168,7 @@ def evaluate(
 
 
 def reconstructions(models: Mapping[str, VQGAN], shown: ImageBatch) -> Image.Image:
-    """Originals and what each model makes of them."""
+    """Originals and their reconstructions by each model."""
     from data import to_unit_range
     from training.pictures.images import grid
 

@@ -1,4 +1,4 @@
-"""What training asks of the processes, the data, the engines and whatever else has a part in a checkpoint."""
+"""Interfaces that training requires of the processes, the data, the engines and all objects saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Processes(Protocol):
-    """The processes that work together. Those methods that gather or reduce are collective."""
+    """The processes of a run. The methods that gather or reduce are collective."""
 
     rank: int
     world_size: int
@@ -51,8 +51,8 @@ class Update(Protocol):
 class Stateful(Protocol):
     """A part of a checkpoint. Both methods are called on every process.
 
-    A part may also have `live_state()`, which is then called instead of `state_dict()`: its tensors may stand for
-    themselves until the next update, and functions may fetch them one by one.
+    A part may also have `live_state()`, which is then called instead of `state_dict()`. It need not copy: its tensors
+    may be those that the next update changes, and functions in their places may fetch tensors one by one.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

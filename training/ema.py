@@ -21,7 +21,7 @@ class ExponentialMovingAverage:
 
     Args:
         module: The model before it is wrapped or sharded; the average starts from a copy of it.
-        decay: In (0, 1).
+        decay: Largest weight d of the old average, in (0, 1).
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -50,7 +50,7 @@ class ExponentialMovingAverage:
         return {"ema": self.module}
 
     def kept(self, module: Any) -> Any:
-        """The model to keep."""
+        """The model that the run keeps: the average, not the trained `module`."""
         return self.module
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class ExponentialMovingAverage:
 
 
 class NoAverage:
-    """Stands for the average with `--ema_decay 0`: the trained model itself is kept."""
+    """Takes the place of the average with `--ema_decay 0`: the run keeps the trained model itself."""
 
     def update(self, gathered: Gathered) -> None:
         pass

@@ -30,7 +30,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where the file is missing, damaged, or holds something else."""
+    """The JSON object in a file; empty if the file is missing, damaged, or holds something else."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

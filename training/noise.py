@@ -32,7 +32,7 @@ class Noise:
     a GPU, and may differ between kinds of GPU.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
         stream: Name of the noise, such as "gumbel"; streams of different names are independent.
     """
 
@@ -51,8 +51,8 @@ class Noise:
 
         Args:
             step: Completed updates.
-            positions: Of the b samples in the global batch.
-            shape: Of one sample.
+            positions: Positions of the b samples in the global batch.
+            shape: Shape of one sample's noise.
         """
         noise = self._drawn("uniform", step, positions, shape, device)
         return noise.clamp_min_(_SMALLEST_UNIFORM).neg_().log1p_().neg_().log_().neg_()

@@ -12,7 +12,7 @@ def make_optimizer(
     Weights of two or more dimensions decay; scales, biases and temperatures do not.
 
     Raises:
-        ValueError: one line, where the package is missing.
+        ValueError: one line, if the package is missing.
     """
     weights = list(model.parameters())
     groups = [

@@ -1,1 +1,1 @@
-"""Checkpoints: what one is on the disk, and the thread that writes it while training goes on."""
+"""Checkpoints: their format on the disk, and the thread that writes them while training goes on."""

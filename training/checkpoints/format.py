@@ -1,4 +1,4 @@
-"""What a checkpoint is on the disk: a folder of safetensors and JSON, with a checksum per file."""
+"""The format of a checkpoint on the disk: a folder of safetensors and JSON files, with a checksum for each file."""
 
 import hashlib
 import json
@@ -24,12 +24,13 @@ Tree = dict[str, Any]
 def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
     """Write and sync a new `folder`: one safetensors file per part, state.json, SHA256SUMS (as `sha256sum -c` reads).
 
-    Training goes on in other threads meanwhile: the library writes without Python's lock (since safetensors 0.8) and
-    without a second copy of the tensors. The checksums are of the files as they are read back.
+    Training goes on in other threads meanwhile: the library writes without holding Python's global interpreter lock
+    (since safetensors 0.8) and without a second copy of the tensors. The checksums are computed from the files as they
+    are read back from the disk.
 
     Args:
         folder: Must not exist.
-        tensors: By part and name, contiguous, on the CPU; no two may overlap in memory.
+        tensors: Tensors by part and name: contiguous, on the CPU; no two may overlap in memory.
     """
     folder.mkdir()
     for part, of_part in tensors.items():
@@ -44,7 +45,8 @@ def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], stat
 
 
 def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tree], dict[str, Any]]:
-    """Parts and meta of a checkpoint, tensors on the CPU. Runs no code from it. Tuples come back as lists.
+    """Parts and meta of a checkpoint, with tensors on the CPU. No code from the files is executed. Tuples come back as
+    lists.
 
     The tensors are memory-mapped: a page is read from the file when it is used. `verify` compares every file with its
     checksum first, which reads all of them.
@@ -74,7 +76,8 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
 
 
 def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -> None:
-    """Read every file of a checkpoint and compare it with SHA256SUMS. `mark` is a sign of life, given now and then.
+    """Read every file of a checkpoint and compare it with SHA256SUMS. `mark` is called now and then, to show that the
+    process is alive.
 
     Raises:
         ValueError: one line naming the first file that is missing, damaged, or not listed.

@@ -31,7 +31,7 @@ class Snapshot:
         self._to_copy: list[tuple[str, str, Tensor]] = []
         self._finished = threading.Event()
         values = {name: self._split(name, part, ()) for name, part in parts.items()}
-        # Through JSON: a copy, and an error now if a value cannot be written later.
+        # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
         self._event = self._start_transfers()
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there: written beside the training, committed by a rename."""
+"""Checkpoints that are either complete or absent: written by a thread during training, committed by a rename."""
 
 import json
 import os
@@ -25,14 +25,14 @@ class Checkpoints:
     Args:
         folder: Holds the checkpoints; the first save creates it.
         keep: Number of newest checkpoints that are not deleted, at least 1.
-        processes: All of them call `save` and `wait`.
+        processes: The processes of the run; all of them call `save` and `wait`.
         synced_first: A file whose content must reach the disk before a checkpoint does; it need not exist.
     """
 
     def __init__(self, folder: Path, keep: int, processes: Processes, *, synced_first: Path | None = None) -> None:
         assert keep >= 1, keep
         self.folder = folder
-        #: Why the newest checkpoint is not on the disk, in one line; None if it is. Only the root knows.
+        #: Why the newest checkpoint is not on the disk, in one line; None if it is. Set on the root alone.
         self.failure: str | None = None
         #: Step of the last call of `save`.
         self.requested_step: int | None = None
@@ -75,7 +75,8 @@ class Checkpoints:
         return latest_checkpoint(self.folder)
 
     def newest_good(self, say: Callable[[str], None]) -> Path | None:
-        """The newest checkpoint whose files match their checksums, or None if none was ever saved. On the root.
+        """The newest checkpoint whose files match their checksums, or None if none was ever saved. Called on the root
+        only.
 
         Newer checkpoints that are damaged are renamed, so that their steps can be saved again, and reported to `say`.
 
@@ -172,7 +173,7 @@ def _others(n: int) -> str:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder, or None. What a killed save left does not count."""
+    """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left are ignored."""
     return next(reversed(_found(folder)), None)
 
 

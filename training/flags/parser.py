@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 
 from .converters import Joined, Names, nearest
 
-# Exit code of a mistake in the arguments, as argparse has it.
+# Exit code of a mistake in the arguments, the same as argparse's.
 USAGE_ERROR = 2
 
-# A config file may not set these: it would include another one, or start over at every resume.
+# A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh"})
 
-# A launcher ends all processes when the first one fails: the others wait until the root has printed its error.
+# A launcher ends all processes when the first one fails, so the others wait until the root has printed its error.
 _ROOT_SPEAKS_FIRST_SECONDS = 2.0
 
 _UNSET = object()
@@ -118,7 +118,7 @@ class ArgumentParser(argparse.ArgumentParser):
         }
 
     def _from_command_line(self, argv: Sequence[str] | None) -> dict[str, Any]:
-        # argparse sets no default for an attribute that exists: what is still _UNSET afterwards was not in argv.
+        # argparse sets no default for an attribute that exists: a flag that is still _UNSET afterwards was not in argv.
         # Flags that append start from None, because argparse would append to _UNSET.
         unset = {
             action.dest: None if isinstance(action, (argparse._AppendAction, argparse._ExtendAction)) else _UNSET
@@ -169,7 +169,8 @@ def _config_names(action: argparse.Action) -> list[str]:
 
 
 def _config_value(action: argparse.Action, value: Any) -> Any:
-    """What a config file says for `value`: true for a switch that is on, the text of values that text is split into."""
+    """How a config file writes `value`: true for a switch that is on; joined text for values that are split from text
+    on the command line."""
     if isinstance(action, argparse._StoreConstAction):
         return value == action.const
     if value is not None and isinstance(action.type, (Joined, Names)):

@@ -9,7 +9,7 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def no_reduce(tensor: Tensor) -> Tensor:
-    """The sum over a single process."""
+    """The all-reduce of a single process: returns its tensor unchanged."""
     return tensor
 
 
@@ -17,8 +17,8 @@ class Averages:
     """Means of named values over all items of all processes.
 
     Args:
-        names: Of the values; the same on every process.
-        device: Of the sums, which are float64; `add` does not wait for it.
+        names: Names of the values; the same on every process.
+        device: Device of the sums, which are float64; `add` does not wait for the device.
     """
 
     def __init__(self, *names: str, device: torch.device | str = "cpu") -> None:
@@ -33,7 +33,7 @@ class Averages:
             row[1] += value.numel()
 
     def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
-        """Means by name over all processes; NaN for a name without values. Collective: one sum."""
+        """Means by name over all processes; NaN for a name without values. Collective: one all-reduce."""
         sums, counts = all_reduce(self._sums_and_counts.clone()).cpu().unbind(1)
         return dict(zip(self._rows, (sums / counts).tolist(), strict=True))
 
@@ -54,7 +54,7 @@ def count_codes(counts: Tensor, codes: Tensor) -> None:
 
 
 def usage_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
-    """`code_statistics` of the codes of some micro-batches, over all processes. Collective: one sum."""
+    """`code_statistics` of the codes of some micro-batches, over all processes. Collective: one all-reduce."""
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes[0].device)
     for part in codes:
         count_codes(counts, part)

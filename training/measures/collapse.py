@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-# A collapsed loss stays the same: several checks in a row tell it from a loss that falls through the value.
+# A collapsed loss stays the same. Several checks in a row distinguish it from a falling loss that passes this value.
 _CHECKS = 5
 _NEAR, _AWAY = 0.01, 0.02  # relative distance from the collapsed loss
 _LEAST_VARIANCE, _RECOVERED_VARIANCE = 1e-3, 2e-3
 
 
 class CollapseAlarm:
-    """Watches the loss and the variance of the embeddings; not in the first `after_steps` updates, because embeddings
-    are nearly equal at the start of every run."""
+    """Watches the loss and the variance of the embeddings. It ignores the first `after_steps` updates, because
+    embeddings are nearly equal at the start of every run."""
 
     def __init__(self, after_steps: int) -> None:
         self._after_steps = after_steps
@@ -23,9 +23,9 @@ class CollapseAlarm:
         """A warning in one line when a collapse is first seen, and again only after the run had recovered.
 
         Args:
-            collapsed: What the loss is if all clips are equally near to all captions (`ContrastiveResult.collapsed`).
-            audio_variance: Of the batch's audio embeddings, 1 - |mean unit vector|^2.
-            text_variance: Of the batch's text embeddings.
+            collapsed: Value of the loss if all clips are equally near to all captions (`ContrastiveResult.collapsed`).
+            audio_variance: Variance of the batch's audio embeddings, 1 - |mean unit vector|^2.
+            text_variance: Variance of the batch's text embeddings.
         """
         if step <= self._after_steps:
             return None

@@ -26,7 +26,7 @@ def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 class Embedder:
-    """Embeddings of a `MuLaN` without noise and gradients, from `rows` sounds in a forward pass: a micro-batch."""
+    """Computes embeddings of a `MuLaN` without noise and gradients, `rows` sounds (a micro-batch) per forward pass."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device) -> None:
         self.model, self._tokenizer, self._rows, self._device = model, tokenizer, rows, device

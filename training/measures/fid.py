@@ -26,7 +26,7 @@ class FrechetStatistics:
 
     Args:
         dim: Length d of a vector.
-        device: Of the sums, float64 (d + 1, d + 1): 34 MB for the 2048 of Inception.
+        device: Device of the sums, float64 (d + 1, d + 1): 34 MB for d = 2048, as Inception has it.
     """
 
     def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
@@ -40,7 +40,7 @@ class FrechetStatistics:
         self._moments.addmm_(x.T, x)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> Gaussian:
-        """Mean and unbiased covariance over all processes. Collective: one sum.
+        """Mean and unbiased covariance over all processes. Collective: one all-reduce.
 
         Raises:
             ValueError: fewer than 2 vectors in all.
@@ -56,7 +56,8 @@ class FrechetStatistics:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of the covariances A and B (Dowson & Landau 1982).
 
-    The root is of a symmetric matrix, so it is real even if the covariances are singular, from fewer than d vectors.
+    The outer root is taken of a symmetric matrix, so it is real even if the covariances are singular because they come
+    from fewer than d vectors.
     For d = 2048: about a second on a GPU, up to a minute on a small CPU.
     """
     values, vectors = torch.linalg.eigh(a.covariance)
@@ -68,7 +69,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 class ReconstructionFID:
-    """rFID: the Fréchet inception distance of reconstructions from the images themselves.
+    """rFID: the Fréchet inception distance between reconstructions and the original images.
 
     Args:
         features: Images (b, 3, h, w) in [0, 1] to vectors (b, dim), such as `inception_features`.

@@ -42,10 +42,10 @@ class Pairs(NamedTuple):
 
 
 class RetrievalQuality:
-    """Embeddings of a validation split whose clips are spread over the processes, each on one of them.
+    """Embeddings of a validation split whose clips are spread over the processes, each clip on exactly one process.
 
     Args:
-        device: Of the embeddings, in float32, and of the scores, in float64.
+        device: Device of the embeddings, which are float32, and of the scores, which are float64.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -65,8 +65,8 @@ class RetrievalQuality:
         Args:
             audio: Embeddings (b, d) of any length.
             text: Embeddings (m, d) of all captions, those of the first clip first.
-            captions: Of each clip, m in all; a clip without captions is a candidate but not a query.
-            labels: Class of each clip, or None where it has none.
+            captions: Captions of each clip, m in all; a clip without captions is a candidate but not a query.
+            labels: Class of each clip, or None if it has none.
 
         Raises:
             ValueError: the lengths do not fit together.
@@ -86,18 +86,18 @@ class RetrievalQuality:
         self._clips += len(audio)
 
     def result(self, processes: Processes, mark: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Retrieval both ways, the same on every process and for any number of processes. Collective.
+        """Quality of retrieval in both directions, equal on every process and for any number of processes. Collective.
 
-        `text_to_audio/` and `audio_to_text/` each with
+        Names begin with `text_to_audio/` or `audio_to_text/`, each followed by
 
         - `r1`, `r5`, `r10`: share of queries with a right candidate among the first 1, 5, 10, in [0, 1];
         - `median_rank` of the best right candidate, from 1, the mean of the middle two for an even number of queries;
         - `map10`: mean over queries of sum_j [r_j <= 10] j / r_j / min(10, n), where r_j is the rank of the j-th best
           of the n right candidates;
-        - `chance_r1`: what r1 is on average for an order drawn at random: mean of n / number of candidates;
+        - `chance_r1`: what r1 is on average for an order drawn at random: mean of n / number of candidates.
 
-        and `r10`, the mean of both. Ties and NaNs count against the query, so that a model which gives everything the
-        same embedding finds nothing. All values are NaN if there are no queries.
+        `r10` alone is the mean of both directions. Ties and NaNs count against the query, so that a model which gives
+        everything the same embedding finds nothing. All values are NaN if there are no queries.
         """
         found = self._gathered(processes)
         if found is None:
@@ -118,7 +118,7 @@ class RetrievalQuality:
 
     def _gathered(self, processes: Processes) -> tuple[Tensor, Tensor, Pairs] | None:
         """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
-        clip; None where there is nothing to rank."""
+        clip; None if there is nothing to rank."""
         own_dim = self._audio[0].shape[1] if self._audio else 0
         facts = processes.gather_objects([own_dim, self._clips, len(self._ids)])
         dim, clips = max(fact[0] for fact in facts), [fact[1] for fact in facts]
@@ -135,7 +135,8 @@ class RetrievalQuality:
         audio = processes.gather(own_audio)
         ids, owners = processes.gather(ids), processes.gather(owners)
         distinct, sums = processes.gather(distinct), processes.gather(sums)
-        # The same text may have other bits in another batch: take the mean, which does not depend on order.
+        # The embedding of a text may differ in its last bits between batches: take the mean over all of them, which
+        # does not depend on their order.
         distinct, rows = distinct.unique(return_inverse=True)
         text = torch.zeros(len(distinct), dim, dtype=torch.float64, device=self._device).index_add_(0, rows, sums)
         pairs = _sorted(owners, torch.searchsorted(distinct, ids))
@@ -152,10 +153,10 @@ class RetrievalQuality:
 
         Args:
             class_names: The same on every process; `classes` returns them.
-            embeddings: Of the classes (c, d), in that order (`class_embeddings`).
+            embeddings: Embeddings of the classes (c, d), in the order of `class_names` (`class_embeddings`).
 
         Raises:
-            ValueError: on every process, if a clip has another label.
+            ValueError: on every process, if a clip has a label that is not in `class_names`.
         """
         known = set(class_names)
         if unknown := [label for label in self.classes(processes) if label not in known]:
@@ -190,17 +191,22 @@ def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
 
 
 def class_embeddings(text: Tensor, templates: int) -> Tensor:
-    """Embeddings (c templates, d) of what `prompts` gives -> unit vectors (c, d) float64: means of unit vectors,
-    normalised again. An ensemble over embeddings: Radford et al. 2021 (CLIP), section 3.1.4."""
+    """Embeddings (c * templates, d) of the sentences from `prompts` -> one unit vector per class, (c, d) float64: the
+    mean of the unit vectors of its sentences, normalised again (Radford et al. 2021, CLIP, section 3.1.4)."""
     return _directions(_directions(text).reshape(-1, templates, text.shape[1]).mean(1))
 
 
 def zero_shot_hits(
     audio: Tensor, labels: Sequence[str | None], class_names: Sequence[str], embeddings: Tensor
 ) -> Tensor:
-    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,). Of the
-    audio embeddings (b, d), the label of each, which is one of the c `class_names` or None, and those of the classes
-    (c, d)."""
+    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,).
+
+    Args:
+        audio: Embeddings of the clips (b, d).
+        labels: Label of each clip, one of the `class_names` or None.
+        class_names: Names of the c classes.
+        embeddings: Embeddings of the classes (c, d).
+    """
     rows = [row for row, label in enumerate(labels) if label is not None]
     index = {name: number for number, name in enumerate(class_names)}
     classes = torch.tensor([index[label] for label in labels if label is not None], dtype=torch.int64)
@@ -221,8 +227,8 @@ def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
 def _shared(
     queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Processes, mark: Callable[[], None]
 ) -> Tensor:
-    """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part; `mark` before each chunk is a
-    sign of life. Collective."""
+    """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part; it calls `mark` before each chunk, to
+    show that it is alive. Collective."""
     rank, world_size = processes.rank, processes.world_size
     start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
     chunk = max(1, _SCORES_AT_A_TIME // len(candidates))
@@ -242,7 +248,7 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
     """Rank of the best right candidate, average precision at 10, and chance of recall at 1: queries (q, d), candidates
     (c, d), right (q, c) -> float64 (q, 3), without meaning for a query that has no right candidate."""
     scores = queries @ candidates.T
-    # Against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
+    # NaNs count against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
     of_right = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
     of_wrong = scores.nan_to_num_(nan=math.inf).masked_fill_(right, -math.inf)
     top = min(TOP, len(candidates))
@@ -250,7 +256,7 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
     ranks = 1 + ((of_wrong >= best_right[:, :1]) & ~right).sum(1)
 
     count = right.sum(1, keepdim=True)
-    place = torch.arange(1, top + 1, device=scores.device)  # among the right candidates
+    place = torch.arange(1, top + 1, device=scores.device)  # of each right candidate among the right ones
     # At most 10 wrong candidates are counted: more make no difference.
     ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)
     precision = torch.where((place <= count) & (place + ahead <= TOP), place / (place + ahead).double(), 0)
@@ -259,7 +265,8 @@ def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
 
 
 def _summary(ranked: Tensor, times: Sequence[int]) -> dict[str, float]:
-    """Statistics of (q, 3); query i counts times[i] times. Sums are exact, so their order does not matter."""
+    """Statistics of the rows (q, 3) from `_ranked`; query i counts times[i] times. The order of queries does not
+    matter, because the sums are exact."""
     rows = [row for row, count in zip(ranked.tolist(), times, strict=True) for _ in range(count)]
     if not rows:
         return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)

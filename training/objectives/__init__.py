@@ -1,1 +1,1 @@
-"""What is minimised: adversarial and contrastive losses, and the updates that are exact however a batch is cut."""
+"""Adversarial and contrastive losses, and updates whose results do not depend on how a batch is divided."""

@@ -59,10 +59,10 @@ class LeCam(nn.Module):
     the first call of `update`.
 
     Args:
-        decay: Of the averages, in [0, 1).
+        decay: Decay of the averages, in [0, 1).
 
     Raises:
-        ValueError: another decay.
+        ValueError: the decay is outside of this range.
     """
 
     real: Tensor

@@ -1,4 +1,4 @@
-"""The two steps of an adversarial update, such that they do not depend on how a batch is cut over processes and
+"""The two steps of an adversarial update. Their results do not depend on how a batch is divided into processes and
 micro-batches."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ReconstructionLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]
 
 
 class Quantizer(Protocol):
-    """What an adversarial update asks of a quantizer with statistics of the whole batch."""
+    """Interface that an adversarial update requires of a quantizer, which may keep statistics of the whole batch."""
 
     @property
     def needs_observation(self) -> bool: ...
@@ -41,9 +41,9 @@ class AdversarialWeights:
     """Which adversarial losses are computed, and how much each counts: the flags of `add_adversary_arguments`."""
 
     gan_loss: str = "hinge"  # or "bce"
-    gan_weight: float | str = ADAPTIVE  # of the generator's loss; adaptive: as strong as the reconstruction loss
-    gan_weight_scale: float = 1.0  # times gan_weight
-    penalty_weight: float = 10.0  # of the gradient penalty at real images
+    gan_weight: float | str = ADAPTIVE  # weight of the generator's loss; adaptive: as strong as the reconstruction loss
+    gan_weight_scale: float = 1.0  # multiplies gan_weight
+    penalty_weight: float = 10.0  # weight of the gradient penalty at real images
     lecam_weight: float = 0.0
     lecam_decay: float = 0.999
 
@@ -57,7 +57,7 @@ class _ImageLosses(NamedTuple):
 
     reconstruction: Tensor  # 0-d
     adversarial: Tensor  # 0-d
-    parts: dict[str, Tensor]  # of the reconstruction loss, for the log
+    parts: dict[str, Tensor]  # the terms of the reconstruction loss by name, for the log
     reconstruction_gradient: Tensor  # with respect to the images (b, c, h, w)
     adversarial_gradient: Tensor
     last_layer_gradients: Tensor  # of both losses, with respect to the decoder's last weight (2, c, i, k, k)
@@ -70,9 +70,10 @@ class AdversarialTraining:
     `observe=True` it only shows its input to the quantizer.
 
     Args:
-        generator: Its engine, as `discriminator`.
-        quantizer: Of the generator's model.
-        last_weight_shape: Of the generator's last convolution.
+        generator: Engine of the generator.
+        discriminator: Engine of the discriminator.
+        quantizer: Quantizer of the generator's model.
+        last_weight_shape: Shape of the weight of the generator's last convolution.
         images: A micro-batch of the loader -> images (b, c, h, w) as both models take them.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
     """
@@ -106,11 +107,11 @@ class AdversarialTraining:
         step: int,
         seed: int,
     ) -> tuple[Any, list[Tensor], list[Tensor]]:
-        """One update of the generator: reconstruct, stay near the codes, and deceive the discriminator as it is.
+        """One update of the generator: reconstruct, stay near the codes, and deceive the unchanged discriminator.
 
         Args:
             code_loss: The quantizer's losses -> their weighted sum.
-            is_adversarial: Whether the discriminator takes part yet; else nothing of it is computed.
+            is_adversarial: Whether the discriminator takes part yet; if not, the adversarial loss is not computed.
 
         Returns:
             The engine's Update, and the reconstructions and codes of each micro-batch.
@@ -128,8 +129,8 @@ class AdversarialTraining:
                 gradient, value = gradient + weight * losses.adversarial_gradient, value + weight * losses.adversarial
                 self._log(gan_weight=weight, gan_loss=losses.adversarial)
             of_codes = code_loss(out.losses)
-            # The first term's gradient is the gradient of all losses of the images: perceptual network and
-            # discriminator have been passed through already, once.
+            # The gradient of the first term is the gradient of all losses of the images. The perceptual network and the
+            # discriminator need no second backward pass: `gradient` already contains theirs.
             self.generator.backward((out.reconstruction * gradient).sum() + of_codes)
             self._log(loss=value + of_codes, **losses.parts, **out.losses)
             reconstructions.append(out.reconstruction.detach())
@@ -143,7 +144,7 @@ class AdversarialTraining:
     ) -> Any:
         """One update of the discriminator, on the same images and their reconstructions. Returns the Update."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
-        # not show.
+        # not change the result.
         logit_means = torch.zeros(2, dtype=torch.float64, device=self._processes.device)
         for images, fake in zip(self._micro_batches(self.discriminator, batch), reconstructions, strict=True):
             real_logits, fake_logits = self.discriminator(torch.cat([images, fake])).chunk(2)
@@ -166,7 +167,8 @@ class AdversarialTraining:
         return self.discriminator.step()
 
     def _image_losses(self, out: Any, images: Tensor, is_adversarial: bool) -> _ImageLosses:
-        """Losses of reconstructions and their gradients up to the images: no pass back through the generator."""
+        """Losses of reconstructions and their gradients with respect to the images. There is no backward pass through
+        the generator."""
         with torch.enable_grad(), self.discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
             loss, parts = self._reconstruction_loss(fake, images)
@@ -183,8 +185,8 @@ class AdversarialTraining:
 
     @torch.no_grad()
     def _measure_batch(self, batch: Mapping[str, Any], is_adversarial: bool) -> list[_ImageLosses]:
-        """With several micro-batches, what depends on all of them is measured before the first is trained on: the
-        quantizer's statistics, and the losses behind an adaptive weight, which are returned."""
+        """With several micro-batches, measure what depends on all of them before training on the first one: the
+        quantizer's statistics, and the losses from which an adaptive weight is computed. Returns these losses."""
         if self._processes.grad_accum_steps == 1:
             return []
         if self._quantizer.needs_observation:
@@ -199,7 +201,7 @@ class AdversarialTraining:
         ]
 
     def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
-        """Of the adversarial loss, for the whole batch, 0-d. Collective where it is adaptive."""
+        """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
         if isinstance(self._weights.gan_weight, float):
             weight = self._weights.gan_weight * self._weights.gan_weight_scale
             return torch.tensor(weight, device=self._processes.device)

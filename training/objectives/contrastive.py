@@ -23,7 +23,7 @@ from ..contracts import Processes
 
 KINDS = ("softmax", "decoupled", "sigmoid")
 
-# A single process, with the collectives of `Processes`.
+# Replaces `Processes` in computations on a single process: its collectives communicate with nobody.
 _ALONE: Any = SimpleNamespace(
     rank=0,
     world_size=1,
@@ -74,7 +74,7 @@ class Contrastive:
             processes (for --batch_parts), but work and memory are not divided among them.
 
     Raises:
-        ValueError: there is no such loss.
+        ValueError: there is no loss of this kind.
     """
 
     def __init__(self, kind: str, processes: Processes, *, mask_duplicates: bool = True, whole: bool = False) -> None:
@@ -96,7 +96,7 @@ class Contrastive:
             text: (b, h, d) unit vectors.
             scale: (h,), the same on every process.
             bias: (h,), the same on every process.
-            caption_ids: (b,) int64, equal where captions are.
+            caption_ids: (b,) int64; equal captions have equal ids.
 
         Raises:
             ValueError: the shapes do not fit together.
@@ -129,7 +129,8 @@ class Contrastive:
     ) -> tuple[int, _Sums, Tensor, Tensor]:
         """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
         pairs, captions, own = _gather_pairs(processes, audio, text, caption_ids)
-        # Own rows have two gradients: as rows, computed here, and as columns, summed over all processes.
+        # The embeddings of this process have two gradients: one as rows of the logits, computed here, and one as
+        # columns, which is summed over all processes.
         leaves = [tensor.detach().requires_grad_() for tensor in (torch.stack([audio, text], 1), pairs, scale)]
         is_own = torch.arange(len(pairs), device=own.device) == own[:, None]
         left_out = self._duplicates(caption_ids, captions) & ~is_own
@@ -185,15 +186,16 @@ class Contrastive:
         return pairs, sums._replace(collapsed=entropy / pairs), audio_gradient, visitors_gradient
 
     def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Where captions are equal (rows, columns), each with itself too; nowhere without `mask_duplicates`."""
+        """Mask (rows, columns) of equal captions, each caption with itself included; without `mask_duplicates`, all are
+        False."""
         if self.mask_duplicates:
             return rows[:, None] == columns
         return torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
 
 
 def _row_losses(left_out: Tensor, own: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
-    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) against ``pairs`` (n, 2, h, d), without the ones that
-    ``left_out`` (b, n) marks in the denominators."""
+    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) against ``pairs`` (n, 2, h, d). The denominators do not
+    contain the comparisons that ``left_out`` (b, n) marks."""
     losses = -scale[:, None] * torch.einsum("bhd,bhd->hb", own[:, 0], own[:, 1])
     for here, there in ((0, 1), (1, 0)):
         logits = scale[:, None, None] * torch.einsum("bhd,nhd->hbn", own[:, here], pairs[:, there])
@@ -206,7 +208,7 @@ def _sigmoid_losses(
     signs: Tensor, left_out: Tensor, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor
 ) -> Tensor:
     """Losses (h, b, m) of every audio (b, h, d) with every text (m, h, d). ``signs`` (b, m) is 1 for pairs and -1
-    otherwise; ``left_out`` (b, m) marks what does not count."""
+    otherwise; ``left_out`` (b, m) marks comparisons whose loss is not counted."""
     logits = scale[:, None, None] * torch.einsum("bhd,mhd->hbm", audio, text) + bias[:, None, None]
     return -F.logsigmoid(signs * logits).masked_fill(left_out, 0.0)
 

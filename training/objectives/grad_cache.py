@@ -24,18 +24,18 @@ def contrastive_update(
 
     With several micro-batches, all are first embedded without a graph, for the loss and its gradients with respect to
     the embeddings. Then each is embedded again with a graph, through which its gradient goes back. So every micro-batch
-    is compared with all negatives in the memory of a single one.
+    is compared with all negatives, in the memory that one micro-batch needs.
 
     The gradients of temperature and bias are totals over the batch, so only the root's first micro-batch adds them.
 
     Args:
-        engine: Of a model that gives ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
+        engine: Engine of a model that gives ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
             ``models.MulanOutput``), and whose output depends on its arguments alone, noise included.
         batch: This process's part of the batch, ``caption_ids`` (b,) among it.
         inputs: A micro-batch -> keyword arguments of the model.
     """
-    # A single micro-batch needs no first pass. With `whole` it is made all the same: another number of processes makes
-    # it, and PyTorch may choose another kernel without a graph, which would change the bits.
+    # A single micro-batch needs no first pass. With `whole` the first pass is made nevertheless: runs with another
+    # number of processes make it, and PyTorch may choose another kernel without a graph, which would change the bits.
     sees_all_at_once = processes.grad_accum_steps == 1 and not contrastive.whole
     result = None
     if not sees_all_at_once:
@@ -50,7 +50,7 @@ def contrastive_update(
         rows = slice(start, start + len(out.audio))
         start = rows.stop
         is_first = processes.is_root and index == 0
-        # items / total = 1: sum over processes and micro-batches instead of averaging.
+        # items / total = 1 makes the engine sum over processes and micro-batches instead of averaging.
         engine.backward(_surrogate(out, result, rows, is_first), items=1, total=1)
     assert result is not None
     return result

@@ -58,7 +58,7 @@ def to_png(picture: Image.Image) -> bytes:
 
 
 def code_histogram(counts: Tensor, width: int = 512, height: int = 128) -> Image.Image:
-    """Bars of how often codes (counts (k,)) were used, most used first, relative to the most used."""
+    """Bar chart of how often each code was used, from counts (k,): most used first, heights relative to that code's."""
     ordered = counts.double().sort(descending=True).values
     edges = torch.linspace(0, len(ordered), width + 1)
     shares = ordered[edges[:-1].long().clamp_max(len(ordered) - 1)] / ordered[0].clamp_min(1)

@@ -18,9 +18,9 @@ _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 _PAPER, _INK, _PALE, _RIGHT = (255, 255, 255), (35, 35, 35), (120, 120, 120), (20, 125, 60)
 _FONT_PIXELS, _LINE_PIXELS, _GAP_PIXELS, _MARK_PIXELS = 14, 19, 14, 18
-_WIDTH, _HEIGHT = 320, 128  # of a spectrogram
+_WIDTH, _HEIGHT = 320, 128  # pixels of a spectrogram's picture
 _COLUMNS = 4
-_LINES = 2  # of a caption
+_LINES = 2  # most lines that a caption takes
 _MATRIX_PIXELS = 512
 _LONGEST_CAPTION = 500  # characters; cut before its width is measured, which is slow
 
@@ -48,7 +48,7 @@ def best_matches(
     Args:
         audio: Unit vectors of clips (n, d).
         text: Unit vectors of captions (m, d).
-        captions: Their texts (m); of equal texts the first counts.
+        captions: Texts of the captions (m). Of several equal texts only the first is a candidate.
     """
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
     scores = (audio.detach().double() @ text[rows].detach().double().T).cpu()
@@ -142,7 +142,7 @@ def similarity_picture(matrix: Tensor) -> Image.Image:
 
 
 def side_by_side(*pictures: Image.Image) -> Image.Image:
-    """One picture of several, from left to right."""
+    """Join several pictures into one, from left to right."""
     width = sum(picture.width for picture in pictures)
     together = Image.new("RGB", (width, max(picture.height for picture in pictures)), _PAPER)
     left = 0
@@ -238,7 +238,7 @@ class _Fonts:
         return lines
 
     def _fitting(self, text: str, width: float) -> int:
-        """Number of first letters that fit into the width, at least 1."""
+        """Number of characters from the start of the text that fit into the width, at least 1."""
         font = self.of(text)
         return max(1, bisect_right(range(1, len(text) + 1), width, key=lambda end: font.getlength(text[:end])))
 

@@ -17,8 +17,8 @@ FACTS = "best.json"
 
 
 class BestModel:
-    """`best/` in the run folder: the model of the validation with the highest value, and `best.json` with its
-    {"step", "metric", "value"}. Its state is a part of the checkpoint.
+    """`best/` in the run folder: the model that had the highest value in a validation, and `best.json` with
+    {"step", "metric", "value"} of that validation. The state of this object is a part of the checkpoint.
 
     A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
     next start renames the old model back.
@@ -87,7 +87,7 @@ class BestModel:
         """Restore value and step. If the best model is gone, forget them, so that the next model becomes the best, and
         say so in `failure`. Collective.
 
-        A model of a later step than the checkpoint's stays in `path`: the repeated updates will bring it again.
+        A model of a later step than the checkpoint's stays in `path`, because repeating the updates produces it again.
         """
         if self._broadcast(self._is_root and bool(self._facts())) or state["value"] is None:
             self.value, self.step = state["value"], state["step"]

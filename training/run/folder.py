@@ -55,8 +55,8 @@ class RunFolder:
         self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
 
     def write_sample(self, step: int, png: bytes, name: str = "") -> None:
-        """The picture of a step, on the root; `name` distinguishes several models. Raises OSError where the disk does
-        not take it."""
+        """Write the picture of a step, on the root; `name` distinguishes several models. Raises OSError if the picture
+        cannot be written."""
         self.samples_dir.mkdir(exist_ok=True)
         file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
         write_atomically(self.samples_dir / f"{file_name}.png", png)
@@ -83,7 +83,7 @@ class RunFolder:
 
         Args:
             model_arguments: Names of settings on which the model depends.
-            resolve: Makes settings equal that give equal models, whatever their spelling; a key may be missing.
+            resolve: Gives settings one spelling, so that settings for the same model are equal; a key may be missing.
 
         Raises:
             ValueError: one line naming each of `model_arguments` that differs, with both values.

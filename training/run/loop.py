@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured, drawn and kept of one model of a run. One for every model that is evaluated.
+    """How one model of a run is validated, drawn and written. A run has one Evaluation for each such model.
 
     `validate` and `draw` run without gradients.
 
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 def kept_model(models: Mapping[str, Any]) -> Any:
-    """Of the models that `Evaluation.draw` gets, the one that the run keeps: the average where there is one."""
+    """Choose from the models that `Evaluation.draw` gets the one that the run keeps: the average if there is one."""
     return models.get("ema", models["online"])
 
 
@@ -62,7 +62,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     metrics, draw, save. After the last update the models are written. Yields nothing if the run is complete.
 
     Raises:
-        SystemExit: with code 75 after a stop request; with code 1 where the last checkpoint or model cannot be written.
+        SystemExit: with code 75 after a stop request; with code 1 if the last checkpoint or model cannot be written.
     """
     for evaluation in evaluations:
         if evaluation.best:
@@ -85,7 +85,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         yield run.progress.step, batch
         run.advance()
         is_evaluation_due = _evaluation_is_due(run, feed)
-        stop = run.stop_requested(now=is_evaluation_due)  # a request should not wait for an evaluation
+        stop = run.stop_requested(now=is_evaluation_due)  # a stop request should not wait for an evaluation
         line = run.line()
         with run.stopwatch.paused():
             if stop:
@@ -110,7 +110,7 @@ def _evaluation_is_due(run: Run, feed: Feed) -> bool:
 
 
 def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any, line: Mapping[str, Any]) -> None:
-    """Validation, the line of metrics and pictures, each where it is due after the newest update."""
+    """Validation, the line of metrics and pictures, each if it is due after the newest update."""
     line = dict(line)
     if run.due(run.args.validate_every_n_steps) and len(feed.valid_set):
         for evaluation in evaluations:
@@ -130,7 +130,7 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
-    """Values by name of the trained weights and of their average; the best model is kept."""
+    """Validate the trained weights and their average, and keep the best model. Returns all values by name."""
     values: dict[str, float] = {}
     valid = "/".join(filter(None, ["valid", evaluation.name]))
     with evaluation.engine.gathered() as online, torch.no_grad():

@@ -68,8 +68,8 @@ class Progress:
         """Set the clock.
 
         Raises:
-            ValueError: if the batch size differs, because steps could not be counted on, or the size of the training
-                split, because the order of samples could not be continued.
+            ValueError: if the batch size differs, because the count of steps could not be continued, or if the size of
+                the training split differs, because the order of samples could not be continued.
         """
         if state["batch_size"] != self.batch_size:
             raise ValueError(
@@ -102,7 +102,7 @@ class ProgressDisplay:
                 total=progress.total_samples,
                 initial=progress.samples,
                 unit=" samples",
-                # tqdm draws no bar where the terminal does not know its width; this gives 80 then.
+                # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
                 ncols=shutil.get_terminal_size().columns,
                 file=self._stream,
             )

@@ -35,7 +35,7 @@ class Run:
         resolve: Gives settings one spelling per model, before they are compared with those of the saved run.
 
     Raises:
-        UserMistake: one line, where the folder cannot be used.
+        UserMistake: one line, if the folder cannot be used.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Run:
         self.args, self._settings, self._processes, self._feed = args, settings, processes, feed
         self._model_arguments, self._resolve = model_arguments, resolve
         with processes.agreement():
-            # A launcher that starts the processes again gives them the same arguments: they go on.
+            # A launcher that restarts the processes passes the same arguments, but the run must then go on.
             fresh = args.fresh and not processes.is_restart
             self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
             self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
@@ -77,11 +77,11 @@ class Run:
         return self._processes.is_root
 
     def resume(self, **parts: Stateful) -> None:
-        """Name the parts of a checkpoint, once, and restore them from the newest one if there is any. Then say what
-        this run is and where it stands.
+        """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
+        print what this run is and where it stands.
 
         Raises:
-            UserMistake: no checkpoint is whole, or the newest does not fit the arguments.
+            UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
         """
         here = self._processes
         own_parts = {"progress": self.progress, "random": RandomState(here), "bad_samples": self._feed.bad_samples}
@@ -96,7 +96,7 @@ class Run:
                     f"{self.folder.path} holds a model of update {self.folder.finished_step} and no checkpoint; "
                     "restore one to go on, give another --output_dir, or start over with --fresh"
                 )
-        # The root's answer counts: a machine that does not see its folder must not start afresh.
+        # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
         latest = here.broadcast_object(str(found) if found else None)
         with here.agreement():
             if latest:
@@ -140,7 +140,7 @@ class Run:
         return self.progress.finished and is_written
 
     def say(self, text: str) -> None:
-        """One line on the root's terminal."""
+        """Print one line on the root's terminal."""
         self.display.say(text)
 
     def updates(self, *evaluations: Evaluation, preview: int) -> Iterator[tuple[int, Any]]:
@@ -154,7 +154,7 @@ class Run:
         return following % self.args.log_every_n_steps == 0 or following >= self.progress.total_steps
 
     def add(self, **losses: Tensor) -> None:
-        """Take in losses (0-d) of a micro-batch. The line of metrics, if one follows this update, has their means over
+        """Record losses (0-d) of a micro-batch. The line of metrics, if one follows this update, has their means over
         its micro-batches and all processes; nothing is computed for other updates."""
         if self.line_due:
             for name, loss in losses.items():
@@ -163,14 +163,14 @@ class Run:
                 self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def log(self, update: Update | None = None, /, **values: Any) -> None:
-        """Take in what an engine's step did and other values of this update: numbers or 0-d tensors, equal on all
-        processes. Tensors are read only where a line of metrics follows."""
+        """Record the report on an engine's step and other values of this update: numbers or 0-d tensors, equal on all
+        processes. Tensors are read only if a line of metrics follows this update."""
         if self.line_due:
             of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
             self._values |= {**values, **of_step}
 
     def line(self) -> dict[str, Any]:
-        """What `add` and `log` took in for the newest update, and the number of skipped updates; empty if no line is
+        """What `add` and `log` recorded for the newest update, and the number of skipped updates; empty if no line is
         due. Collective."""
         if not self.due(self.args.log_every_n_steps):
             return {}
@@ -181,20 +181,20 @@ class Run:
         return line
 
     def warn(self, text: str | None) -> None:
-        """`say`, if there is anything to say."""
+        """Print the text with `say`, unless it is None or empty."""
         if text:
             self.say(text)
 
     def advance(self) -> None:
-        """An update was completed."""
+        """Count a completed update."""
         self.progress.advance()
         self.display.update()
         self.deadline.update_done()
 
     def stop_requested(self, now: bool) -> bool:
         """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
-        are nearly over by the root's clock. The answer of several processes is one call late,
-        unless it is needed `now`."""
+        are nearly over by the root's clock. With several processes a request is answered one call
+        late, unless the answer is needed `now`."""
         is_late = self.is_root and self.deadline.near(self._checkpoints.longest_seconds)
         return self._processes.stop_requested(is_late, now)
 
@@ -203,11 +203,11 @@ class Run:
         return self.progress.every(every_n_steps) or self.progress.finished
 
     def write_line(self, metrics: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl, the other trackers and the display."""
+        """Write a line of metrics to metrics.jsonl, the other trackers and the display."""
         clock = self.progress
         times = {
             name: metrics[name] for name in _TIMES if name in metrics
-        } or self._times()  # those of an earlier start
+        } or self._times()  # metrics of an earlier start contain its times
         values = {name: value for name, value in metrics.items() if name not in _TIMES}
         place = {"step": clock.step, "samples": clock.samples, "epoch": round(clock.epoch, 6)}
         line = {**place, **values, **times}
@@ -222,11 +222,11 @@ class Run:
         return dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3)), strict=True))
 
     def log_image(self, name: str, image: Image.Image) -> None:
-        """A picture for the trackers."""
+        """Log a picture to the trackers."""
         self.tracker.log_image(self.progress.step, name, image)
 
     def log_sample(self, name: str, image: Image.Image, model: str = "") -> None:
-        """A picture for samples/ and, under a name, for the trackers; on the root. `model` distinguishes several."""
+        """Write a picture to samples/ and log it by name to the trackers; on the root. `model` names one of several."""
         try:
             self.folder.write_sample(self.progress.step, to_png(image), model)
         except OSError as error:
@@ -243,7 +243,7 @@ class Run:
         self._checkpoints.save(self.progress.step, states, self._processes.describe())
 
     def _failed(self) -> str | None:
-        """What could not be written, if anything; waits for the write under way. Collective."""
+        """What could not be written, or None; waits for the write that is under way. Collective."""
         self._checkpoints.wait()
         failure: str | None = self._processes.broadcast_object(self._checkpoints.failure)
         return failure
@@ -256,9 +256,9 @@ class Run:
         self._said_failure = failure
 
     def save_and_exit(self, line: Mapping[str, Any], *, evaluation_is_due: bool) -> NoReturn:
-        """The run was asked to stop: leave a checkpoint of this very update and exit with code 75, or with 1 where the
-        disk does not take it. The line of metrics is logged now, or where an evaluation is due by the next start, after
-        it."""
+        """Stop because the run was asked to: save a checkpoint of this update and exit with code 75, or with code 1 if
+        it cannot be written. The line of metrics is logged now; but if an evaluation is due, the next start evaluates
+        and then logs the line."""
         step = self.progress.step
         if evaluation_is_due:
             self.progress.unfinished_line = {**line, **self._times()} if line else {}
@@ -271,9 +271,9 @@ class Run:
         raise SystemExit(ASKED_TO_STOP)
 
     def finish(self, write: Callable[[Path], None], path: Path) -> None:
-        """Write the trained model somewhere, on the root; `close` then marks the run as complete.
+        """Write the trained model to `path`, on the root; `close` then marks the run as complete.
 
-        What the disk does not take ends the run with exit code 1: another start writes it again.
+        If the model cannot be written, the run ends with exit code 1; the next start tries again.
         """
         failure = None
         if self._processes.is_root:
@@ -287,8 +287,7 @@ class Run:
         self._written.append(str(path))
 
     def close(self) -> None:
-        """Everything is on the disk when this returns; if the last of it could not be written, the run ends here with
-        exit code 1."""
+        """Wait until everything is on the disk. If the last writes failed, the run ends here with exit code 1."""
         self._checkpoints.wait()
         self.tracker.close()
         failures = [self._unwritten, self._checkpoints.failure, self.tracker.failure]
@@ -306,7 +305,7 @@ class Run:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is different from the processes that wrote a checkpoint, and what that means; a line each."""
+    """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
     lines = []
     writer, reader = _place(before), _place(now)
     if writer != reader:

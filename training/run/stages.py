@@ -1,4 +1,4 @@
-"""What a script does that uses trained weights: stages, one after the other, until one of them is asked to stop.
+"""Runs the stages of a script that uses trained weights, one after the other, until one of them is asked to stop.
 
 PyTorch is imported when the stages run, so that `--help` answers at once.
 """
@@ -18,9 +18,9 @@ Say = Callable[[str], None]
 
 
 def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, processes: Processes) -> None:
-    """Run `stage(args, processes, say)` for each stage, which returns how many shards a signal left to do.
+    """Run `stage(args, processes, say)` for each stage, which returns how many shards are left after a signal.
 
-    `say` prints a line on the root: to stderr where `args.json` keeps stdout for data.
+    `say` prints a line on the root: to stderr if `args.json` is set, because stdout is then for data only.
 
     Raises:
         SystemExit: with code 75, after a signal.
@@ -39,6 +39,6 @@ def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, p
 
 
 def kernel_settings(args: argparse.Namespace, processes: Processes) -> dict[str, Any]:
-    """What the last bits of a result depend on beside the model and its input, as kernels are chosen by it."""
+    """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
     threads = args.cpu_threads if processes.device.type == "cpu" else None
     return {"deterministic": args.deterministic, "device": processes.device.type, "cpu_threads": threads}

@@ -45,7 +45,7 @@ class Deadline:
         self._last_update = now
 
     def near(self, save_seconds: float) -> bool:
-        """Whether it is time to save; `save_seconds`: of the longest save so far, 0 if none."""
+        """Whether it is time to save; `save_seconds`: duration of the longest save so far, 0 if none."""
         # Two updates: a stop request takes effect one update late (`Backend.stop_requested`).
         room = 2 * (2 * self._longest_update + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
         return process_seconds() + room >= self._limit_seconds

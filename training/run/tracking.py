@@ -159,7 +159,7 @@ class Trackers:
     """metrics.jsonl, which must be written, and trackers that are switched off at their first error, with a message.
 
     Args:
-        lines: None off the root.
+        lines: The tracker of metrics.jsonl; None on processes other than the root.
         optional: Constructors of the other trackers by name; they have the same methods.
     """
 
@@ -178,7 +178,8 @@ class Trackers:
         return self._lines.failure if self._lines else None
 
     def cut_back(self, step: int) -> None:
-        """Forget what was logged after `step`, where the run continues (0: it starts). Call it before the first log."""
+        """Delete what was logged after `step`, at which the run continues (0: a new run). Call it before the first
+        log."""
         if self._lines:
             self._lines.cut_back(step)
         self._each("cut_back", step)
@@ -216,7 +217,7 @@ def _say(text: str) -> None:
 
 
 def make_trackers(report_to: Collection[str], folder: Path, config: Mapping[str, Any], is_root: bool) -> Trackers:
-    """metrics.jsonl and the trackers named in `report_to`; nothing is written off the root.
+    """metrics.jsonl and the trackers named in `report_to`; only the root writes anything.
 
     Args:
         report_to: "tensorboard", "wandb", or both; empty: metrics.jsonl alone.
