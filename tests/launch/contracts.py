@@ -21,7 +21,7 @@ UPDATES = 6
 
 
 def mlp(sizes: list[int], seed: int) -> nn.Sequential:
-    """Odd sizes on purpose: nothing divides by the number of processes."""
+    """An MLP of the given sizes. Callers choose odd sizes, which no number of processes divides."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for fan_in, fan_out in itertools.pairwise(sizes):
@@ -43,7 +43,7 @@ def local(batch: Tensor, backend: Backend) -> Tensor:
 
 
 def shares(engine: Engine, x: Tensor, backend: Backend) -> Iterator[Tensor]:
-    """What is computed at once: the whole local batch, or its parts where the run is cut into them (--batch_parts)."""
+    """The inputs of each forward pass: the whole local batch, or its parts if --batch_parts divides the run."""
     if not backend.options.plan.batch_parts:
         yield x.to(backend.device)
         return
@@ -87,7 +87,7 @@ def plain(backend: Backend, name: str = "plain", *, spoil_update: int | None = N
 
 
 def several_backwards(backend: Backend) -> dict[str, Any]:
-    """Two losses of one forward, then two more: four backward calls per share, none of them announced."""
+    """Two losses of one forward pass, then two of another: four backward calls for each input, none announced."""
     model = mlp([7, 11, 3], seed=2)
     engine = backend.wrap(model, adam(model), name="several")
     updates, message = [], ""
@@ -107,7 +107,7 @@ def several_backwards(backend: Backend) -> dict[str, Any]:
 
 
 def by_items(backend: Backend) -> dict[str, Any]:
-    """Every process has another number of items; the update is the mean over all of them."""
+    """Every process has a different number of items; the update is the mean over the items of all processes."""
     model = mlp([7, 11, 3], seed=3)
     engine = backend.wrap(model, adam(model), name="items")
     updates = []
@@ -143,7 +143,7 @@ def gan(backend: Backend) -> dict[str, Any]:
                 top = torch.autograd.grad(reconstruction, fake, retain_graph=True)[0].norm() ** 2
                 bottom = torch.autograd.grad(adversarial, fake, retain_graph=True)[0].norm() ** 2
                 squares = backend.mean({"top": top, "bottom": bottom})
-                # Of a part of the batch it would depend on which part that is.
+                # If the weight were computed from a part of the batch, it would depend on the choice of the part.
                 plan = backend.options.plan
                 is_whole = plan.grad_accum_steps == 1 and not plan.batch_parts
                 weight = squares["top"] / max(squares["bottom"], 1e-8) if is_whole else 0.5
@@ -172,7 +172,7 @@ def contrastive(backend: Backend) -> dict[str, Any]:
     model = Tower()
     engine = backend.wrap(model, adam(model), name="contrastive")
     updates, losses = [], []
-    # Ragged: the first process has one row more, the last one less.
+    # The first process has one row more than an even share, the last process one row less.
     bounds = [BATCH * r // backend.world_size for r in range(backend.world_size + 1)]
     bounds = [b + (0 < i < backend.world_size) for i, b in enumerate(bounds)]
     for update in range(UPDATES):
@@ -191,7 +191,8 @@ def contrastive(backend: Backend) -> dict[str, Any]:
 
 
 def reloaded(backend: Backend) -> dict[str, Any]:
-    """State goes out and into a fresh engine halfway; the continuation must not notice. Wrapping changes nothing."""
+    """Halfway, the state is saved and loaded into a fresh engine, which must continue as if nothing had happened.
+    Wrapping a model changes nothing."""
     model = mlp([7, 13, 5, 3], seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = backend.wrap(model, adam(model), name="first_half")
@@ -219,7 +220,7 @@ def reloaded(backend: Backend) -> dict[str, Any]:
 
 
 def refused(backend: Backend) -> dict[str, Any]:
-    """What must raise, raises."""
+    """Messages of the errors that wrong calls must raise, and whether ``frozen`` froze and thawed the weights."""
     model = mlp([7, 3], seed=8)
     engine = backend.wrap(model, adam(model), name="refused")
     messages = {}
@@ -240,7 +241,7 @@ def refused(backend: Backend) -> dict[str, Any]:
 
 
 def collectives(backend: Backend) -> dict[str, Any]:
-    """Closed forms, independent of how many processes take part."""
+    """Whether the results of the collectives equal closed forms that hold for any number of processes."""
     world, rank, device = backend.world_size, backend.rank, backend.device
     ranks = torch.arange(world, device=device)
     ragged = torch.full((rank + 1, 2), float(rank), device=device)
@@ -261,7 +262,7 @@ def collectives(backend: Backend) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, backend: Backend) -> None:
-    """All of them, into result.json."""
+    """Measure every contract and write the results to result.json."""
     result = {
         "plain": plain(backend),
         "skipped": plain(backend, "skipped", spoil_update=3),

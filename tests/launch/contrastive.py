@@ -25,7 +25,7 @@ from training.objectives.grad_cache import contrastive_update
 
 BATCH, HEADS, DIM = 48, 2, 5  # divides by 1, 2, 3 and 4 processes with 1 or 4 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "1"]
-RAGGED = [5, 0, 11, 2]  # pairs on each of four processes; fewer processes take as many of the others' too
+RAGGED = [5, 0, 11, 2]  # pairs on each of four processes; of fewer processes, the last one takes the rest
 LOCAL = 64  # pairs per process where memory is measured
 
 
@@ -37,7 +37,7 @@ class Output(NamedTuple):
 
 
 class Towers(nn.Module):
-    """Odd sizes on purpose: nothing divides by the number of processes."""
+    """Two towers with odd sizes, which no number of processes divides."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Towers(nn.Module):
 
 
 def global_batch(dtype: torch.dtype) -> dict[str, Tensor]:
-    """With captions that stand there twice, far from one another."""
+    """A batch in which some captions occur twice, far from one another."""
     generator = torch.Generator().manual_seed(1)
     sounds, words = (torch.randn(BATCH, width, generator=generator).to(dtype) for width in (7, 5))
     return {"sounds": sounds, "words": words, "caption_ids": torch.arange(BATCH) % (BATCH * 3 // 4)}
@@ -70,7 +70,7 @@ def ragged_pairs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)  # the momentum of a first step is the gradient
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)  # after the first step the momentum equals the gradient
 
 
 def rows_of(backend: Backend, sizes: list[int]) -> slice:
@@ -79,13 +79,13 @@ def rows_of(backend: Backend, sizes: list[int]) -> slice:
 
 
 def use_accumulation(backend: Backend, steps: int) -> None:
-    """What --grad_accum_steps would have made of this job."""
+    """Set up the backend as if the job had been started with this --grad_accum_steps."""
     plan = distributed.plan_batches(BATCH, steps, backend.world_size, None, 0)
     backend.options = dataclasses.replace(backend.options, plan=plan)
 
 
 def updates(backend: Backend, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
-    """The loss of every kind and the gradients that the optimizer got."""
+    """The loss of every kind and the gradients that the optimizer received."""
     model = Towers(dtype)
     engine = backend.wrap(model, sgd(model.parameters()), name=f"updates{next(NUMBERS)}")
     begin, found = engine.state_dict(), {}
@@ -107,7 +107,8 @@ NUMBERS = itertools.count()  # engines have distinct names
 
 
 def ragged(backend: Backend) -> dict[str, Any]:
-    """The losses themselves, each process with another number of pairs; by kind, each field as one process has it."""
+    """Results of the losses alone, with a different number of pairs on each process. For each kind, every field has the
+    form that it has on a single process."""
     sizes = RAGGED[: backend.world_size - 1]
     sizes = [*sizes, sum(RAGGED) - sum(sizes)]
     audio, text, scale, bias, captions = ragged_pairs()
@@ -129,7 +130,7 @@ def ragged(backend: Backend) -> dict[str, Any]:
 
 
 class _Memory(TorchDispatchMode):
-    """The largest tensor that was made inside, and the most that lived at a time, in bytes."""
+    """Measures in its context the size of the largest tensor and the peak of all live tensors, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class _Memory(TorchDispatchMode):
 
 
 def memory(backend: Backend) -> dict[str, list[int]]:
-    """Of every loss, with as many pairs on each process however many those are."""
+    """Memory of every loss, with the same number of pairs per process for any number of processes."""
     found = {}
     vectors = F.normalize(torch.ones(LOCAL, 1, 8), dim=-1)
     for kind in KINDS:
@@ -162,8 +163,8 @@ def memory(backend: Backend) -> dict[str, list[int]]:
 
 
 def lion(backend: Backend, makers: dict[str, Callable[..., Engine]]) -> dict[str, Any]:
-    """Lion's state written by each kind of engine goes on in the next one, and the last one's in the first: what
-    differs."""
+    """Differences found when the state of Lion from each kind of engine is continued in the next kind, and that of the
+    last kind in the first."""
     batch = global_batch(torch.float32)["sounds"]
     size = BATCH // backend.world_size
     use_accumulation(backend, 1)
@@ -197,7 +198,7 @@ def lion(backend: Backend, makers: dict[str, Callable[..., Engine]]) -> dict[str
         engine.load_state_dict(written[writer])
         pair = f"{writer} -> {reader}"
         found["differences"] += [f"{pair}: {d}" for d in _differences(engine.state_dict(), written[writer], 0.0)]
-        # Sums in another order of processes and slices differ in the last bit.
+        # Sums over processes and slices in a different order differ in the last bit.
         found["differences"] += [f"{pair}, later: {d}" for d in _differences(train(engine), ends[writer], 1e-6)]
     return found
 
@@ -213,7 +214,7 @@ def _differences(got: dict[str, Any], wanted: dict[str, Any], tolerance: float) 
 
 
 def measure(args: argparse.Namespace, backend: Backend) -> None:
-    """What depends on the engine: by accumulation, or in parts."""
+    """Measure what depends on the engine: with accumulation, or with --batch_parts."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     found = {}
@@ -229,7 +230,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
 
 
 def measure_once(args: argparse.Namespace, backend: Backend, zero_stages: list[int]) -> None:
-    """What is measured once in a job, whatever ZeRO stages it serves."""
+    """Measure what a job measures only once, for all its ZeRO stages."""
     makers: dict[str, Callable[..., Engine]] = {
         "replicated": lambda model, optimizer, name: ReplicatedEngine(
             backend, model, optimizer, name=name, max_grad_norm=None

@@ -1,5 +1,5 @@
-"""A toy training on which rank 1 goes wrong: ``--fault nan``: after two good updates its gradient is NaN, from a finite
-loss, for ever; ``--fault drift``: after three its weights are not what they are elsewhere."""
+"""A toy training in which rank 1 fails. With ``--fault nan``, its gradient is NaN in every update after the first two,
+although its loss is finite. With ``--fault drift``, its weights differ from the other ranks' after three updates."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def mulan(seed: int = 0, **options: Any) -> MuLaN:
 
 
 def write_images(folder: Path) -> None:
-    """Noise, so that codes differ from place to place."""
+    """Write images of noise, so that codes differ from place to place."""
     for seed, name in enumerate(IMAGES):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), np.uint8)
@@ -56,7 +56,7 @@ def write_images(folder: Path) -> None:
 
 
 def write_sounds(folder: Path) -> None:
-    """Tones that glide from one pitch to another in noise, so that every part of each is its own."""
+    """Write tones that glide from one pitch to another in noise, so that no two parts of a sound are alike."""
     for seed, (name, seconds) in enumerate(SOUNDS.items()):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         times = np.arange(round(seconds * RATE)) / RATE
@@ -71,12 +71,12 @@ class Script:
 
     name: str
     main: Callable[[list[str]], None]
-    source: str  # flag of what it reads
-    per_shard: str  # setting of how many items a shard has
-    shards: str  # what its shards are called
-    names: tuple[str, ...]  # of the inputs, in order
-    n_index_files: int  # that are written after all shards
-    model: Callable[..., Any]  # from a seed
+    source: str  # the flag that names its input
+    per_shard: str  # the setting that says how many items a shard has
+    shards: str  # start of its shards' file names, and name of the tensor in them
+    names: tuple[str, ...]  # names of the inputs, in order
+    n_index_files: int  # number of index files, which are written after all shards
+    model: Callable[..., Any]  # makes the model from a seed
     write_inputs: Callable[[Path], None]
     use: Callable[[Path, Path, Path], list[Any]]  # flags that read a folder: model, folder, another folder
 
@@ -102,12 +102,12 @@ class Script:
         return line
 
     def rows(self, folder: Path) -> dict[str, np.ndarray]:
-        """Rows by path, read as the modules of the stores say it."""
+        """Rows by path, read as the documentation of the store's module describes."""
         shards = [load_file(path)[self.shards] for path in sorted(folder.glob(f"{self.shards}-*.safetensors"))]
         return {line["path"]: shards[line["shard"]][line["row"]] for line in lines(folder)}
 
     def bad(self, folder: Path) -> list[dict[str, str]]:
-        """What the folder says of the inputs that could not be read."""
+        """What the folder records about inputs that could not be read."""
         if (folder / "bad.jsonl").exists():
             return lines(folder, "bad.jsonl")
         bad: list[dict[str, str]] = index(folder)["bad"]
@@ -125,13 +125,13 @@ EMBED = Script(
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All but the locks, which name the process."""
+    """Contents of all files by name, except the locks, which identify a process."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def stamps(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
-    """What tells a file from one that was written again."""
+    """Values by file that change when the file is written again."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob(pattern)}
 
 

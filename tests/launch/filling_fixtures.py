@@ -1,4 +1,4 @@
-"""Fixtures of the tests of tokenize_images.py and embed.py; the fixture `script` of the test module says which."""
+"""Fixtures of the tests of tokenize_images.py and embed.py; the test module's fixture `script` selects the script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import training.files
 
 @pytest.fixture(scope="module", autouse=True)
 def on_one_cpu() -> Iterator[None]:
-    """The device whose numbers the tests know; nothing in a test has to survive a power cut."""
+    """Use the CPU, for which the expected numbers hold, and skip syncing, as no test has to survive a power cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(os, "fsync", lambda descriptor: None)

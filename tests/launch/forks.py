@@ -1,6 +1,6 @@
-"""Scripts as forks of a process that has imported PyTorch already: most of a start is imports.
+"""Runs scripts as forks of a process that has already imported PyTorch, because imports take most of a start.
 
-Several processes find each other as those of torchrun do.
+Several processes find each other in the same way as those of torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", 
 
 
 def fork(module: str, flags: Sequence[str], log: Path, processes: int = 1, threads: int = 1) -> list[Finished]:
-    """Call ``main(flags)`` of a module in so many processes; the exit code of each, and what all of them said."""
+    """Call ``main(flags)`` of a module in ``processes`` processes. Returns the exit code of each, and the output of
+    all."""
     place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     log.unlink(missing_ok=True)
     ranks = []

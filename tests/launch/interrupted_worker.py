@@ -29,7 +29,7 @@ from training.run.run import Run
 
 
 def watch(backend: Backend, ids: Path | None, interruption: str, last_alone: bool, save_every: int) -> None:
-    """From here on every completed update is written down, and the one that was named is interrupted."""
+    """From now on, write down every completed update, and interrupt the run after the one in ``interruption``."""
     name, _, at = interruption.partition("@")
     pids = backend.gather_objects(os.getpid())
     taken: list[tuple[int, int]] = []
@@ -53,7 +53,7 @@ def watch(backend: Backend, ids: Path | None, interruption: str, last_alone: boo
             saved = (run.progress.step - 1) // save_every * save_every
             while not (run.folder.checkpoints_dir / f"step_{saved:08d}").exists():  # updates are shorter than a save
                 time.sleep(0.01)
-            for pid in reversed(pids[-1:] if last_alone else pids):  # itself last
+            for pid in reversed(pids[-1:] if last_alone else pids):  # this process last
                 os.kill(pid, signal.Signals[name])
 
     data.feed.TrainingStream, Run.advance = Stream, advance_and_write  # type: ignore[misc, method-assign]

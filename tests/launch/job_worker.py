@@ -1,4 +1,4 @@
-"""Does one task after another in one job of whatever launcher started it: a job starts slowly.
+"""Does several tasks one after another in a single job of any launcher, because a job starts slowly.
 
     torchrun --nproc_per_node 2 tests/launch/job_worker.py TASKS.json
 
@@ -20,7 +20,7 @@ import distributed
 
 
 def of_task(task: dict[str, Any]) -> tuple[Any, Callable[[distributed.Backend], Any]]:
-    """The script's arguments, and what to do with a backend."""
+    """The arguments of a task, and a function of the backend that does the task."""
     module, _, function = task["do"].partition(".")
     is_script = module.startswith("train_")
     parser = importlib.import_module(module if is_script else "train_vae").build_parser()
@@ -39,7 +39,7 @@ def main() -> None:
         gc.freeze()  # DeepSpeed collects garbage at every wrap
         for task in tasks:
             args, do = of_task(task)
-            # What another start would have been configured to; the connection stays.
+            # Configure the backend as a new start with these arguments would, but keep the connection.
             vars(backend).update(vars(distributed.from_args(args)))
             do(backend)
             if backend.is_root:

@@ -1,8 +1,8 @@
-"""Two jobs per launcher, each for the tasks of all test modules, which read what the tasks leave behind.
+"""Two jobs per launcher, each of which does tasks for all test modules. The modules read the output of the tasks.
 
-A test module says in ``tasks(launcher, kind, jobs)`` what one of its launchers has to do. "rounded" is one job; "bits"
-is another, because --batch_parts fixes how a process rounds from its first product on. A job runs when something of it
-is first asked for, in one of pytest's workers; the others wait for it.
+The function ``tasks(launcher, kind, jobs)`` of a test module lists the tasks of a launcher. There is one job of kind
+"rounded" and one of kind "bits", because --batch_parts decides how a process rounds from its first product on. A job
+runs in one of pytest's workers when its output is first needed; the other workers wait for it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from launching import Launcher, run
 
 class Task(NamedTuple):
     name: str
-    do: str  # a script or a function, as job_worker.py has it
+    do: str  # a script or a function, in the format of job_worker.py
     flags: list[str]
     more: dict[str, Any] = {}  # noqa: RUF012  (arguments of the function)
 
 
 class Jobs:
-    """Args:
-    folder: Shared by pytest's workers.
-    modules: Those whose tests are to run.
+    """The jobs of a test session.
+
+    Args:
+        folder: Folder of all outputs, shared by pytest's workers.
+        modules: Test modules whose tests are to run.
     """
 
     def __init__(self, folder: Path, modules: list[ModuleType]) -> None:
@@ -47,20 +49,20 @@ class Jobs:
         return self.folder / kind / str(launcher) / name
 
     def _finished(self, launcher: Launcher, kind: str) -> list[str]:
-        """Outputs of the tasks that the job has done; starts it, once."""
+        """Outputs of the tasks that the job has done. Runs the job, unless it has been run already."""
         if (launcher, kind) not in self._done:
             tasks, log, done = (self.folder / f"{launcher}-{kind}.{end}" for end in ("json", "log", "done"))
             with open(tasks.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not log.exists():
-                    log.write_text("")  # should something raise, it is not tried again
+                    log.write_text("")  # if the job raises an error, it is not run again
                     listed = [task for one in _stages(launcher) for task in self._tasks(one, kind)]
                     listed.sort(key=lambda task: "--batch_parts" not in task["flags"])
                     tasks.write_text(json.dumps(listed))
                     finished = run(launcher, "tests/launch/job_worker.py", [str(tasks)])
                     log.write_text(finished.output)
                     if finished.returncode and len(done.read_text().splitlines()) == len(listed):
-                        done.write_text("")  # it failed at its very end
+                        done.write_text("")  # all tasks were done, but the job failed at its end
             self._done[launcher, kind] = done.read_text().splitlines() if done.exists() else []
         return self._done[launcher, kind]
 

@@ -1,6 +1,6 @@
 """Start real processes through the real launchers, each job with a mark by which all its processes are found and ended.
 
-No outcome depends on how fast the machine is: ``HANG_SECONDS`` is there to end what would never end.
+No outcome depends on how fast the machine is: ``HANG_SECONDS`` only ends jobs that would never end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": str(ROOT),
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(HANG_SECONDS)),  # to connect; 30 otherwise
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),  # to end after torchrun got a signal; 30 otherwise
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(HANG_SECONDS)),  # seconds to connect; the default is 30
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),  # seconds to end after torchrun got a signal; default 30
 }
 
 
@@ -47,7 +47,7 @@ class Launcher:
 
     @property
     def bare(self) -> Launcher:
-        """Without the ZeRO stage, which is a flag of the script."""
+        """The same launcher without the ZeRO stage, which is a flag of the script."""
         return replace(self, zero_stage=None)
 
     def command(
@@ -77,7 +77,7 @@ class Finished:
     """What a job left behind."""
 
     returncode: int
-    output: str  # stdout and stderr, as they came
+    output: str  # stdout and stderr, in the order of writing
 
 
 class Job:
@@ -98,12 +98,12 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Since its start."""
+        """Seconds since the job was started."""
         return time.monotonic() - self._began
 
     @property
     def output(self) -> str:
-        """What it has said so far."""
+        """What the job has printed so far."""
         descriptor = self._log.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
@@ -112,7 +112,8 @@ class Job:
         return self.process.poll()
 
     def everything(self) -> list[psutil.Process]:
-        """All that is alive of it. Launchers put processes into sessions of their own; their environment tells."""
+        """All live processes of the job, found by the mark in their environment, because launchers put processes into
+        sessions of their own."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -121,7 +122,7 @@ class Job:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """The training processes by rank, without loader workers, which look alike but are their children."""
+        """The training processes by rank. Loader workers, which look the same but are their children, are left out."""
         found: dict[int, tuple[int, int, psutil.Process]] = {}
         for process in self.everything():
             with contextlib.suppress(psutil.Error, IndexError):
@@ -133,7 +134,8 @@ class Job:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def wait(self, seconds: float = HANG_SECONDS) -> int | None:
-        """Exit code of the launcher once no training process is left either; None if that takes longer."""
+        """Wait until the launcher and all training processes have ended. Returns the launcher's exit code, or None if
+        that takes longer than ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.poll() is None or self.ranks():
             if time.monotonic() > deadline:
@@ -142,14 +144,14 @@ class Job:
         return self.process.returncode
 
     def stacks(self) -> str:
-        """What is still there, and the end of its output with the places where the training processes stand."""
+        """The processes that are still alive, and the end of the job's output with their stack traces."""
         left = self.everything()
-        send(self.ranks(), signal.SIGABRT)  # PYTHONFAULTHANDLER
+        send(self.ranks(), signal.SIGABRT)  # PYTHONFAULTHANDLER then prints the stacks
         time.sleep(3)
         return "\n".join([*map(str, left), self.output[-8000:]])
 
     def kill(self) -> None:
-        """Nothing of it stays."""
+        """Kill every process of the job."""
         while left := self.everything():
             send(left, signal.SIGKILL)
             self.process.poll()
@@ -165,13 +167,13 @@ def start(
     *,
     is_patient: bool = True,
 ) -> Job:
-    """The job; ``is_patient``: as ``Launcher.command`` has it."""
+    """Start a job; ``is_patient`` is that of ``Launcher.command``."""
     command = launcher.command(script, flags, launcher_flags, is_patient=is_patient)
     return Job(command, script)
 
 
 def finish(job: Job, timeout_seconds: float = HANG_SECONDS) -> Finished:
-    """Wait for a job; whatever of it is left after the timeout is killed, and that is a failure."""
+    """Wait for a job to end. Processes that are left after the timeout are killed, and the test fails."""
     try:
         code = job.wait(timeout_seconds)
         assert code is not None, f"still running after {timeout_seconds} s:\n{job.stacks()}"
@@ -188,7 +190,7 @@ def run(
 
 
 def wait_until(job: Job, condition: Callable[[], bool], pause: float = 0.1) -> None:
-    """Until the condition holds; a job that ends before, or never gets there, is a failure."""
+    """Wait until the condition holds. The test fails if the job ends before that, or if the wait takes too long."""
     while not condition():
         if job.poll() is not None or job.seconds > HANG_SECONDS:
             job.kill()
@@ -197,7 +199,7 @@ def wait_until(job: Job, condition: Callable[[], bool], pause: float = 0.1) -> N
 
 
 def worker_pids(job: Job, script: str | None = None) -> list[int]:
-    """The training processes of a job by rank: launchers and loader workers left out."""
+    """Ids of the training processes of a job by rank, without launchers and loader workers."""
     return [process.pid for process in job.ranks()]
 
 
@@ -208,7 +210,7 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 
 
 def tool(name: str) -> Path:
-    """A launcher of this Python's environment."""
+    """Path of a launcher that is installed in this Python's environment."""
     path = Path(sys.executable).parent / name
     assert path.exists(), f"{name} is not installed beside {sys.executable}; `make test` installs every backend"
     return path

@@ -1,4 +1,5 @@
-"""Trains the VAE for 10 updates, saves, and goes on for 20; or loads what others saved, and goes on for the same 20.
+"""Trains the VAE for 10 updates, saves, and trains for 20 more; or loads a checkpoint of another job, and makes the
+same 20 updates.
 
 The root leaves a safetensors file per run: losses, gradient norms, and the whole state at update 10 and at the end.
 """
@@ -32,9 +33,9 @@ def coarse_images(step: int, args: argparse.Namespace) -> Tensor:
 
 
 def without_kinks(model: Any) -> Any:
-    """The model with SiLU for ReLU. Of a million activations one lies within rounding of zero, on another side in
-    another order of summation: there ReLU makes a difference in the seventh digit of its input one in the third digit
-    of a channel's gradient."""
+    """The model with SiLU instead of ReLU. About one in a million activations is so near to zero that the order of
+    summation decides its sign by rounding. There ReLU turns a difference in the seventh digit of its input into one in
+    the third digit of a channel's gradient."""
     for layers in [module for module in model.modules() if isinstance(module, nn.Sequential)]:
         for name, layer in layers.named_children():
             if isinstance(layer, nn.ReLU):
@@ -43,12 +44,12 @@ def without_kinks(model: Any) -> Any:
 
 
 class Training:
-    """Model (but for its kinks), optimizer, average and noise of train_vae.py, and its update."""
+    """Model (with SiLU instead of ReLU), optimizer, average, noise and update of train_vae.py."""
 
     def __init__(self, args: argparse.Namespace, backend: Backend, name: str) -> None:
         self.args, self.backend = args, backend
         self.model = train_vae.build_model(args)
-        if not args.batch_parts:  # with it there is no other order of summation
+        if not args.batch_parts:  # --batch_parts fixes the order of summation
             self.model = without_kinks(self.model)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=args.learning_rate, fused=True)
         self.ema = make_ema(self.model, args.ema_decay)
@@ -59,7 +60,7 @@ class Training:
         self.states: dict[str, Tensor] = {}
 
     def advance(self, first: int, end: int) -> None:
-        """The updates first, ..., end - 1, by their losses."""
+        """Make the updates first, ..., end - 1, and record their losses."""
         share = self.args.batch_size // self.backend.world_size
         mine = range(self.backend.rank * share, (self.backend.rank + 1) * share)
         for step in range(first, end):
@@ -87,7 +88,7 @@ class Training:
         self.states |= {f"{when}/{path}": number for path, number in flattened(parts)}
 
     def write(self, path: Path) -> None:
-        """Collective."""
+        """Write everything that was recorded. Collective."""
         self.note("end", self.parts())
         if self.backend.is_root:
             curves = {"losses": torch.tensor(self.losses), "grad_norms": torch.tensor(self.grad_norms)}
@@ -107,23 +108,23 @@ def flattened(tree: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def write(args: argparse.Namespace, backend: Backend) -> None:
-    """A run that leaves a checkpoint on its way."""
+    """Run without interruption, and save a checkpoint during the run."""
     output = Path(args.output_dir)
     training = Training(args, backend, "written")
     training.advance(0, SAVED_AT)
     training.note("saved", training.parts())
     checkpoints = Checkpoints(output / "checkpoints", 1, backend)
     checkpoints.save(SAVED_AT, {"engine": training.engine.live_state(), "ema": training.ema.state_dict()}, {})
-    training.advance(SAVED_AT, END)  # while it is being written
+    training.advance(SAVED_AT, END)  # while the checkpoint is being written
     checkpoints.wait()
     training.write(output / "uninterrupted.safetensors")
 
 
 def read(args: argparse.Namespace, backend: Backend, writers: dict[str, str]) -> None:
-    """A run from every checkpoint; it begins with other weights, of which nothing may stay.
+    """Continue a run from every checkpoint. The run begins with different weights, all of which must be replaced.
 
     Args:
-        writers: Folders of ``write`` by name.
+        writers: Output folders of ``write`` by the launcher's name.
     """
     for writer, folder in writers.items():
         training = Training(argparse.Namespace(**{**vars(args), "seed": 1}), backend, f"from {writer}")

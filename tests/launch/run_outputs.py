@@ -1,4 +1,4 @@
-"""What runs leave behind."""
+"""Readers of what runs leave behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLOCKS = {"seconds", "samples_per_second"}
 
 
 def tensors(run_folder: Path) -> dict[str, torch.Tensor]:
-    """Everything of a run's newest checkpoint that all processes share, and its model."""
+    """All tensors of a run's model and of its newest checkpoint, except those that belong to a single process."""
     newest = max((run_folder / "checkpoints").glob("step_*"))
     files = [path for path in newest.glob("*.safetensors") if "random" not in path.name]
     files.append(run_folder / "model" / "model.safetensors")
@@ -20,13 +20,13 @@ def tensors(run_folder: Path) -> dict[str, torch.Tensor]:
 
 
 def unequal(run_folder: Path, other: Path) -> list[str]:
-    """Names of tensors that have other bits in one run than in the other, or are in one of them alone."""
+    """Names of tensors whose bits differ between the two runs, or that only one of the runs has."""
     ours, expected = tensors(run_folder), tensors(other)
     alone = set(ours) ^ set(expected)
     return sorted(alone | {name for name in set(ours) - alone if not torch.equal(ours[name], expected[name])})
 
 
 def lines(run_folder: Path) -> list[dict[str, float]]:
-    """The whole lines of metrics.jsonl; none before there is such a file."""
+    """The complete lines of metrics.jsonl; empty if the file does not exist yet."""
     path = run_folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []

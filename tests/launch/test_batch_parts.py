@@ -15,10 +15,11 @@ from launching import ONE_PROCESS, ZERO_STAGES, Launcher
 from safetensors.torch import load_file
 
 LAUNCHERS = [Launcher("torchrun", 4), Launcher("horovodrun", 2), *ZERO_STAGES]
-# (who wrote the checkpoint, who goes on from it): other backends and other numbers of processes, both ways.
+# (writer of the checkpoint, reader that continues from it): they differ in backend and number of processes.
 RESUMED = [(LAUNCHERS[0], ONE_PROCESS), (LAUNCHERS[-1], ONE_PROCESS)]
 RESUMED += [(LAUNCHERS[0], launcher) for launcher in ZERO_STAGES[1::2]]
-# The model with its ReLUs; hardly a tensor divides by 2 or 4, or begins at an even address in ZeRO's flat weights.
+# The model keeps its ReLUs. The size of hardly any tensor is a multiple of 2 or 4, and hardly any tensor begins at an
+# even offset in ZeRO's flat weights.
 FLAGS = ["--image_size", "8", "--num_layers", "1", "--num_resnet_blocks", "0", "--num_tokens", "35", "--emb_dim", "7",
          "--hidden_dim", "11", *contracts.FLAGS, "--learning_rate", "3e-3", "--max_grad_norm", "0.05",
          "--ema_decay", "0.9", "--batch_parts", "4"]  # fmt: skip
@@ -28,7 +29,7 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
     if kind != "bits" or launcher not in [ONE_PROCESS, *LAUNCHERS]:
         return
     flags = FLAGS
-    if launcher.name == "deepspeed":  # ZeRO 3 would never shard so small a model otherwise
+    if launcher.name == "deepspeed":  # without this, ZeRO 3 would not shard so small a model
         config = jobs.folder / f"parts-{launcher}.json"
         config.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
         flags = [*flags, "--deepspeed_config", str(config)]
@@ -47,7 +48,7 @@ def uninterrupted(jobs: Jobs, launcher: Launcher) -> dict[str, torch.Tensor]:
 
 
 def differing(ours: Any, reference: Any, where: str = "") -> list[str]:
-    """Where two results differ in a bit; logged means are fp64 sums, whose last bits are free."""
+    """Places where two results differ in a bit. Logged means are fp64 sums, whose last bits may differ."""
     if isinstance(reference, dict):
         if ours.keys() != reference.keys():
             return [f"{where}: {sorted(ours)} instead of {sorted(reference)}"]
@@ -71,7 +72,8 @@ def test_losses_norms_weights_and_moments_have_the_bits_of_one_process(
 ) -> None:
     ours, reference = (measured(jobs, who)[contract] for who in (launcher, ONE_PROCESS))
     if contract == "several_backwards" and launcher.zero_stage == 3:
-        # Keeps no graph for a second backward, adds two losses instead, and so rounds otherwise than one process.
+        # ZeRO 3 keeps no graph for a second backward pass. It must add the two losses instead, and so rounds
+        # differently from one process.
         assert "ZeRO 3" in ours["message"]
         return
     if contract == "gan":
@@ -82,7 +84,7 @@ def test_losses_norms_weights_and_moments_have_the_bits_of_one_process(
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_a_loss_over_everybodys_samples_is_that_of_one_process_but_for_rounding(launcher: Launcher, jobs: Jobs) -> None:
-    """It is not made of parts."""
+    """Such a loss is not a sum over parts of the batch, so its bits may differ."""
     ours, reference = (measured(jobs, who)["contrastive"] for who in (launcher, ONE_PROCESS))
     for name, weight in reference["weights"].items():
         torch.testing.assert_close(torch.tensor(ours["weights"][name]), torch.tensor(weight), rtol=0, atol=5e-6)

@@ -59,7 +59,7 @@ def reference(launcher: Launcher, jobs: Jobs) -> dict[str, Any]:
 
 
 def assert_close(ours: Any, reference: Any, where: str = "") -> None:
-    """Same structure, and numbers that differ by at most TOLERANCE of the largest beside them."""
+    """Assert equal structure, and numbers that differ by at most TOLERANCE times the largest number of their list."""
     if isinstance(reference, dict):
         assert ours.keys() == reference.keys(), where
         for key in reference:

@@ -25,7 +25,7 @@ LAUNCHERS = [
     *ZERO_STAGES,
     Launcher("deepspeed", 3, zero_stage=3),
 ]
-# One of each job: a job measures once what no ZeRO stage changes.
+# One launcher per job: what does not depend on the ZeRO stage is measured once in a job.
 JOBS = [launcher for launcher in LAUNCHERS if launcher not in ZERO_STAGES[1:]]
 
 
@@ -52,7 +52,7 @@ def measured(jobs: Jobs, launcher: Launcher, name: str = "contrastive", kind: st
 
 
 def loss_of(kind: str, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, captions: Tensor) -> Tensor:
-    """In full matrices, one process."""
+    """The loss from full matrices, on one process."""
     n = len(audio)
     logits = scale[:, None, None] * torch.einsum("ihd,jhd->hij", audio, text)
     is_pair = torch.eye(n, dtype=torch.bool)
@@ -76,11 +76,11 @@ def one_graph(kind: str) -> dict[str, Tensor]:
 
 
 def assert_close(got: dict[str, Any], wanted: dict[str, Tensor], tolerance: float) -> None:
-    """Relative to the largest number of each tensor."""
+    """Assert equality up to ``tolerance`` times the largest number of each tensor."""
     assert set(wanted) <= set(got)
     for name, tensor in wanted.items():
         difference = (torch.tensor(got[name], dtype=torch.float64) - tensor).abs().max()
-        # A softmax does not know a bias: its gradient is 0, and rounding alone is left of it.
+        # A softmax does not depend on a bias: the gradient of the bias is 0 except for rounding.
         scale = max(float(tensor.abs().max()), 1e-3)
         assert float(difference) <= tolerance * scale, f"{name}: {float(difference)}, scale {scale}"
 
@@ -108,7 +108,7 @@ def test_in_parts_the_gradients_have_the_bits_of_one_process(launcher: Launcher,
 def test_weights_loaded_into_an_engine_after_updates_are_those_that_its_next_forward_sees(
     launcher: Launcher, jobs: Jobs
 ) -> None:
-    """At ZeRO 3 the small ones, which it keeps whole, once stayed as they were."""
+    """A regression test: ZeRO 3 once kept the old values of small weights, which it does not shard."""
     kinds = ["rounded", "bits"] if 4 % launcher.processes == 0 else ["rounded"]
     for found in [found for kind in kinds for found in measured(jobs, launcher, kind=kind).values()]:
         assert found["softmax again"] == found["softmax"]
@@ -131,18 +131,19 @@ def test_ragged_batches_have_the_loss_and_gradients_of_one_process(launcher: Lau
 
 
 def test_memory_of_the_sigmoid_loss_does_not_grow_with_the_number_of_processes(jobs: Jobs) -> None:
-    """Largest tensor and peak, with 64 pairs on each process. Those of the gathered losses do: it was measured."""
+    """Largest tensor and peak memory, with 64 pairs on each process. Those of the gathered losses do grow, which shows
+    that the measurement works."""
     two, three, four = (measured(jobs, Launcher("torchrun", n), "contrastive-once")["memory"] for n in (2, 3, 4))
     for (largest, peak), (next_largest, next_peak) in itertools.pairwise([m["sigmoid"] for m in (two, three, four)]):
         assert next_largest == largest
-        assert next_peak <= 1.03 * peak  # beside tensors, a number per process
+        assert next_peak <= 1.03 * peak  # besides the tensors there is one number per process
     for kind in ("softmax", "decoupled"):
         assert four[kind][0] >= 1.9 * two[kind][0] and four[kind][1] >= 1.8 * two[kind][1]
 
 
 @pytest.mark.parametrize("launcher", [ONE_PROCESS, *JOBS], ids=str)
 def test_lions_state_of_two_parameter_groups_goes_on_in_another_engine(launcher: Launcher, jobs: Jobs) -> None:
-    """It keeps one moment and counts no steps. Of several groups, ZeRO 1 and 2 once showed the first one's alone."""
+    """Lion keeps one moment and counts no steps. ZeRO 1 and 2 once returned only the first of several groups."""
     found = measured(jobs, launcher, "contrastive-once")["lion"]
     assert (found["type"], found["kept"]) == ("Lion", ["exp_avg"])
     assert found["differences"] == []
