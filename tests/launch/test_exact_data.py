@@ -1,5 +1,5 @@
-"""Whatever interrupts a run, and however many processes and loader workers go on, it trains on the samples
-of a run that nothing interrupts, in their order."""
+"""A run that is interrupted, and continued by any number of processes and loader workers, trains on the same samples in
+the same order as a run that is never interrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Samples = dict[int, list[int]]  # ids by update
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images, some of which are none."""
+    """A folder of image files, some of which do not contain an image."""
     folder = tmp_path_factory.mktemp("images")
     for index in range(N_IMAGES):
         path = folder / f"{index:02d}.png"
@@ -37,7 +37,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """What one process takes that is left alone."""
+    """The samples of a single process that is never interrupted."""
     return taken(1, images, tmp_path_factory.mktemp("uninterrupted"), 0, "")
 
 
@@ -47,7 +47,7 @@ def taken(processes: int, images: Path, folder: Path, num_workers: int, interrup
     ids.unlink(missing_ok=True)
     flags = ["--ids", str(ids), "--interrupt", interruption, "--image_folder", str(images)]
     flags += ["--output_dir", str(folder / "run"), "--num_workers", str(num_workers), *FLAGS]
-    if interruption.startswith("SIGUSR1"):  # the other processes hear of it
+    if interruption.startswith("SIGUSR1"):  # only one process gets the signal, and tells the others
         flags.append("--last_alone")
     ranks = fork("interrupted_worker", flags, folder / "log", processes)
     expected = EXIT_CODES[interruption.partition("@")[0]]
@@ -59,15 +59,15 @@ def taken(processes: int, images: Path, folder: Path, num_workers: int, interrup
 
 
 def draw_interruptions(seed: str) -> list[str]:
-    """Each signal once, in any order, between two saves."""
+    """The signals in random order, each once, at random updates between two saves."""
     draws = random.Random(seed)
     updates = [SAVE_EVERY * (i + 1) + draws.randint(1, SAVE_EVERY - 2) for i in range(3)]
     return [f"{name}@{update}" for name, update in zip(draws.sample(list(EXIT_CODES)[:3], 3), updates, strict=True)]
 
 
 def assert_exact(starts: list[tuple[int, int]], images: Path, folder: Path, seed: str, expected: Samples) -> None:
-    """Four starts, each with its number of processes and of loader workers, are interrupted three times; each goes on
-    where the one before it was saved."""
+    """Make four starts, each with its own number of processes and of loader workers. The first three are interrupted,
+    and each start must continue from the last save of the start before it."""
     trained: Samples = {}
     goes_on_at = 1
     for (processes, num_workers), interruption in zip(starts, [*draw_interruptions(seed), f"@{UPDATES}"], strict=True):
@@ -78,7 +78,7 @@ def assert_exact(starts: list[tuple[int, int]], images: Path, folder: Path, seed
         name, _, update = interruption.partition("@")
         at, last = int(update), max(samples)
         if EXIT_CODES[name] == ASKED_TO_STOP:
-            assert at <= last <= at + 2, interruption  # the others may just have been asked, and answer an update later
+            assert at <= last <= at + 2, interruption  # all processes stop together, up to two updates later
             goes_on_at = last + 1
         else:
             assert last == at, interruption
@@ -90,7 +90,7 @@ def test_an_uninterrupted_run_takes_every_good_sample_in_each_epoch(uninterrupte
     assert list(uninterrupted) == list(range(1, UPDATES + 1))
     order = [index for samples in uninterrupted.values() for index in samples]
     epochs = [order[start : start + N_IMAGES] for start in range(0, UPDATES * BATCH - N_IMAGES + 1, N_IMAGES)]
-    for epoch in epochs:  # as many as there are: the next one comes twice for a bad one
+    for epoch in epochs:  # a bad image is replaced by the next one, which then occurs twice
         assert set(epoch) == set(range(N_IMAGES)) - BAD
     assert len(epochs) == 3 and epochs[0] != epochs[1] != epochs[2]
 

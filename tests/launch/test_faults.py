@@ -19,7 +19,7 @@ LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2), Launcher("horovo
 
 
 def start_training(launcher: Launcher, output_dir: Path, *flags: str, is_patient: bool = True) -> Job:
-    """A job that has completed a few updates."""
+    """Start a job and wait until it has completed a few updates."""
     command = [*ENDLESS, "--output_dir", str(output_dir), *flags]
     job = start(launcher, "train_vae.py", command, is_patient=is_patient)
     wait_until(job, lambda: len(re.findall(r"step \d+/", job.output)) >= 3)
@@ -27,7 +27,7 @@ def start_training(launcher: Launcher, output_dir: Path, *flags: str, is_patient
 
 
 def assert_saved(finished: Finished, output_dir: Path) -> int:
-    """The update that all processes saved when they were asked to stop."""
+    """Assert that a job which was asked to stop saved a checkpoint. Returns the update of the checkpoint."""
     said = re.search(r"asked to stop: saved update (\d+)", finished.output)
     assert said, finished.output
     step = int(said[1])
@@ -40,7 +40,7 @@ def assert_saved(finished: Finished, output_dir: Path) -> int:
 def test_signals_save_the_same_update_on_all_the_next_start_resumes_and_a_killed_process_is_named(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """One run that is started again after each end: a job starts slowly."""
+    """All these ends are tested on one run, which is started again after each of them, because a job starts slowly."""
     job = start_training(launcher, tmp_path)
     os.kill(worker_pids(job)[-1], signal.SIGUSR1)
     finished = finish(job)
@@ -50,7 +50,7 @@ def test_signals_save_the_same_update_on_all_the_next_start_resumes_and_a_killed
     at_launchers = [signal.SIGTERM] if launcher.name != "torchrun" else [signal.SIGTERM, signal.SIGKILL]
     for number in at_launchers:
         job = start_training(launcher, tmp_path)
-        job.process.send_signal(number)  # the launcher alone
+        job.process.send_signal(number)  # to the launcher only
         finished = finish(job)
         assert f"resumed from {tmp_path}/checkpoints/step_{step:08d}" in finished.output, finished.output
         step = assert_saved(finished, tmp_path)
@@ -69,8 +69,8 @@ def test_signals_save_the_same_update_on_all_the_next_start_resumes_and_a_killed
     ("launcher", "rank"), [(Launcher("torchrun", 2), 1), (Launcher("horovodrun", 2), 1), (Launcher("horovodrun", 2), 0)]
 )
 def test_a_stalled_process_is_named_and_ends_the_job(launcher: Launcher, rank: int, tmp_path: Path) -> None:
-    """After --timeout_minutes. A machine may be so slow that a process takes longer to start: then more of it, but less
-    than the minute after which a process without a heartbeat is given up anyway."""
+    """The job must end after --timeout_minutes. On a slow machine the start alone may take longer than the timeout: try
+    again with a longer timeout, below the minute after which a process without a heartbeat is given up anyway."""
     for attempt, minutes in enumerate(["0.1", "0.3", *["0.9"] * 20]):
         folder = tmp_path / str(attempt)
         try:
@@ -89,7 +89,7 @@ def test_a_stalled_process_is_named_and_ends_the_job(launcher: Launcher, rank: i
 
 
 def fault(launcher: Launcher, flags: list[str], tmp_path: Path) -> str:
-    """The one line with which a job ends in which rank 1 goes wrong."""
+    """Run a job in which rank 1 fails, and return the single line that says why the job stopped."""
     if launcher.name == "horovodrun":
         finished = run(launcher, "tests/launch/fault_worker.py", flags)
     else:

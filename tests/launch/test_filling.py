@@ -55,11 +55,11 @@ class Job:
     """A script with larger models and inputs than `filling` gives it."""
 
     script: Script
-    ending: str  # of input files
+    ending: str  # extension of the input files
     make_model: Callable[[], VQGAN | MuLaN]
     write_item: Callable[[Path, int], None]
     more: Callable[[Path], list[str]]  # flags of a further stage, given a folder
-    n_files: int  # that all stages leave
+    n_files: int  # number of files that all stages leave
 
     def __str__(self) -> str:
         return self.script.name
@@ -94,7 +94,7 @@ def inputs(job, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_one_process(job, inputs, tmp_path_factory) -> Path:
-    """Folder "output", and "quantizer" where there is one."""
+    """The results of one process: the folder "output", and the folder "quantizer" if the script has one."""
     folder = tmp_path_factory.mktemp("one")
     more = job.more(folder / "quantizer")
     finished = run(ONE, job.script.name, job.command(inputs, folder / "output", "--num_workers", "0", *more))
@@ -105,7 +105,8 @@ def of_one_process(job, inputs, tmp_path_factory) -> Path:
 def started(
     launcher: Launcher, job: Job, command: list[str], output: Path, shards: int
 ) -> tuple[subprocess.Popen[str], list[int]]:
-    """A job that has written so many shards, and its processes: looked for before, as a shard takes no time."""
+    """Start a job and wait until it has written ``shards`` shards. Returns the job and the ids of its processes, which
+    are looked up first, because a shard takes almost no time."""
     process, pids = start(launcher, job.script.name, command), []
     deadline = time.monotonic() + 240  # only ends a hang
     while len(pids) < launcher.processes or len(list(output.glob(f"{job.script.shards}-*.json"))) < shards:

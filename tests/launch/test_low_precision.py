@@ -1,4 +1,4 @@
-"""Weights of low precision under DeepSpeed: what a checkpoint holds is the fp32 behind them."""
+"""Low-precision weights under DeepSpeed: a checkpoint holds the fp32 master weights from which they are rounded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FLAGS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hid
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of 12 updates by name and ZeRO stage: a "whole" one, and one that another start "resumed" after 6."""
+    """Runs of 12 updates by name and ZeRO stage: "whole" in one start, "resumed" by a second start after 6 updates."""
     folder = tmp_path_factory.mktemp("bf16")
-    tasks: list[list[dict[str, object]]] = [[], []]  # of each start
+    tasks: list[list[dict[str, object]]] = [[], []]  # the tasks of each of two starts
     for stage in (0, 3):
         config = folder / f"{stage}.json"
         config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}))

@@ -1,4 +1,4 @@
-"""Whole scripts: a run that is killed and goes on elsewhere has the bits of one that was left alone."""
+"""Whole scripts: a run that is killed and continued on another backend has the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
 
 
 def interrupted(script: str, folder: Path, interruption: str, exit_code: int, *flags: str) -> str:
-    """What a run of two processes said that was interrupted."""
+    """Interrupt a run of two processes, and return what it printed."""
     command = ["--script", script, "--interrupt", interruption, *SCRIPTS[script], "--save_every_n_steps", "3"]
     ranks = fork("interrupted_worker", [*command, "--output_dir", str(folder), *flags], folder.with_suffix(".log"), 2)
     assert [rank.returncode for rank in ranks] == [exit_code] * 2, ranks[0].output

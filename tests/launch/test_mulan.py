@@ -1,4 +1,4 @@
-"""The promises on train_mulan.py: every pair is compared with those of all processes and micro-batches."""
+"""What train_mulan.py guarantees: every pair is compared with the pairs of all processes and micro-batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_twenty_updates_match_one_process(launcher: Launcher, jobs: Jobs) -> None:
-    """Accumulation, clipping, a schedule and an average of the weights are in it; so are AdamW and Lion."""
+    """The runs use accumulation, clipping, a schedule, an average of the weights, and AdamW or Lion."""
     for variant in VARIANTS:
         ours = lines(jobs.output(launcher, "rounded", f"mulan-{variant}"))
         expected = lines(jobs.output(ONE_PROCESS, "rounded", f"mulan-{variant}"))
@@ -45,9 +45,10 @@ def test_twenty_updates_match_one_process(launcher: Launcher, jobs: Jobs) -> Non
             for key in ("loss", "temperature", "bias", "valid/loss", "valid/ema/loss"):
                 if key in reference:
                     assert line[key] == pytest.approx(reference[key], rel=tolerance), (variant, key, line["step"])
-            for key in ("audio_variance", "text_variance"):  # 1 - |mean|^2: what is lost by cancelling is absolute
+            for key in ("audio_variance", "text_variance"):  # 1 - |mean|^2: the cancellation makes the error absolute
                 assert line[key] == pytest.approx(reference[key], abs=tolerance), (variant, key, line["step"])
-        # Of the same weights. Later it stands for their rounding times the curvature of so small a model.
+        # Only the first update has the same weights. In later ones, rounding differences of the weights, times the high
+        # curvature of such a small model, change the gradient norm more.
         assert ours[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-6), variant
 
 

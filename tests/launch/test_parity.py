@@ -72,11 +72,12 @@ def test_losses_equal_those_of_one_process(launcher: Launcher, name: str, jobs: 
     ours, reference = log(jobs, launcher, name), log(jobs, ONE_PROCESS, name)
     assert [line["step"] for line in ours] == list(range(1, 21))
     losses = relative(ours, reference, "loss")
-    # A sum of fp32 numbers in another order: about 1e-7; Adam passes that on from update to update.
+    # Summing fp32 numbers in another order changes a loss by about 1e-7; Adam passes that on from update to update.
     assert losses[0] <= 1e-6
     assert max(losses) <= 1e-5
     assert max(relative(ours, reference, "grad_norm")) <= 1e-5
-    # Validation comes on all processes, in parts of other sizes; PSNR is a mean over images of 10 log10 of small sums.
+    # All processes validate, in parts of other sizes than one process; PSNR is a mean over images of 10 log10 of small
+    # sums.
     for key in ("valid/loss", "valid/ema/loss", "valid/psnr"):
         assert max(relative(ours, reference, key)) <= 1e-4, key
 
@@ -90,7 +91,7 @@ def test_a_compiled_model_has_the_losses_of_one_that_is_not(jobs: Jobs, tmp_path
     finished = run(Launcher("torchrun", 2), "train_vae.py", [*MODEL, "--compile", "--output_dir", str(tmp_path)])
     assert finished.returncode == 0, finished.output[-4000:]
     losses = relative(lines(tmp_path), log(jobs, ONE_PROCESS, "plain"), "loss")
-    # Fused kernels round otherwise: as another order of sums does.
+    # Fused kernels round differently, by as much as another order of sums does.
     assert losses[0] <= 1e-6
     assert max(losses) <= 1e-5
 

@@ -24,7 +24,8 @@ PAIRS = pytest.mark.parametrize(
     [pytest.param(writer, reader, id=f"{writer}-to-{reader}") for reader in LAUNCHERS for writer in LAUNCHERS],
 )
 INSTALLED = [launcher for launcher in LAUNCHERS if launcher.name != "horovodrun" or sys.version_info < (3, 12)]
-# Hardly a tensor divides by 2 or 3, so that ZeRO has to pad; the batch divides by 1, 2 and 3 processes.
+# The sizes of hardly any tensors are multiples of 2 or 3, so that ZeRO has to pad; the batch of 12 divides evenly among
+# 1, 2 and 3 processes.
 FLAGS = ["--image_size", "8", "--num_layers", "1", "--num_resnet_blocks", "0", "--num_tokens", "35", "--emb_dim", "7",
          "--hidden_dim", "11", "--batch_size", "12", "--learning_rate", "3e-3", "--max_grad_norm", "0.05",
          "--ema_decay", "0.9"]  # fmt: skip
@@ -32,13 +33,13 @@ FLAGS = ["--image_size", "8", "--num_layers", "1", "--num_resnet_blocks", "0", "
 # Sums in another order move a loss by 2e-7 and a gradient norm by 4e-7 in 20 updates (measured); moments that were
 # lost move the loss by 3e-3.
 CURVE_TOLERANCE = 1e-5
-# Of a tensor's largest entry: weights 3e-7, moments 6e-7 (measured), because gradients are small sums of larger terms.
-# Moments that were lost: 0.3.
+# Relative to a tensor's largest entry, weights differ by 3e-7 and moments by 6e-7 (measured), because gradients are
+# small sums of larger terms. Moments that were lost differ by 0.3.
 STATE_TOLERANCE = 1e-5
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
-    """Every launcher's second job reads what all first ones have written."""
+    """The second job of every launcher reads the checkpoints that the first jobs of all launchers have written."""
     if launcher in LAUNCHERS and kind == "rounded":
         yield Task("portability", "portability.write", FLAGS)
     elif launcher in LAUNCHERS:
@@ -47,12 +48,12 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
 
 
 def written(jobs: Jobs, launcher: Launcher) -> dict[str, Tensor]:
-    """What an uninterrupted run recorded."""
+    """What the launcher's uninterrupted run recorded."""
     return load_file(jobs.output(launcher, "rounded", "portability") / "uninterrupted.safetensors")
 
 
 def continued(jobs: Jobs, launcher: Launcher, writer: Launcher) -> dict[str, Tensor]:
-    """What its run from that checkpoint recorded."""
+    """What the launcher's run from the writer's checkpoint recorded."""
     return load_file(jobs.output(launcher, "bits", "portability-from") / f"{writer}.safetensors")
 
 
@@ -62,7 +63,7 @@ def states(record: dict[str, Tensor], when: str) -> dict[str, Tensor]:
 
 
 def assert_same(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
-    """The curves of the 20 updates after the save and the state at the end, but for rounding."""
+    """Assert that the curves of the 20 updates after the save and the state at the end are equal but for rounding."""
     for curve in ("losses", "grad_norms"):
         torch.testing.assert_close(ours[curve][-20:], reference[curve][-20:], rtol=CURVE_TOLERANCE, atol=0.0)
     reached, expected = states(ours, "end"), states(reference, "end")

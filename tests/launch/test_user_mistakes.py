@@ -39,7 +39,7 @@ def unwritable(tmp: Path) -> str:
     return str(tmp / "a_file" / "run")
 
 
-# Each: flags, and what the line must name.
+# For each mistake: the flags, and the text that the error line must contain.
 MISTAKES: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "no such folder": lambda tmp: (["--image_folder", str(tmp / "nowhere")], "nowhere"),
     "folder without images": lambda tmp: (["--image_folder", str(tmp)], str(tmp)),
@@ -76,10 +76,11 @@ def test_one_line_and_exit_code_2(mistake: str, tmp_path: Path) -> None:
     assert finished.returncode == 2, finished.output
     *before, last = finished.output.splitlines()
     assert lines_of_error(last) and expected in last, finished.output
-    assert "Traceback" not in finished.output and len(before) <= 2  # what the run is, if it got that far
+    assert "Traceback" not in finished.output and len(before) <= 2  # the description of the run, if it got that far
 
 
-# Found before the processes connect, by all of them, by their loaders, and by the root alone.
+# Examples of mistakes that are found before the processes connect, by all processes, by their loaders, and by the root
+# alone.
 TOGETHER = ["batch 7 on 2 processes", "contradicting JSON", "no such folder", "folder of broken images",
             "output_dir cannot be written"]  # fmt: skip
 
@@ -111,7 +112,7 @@ def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Laun
     assert finished.returncode != 0, finished.output
     errors = lines_of_error(finished.output)
     assert len(errors) == 1 and expected in errors[0], finished.output
-    assert 'train_vae.py", line' not in finished.output  # the launchers' own tracebacks aside
+    assert 'train_vae.py", line' not in finished.output  # the launchers may print tracebacks of their own
     if launcher.name == "torchrun":
         assert re.search(r"exitcode\s*: 2 ", finished.output), finished.output
     elif launcher.name == "deepspeed":

@@ -1,4 +1,4 @@
-"""The promises on train_vqgan.py: two models, two optimizers, statistics of the whole batch."""
+"""What train_vqgan.py guarantees about its two models, its two optimizers and its statistics of the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MODEL = ["--image_folder", "demo:shapes:64", "--image_size", "16", "--num_layers
          "--validate_every_n_steps", "0", "--ema_decay", "0.9", "--lecam_weight", "0.1"]  # fmt: skip
 TWENTY = ["--max_steps", "20", "--discr_start_step", "6"]
 SAME_BITS = [*TWENTY, "--batch_parts", "4", "--max_grad_norm", "0.5"]
-# Fewer codes than the batch has vectors: k-means would leave twins otherwise, and which one wins is rounding.
+# Fewer codes than the batch has vectors. Otherwise k-means would leave equal codes, and rounding would decide which of
+# them is the nearest.
 SMALL = [*TWENTY, "--learning_rate", "1e-6", "--codebook_size", "64", "--fsq_levels", "4,4,4"]
 
 
@@ -34,7 +35,8 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_twenty_updates_have_the_bits_of_one_process(launcher: Launcher, jobs: Jobs) -> None:
-    """Both models, both optimizers' moments, codebook, LeCam and average, before and after the discriminator starts."""
+    """Both models, the moments of both optimizers, the codebook, LeCam and the average have the bits of one process;
+    the updates lie before and after the start of the discriminator."""
     for quantizer in QUANTIZERS:
         ours, expected = (jobs.output(who, "bits", f"vqgan-{quantizer}") for who in (launcher, ONE_PROCESS))
         assert unequal(ours, expected) == [], quantizer
@@ -48,19 +50,20 @@ def test_the_log_of_twenty_updates_is_that_of_one_process(launcher: Launcher, jo
         for line, reference in zip(ours, expected, strict=True):
             assert set(line) == set(reference)
             for key in set(reference) - CLOCKS:
-                # fp64 means of equal numbers; validation is cut otherwise, and sums fp32 in another order.
+                # Training logs fp64 means of equal numbers. Validation divides the images differently, and so sums fp32
+                # numbers in another order.
                 tolerance = 1e-5 if key.startswith("valid") else 1e-12
                 assert line[key] == pytest.approx(reference[key], rel=tolerance, abs=tolerance), (quantizer, key)
 
 
 def test_without_equal_bits_the_first_updates_agree_to_rounding(jobs: Jobs) -> None:
-    """Two processes that accumulate, and one with the whole batch at once. A code changes by a jump where rounding tips
-    a sign, and Adam makes whole steps of tiny gradients: so at a small rate, and up to the third update with the
-    discriminator. (At the default rate: with --batch_parts alone.)"""
+    """Two processes that accumulate agree with one process that has the whole batch at once. A code jumps if rounding
+    changes a sign, and Adam makes full steps even from tiny gradients. Hence the learning rate is small, and only the
+    updates up to the third one with the discriminator are compared. (At the default rate, runs agree only with --batch_parts.)"""
     for quantizer in QUANTIZERS:
         ours, expected = (lines(jobs.output(who, "rounded", f"vqgan-{quantizer}")) for who in (TWO, ONE_PROCESS))
         for line, reference in list(zip(ours, expected, strict=True))[:9]:
             for key in ("loss", "recon_loss", "grad_norm", "discr_loss", "discr_grad_norm", "perplexity"):
                 if key in reference:
-                    # 1e-6 and less is seen; 1e-4 leaves room for a sign that tips.
+                    # Observed differences are 1e-6 and less; 1e-4 leaves room for a change of sign.
                     assert line[key] == pytest.approx(reference[key], rel=1e-4), (quantizer, key, line["step"])

@@ -1,4 +1,4 @@
-"""torture.py: a short one loses nothing, and what it is there to find it finds."""
+"""Tests of torture.py: a short torture loses nothing, and the checks find the losses that they are made for."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from torture_plan import draw_plan
 
 
 def test_a_short_torture_loses_nothing() -> None:
-    # Two processes that lose their launcher in a save and are killed in a start-up, bit for bit; then other backends.
+    # In the first trial, two processes lose their launcher in a save and are killed in a start-up, and the result is
+    # compared bit for bit. The second trial changes backends.
     plan = ["--seed", "10", "--trials", "2", "--kills", "2", "--launchers", "python", "torchrun", "--minutes", "60"]
     command = [sys.executable, str(Path(__file__).with_name("torture.py")), *plan]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as torture:
         try:
             output, _ = torture.communicate()
         finally:
-            torture.terminate()  # it ends what it has started
+            torture.terminate()  # torture.py then ends the processes that it has started
     assert torture.returncode == 0, output
     assert output.endswith("nothing was lost\n")
-    # One in each trial at least, because others do not count: a run may be finished before its moment comes.
+    # At least one kill in each trial. Planned kills may be missing: a run may be finished before their moment comes.
     kills = re.search(r"(\d+) kills and", output)
     assert kills and int(kills[1]) >= 2, output
 
@@ -175,6 +176,6 @@ def test_a_plan_follows_from_its_seed() -> None:
     plans = [draw_plan(7, trial, names, 4) for trial in range(14)]
     assert plans == [draw_plan(7, trial, names, 4) for trial in range(14)]
     assert plans != [draw_plan(8, trial, names, 4) for trial in range(14)]
-    # Every launcher and ZeRO stage has its turn bit for bit.
+    # Every launcher and ZeRO stage occurs in a trial that is compared bit for bit.
     assert len({plan.last for plan in plans if plan.stays}) == 7
     assert all(blow.launcher == plan.last for plan in plans if plan.stays for blow in plan.blows)

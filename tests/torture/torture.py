@@ -59,16 +59,16 @@ FLAGS = ["--image_size", "64", "--num_layers", "2", "--num_tokens", "64", "--hid
          "--ema_decay", "0.9", "--batch_size", "12", "--max_steps", str(UPDATES), "--epochs", "100",
          "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0"]  # fmt: skip
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
-EXIT_CODE = 75  # of train_vae.py that was asked to stop
+EXIT_CODE = 75  # exit code of train_vae.py after it was asked to stop
 
 
 def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_seconds: float) -> list[psutil.Process]:
-    """The training processes when the moment of the blow has come; none if the job ended before it."""
+    """Wait for the moment of the blow. Returns the training processes, or none if the job ended before the moment."""
     leftover, seconds = unfinished_saves(run), MOMENTS[blow.moment][1] * blow.delay
     if blow.moment == "start-up":
         has_started = poll(job, lambda: job.seconds >= seconds * startup_seconds and bool(job.ranks()), pause=0.05)
         return job.ranks() if has_started else []
-    # While it starts, because a look at all processes takes longer than an update.
+    # Find the processes while the job starts, because a look at all processes takes longer than an update.
     if not poll(job, lambda: len(job.ranks()) == blow.launcher.processes, pause=0.5):
         return []
     ranks = job.ranks()
@@ -76,7 +76,7 @@ def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_second
     if not poll(job, lambda: max(trained_steps(job.output), default=0) >= until):
         return []
     saved = checkpoint_steps(run)
-    # A save takes some milliseconds: while one is waited for nothing else is looked at.
+    # A save takes only some milliseconds, so nothing else is checked while this waits for one.
     if blow.moment == "save" and not poll(job, lambda: bool(unfinished_saves(run) - leftover)):
         return []
     if blow.moment == "saved" and not poll(job, lambda: checkpoint_steps(run) != saved):
@@ -86,10 +86,10 @@ def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_second
 
 
 def poll(job: Job, condition: Callable[[], bool], pause: float = 0.0002) -> bool:
-    """Whether the condition came true before the job's end.
+    """Wait for the condition. Returns whether it came true before the job's end.
 
     Raises:
-        Lost: neither happens.
+        Lost: the condition does not come true and the job does not end.
     """
     while not condition():
         if job.poll() is not None:
@@ -116,9 +116,9 @@ class Start:
 
     code: int
     log: str
-    blow: Blow | None = None  # that fell
-    before: list[int] = field(default_factory=list)  # checkpoints that were there then, or earlier
-    seconds: float = 0.0  # from there to the end
+    blow: Blow | None = None  # the blow, if it was struck
+    before: list[int] = field(default_factory=list)  # checkpoints that existed at the start or at the blow
+    seconds: float = 0.0  # from the blow, or else from the start, to the end
 
 
 @dataclass
@@ -130,13 +130,13 @@ class Tally:
     in_save: int = 0
     in_startup: int = 0
     restarts: int = 0
-    repeated: int = 0  # updates
-    slowest_end: float = 0.0  # seconds from a blow
+    repeated: int = 0  # updates that were made again
+    slowest_end: float = 0.0  # seconds from a blow to the end of the job
     difference: float = 0.0
     lost: list[str] = field(default_factory=list)
 
     def count(self, launcher: Launcher, start: Start, trained: Sequence[int], in_save: bool, updates: int) -> None:
-        """A start, and the blow that ended it if one did. ``updates`` had been logged before it."""
+        """Count a start, and the blow that ended it, if any. ``updates``: number of updates logged before the start."""
         self.repeated += max(0, updates + 1 - trained[0]) if trained else 0
         if start.blow:
             self.blows[f"{launcher}: {start.blow}"] += 1
@@ -162,8 +162,8 @@ class Torture:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tally = Tally()
-        self._references: dict[Launcher, tuple[Path, float]] = {}  # with the seconds that they took
-        self._commands: list[str] = []  # of the present trial
+        self._references: dict[Launcher, tuple[Path, float]] = {}  # run folders, with the seconds that the runs took
+        self._commands: list[str] = []  # commands of the present trial
 
     def trial(self, number: int, plan: Plan) -> None:
         folder = self.folder / f"trial-{number}"
@@ -186,7 +186,7 @@ class Torture:
         self.tally.trials_with_kills += self.tally.kills > kills
 
     def _reference(self, launcher: Launcher) -> tuple[Path, float]:
-        """Run folder of an uninterrupted run, which saves at its end alone, and how long it took."""
+        """Run folder of an uninterrupted run, which saves only at its end, and the seconds that it took."""
         if launcher not in self._references:
             run = self.folder / f"uninterrupted {launcher}".replace(" ", "-")
             with self._job(launcher, run, ["--save_every_n_steps", "0"], Path(f"{run}.log")) as job:
@@ -198,7 +198,7 @@ class Torture:
     @contextlib.contextmanager
     def _job(self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path) -> Iterator[Job]:
         command = launcher.command(SCRIPT, [*FLAGS, *flags, "--output_dir", str(run)])
-        # What killed processes leave in the temporary folder goes with the log's.
+        # Put temporary files beside the log, so that those of killed processes are deleted together with its folder.
         job = Job(command, SCRIPT, log, TMPDIR=str(log.parent))
         self._commands.append(" ".join(job.command))
         try:
@@ -207,7 +207,7 @@ class Torture:
             job.kill()
 
     def _start(self, run: Path, log: Path, blow: Blow | None, plan: Plan) -> bool:
-        """Start the run once, strike if that is planned, and see what is left; whether the run is finished."""
+        """Start the run once, strike if that is planned, check what is left. Returns whether the run is finished."""
         launcher = blow.launcher if blow else plan.last
         newest, saves, updates = max(checkpoint_steps(run), default=None), unfinished_saves(run), len(read_metrics(run))
         first = next_line(run)
@@ -232,10 +232,10 @@ class Torture:
         return start.code == 0
 
     def _strike(self, job: Job, run: Path, blow: Blow | None, newest: int) -> Start:
-        """Wait for the moment of the blow, let it fall, and wait for the job's end.
+        """Wait for the moment of the blow, strike, and wait for the job's end.
 
         Raises:
-            Lost: it does not end.
+            Lost: the job does not end.
         """
         fell, before, since = None, checkpoint_steps(run), time.monotonic()
         if blow:
@@ -249,10 +249,10 @@ class Torture:
         return Start(code, job.output, fell, before, time.monotonic() - since)
 
     def _check_result(self, run: Path, reference: Path, plan: Plan) -> None:
-        """The finished run is the uninterrupted one.
+        """Check that the finished run equals the uninterrupted one.
 
         Raises:
-            Lost: it is not.
+            Lost: the runs differ.
         """
         if len(read_metrics(run)) != UPDATES or finished_step(run) != UPDATES:
             raise Lost(f"{len(read_metrics(run))} of {UPDATES} updates at the end; model/ holds {finished_step(run)}")

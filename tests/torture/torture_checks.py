@@ -27,7 +27,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def unfinished_saves(run: Path) -> set[int]:
-    """Saves and deletions under way or killed, as inodes: a name can come back."""
+    """Saves and deletions that are under way or were killed, by inode, because a name can be used again."""
     with contextlib.suppress(FileNotFoundError), os.scandir(run / "checkpoints") as entries:
         return {entry.inode() for entry in entries if entry.name.startswith((".unfinished-", ".unwanted-"))}
     return set()
@@ -43,7 +43,7 @@ def verified_files(checkpoint: Path) -> set[str]:
     """Names of a checkpoint's files, apart from SHA256SUMS.
 
     Raises:
-        Lost: they are not what its SHA256SUMS says.
+        Lost: the files do not match the checkpoint's SHA256SUMS.
     """
     there = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.iterdir()}
     if there.pop("SHA256SUMS", None) is None:
@@ -57,7 +57,8 @@ def verified_files(checkpoint: Path) -> set[str]:
 
 
 def check_checkpoints(run: Path, before: Sequence[int], keep: int, files: set[str]) -> None:
-    """Every checkpoint holds `files`, complete, and of the `keep` newest none is gone that was there `before`."""
+    """Check that every checkpoint holds exactly `files`, complete, and that none of the `keep` newest checkpoints that
+    existed `before` is gone."""
     there = checkpoint_steps(run)
     if aside := sorted(path.name for path in (run / "checkpoints").glob("damaged-*")):
         raise Lost(f"the run found {', '.join(aside)} in {run}")
@@ -69,7 +70,8 @@ def check_checkpoints(run: Path, before: Sequence[int], keep: int, files: set[st
 
 
 def check_kept_up(run: Path, trained: Sequence[int], save_every: int) -> None:
-    """A save waits for the one before it, so that at most two lie between a run and its newest checkpoint."""
+    """Check that at most two saves lie between a run and its newest checkpoint, because a save waits for the one before
+    it."""
     # The last update that was logged may not have got as far as its save.
     saves_begun = (max(trained, default=0) - 1) // save_every
     newest = max(checkpoint_steps(run), default=0)
@@ -78,10 +80,10 @@ def check_kept_up(run: Path, trained: Sequence[int], save_every: int) -> None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl, without one at its end that a kill has torn.
+    """Lines of metrics.jsonl, without a last line that a kill has left incomplete.
 
     Raises:
-        Lost: they are not the updates 1, 2, 3, ..., each once.
+        Lost: the lines are not those of the updates 1, 2, 3, ..., each once.
     """
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -98,8 +100,8 @@ def trained_steps(log: str) -> list[int]:
 
 
 def next_line(run: Path) -> int:
-    """The update whose line the next start is to log first: that after the newest checkpoint; the checkpoint's own if
-    the run was asked to stop before the evaluation of that update."""
+    """The update whose line the next start must log first: the one after the newest checkpoint, or the checkpoint's own
+    update if the run was asked to stop before the evaluation of that update."""
     if not (steps := checkpoint_steps(run)):
         return 1
     progress = json.loads((checkpoint_path(run, steps[-1]) / "state.json").read_text())["parts"]["progress"]
@@ -107,8 +109,8 @@ def next_line(run: Path) -> int:
 
 
 def check_continuation(log: str, newest: int | None, first: int, run: Path) -> None:
-    """A start that got as far as training went on from the newest checkpoint there was, with the line of update
-    `first`, and said so."""
+    """Check that a start which got as far as training went on from the newest checkpoint, said so, and first logged the
+    line of update `first`."""
     trained, said = trained_steps(log), re.search(r"resumed from (\S+)", log)
     if trained and trained[0] != first:
         raise Lost(f"the run went on with update {trained[0]}, though the newest checkpoint was {newest}")
@@ -119,7 +121,8 @@ def check_continuation(log: str, newest: int | None, first: int, run: Path) -> N
 
 
 def check_polite_end(log: str, run: Path, updates: int) -> None:
-    """Asked to stop while it trained, the run saved its last update, unless it reached its end first."""
+    """Check that a run which was asked to stop while it trained saved its last update, unless it reached its end
+    first."""
     said, steps, logged = re.search(r"asked to stop: saved update (\d+)", log), checkpoint_steps(run), read_metrics(run)
     if said is None:
         if finished_step(run) != updates:
@@ -129,7 +132,7 @@ def check_polite_end(log: str, run: Path, updates: int) -> None:
 
 
 def check_same_run(run: Path, reference: Path, updates: int) -> None:
-    """Bit for bit: every metric of every update, the final weights, the last checkpoint."""
+    """Check that every metric of every update, the final weights and the last checkpoint are equal bit for bit."""
     for ours, theirs in zip(read_metrics(run), read_metrics(reference), strict=True):
         names = (ours.keys() | theirs.keys()) - WALL_CLOCK
         if wrong := sorted(name for name in names if ours.get(name) != theirs.get(name)):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from launching import Launcher
 
-# How often each moment is drawn (the end: for a trial's last blow alone), and within how many seconds of it the blow
-# falls (start-up: within what part of its length).
+# For each moment, the relative frequency of drawing it ("end" is drawn only for the last blow of a trial), and the
+# longest delay of the blow after it in seconds (for "start-up", as a fraction of the duration of a start).
 MOMENTS = {"start-up": (2, 1.1), "update": (2, 0.06), "save": (5, 0.03), "saved": (2, 0.02), "end": (5, 0.3)}
 POLITE = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
@@ -20,9 +20,9 @@ class Blow:
     """What happens to one start of the run."""
 
     launcher: Launcher
-    moment: str  # of MOMENTS
-    after: int  # updates beyond the checkpoint that must have passed
-    delay: float  # in [0, 1], of the seconds in MOMENTS
+    moment: str  # a key of MOMENTS
+    after: int  # updates after the newest checkpoint that must have been completed
+    delay: float  # fraction in [0, 1] of the longest delay in MOMENTS
     signal: signal.Signals
     victims: str  # "root", "last" or "all" ranks, "launcher" alone, or "everything": loader workers too
     killed_after: float | None  # seconds after a polite signal; None: the run may take its time
@@ -41,23 +41,23 @@ class Blow:
 class Plan:
     """One trial, drawn before it begins."""
 
-    stays: bool  # one launcher from beginning to end: bit for bit
-    save_every: int  # updates
-    keep: int  # checkpoints
+    stays: bool  # the launcher never changes, so that the result must be equal bit for bit
+    save_every: int  # updates between saves
+    keep: int  # number of newest checkpoints that are kept
     num_workers: int
     blows: list[Blow]
-    last: Launcher  # finishes what is left
+    last: Launcher  # the launcher of the last start, which finishes the run
 
     @property
     def flags(self) -> list[str]:
-        """Of train_vae.py."""
+        """Flags of train_vae.py."""
         numbers = {"--save_every_n_steps": self.save_every, "--keep_n_checkpoints": self.keep}
         numbers["--num_workers"] = self.num_workers
         return [text for name, number in numbers.items() for text in (name, str(number))]
 
 
 def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
-    """The same for the same arguments."""
+    """Draw the plan of a trial; equal arguments give equal plans."""
     draw = random.Random(f"{seed}/{trial}")
     every = [each for name in names for each in _stages(name, 1 if name == "python" else 2)]
     random.Random(seed).shuffle(every)
@@ -77,8 +77,8 @@ def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
             killed_after = draw.uniform(0, 0.2) if draw.random() < 0.4 else None
             return Blow(start, moment, after, delay, draw.choice(POLITE), draw.choice(victims), killed_after)
         if moment == "save":
-            delay **= 3  # most blows fall in its first milliseconds: more than a few it does not take
-            victims = [victim for victim in victims if victim != "last"]  # the root alone saves
+            delay **= 3  # most blows fall in the first milliseconds, because a save takes only a few
+            victims = [victim for victim in victims if victim != "last"]  # only the root saves
         victims += ["everything"] if start.name == "python" else ["everything", "launcher"]
         return Blow(start, moment, after, delay, signal.SIGKILL, draw.choice(victims), None)
 

@@ -1,4 +1,4 @@
-"""Embeddings outside of training, computed in parts that need no more memory than training."""
+"""Embeddings outside of training, computed in parts so that they need no more memory than training."""
 
 from __future__ import annotations
 

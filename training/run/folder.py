@@ -17,7 +17,7 @@ from ..files import hold, read_json, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
-# Data order, split and noise depend on the seed: with another one a resumed run would not continue the old one.
+# Data order, split and noise depend on the seed: with another seed, a resumed run would not continue the old run.
 _OF_THE_RUN = ("seed",)
 
 
