@@ -59,7 +59,8 @@ def test_the_log_of_twenty_updates_is_that_of_one_process(launcher: Launcher, jo
 def test_without_equal_bits_the_first_updates_agree_to_rounding(jobs: Jobs) -> None:
     """Two processes that accumulate agree with one process that has the whole batch at once. A code jumps if rounding
     changes a sign, and Adam makes full steps even from tiny gradients. Hence the learning rate is small, and only the
-    updates up to the third one with the discriminator are compared. (At the default rate, runs agree only with --batch_parts.)"""
+    updates up to the third one with the discriminator are compared. (At the default rate, runs agree only with
+    --batch_parts.)"""
     for quantizer in QUANTIZERS:
         ours, expected = (lines(jobs.output(who, "rounded", f"vqgan-{quantizer}")) for who in (TWO, ONE_PROCESS))
         for line, reference in list(zip(ours, expected, strict=True))[:9]:

@@ -26,8 +26,8 @@ class RandomState:
         return {"generators": gathered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this process's generators. A generator keeps its seed if the checkpoint has no state for it, because the
-        number of processes or the device has changed."""
+        """Restore this process's generators. A generator keeps its seed if the checkpoint has no state for it,
+        because the number of processes or the device has changed."""
         for name, setter in self._setters().items():
             states = state["generators"].get(name)
             if states is not None and states.shape[0] == self._processes.world_size:
