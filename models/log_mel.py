@@ -114,8 +114,8 @@ def _decibels(power: Tensor) -> Tensor:
 def mel_edges(n_mels: int, fmin: float, fmax: float) -> list[float]:
     """The n_mels + 2 edges of the triangular filters in Hz: filter i goes from edge i through i + 1 to i + 2.
 
-    The edges are evenly spaced on the mel scale of Slaney's Auditory Toolbox (1998): 3/200 mel per Hz up to 1 kHz, above
-    it 27 mel for each factor of 6.4.
+    The edges are evenly spaced on the mel scale of Slaney's Auditory Toolbox (1998): 3/200 mel per Hz up to 1 kHz and
+    27 mel for each factor of 6.4 above.
     """
 
     def mel(hz: float) -> float:

@@ -154,7 +154,7 @@ class MuLaN(Pretrained):
         return self._audio_latents(waveforms, None)[:, 0]
 
     def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Tokens int64 (b, t), of which the first ``lengths`` (b,) of each row count -> unit vectors (b, dim_latent)."""
+        """Tokens int64 (b, t), of which the first ``lengths`` (b,) of a row count -> unit vectors (b, dim_latent)."""
         return self._text_latents(tokens, lengths)[:, 0]
 
     def spectrogram(self, waveforms: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from .signs import code_signs, exact_log2, sign_codes
 class LookupFreeQuantizer(Quantizer):
     """Maps each channel to its sign: the codebook is the 2^d corners of a cube (Yu et al. 2024, MAGVIT-2, section 3.1).
 
-    Losses: ``commitment`` is mean (z - sg q)^2 (sg: stop-gradient); ``entropy`` is H_sample - diversity_gamma H_batch in
-    nats, with p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of
+    Losses: ``commitment`` is mean (z - sg q)^2 (sg: stop-gradient); ``entropy`` is H_sample - diversity_gamma H_batch
+    in nats, with p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of
     sigmoid(4 inv_temperature z_b c_b).
 
     Args:
