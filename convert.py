@@ -22,11 +22,11 @@ from typing import Any
 
 from training.flags.parser import ArgumentParser
 
-# PyTorch takes seconds to import: functions import it, and models, after the arguments are known to be right.
+# Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
 
 def vae_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_vae.py builds a DiscreteVAE of these arguments; ValueError where it cannot."""
+    """The flags with which train_vae.py builds a DiscreteVAE of these arguments; ValueError if it cannot."""
     if config["channels"] not in (3, 4):
         raise ValueError(f"train_vae.py trains on 3 or 4 channels, this model has {config['channels']}")
     check_normalization(config, "train_vae.py")
@@ -35,7 +35,7 @@ def vae_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_normalization(config: Mapping[str, Any], target: str) -> None:
-    """Refuse a DiscreteVAE of another normalisation than the default, which is the only one that ``target`` knows."""
+    """Raise a ValueError if a DiscreteVAE does not have the default normalisation: ``target`` supports no other."""
     from models import DiscreteVAE
 
     default = DiscreteVAE(num_tokens=1, codebook_dim=1, hidden_dim=1, channels=config["channels"])
@@ -44,7 +44,7 @@ def check_normalization(config: Mapping[str, Any], target: str) -> None:
 
 
 def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_vqgan.py builds a VQGAN of these arguments; ValueError where it cannot."""
+    """The flags with which train_vqgan.py builds a VQGAN of these arguments; ValueError if it cannot."""
     if config["channels"] != 3:
         raise ValueError(f"train_vqgan.py trains on 3 channels, this model has {config['channels']}")
     flags = {name: value for name, value in config.items() if name != "channels" and value is not None}
@@ -69,7 +69,7 @@ SCRIPTS = (
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("convert.py", "Look at trained weights, and convert them from one form to another.")
-    parser.usage = None  # argparse's own
+    parser.usage = None  # None makes argparse generate the usage line
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(run: Callable[[argparse.Namespace], None], name: str, text: str) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ def build_parser() -> ArgumentParser:
 
 
 def find(path: Path) -> tuple[str, Path]:
-    """The kind of ``path`` ("file", "checkpoint" or "model"), and where it is: for a run, its newest checkpoint."""
+    """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint."""
     from models.files.pretrained import CONFIG_FILE
     from training.checkpoints.store import latest_checkpoint
 
@@ -111,7 +111,7 @@ def find(path: Path) -> tuple[str, Path]:
             return kind, path
     if latest := latest_checkpoint(path / "checkpoints"):
         return "checkpoint", latest
-    for folder in (path / "model", path / "init"):  # its checkpoints were deleted, or training has not started
+    for folder in (path / "model", path / "init"):  # the checkpoints were deleted, or training has not started
         if (folder / CONFIG_FILE).is_file():
             return "model", folder
     missing = "" if path.exists() else " it does not exist;"
@@ -119,7 +119,7 @@ def find(path: Path) -> tuple[str, Path]:
 
 
 def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts and metadata of a checkpoint. Tensors are read on use; ``verify`` reads all files to compare checksums."""
+    """Parts and metadata of a checkpoint. Tensors are read when used; ``verify`` compares the checksums of files."""
     from models.files.errors import one_line
     from training.checkpoints.store import read_checkpoint
 
@@ -127,7 +127,7 @@ def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, A
         if odd := [path for path in folder.iterdir() if not path.is_file()]:
             raise ValueError(f"{odd[0]} is not a regular file")
         parts, meta = read_checkpoint(folder, verify=verify)
-    except RuntimeError as error:  # a file too large to be mapped
+    except RuntimeError as error:  # a file is too large to be mapped into memory
         raise ValueError(f"cannot read the checkpoint {folder}: {one_line(error)}") from None
     for name, part in parts.items():
         if not isinstance(part, dict):
@@ -156,7 +156,8 @@ def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
 
 
 def load_checkpoint(folder: Path, which: str) -> Any:
-    """The model in a checkpoint: "ema", "online", or "best", which is the average where there is one."""
+    """The model in a checkpoint, with the weights ``which``: "ema" (their moving average), "online" (as trained), or
+    "best", which means the moving average if there is one, and else the weights as trained."""
     from models.files.building import build_with_weights, check_arguments
     from models.files.errors import one_line
 
@@ -236,7 +237,8 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
 
 
 def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Facts as lines of text. Mappings below the third level, such as a resolved configuration, need --json."""
+    """Facts as lines of text. Mappings below the third level, such as a resolved configuration, are left out: only
+    --json shows them."""
     for key, value in facts.items():
         if isinstance(value, dict) and len(indent) < 4:
             yield f"{indent}{key}:"

@@ -1,13 +1,14 @@
-"""Use a trained MuLaN: an index of the embeddings of sound files, search in it by words or by sound, and the codes of
-embeddings that MusicLM is conditioned on.
+"""Use a trained MuLaN: build an index of the embeddings of sound files, search the index by words or by sound, and
+compute the codes of embeddings on which MusicLM is conditioned.
 
     python embed.py --model runs/mulan/model --audio sounds/ --output index/
     torchrun --nproc_per_node 8 embed.py --model runs/mulan/model --audio sounds/ --output index/     # or any launcher
     python embed.py --model runs/mulan/model --index index/ --query "a slow low sine wave" --query some.wav
-    python embed.py --index index/ --fit_quantizer quantizer/      # then the codes of all that is in the index:
+    python embed.py --index index/ --fit_quantizer quantizer/      # then the codes of all embeddings:
     python embed.py --index index/ --quantizer quantizer/
 
-Any number of processes writes the same bytes. Run the same command again to go on after an interruption.
+The files are the same, byte for byte, for any number of processes. Run the same command again to continue after an
+interruption.
 data/stores/embeddings.py says what is in index/, and how to load it in two lines.
 """
 
@@ -26,7 +27,7 @@ from training.flags.inference import add_computation_arguments, add_output_argum
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages
 
-if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
     from models import MuLaN, ResidualQuantizer
@@ -38,7 +39,7 @@ NEEDS = {
     "query": ("top_k", "json"),
     "fit_quantizer": ("num_quantizers", "codebook_size", "quantizer_epochs"),
 }
-FIT_ROWS = 256  # embeddings per entry of a codebook, at most
+FIT_ROWS = 256  # --fit_quantizer uses at most this many embeddings per codebook entry
 
 
 def build_parser() -> ArgumentParser:
@@ -80,7 +81,8 @@ def build_parser() -> ArgumentParser:
 
 
 def load(kind: type[Model], folder: str, backend: distributed.Backend) -> tuple[Model, dict[str, Any]]:
-    """A model on the device of the run, and what identifies it. Raises ValueError where there is no such model."""
+    """A model on the device of the run, and the settings that identify it: its configuration and the checksum of its
+    weights. Raises ValueError if there is no such model."""
     from data.stores.output import sha256_of
     from models.files.pretrained import read_config, read_headers
 
@@ -94,7 +96,8 @@ def embedders(
     model: MuLaN, folder: str, backend: distributed.Backend
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[str], Tensor]]:
     """Two functions: waveforms (b, n) in [-1, 1] -> unit vectors (b, d), in the precision of the run; and a sentence ->
-    (d,), embedded alone, so that no other sentence changes its last bit. Results are fp32, on the CPU."""
+    its unit vector (d,). Each sentence is embedded in a batch of its own, so that its vector does not depend, to the
+    last bit, on other sentences. Results are fp32, on the CPU."""
     import torch
 
     from data.stores.search import tokens_of_query
@@ -115,7 +118,7 @@ def embedders(
 
 
 def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """A folder of sounds to an index; returns how many shards are left to do after a signal."""
+    """Write the index of a folder of sounds; returns how many shards are left to do after a signal."""
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
     from data.stores.embeddings import embedding_shards, write_embedding_index
@@ -147,7 +150,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
 
 
 def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Codebooks learned from an index, by the root alone: the same for any number of processes."""
+    """Learn codebooks from an index. Only the root process learns, so the number of processes does not change them."""
     import torch
 
     from data.stores.embeddings import read_embeddings
@@ -174,7 +177,7 @@ def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: S
 
 
 def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """The codes of all that is in an index; returns how many shards are left to do after a signal."""
+    """Write the codes of all embeddings of an index; returns how many shards are left to do after a signal."""
     import torch
 
     from data.stores.embeddings import CODES, quantized_shards, read_embeddings
@@ -199,7 +202,7 @@ def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say
 
 
 def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """The best matches of each query, by the root alone."""
+    """Print the best matches of each query. Only the root process searches."""
     import torch
 
     from data.sounds.decoding import ClipDecoder
@@ -215,7 +218,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             if not about.items() <= index.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
             decoder, how = ClipDecoder(model.config["sample_rate"], model.clip_samples), index.index
-            # Embed a sound as the index did, so that a sound which is in the index has the cosine 1.
+            # Embed a sound with the settings of the index, so that a sound which is in the index has the cosine 1.
             embed, embed_text = embedders(model, args.model, backend)
             embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])
             vectors = torch.stack([(embed_sound if is_sound(query) else embed_text)(query) for query in queries])
@@ -228,7 +231,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
 
 
 def stages_of(args: argparse.Namespace) -> list[Callable[..., int]]:
-    """What was asked for, in order. Raises UserMistake, in one line, about flags that lack another."""
+    """The stages that the flags ask for, in order. Raises UserMistake, in one line, if a flag lacks one it needs."""
     searching = bool(args.query or args.query_file)
     asked = {"audio": bool(args.audio), "query": searching, "fit_quantizer": bool(args.fit_quantizer)}
     args.index = args.index or args.output

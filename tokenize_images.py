@@ -1,4 +1,4 @@
-"""Write the codes of a folder of images with a trained tokenizer (DiscreteVAE or VQGAN), and make images of codes.
+"""Write the codes of a folder of images with a trained tokenizer (DiscreteVAE or VQGAN), or decode codes to images.
 
     python tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
     torchrun --nproc_per_node 8 tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
@@ -6,8 +6,9 @@
     horovodrun -np 8 python tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
     python tokenize_images.py --model runs/vqgan/model --decode codes/ --output images/
 
-All give the same bytes, whatever the number of processes and loader workers. Run the same command again to go on after
-an interruption. data/stores/codes.py says what is in codes/, and how to load it in two lines.
+The files are the same, byte for byte, for every launcher and any number of processes and loader workers. Run the same
+command again to continue after an interruption. data/stores/codes.py says what is in codes/, and how to load it in two
+lines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from training.flags.inference import add_computation_arguments, add_output_argum
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages
 
-if TYPE_CHECKING:  # PyTorch takes seconds to import: only after the arguments are known to be right
+if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
     import data
@@ -61,19 +62,19 @@ def build_parser() -> ArgumentParser:
 
 
 class Tokenizer(NamedTuple):
-    """What both kinds of model can do, in the precision and on the device of the run, and without gradients."""
+    """The operations of both kinds of model, in the precision and on the device of the run, without gradients."""
 
-    config: dict[str, Any]  # "model", the name of its class, and its constructor arguments
+    config: dict[str, Any]  # "model": the name of its class; the other keys: its constructor arguments
     weights_sha256: str
     num_codes: int
     image_size: int
     channels: int
     encode: Callable[[Tensor], Tensor]  # images (b, c, h, w) in [0, 1] -> codes int64 (b, h', w')
-    decode: Callable[[Tensor], Tensor]  # and back, about [0, 1]
+    decode: Callable[[Tensor], Tensor]  # codes -> images, about in [0, 1]
 
 
 def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
-    """Open a model's folder. Raises ValueError, in one line, where there is no such model."""
+    """Open a model's folder. Raises ValueError, in one line, if there is no such model."""
     import torch
 
     from data.stores.output import sha256_of
@@ -108,7 +109,7 @@ def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
 
 
 def grid_of(tokenizer: Tokenizer, image_size: int, backend: distributed.Backend) -> list[int]:
-    """[h', w'] of the codes of images of this size. Raises ValueError, in one line, where the model takes no such."""
+    """[h', w'] of the codes of images of this size. Raises ValueError, in one line, if the model does not take them."""
     import torch
 
     if image_size != tokenizer.image_size and tokenizer.config["model"] == "DiscreteVAE":
@@ -121,9 +122,10 @@ def grid_of(tokenizer: Tokenizer, image_size: int, backend: distributed.Backend)
 
 
 def computation(args: argparse.Namespace, backend: distributed.Backend, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What codes depend on beside the images. With another batch size or number of threads, CPUs choose other kernels,
-    whose latents were seen to differ by 1e-6, and now and then another code is the nearest. Neither the place of an
-    image in a batch nor the other images matter, so all batches are padded to one size."""
+    """The settings that codes depend on besides the images. With another batch size or number of threads, a CPU chooses
+    other kernels, whose latents were seen to differ by 1e-6; occasionally, that makes another code the nearest. All
+    batches are padded to one size, because at a fixed size neither the place of an image in its batch nor the other
+    images change its codes."""
     return {
         "config": tokenizer.config, "weights_sha256": tokenizer.weights_sha256, "batch_size": args.batch_size,
         "precision": backend.options.precision, **kernel_settings(args, backend),
@@ -131,7 +133,7 @@ def computation(args: argparse.Namespace, backend: distributed.Backend, tokenize
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """A folder of images to a folder of codes; returns how many shards are left to do after a signal."""
+    """Encode a folder of images to a folder of codes; returns how many shards are left to do after a signal."""
     import torch
 
     import data
@@ -176,7 +178,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """A folder of codes to a folder of PNG images; returns how many shards are left to do after a signal."""
+    """Decode a folder of codes to a folder of PNG images; returns how many shards are left to do after a signal."""
     from data.stores.codes import read_codes
     from data.stores.output import OutputFolder
     from data.stores.pngs import decode_shard, png_files

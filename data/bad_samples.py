@@ -23,7 +23,7 @@ class BadSample:
 
 
 class BadSampleLog:
-    """The bad samples met so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
+    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
@@ -35,7 +35,7 @@ class BadSampleLog:
         return len(self._samples)
 
     def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
-        """Remember `samples`; returns those that were not known yet, each once."""
+        """Remember `samples`; returns those that were not known before, each once."""
         new = []
         for sample in samples:
             if sample.index not in self._samples:
@@ -44,12 +44,12 @@ class BadSampleLog:
         return new
 
     def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
-        """`add` what all processes met; every process returns the same. Collective, through `gather_objects`."""
+        """`add` the samples of all processes; every process returns the same. Collective, through `gather_objects`."""
         by_rank = gather_objects([astuple(sample) for sample in samples])
         return self.add(BadSample(*sample) for met in by_rank for sample in met)
 
     def check(self) -> None:
-        """Raise ValueError where more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
+        """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
         tolerated = max(0.01 * self.n_samples, min(10, math.ceil(0.1 * self.n_samples)))
         if self.count <= tolerated:
             return
@@ -65,10 +65,10 @@ class BadSampleLog:
         return {"samples": [list(astuple(sample)) for sample in self._samples.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is known by `state`."""
+        """Replace the known bad samples by those of `state`."""
         self._samples = {index: BadSample(index, path, reason) for index, path, reason in state["samples"]}
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed: for an OSError what the system says, without the path, else the error's own text."""
+    """Why something failed: for an OSError, the system's message without the path; else the text of the error."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""What this package asks of a set of samples, and of the processes that train or compute together."""
+"""The interfaces that this package needs: a set of samples, and the processes that train or compute together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Processes(Protocol):
-    """One of the processes, with the collectives of all; a `distributed.Backend` is one."""
+    """This process and the collectives of all processes; a `distributed.Backend` has this interface."""
 
     rank: int
     world_size: int
@@ -32,9 +32,9 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
-        """The sample, which depends on the set's seed and the arguments alone; on the epoch only with `augment`.
+        """The sample, which depends only on the set's seed and the arguments; on the epoch only with `augment`.
 
-        Raises OSError or ValueError, in one line, where it cannot be read.
+        Raises OSError or ValueError, in one line, if it cannot be read.
         """
         ...
 

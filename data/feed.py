@@ -20,21 +20,21 @@ BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
 
 
 class Feed(Generic[BatchType]):
-    """Opens a set, splits it by seed, and gives each process its part of every batch. Every process calls every method,
-    in the same order.
+    """Opens a set, splits it by seed, and gives each process its part of every batch. All processes must call the same
+    methods in the same order.
 
     A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that all entries can
     be cut into micro-batches alike; "positions" are the places of the samples in the global batch, "ids" their indices
     in the set.
 
     Args:
-        open_samples: Opens the set. It may raise ValueError on one process alone.
+        open_samples: Opens the set. It may raise ValueError on some processes only.
         args: batch_size, valid_fraction, seed (of the order), num_workers and on_bad_sample.
-        split_seed: Of the split into training and validation.
-        noun: What one sample is called: "image".
+        split_seed: Seed of the split into training and validation.
+        noun: What messages call one sample, such as "image".
 
     Raises:
-        UserMistake: one line, where there are no such samples or too few.
+        UserMistake: one line, if there are no such samples or too few.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Feed(Generic[BatchType]):
 
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
-        processes where nothing can be read."""
+        processes if nothing can be read."""
         self._validation = ValidationStream(self.samples, self.valid_set, **self._loading)
         order = {"seed": self._seed, "start_samples": start_samples}
         self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
             batch = next(self._batches)
-            # Inside the agreement, because reading the first batches may fail on one process alone.
+            # Inside the agreement, because reading the first batches may fail on some processes only.
             self._preview_batches = iter(self._validation) if len(self.valid_set) else iter([{**batch, "bad": []}])
             self._first_preview = next(self._preview_batches)
         self._unreported += self._first_preview["bad"]
@@ -81,13 +81,13 @@ class Feed(Generic[BatchType]):
         return self._received(batch)
 
     def validation(self) -> Iterator[BatchType]:
-        """The validation split once, over all processes together."""
+        """This process's part of one pass over the validation split."""
         return map(self._received, self._processes.each("validation data", self._validation))
 
     def preview(self, count: int) -> BatchType:
-        """A batch of at most `count` samples, the same on every process: the first of the validation split, the same at
-        every start, or of this start's first batch where there is no validation split. Called once, right after
-        `start`; raises what `start` raises."""
+        """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
+        are the same at every start; without a validation split, the first ones of this start's first batch. Call it
+        once, right after `start`; raises what `start` raises."""
         n_steps = self._validation.steps_holding(count)
         with self._processes.agreement():
             further = list(itertools.islice(self._preview_batches, max(n_steps - 1, 0)))
@@ -97,7 +97,7 @@ class Feed(Generic[BatchType]):
 
     def _beginning(self, batch: Mapping[str, Any], count: int) -> dict[str, Any]:
         """The samples of all processes' batches whose position is below `count`, on every process."""
-        # Gather only the samples that are shown: the whole batch would be far more data.
+        # Gather only the samples that are shown, because the whole batch is far more data.
         n_shown = sum(position < count for position in batch["positions"])
         shown = {key: value[:n_shown] for key, value in batch.items() if key != "bad"}
         lists = self._processes.gather_objects({k: v for k, v in shown.items() if isinstance(v, list)})
@@ -109,8 +109,8 @@ class Feed(Generic[BatchType]):
         }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say what any process could not read since the last call, each file once. Raises UserMistake where there are
-        too many to go on. Collective."""
+        """Say which files any process could not read since the last call, each file once. Raises UserMistake if they
+        are too many to continue. Collective."""
         for sample in self.bad_samples.share(self._unreported, self._processes.gather_objects):
             say(f"cannot read {sample}; the next {self.noun} takes its place")
         self._unreported.clear()
@@ -118,7 +118,7 @@ class Feed(Generic[BatchType]):
             self.bad_samples.check()
 
     def _received(self, batch: Mapping[str, Any]) -> BatchType:
-        """The batch without its bad samples, which wait to be reported, its tensors on the device."""
+        """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
         self._unreported += batch["bad"]
         entries = {key: value for key, value in batch.items() if key != "bad"}
         for key, value in entries.items():

@@ -1,4 +1,4 @@
-"""Random numbers as a function of a key: no state, the same in every process, on every machine and version of numpy."""
+"""Random numbers as a function of a key, without global state: equal in all processes, machines and numpy versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def derive_key(*parts: int | str) -> int:
 
 
 class Draws:
-    """An endless sequence of uniform numbers that depends on the key's parts alone (SplitMix64)."""
+    """An endless sequence of uniform numbers that depends only on the parts of its key (SplitMix64)."""
 
     def __init__(self, *parts: int | str) -> None:
         self._state = derive_key(*parts)

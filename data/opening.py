@@ -1,4 +1,4 @@
-"""What opening a set of samples takes: the files of a folder, the names of generated sets, optional packages."""
+"""Helpers to open a set of samples: the files of a folder, the names of generated sets, optional packages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
     """Relative paths ('/' between the parts) of the files below `folder` with such endings (lower case), sorted, and
     the number of other files. No file is opened.
 
-    Linked folders are followed, each real folder is visited once; names that begin with a dot are passed over.
-    Raises ValueError, in one line, where the folder is missing, no folder or not readable; it says that a folder of
-    `what` is wanted, or the set `demo`.
+    Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped.
+    Raises ValueError, in one line, if the folder is missing, no folder or not readable; the message asks for a folder
+    of `what`, or the set `demo`.
     """
     try:
         mode = os.stat(folder).st_mode
@@ -51,7 +51,7 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
 
 
 def nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:
-    """The error that says what is read and what is there instead."""
+    """The error for a folder without samples: it names the endings that are read and counts the other files."""
     return ValueError(
         f"no {what} in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
         f"files that end in {' '.join(endings)} are read, in the folder and in those below it"
@@ -59,7 +59,7 @@ def nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...
 
 
 def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
-    """Folder -> (device and inode, which identify it under any path; its entries without the hidden ones)."""
+    """Folder -> (device and inode, which identify the folder under any path; its entries without hidden ones)."""
     try:
         status = os.stat(path)
         with os.scandir(path) as entries:
@@ -69,10 +69,10 @@ def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
 
 
 def demonstration_size(spec: str, name: str, noun: str) -> int | None:
-    """How many samples the set `demo:<name>` or `demo:<name>:<number>` holds; None where `spec` names no demonstration.
+    """How many samples the set `demo:<name>` or `demo:<name>:<number>` holds; None if `spec` names no demonstration.
     `noun` is what messages call the samples.
 
-    Raises ValueError, in one line, where it names another demonstration or no number above 0.
+    Raises ValueError, in one line, if `spec` names another demonstration, or its number is not a positive integer.
     """
     if not spec.startswith(PREFIX):
         return None

@@ -11,7 +11,7 @@ _FEISTEL_ROUNDS = 8
 
 
 class Permutation:
-    """A shuffle of 0..n-1 that is a function of `key` alone and gives any of its places in O(1) time and memory.
+    """A shuffle of 0..n-1 that depends only on `key`; it computes the item at any place in O(1) time and memory.
 
     A balanced Feistel network (Luby and Rackoff 1988) permutes 0..4^k-1 for a 4^k >= n; a result outside 0..n-1 is
     sent through the network again until it is inside ("cycle walking", Black and Rogaway 2002): on average fewer than
@@ -21,7 +21,7 @@ class Permutation:
     def __init__(self, n: int, *key: int | str) -> None:
         assert n > 0, n
         self.n = n
-        # With 2 bits some shuffles of 5 items would be more likely than others.
+        # At least 3 bits, because with 2 some shuffles of 5 items would be more likely than others.
         self._half_bits = max(3, math.ceil((n - 1).bit_length() / 2))
         self._half_mask = (1 << self._half_bits) - 1
         self._round_keys = [derive_key(*key, "round", i) for i in range(_FEISTEL_ROUNDS)]
@@ -59,12 +59,12 @@ class Subset:
 def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Subset]:
     """Divide a data set of n samples by seed into (train, valid), disjoint and together complete.
 
-    valid holds max(ceil(fraction * n), at_least) samples, none where fraction is 0; `at_least` is the global batch.
-    Raises ValueError where fraction is not in [0, 1) or fewer than `at_least` samples remain to train on.
+    valid holds max(ceil(fraction * n), at_least) samples, none if fraction is 0; `at_least` is the global batch size.
+    Raises ValueError if fraction is not in [0, 1) or fewer than `at_least` samples remain to train on.
     """
     if not 0 <= fraction < 1:
         raise ValueError(f"--valid_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1")
-    share = math.ceil(fraction * n - 1e-9)  # 0.07 * 100 is 7.000000000000001 and means 7
+    share = math.ceil(fraction * n - 1e-9)  # 0.07 * 100 is 7.000000000000001, which must give 7
     n_valid = max(share, at_least) if fraction > 0 else 0
     n_train = n - n_valid
     if n_train < at_least:
@@ -78,16 +78,16 @@ def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Su
 
 
 class TrainingOrder:
-    """The endless order of training: every epoch is another shuffle of the subset, by (seed, epoch) alone."""
+    """The endless order of training: every epoch is another shuffle of the subset, given by (seed, epoch) only."""
 
     def __init__(self, subset: Subset, seed: int) -> None:
         self._subset, self._seed = subset, seed
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
-        """Samples seen so far -> (epoch, dataset index) of the sample that comes now.
+        """Number of samples seen so far -> (epoch, dataset index) of the next sample.
 
-        With `skip`, the sample so many places further on in the same epoch's order, which is read as a circle: the
-        substitutes of a sample that cannot be read.
+        With `skip`, the sample that many places later in the same epoch's order, which wraps around: the substitute for
+        a sample that cannot be read.
         """
         n = len(self._subset)
         epoch, place = divmod(position, n)
@@ -105,7 +105,7 @@ class ValidationOrder:
         self._subset = subset
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
-        """As TrainingOrder: position in 0..n-1 -> (0, dataset index)."""
+        """Position in 0..n-1 -> (0, dataset index); `skip` as in `TrainingOrder`."""
         return 0, self._subset[(position + skip) % len(self._subset)]
 
     def __len__(self) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 
 class PackedStrings:
-    """Strings in two flat buffers. Reading a list of str changes its reference counts, so every forked worker would end
-    up with a copy of its memory pages."""
+    """Strings in two flat buffers. Reading a list of str would change reference counts, and so make every forked worker
+    copy the memory pages of the list."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
@@ -17,7 +17,7 @@ class PackedStrings:
             self.append(string)
 
     def append(self, string: str) -> None:
-        """Add a string. One that is no valid UTF-8 must come from `os.fsdecode`."""
+        """Add a string. A string that is no valid UTF-8 must come from `os.fsdecode`."""
         self._bytes += os.fsencode(string)
         self._ends.append(len(self._bytes))
 

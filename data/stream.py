@@ -1,4 +1,4 @@
-"""Batches for one rank, loaded by worker processes; which sample stands where depends on the position alone."""
+"""Batches for one rank, loaded by worker processes; the sample at a place depends only on its position in the order."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MOST_TRIES = 100
 
 
 class Batch(TypedDict):
-    """images: uint8 (b, c, h, w); positions: of each sample inside the global batch; ids: dataset index really loaded;
-    bad: the samples that could not be read on the way."""
+    """images: uint8 (b, c, h, w); positions: place of each sample in the global batch; ids: dataset index of the sample
+    that was loaded; bad: the samples that could not be read while loading the batch."""
 
     images: Tensor
     positions: list[int]
@@ -30,7 +30,7 @@ class Batch(TypedDict):
     bad: list[BadSample]
 
 
-# Loaded samples -> the entries of a batch beside positions, ids and bad.
+# Loaded samples -> the entries of a batch other than positions, ids and bad.
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
@@ -40,16 +40,17 @@ def collate_images(images: Sequence[Tensor]) -> dict[str, Any]:
 
 
 class TrainingStream:
-    """This rank's part of every global batch, for ever: each epoch is another shuffle of the subset.
+    """This rank's part of every global batch, endlessly: each epoch is another shuffle of the subset.
 
-    batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Which sample
-    stands where depends on `subset` and `seed` alone. Begins at sample `start_samples` of the endless order, in O(1).
+    batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. The order of
+    the samples depends only on `subset` and `seed`. Begins at sample `start_samples` of the endless order, in O(1).
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
-    ValueError ("error"). ValueError too where of min(n, 100) samples in a row none can be read, or the subset is empty.
+    ValueError ("error"). Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
+    empty.
 
-    Yields a `Batch` where the samples are images; what `collate` gives takes the place of "images" for others, and
-    `noun` is what messages call them.
+    Yields a `Batch` if the samples are images; for other samples, the entries that `collate` makes replace "images".
+    `noun` is what messages call the samples.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class TrainingStream:
 
 
 class ValidationStream:
-    """This rank's part of the validation set, without augmentation; over all ranks every sample comes once.
+    """This rank's part of the validation set, without augmentation; the parts of all ranks hold every sample once.
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
-    at least one sample in each; the sizes of the parts are ragged. "positions" count through the whole set.
+    at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class ValidationStream:
         return self._n_steps
 
     def steps_holding(self, count: int) -> int:
-        """How many steps it takes until the first `count` samples have come, or all, where there are fewer."""
+        """The number of steps that hold the first `count` samples, or all samples if there are fewer."""
         return -(-min(count, self._n) * self._n_steps // max(self._n, 1))  # step i ends at sample n (i + 1) / n_steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -125,7 +126,7 @@ _Request = tuple[int, range]  # position of a batch's first sample in the order,
 
 @dataclass(frozen=True)
 class _Requests:
-    """One request per global batch, for ever."""
+    """One request per global batch, endlessly."""
 
     start: int
     batch_size: int

@@ -23,9 +23,9 @@ FILE = "tokenizer.json"
 class Tokenizer:
     """Sentences -> tokens (b, max_text_tokens) and how many of them count; see `open_tokenizer`.
 
-    Pickled, it is only its name and size: another process reads the file again. `vocab_size` is one more than the
-    largest token. `to_ids` makes of a sentence at most max_text_tokens tokens, those that mark start and end included.
-    `content` is that of its file; empty for the tokenizer of CLIP, which comes with a package.
+    A pickle holds only the tokenizer's name and size, so another process reads the file again. `vocab_size` is one more
+    than the largest token. `to_ids` turns a sentence into at most max_text_tokens tokens, including those that mark its
+    start and end. `content` is that of the tokenizer's file; empty for the tokenizer of CLIP, which is in a package.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]:
         """b sentences -> (int64 (b, max_text_tokens), padded with 0; the number of tokens that count, 1 or more each).
 
-        Of a longer sentence, the tokens after max_text_tokens are left out, and a mark of the end takes the last place
-        where the tokenizer has one. Raises ValueError where a sentence holds nothing that the tokenizer knows.
+        A longer sentence is cut to max_text_tokens; if the tokenizer has an end mark, it takes the last place. Raises
+        ValueError if a sentence holds nothing that the tokenizer knows.
         """
         tokens = torch.zeros(len(texts), self.max_text_tokens, dtype=torch.int64)
         lengths = []
@@ -56,7 +56,7 @@ class Tokenizer:
             Path(folder, FILE).write_bytes(self._content)
 
     def require_same(self, model_folder: str | os.PathLike[str]) -> None:
-        """Raise ValueError, in one line, where a model's folder holds another tokenizer's file, or none beside this."""
+        """Raise ValueError, in one line, if a model's folder holds another tokenizer's file, or lacks this one's."""
         path = Path(model_folder, FILE)
         theirs = path.read_bytes() if path.is_file() else b""
         if theirs != self._content:
@@ -70,7 +70,7 @@ class Tokenizer:
         return {"sha256": hashlib.sha256(self._content or self.name.encode()).hexdigest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, in one line, where a checkpoint was trained with another tokenizer."""
+        """Raise ValueError, in one line, if a checkpoint was trained with another tokenizer."""
         if dict(state) != self.state_dict():
             raise ValueError(
                 f"the checkpoint was trained with another tokenizer than --tokenizer {self.name}: its words would mean "
@@ -84,8 +84,8 @@ class Tokenizer:
 def open_tokenizer(spec: str, max_text_tokens: int) -> Tokenizer:
     """Open "clip" (49408 tokens; Radford et al. 2021, from the package open_clip) or a Hugging Face tokenizer.json.
 
-    Raises ValueError, in one line, where a package or the file is missing, or fewer tokens are allowed than mark the
-    start and the end.
+    Raises ValueError, in one line, if a package or the file is missing, or max_text_tokens leaves no room for a token
+    beside the marks of start and end.
     """
     if spec == _NAME_OF_CLIP:
         return _clip(max_text_tokens)
@@ -138,7 +138,7 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         content = Path(path).read_bytes()
         fast = Fast.from_str(content.decode())
         fast.no_padding()
-        fast.enable_truncation(max_text_tokens)  # the marks of start and end stay
+        fast.enable_truncation(max_text_tokens)  # this keeps the marks of start and end
         n_marks = fast.num_special_tokens_to_add(is_pair=False)
     except BaseException as error:  # the package raises plain Exception, and panics of its Rust code
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -151,7 +151,7 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
 
     def to_ids(text: str) -> list[int]:
         try:
-            ids: list[int] = fast.encode(text).ids  # one at a time: batches start threads, which a fork would lose
+            ids: list[int] = fast.encode(text).ids  # not as a batch, which starts threads that a fork would lose
         except Exception as error:  # the package has no class of its own for errors
             reason = " ".join(str(error).split())
             raise ValueError(f"the tokenizer {path!r} cannot read the text {text[:60]!r}: {reason}") from None

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-# A forked worker has one thread, so its signal mask holds for all of it, and it shares the lists of files.
+# A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.
 START_METHOD = "fork" if sys.platform == "linux" else None
 
 _LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
-# Every rank would print this warning; the user chose the number of workers.
+# Silence a warning about the number of workers: every rank would print it, and the user chose the number.
 warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 class Loader:
-    """What `load` makes of each request, in the order of the requests. Every pass over a loader begins anew.
+    """The result of `load` for each request, in the order of the requests. Every pass over a loader starts again.
 
-    `load` is pickled where workers are not forked; the main process raises its ValueError. `requests` may be endless.
-    Without workers this process loads. `keep_workers`: use the same ones for every pass.
+    `load` is pickled if workers are not forked; the main process raises its ValueErrors. `requests` may be endless.
+    With num_workers = 0, the main process loads. `keep_workers`: use the same workers for every pass.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Loader:
             multiprocessing_context=START_METHOD if num_workers else None,
             persistent_workers=keep_workers and num_workers > 0,
             pin_memory=pin_memory,
-            generator=torch.Generator(),  # else every pass would draw its base seed from the training's generator
+            generator=torch.Generator(),  # else each pass would draw its base seed from the global generator
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,7 +64,7 @@ class Loader:
 def load_groups(
     load: Callable[[Any], Any], groups: Sequence[Sequence[Any]], num_workers: int, *, pin_memory: bool = False
 ) -> Iterator[Iterator[Any]]:
-    """Groups of requests -> for each group an iterator over its results, to be used up before the next group.
+    """Groups of requests -> for each group an iterator over its results, to be exhausted before the next group.
 
     The other arguments are those of `Loader`.
     """
@@ -73,7 +73,7 @@ def load_groups(
 
 
 class _Requests(Dataset):
-    """An error comes back as a value: DataLoader would bury its text in a traceback."""
+    """Loads requests. Returns a ValueError as a value, because DataLoader would put its text inside a traceback."""
 
     def __init__(self, load: Callable[[Any], Any]) -> None:
         self._load = load
@@ -97,7 +97,8 @@ def _raised(result: Any) -> Any:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Workers forked inside never receive the signals meant for the main process, which receives them afterwards."""
+    """Block the signals that are meant for the main process, which receives them afterwards. Workers that are forked
+    inside inherit the mask and so never receive them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_MAIN_PROCESS)
     try:
         yield
@@ -106,7 +107,7 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _become_worker(worker_id: int) -> None:
-    """DataLoader's worker_init_fn: end when the main process says so or is gone."""
+    """DataLoader's worker_init_fn: make the worker end when the main process ends it or is gone."""
     if START_METHOD == "fork":
         threading.Thread(target=_end_with_the_main_process, daemon=True).start()
     else:  # torch's own handler ends the worker, and its loop looks for the main process every few seconds
@@ -114,7 +115,8 @@ def _become_worker(worker_id: int) -> None:
 
 
 def _end_with_the_main_process() -> None:
-    """A worker that outlived its rank would hold the rank's sockets open, and the other ranks would wait for it."""
+    """End this worker on the main process's SIGTERM, or if the main process is gone. A worker that outlived its rank
+    would keep the rank's sockets open, and the other ranks would wait for it."""
     main = multiprocessing.parent_process()
     assert main is not None
     while os.getppid() == main.pid:

@@ -15,7 +15,8 @@ LOGIT_SCALE = 8.0
 # there is a graph, but gradient caching computes features without one and again with one, and needs equal bits.
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# Added to a squared length, so that a zero vector has a gradient. Vectors of length 0.1 keep theirs to a relative 5e-7.
+# Added to a squared length, so that a zero vector has a finite gradient. The length of a normalised vector is then less
+# than 1, by 5e-7 if it was 0.1 before, and by less if it was longer.
 _EPSILON = 1e-8
 
 
@@ -25,7 +26,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """Vectors (..., d) over sqrt(|x|^2 + 1e-8), in fp32 or fp64: of length 1, and 0 with a finite gradient at 0."""
+    """Vectors (..., d) over sqrt(|x|^2 + 1e-8), in fp32 or fp64: of length 1; 0 stays 0, with a finite gradient."""
     x = at_least_fp32(x)
     return x * (x.square().sum(dim=-1, keepdim=True) + _EPSILON).rsqrt()
 
@@ -47,7 +48,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Tokens (b, n, dim) -> (b, n, dim), without the residual. The bias is added to the logits and broadcastable to
-        (b, heads, n, n); -inf hides a key, and each row must keep a key."""
+        (b, heads, n, n); -inf hides a key. Each row must leave at least one key visible."""
         qkv = rearrange(self.to_qkv(self.norm(x)), "b n (part h d) -> part b h n d", part=3, h=self.heads)
         (q, k), v = l2_normalize(qkv[:2]), qkv[2]
         q, k = (q * self.q_scale).to(v.dtype), (k * self.k_scale).to(v.dtype)
@@ -89,7 +90,7 @@ class Transformer(nn.Module):
         self.feed_forward = nn.ModuleList(FeedForward(dim) for _ in range(depth))
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> list[Tensor]:
-        """Tokens (b, n, dim) and the attention's bias -> the output (b, n, dim) of each layer, the last one last."""
+        """Tokens (b, n, dim) and the attention's bias -> the output (b, n, dim) of each layer, in order."""
         outputs = []
         for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
             x = x + attention(x, bias)

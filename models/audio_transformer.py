@@ -13,7 +13,8 @@ from .attention import Transformer
 
 
 class _PreciseLayerNorm(nn.LayerNorm):
-    """Computes in its input's precision, because powers exceed fp16, and returns its weights' precision."""
+    """LayerNorm in the precision of its input, because powers exceed the range of fp16; returns the precision of its
+    weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -23,8 +24,9 @@ class _PreciseLayerNorm(nn.LayerNorm):
 class PatchEmbedding(nn.Module):
     """Patches (b, n, p x p) -> (b, n, dim), normalised before and after (Kumar et al. 2023, "Dual PatchNorm").
 
-    The first norm removes the loudness of a patch, and so whether a sound fades or swells. Mean and standard deviation
-    of the patch are therefore added after it, through asinh: the identity for small values, a logarithm for powers.
+    The first norm removes the loudness of a patch, and with it whether a sound fades or swells. Mean and standard
+    deviation of the patch are therefore added after the norm, through asinh, which is about the identity for small
+    values and a logarithm for large ones, such as powers.
     """
 
     def __init__(self, patch_size: int, dim: int) -> None:
@@ -43,8 +45,8 @@ class PatchEmbedding(nn.Module):
 class RelativePositionBias(nn.Module):
     """A bias for each head and each displacement between two patches, computed by a small MLP.
 
-    Displacements go in as sign(d) ln(1 + |d|), so that longer clips than in training stay near the range that the MLP
-    was trained on (Liu et al. 2022, "Swin transformer V2", section 3.3).
+    The MLP gets a displacement d as sign(d) ln(1 + |d|), so that the inputs for clips longer than those of training
+    stay near the range that it was trained on (Liu et al. 2022, "Swin transformer V2", section 3.3).
     """
 
     def __init__(self, heads: int, hidden_dim: int) -> None:
@@ -67,12 +69,13 @@ class RelativePositionBias(nn.Module):
         displacements = displacements.to(torch.promote_types(dtype, torch.float32))
         displacements = displacements.sign() * displacements.abs().log1p()
         table = self.mlp(displacements.to(dtype))
-        # Patch (y, x) gets the place y (2 columns - 1) + x: each displacement is a different difference of places.
+        # Patch (y, x) gets the place y (2 columns - 1) + x, so that different displacements between patches are
+        # different differences between places.
         places = patches // columns * (2 * columns - 1) + patches % columns
         centre = (rows - 1) * (2 * columns - 1) + columns - 1
         index = places[:, :, None] - places[:, None, :] + centre
         bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
-        return bias.contiguous()  # one copy here, or each layer would make one
+        return bias.contiguous()  # copy once here; otherwise each layer would make a copy
 
 
 class AudioTransformer(nn.Module):
@@ -115,7 +118,7 @@ class AudioTransformer(nn.Module):
         return spectrograms[:, : rows * self.patch_size, : columns * self.patch_size]
 
     def forward(self, spectrograms: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Spectrograms (b, bands, frames) -> (b, 1 + hierarchical_layers, dim), [:, 0] of the final output.
+        """Spectrograms (b, bands, frames) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
 
         Args:
             noise: Uniform (b, patches): each sample keeps the patches with the smallest noise. None keeps all.

@@ -1,4 +1,4 @@
-"""What the convolutional tokenizers share."""
+"""Parts that the convolutional tokenizers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class ResBlock(nn.Module):
-    """Two halves of equal width, conv1, plus the input."""
+    """A residual block: two halves (made by ``half``) and a 1 x 1 convolution, whose result is added to the input."""
 
     def __init__(self, channels: int, half: Callable[[int], list[nn.Module]]) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ def as_square(codes: Tensor) -> Tensor:
     """Codes (b, s x s), row by row -> (b, s, s).
 
     Raises:
-        ValueError: a number of codes that fills no square.
+        ValueError: the number of codes is not a square.
     """
     side = math.isqrt(codes.shape[1])
     if side * side != codes.shape[1]:

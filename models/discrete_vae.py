@@ -32,9 +32,10 @@ class VAEOutput(NamedTuple):
 
 
 class Codebook(nn.Embedding):
-    """Rows (D,) of an embedding, looked up by code or mixed by weight.
+    """Codebook entries (D,), looked up by code or mixed by weight.
 
-    Both are calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module when it is called.
+    The look-up and the mixing are both calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module
+    when the module is called.
     """
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -60,8 +61,8 @@ class DiscreteVAE(Pretrained):
         straight_through: Decode hard codes, with the gradient of the soft codes.
         reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
         kl_div_loss_weight: Weight of the KL term in the loss.
-        normalization: Means and standard deviations per channel, or None for images as they are. A channel beyond
-            those named (alpha) gets 0 and 1, names beyond the channels are left out.
+        normalization: Means and standard deviations per channel, or None for no normalisation. A channel without
+            values (alpha) gets mean 0 and standard deviation 1; values beyond the last channel are ignored.
 
     Raises:
         ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
@@ -129,7 +130,7 @@ class DiscreteVAE(Pretrained):
         """Images (b, c, h, w) in [0, 1] through soft codes and back.
 
         Args:
-            noise: Standard Gumbel (b, num_tokens, s, s); None for none, which makes the pass deterministic.
+            noise: Standard Gumbel (b, num_tokens, s, s); None for no noise, which makes the pass deterministic.
             temperature: Temperature of the softmax over codes; None for the constructor's.
         """
         target = self._normalize(images)
@@ -150,7 +151,7 @@ class DiscreteVAE(Pretrained):
         """Codes (b, s x s) in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not clamped.
 
         Raises:
-            ValueError: a number of codes that fills no square.
+            ValueError: the number of codes is not a square.
         """
         embedded = rearrange(self.codebook(as_square(codes)), "b h w d -> b d h w")
         return self._denormalize(self.decoder(embedded).float())
@@ -184,7 +185,7 @@ class DiscreteVAE(Pretrained):
     def _kl_from_uniform(self, logits: Tensor) -> Tensor:
         """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
         if not self.kl_div_loss_weight:
-            logits = logits.detach()  # the KL is only reported: keep no memory for its gradient
+            logits = logits.detach()  # the KL is only reported, so its gradient needs no memory
         log_q = logits.log_softmax(dim=-1)
         return (log_q.exp() * log_q).sum(dim=-1).mean() + math.log(self.num_tokens)
 
@@ -203,7 +204,7 @@ class DiscreteVAE(Pretrained):
         """The model in a vae-final.pt, in eval mode. Runs no code from the file.
 
         Raises:
-            ValueError: one line, where the file is missing, hostile or of another model.
+            ValueError: one line, if the file is missing, hostile or of another model.
         """
         return cls._built(Path(path), *load_dalle_file(Path(path)))
 
@@ -214,7 +215,7 @@ class DiscreteVAE(Pretrained):
 
 
 def _half(channels: int) -> list[nn.Module]:
-    """Half a residual block."""
+    """Half of a residual block: a 3 x 3 convolution and a ReLU."""
     return [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
 
 

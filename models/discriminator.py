@@ -13,14 +13,14 @@ _LAST_KERNEL = 4  # side of the unpadded convolution that gives the logits
 class Discriminator(nn.Module):
     """Images to a grid of logits, positive where a patch looks real.
 
-    conv5, then ``layers`` halvings (conv4 of stride 2, GroupNorm, LeakyReLU) to dim, 2 dim, 4 dim, ... channels, then
-    conv1, LeakyReLU and an unpadded conv4. Weights start as PyTorch initialises convolutions. All operations can be
-    differentiated twice, as a gradient penalty needs.
+    A 5 x 5 convolution, then ``layers`` halvings (4 x 4 convolution of stride 2, GroupNorm, LeakyReLU) to dim, 2 dim,
+    4 dim, ... channels, then a 1 x 1 convolution, LeakyReLU and an unpadded 4 x 4 convolution. Weights start as PyTorch
+    initialises convolutions. All operations can be differentiated twice, as a gradient penalty needs.
 
     Args:
         dim: Channels after the first convolution and the first halving; they double with each further halving.
-        groups: Groups of the group normalisations. A layer whose channels they do not divide takes the greatest common
-            divisor.
+        groups: Groups of the group normalisations. A layer whose channels are no multiple of this number uses the
+            greatest common divisor of both.
 
     Raises:
         ValueError: a number that is not positive.
@@ -59,7 +59,7 @@ class Discriminator(nn.Module):
         return self.to_logits(self.layers(x)).float()
 
     def check_side(self, pixels: int) -> None:
-        """Raise a ValueError where images of this height or width are too small for one logit."""
+        """Raise a ValueError if images of this height or width are too small for one logit."""
         if pixels < self.smallest_side:
             needs = (
                 f"{len(self.layers) - 1} layers, which needs {self.smallest_side}; use larger images or fewer layers"

@@ -25,9 +25,9 @@ _LONGEST_FFT = 1 << 16
 class Spectrogram:
     """Waveforms (b, n) to log-mel spectrograms or to power spectra.
 
-    Frames are centred on multiples of the hop, the ends padded with silence, the window is a periodic Hann. Always
-    computed in fp32 (fp64 waveforms: fp64), whatever the precision of the model around it. It is not a module and has
-    no buffers, because some backends cast buffers.
+    Frames are centred on multiples of the hop, the ends are padded with silence, and the window is a periodic Hann.
+    Always computed in fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. This class is
+    not a module and has no buffers, because some backends cast buffers.
 
     Args:
         sample_rate: Sample rate in Hz.
@@ -37,7 +37,7 @@ class Spectrogram:
         fmin, fmax: Start of the lowest band and end of the highest, in Hz; None for half the sample rate.
         kind: "log_mel": bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]. "power": the
             n_fft / 2 + 1 squared magnitudes as they are.
-        min_frames: Shorter clips are padded with silence to this number of frames.
+        min_frames: Least number of frames; shorter clips are padded with silence.
 
     Raises:
         ValueError: one line that names the argument.
@@ -95,7 +95,7 @@ class Spectrogram:
         """The window (n_fft,) and the filters (bands, n_fft / 2 + 1), made once for each device and dtype."""
         key = device, dtype
         if key not in self._constants:
-            with torch.inference_mode(False):  # training uses the cached tensors too
+            with torch.inference_mode(False):  # training, too, uses these cached tensors
                 window = torch.hann_window(self.n_fft, periodic=True, dtype=torch.float64, device="cpu")
                 filters = torch.zeros(0, dtype=torch.float64, device="cpu")
                 if self.kind == "log_mel":
@@ -105,17 +105,17 @@ class Spectrogram:
 
 
 def _decibels(power: Tensor) -> Tensor:
-    """10 log10 of powers (b, ...), at most 80 below the largest of each clip."""
+    """10 log10 of powers (b, ...), raised to no less than 80 dB below the largest value of each clip."""
     decibels = 10 * power.clamp(min=_AMIN).log10()
     loudest = decibels.flatten(1).amax(dim=1)
     return decibels.maximum((loudest - _TOP_DB)[:, None, None])
 
 
 def mel_edges(n_mels: int, fmin: float, fmax: float) -> list[float]:
-    """The n_mels + 2 frequencies in Hz between which the triangles stand.
+    """The n_mels + 2 edges of the triangular filters in Hz: filter i goes from edge i through i + 1 to i + 2.
 
-    They are evenly spaced on the mel scale of Slaney's Auditory Toolbox (1998): 3/200 mel per Hz up to 1 kHz, above it
-    27 mel for each factor of 6.4.
+    The edges are evenly spaced on the mel scale of Slaney's Auditory Toolbox (1998): 3/200 mel per Hz up to 1 kHz and
+    27 mel for each factor of 6.4 above.
     """
 
     def mel(hz: float) -> float:
@@ -148,8 +148,8 @@ def _check_bands(sample_rate: int, n_fft: int, edges: list[float]) -> None:
 def spec_augment(spectrograms: Tensor, noise: Tensor, time_fraction: float, frequency_fraction: float) -> Tensor:
     """Zero one range of frames and one of bands in each spectrogram (Park et al. 2019, "SpecAugment").
 
-    A range has up to floor(fraction x size) rows; all lengths and all places are equally likely. Fractions are below 1,
-    so that at least one row remains.
+    A range has up to floor(fraction x size) frames or bands; all lengths and all places are equally likely. Fractions
+    are below 1, so that at least one frame and one band remain.
 
     Args:
         spectrograms: (b, bands, frames).
@@ -162,9 +162,9 @@ def spec_augment(spectrograms: Tensor, noise: Tensor, time_fraction: float, freq
 
 
 def _range(length_noise: Tensor, place_noise: Tensor, size: int, fraction: float) -> Tensor:
-    """Uniform noise (b,) for length and place -> bool (b, size), true in one range."""
+    """Uniform noise (b,) for length and place -> bool (b, size), true in one range of each row."""
     longest = min(int(fraction * size), size - 1)
-    # Noise below 1 becomes 1 when it is rounded to half precision.
+    # Clamp, because noise just below 1 becomes 1 when it is rounded to half precision.
     length = (length_noise.float() * (longest + 1)).floor().clamp(0, longest)
     places = size - length
     start = (place_noise.float() * (places + 1)).floor().clamp(min=0).minimum(places)

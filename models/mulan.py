@@ -19,7 +19,7 @@ MAX_SCALE = 100.0
 
 
 class MulanOutput(NamedTuple):
-    """Results of a forward pass, h = 1 + hierarchical_layers; index 0: the final output, index i: i layers below it."""
+    """Results of a forward pass; h = 1 + hierarchical_layers. Index 0 of h is the final output, i is i layers below."""
 
     audio: Tensor
     """(b, h, dim_latent), unit vectors in fp32 or fp64."""
@@ -32,7 +32,7 @@ class MulanOutput(NamedTuple):
 
 
 class _ClampedExp(torch.autograd.Function):
-    """exp(min(tau, ln 100)); its gradient is 0 only where gradient descent would raise a tau above ln 100 further."""
+    """exp(min(tau, ln 100)). The gradient is 0 only where gradient descent would raise a tau that is above ln 100."""
 
     @staticmethod
     def forward(ctx: Any, tau: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _ClampedExp(torch.autograd.Function):
 class Latents(nn.Module):
     """Features of each output of a tower (b, h, dim) -> unit vectors (b, h, dim_latent) in fp32 or fp64.
 
-    Autocast is off here: rounding errors of the latents are multiplied by the scale in the similarities.
+    Autocast is off here, because the similarities multiply rounding errors of the latents by the scale.
     """
 
     def __init__(self, outputs: int, dim: int, dim_latent: int) -> None:
@@ -137,12 +137,12 @@ class MuLaN(Pretrained):
 
         Args:
             waveforms: (b, n) in [-1, 1] at sample_rate.
-            tokens: int64 (b, t), t <= max_text_tokens. Tokens behind ``lengths`` are ignored.
+            tokens: int64 (b, t), t <= max_text_tokens. Tokens beyond ``lengths`` are ignored.
             lengths: int64 (b,), tokens of each caption.
-            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for neither of them.
+            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for no masks and no dropout.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: a shape that does not match these.
         """
         audio, text = self._audio_latents(waveforms, noise), self._text_latents(tokens, lengths)
         # Return a copy: some backends free the memory of a weight after the forward pass.
@@ -154,7 +154,7 @@ class MuLaN(Pretrained):
         return self._audio_latents(waveforms, None)[:, 0]
 
     def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Tokens int64 (b, t), the first lengths (b,) of each row -> unit vectors (b, dim_latent)."""
+        """Tokens int64 (b, t), of which the first ``lengths`` (b,) of a row count -> unit vectors (b, dim_latent)."""
         return self._text_latents(tokens, lengths)[:, 0]
 
     def spectrogram(self, waveforms: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Perceptual distances: images compared by the activations of a VGG16 that was trained on ImageNet.
 
-Its weights are never trained and never saved with a model. They come from files on this machine; nothing is downloaded.
+The weights of the VGG16 are never trained and never saved with a model. They come from files on this machine; nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _DEPTHS = (2, 2, 3, 3, 3)
 # For images in [0, 1]. LPIPS gives equivalent constants for images in [-1, 1].
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-# Published names of torchvision's trunk, and of the heads of LPIPS 0.1, which have two.
+# Names of the published files: the trunk, by torchvision, and the heads of LPIPS 0.1, of which there are two names.
 _TRUNK_FILE = "vgg16-397923af.pth"
 _HEADS_FILES = ("vgg_lpips.pth", "vgg.pth")
 
 
 class PerceptualLoss(nn.Module):
-    """Distance of images in the activations of VGG16, in fp32, under autocast too.
+    """Distance of images in the activations of VGG16, in fp32, even under autocast.
 
     "vgg": mean squared difference of the last convolution's output after its ReLU (Ledig et al. 2017, section 2.2.1).
     "lpips": LPIPS 0.1 (Zhang et al. 2018): squared differences of the unit-length activations of all five blocks,
@@ -61,10 +62,10 @@ class PerceptualLoss(nn.Module):
         return self.distances(reconstructions, images).mean()
 
     def distances(self, reconstructions: Tensor, images: Tensor) -> Tensor:
-        """Images (b, 3 or 1, h, w) in [0, 1] twice -> distance of each pair, fp32 (b,); 0 for equal images.
+        """Two batches of images (b, 3 or 1, h, w) in [0, 1] -> distance of each pair, fp32 (b,); 0 for equal images.
 
         Raises:
-            ValueError: images of less than 16 pixels, or of other channels.
+            ValueError: images with a side of less than 16 pixels, or with another number of channels.
         """
         with torch.autocast(images.device.type, enabled=False):
             with torch.no_grad():
@@ -122,14 +123,14 @@ def load_perceptual(
         kind: "vgg", "lpips", or "none".
         weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. Missing
             weights are searched in torch.hub's cache. "lpips" needs two files, or one with the weights of both.
-        side: Side of the images in pixels, to be checked; None where it is not known yet.
+        side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
 
     Returns:
         None for "none".
 
     Raises:
-        ValueError: one line, where the kind is unknown, images of that side are too small, or weights are missing,
+        ValueError: one line, if the kind is unknown, images of that side are too small, or weights are missing,
             damaged, hostile or of another network.
     """
     if kind == "none":
@@ -149,7 +150,7 @@ def load_perceptual(
         raise ValueError(_absence(kind, missing, searched))
     found = {ours[name]: tensor for name, tensor in found.items()}
     try:
-        with torch.random.fork_rng(devices=[]):  # initial weights draw random numbers, and are replaced
+        with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
             model = build_with_weights(lambda: PerceptualLoss(kind, widths), found)
     except ValueError as error:
         raise ValueError(f"the weights for --perceptual {kind} are of another network: {error}") from None
@@ -157,13 +158,13 @@ def load_perceptual(
 
 
 def _published_name(name: str) -> str:
-    """heads.2.weight -> lin2.model.1.weight, as LPIPS calls it; names of the trunk are torchvision's already."""
+    """heads.2.weight -> lin2.model.1.weight, LPIPS's name of it; a name of the trunk, which is torchvision's, stays."""
     part, index, kind = name.split(".")
     return f"lin{index}.model.1.{kind}" if part == "heads" else name
 
 
 def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
-    """Paths where weights may be, in the order of search; ValueError where a path was named and is not there."""
+    """Paths that may hold the weights, in the order of search. Raises ValueError if ``weights`` does not exist."""
     names = [_TRUNK_FILE, *(_HEADS_FILES if kind == "lpips" else ())]
     in_cache = [Path(torch.hub.get_dir()) / "checkpoints" / name for name in names]
     if weights is None:

@@ -1,4 +1,4 @@
-"""A bidirectional transformer over a caption; its output is that of a class token (Devlin et al. 2019, "BERT")."""
+"""A bidirectional transformer over a caption, read out at a class token (Devlin et al. 2019, "BERT")."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class TextTransformer(nn.Module):
             nn.init.normal_(weight, std=_INIT_STD)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim), [:, 0] of the final output.
+        """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
 
         Args:
-            lengths: int64 (b,), tokens of each caption. Tokens behind them are ignored.
+            lengths: int64 (b,), number of tokens of each caption. Tokens beyond it are ignored.
 
         Raises:
-            ValueError: shapes that do not fit, more than max_tokens columns or, on the CPU, a token outside of the
-                vocabulary. On a GPU this check would wait for the device; there the look-up stops the process.
+            ValueError: tokens or lengths of another shape, more than max_tokens columns or, on the CPU, a token outside
+                the vocabulary. On a GPU this check would have to wait for the device, so it is left out; there the
+                embedding look-up stops the process.
         """
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             shapes = f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}"

@@ -15,7 +15,7 @@ from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import make_quantizer
 
 _SLOPE = 0.1  # negative slope of every LeakyReLU
-_MOST_GROUPS = 16  # of a GroupNorm: the greatest common divisor of 16 and the channels
+_MOST_GROUPS = 16  # a GroupNorm has as many groups as the greatest common divisor of 16 and the channels
 
 
 class VQGANOutput(NamedTuple):
@@ -43,15 +43,15 @@ class VQGAN(Pretrained):
             list with a number for each level, finest first.
         quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``.
         codebook_size: Codes in the codebook.
-        codebook_dim: Width of a codebook entry, where the quantizer does not fix it (vq, ibq).
+        codebook_dim: Width of a codebook entry, if the quantizer does not fix it (vq, ibq).
         diversity_gamma: Weight of the batch's entropy in the entropy loss (lfq, bsq, ibq).
         inv_temperature: Inverse temperature of the soft assignment in the entropy loss (lfq, bsq).
-        fsq_levels: Levels of each channel of fsq; None for the published ones for codebook_size.
+        fsq_levels: Levels of each channel of fsq; None for the levels published for codebook_size.
         vq_decay: Decay of the codebook's moving averages (vq).
         vq_cosine: Choose the nearest entry by angle (vq).
 
     Raises:
-        ValueError: a size that does not divide, or a codebook size that the quantizer cannot have.
+        ValueError: image_size is no multiple of 2^num_layers, or the quantizer cannot have the codebook size.
     """
 
     not_in_the_weights = frozenset(("image_size", "diversity_gamma", "inv_temperature", "vq_decay"))
@@ -131,11 +131,11 @@ class VQGAN(Pretrained):
         return self.quantizer.codes(self._encode(images))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes (b, h', w'), or (b, n) of a square grid row by row -> images fp32 (b, c, h, w), about [0, 1] and not
-        clamped.
+        """Codes (b, h', w'), or codes (b, n) of a square grid, row by row -> images fp32 (b, c, h, w), about [0, 1] and
+        not clamped.
 
         Raises:
-            ValueError: a number of codes that fills no square.
+            ValueError: codes (b, n) whose n is not a square.
         """
         if codes.dim() == 2:
             codes = as_square(codes)
@@ -155,12 +155,12 @@ class VQGAN(Pretrained):
 
 
 def _leaky_half(channels: int) -> list[nn.Module]:
-    """Half a block of the encoder: conv3, GroupNorm, LeakyReLU."""
+    """Half a block of the encoder: 3 x 3 convolution, GroupNorm, LeakyReLU."""
     return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), nn.LeakyReLU(_SLOPE)]
 
 
 def _gated_half(channels: int) -> list[nn.Module]:
-    """Half a block of the decoder: conv3 to twice the width, GLU (Dauphin et al. 2017), GroupNorm."""
+    """Half a block of the decoder: 3 x 3 convolution to twice the width, GLU (Dauphin et al. 2017), GroupNorm."""
     return [nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GLU(dim=1), _group_norm(channels)]
 
 

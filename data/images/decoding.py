@@ -1,4 +1,4 @@
-"""From an image file to a square uint8 tensor, fast; and its random changes in training."""
+"""Fast decoding of an image file to a square uint8 tensor, and the random flip for training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..hashing import derive_key
 
-# Recognised by content, not by name. The list is short, because Pillow would start Ghostscript on a PostScript file.
+# Formats are recognised by content, not by name. Not all of Pillow's are allowed: PostScript would start Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -26,16 +26,16 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# Every worker of every rank would print Pillow's warnings about metadata and size; bad images are reported anyway.
+# Silence Pillow's warnings about metadata and size: every worker would print them, and bad images are reported anyway.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode_image(path: str, image_size: int, channels: int) -> Tensor:
     """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped.
 
-    channels 3: RGB, what is transparent shows white; channels 4: RGBA, opaque where the file has no alpha.
-    Raises OSError where the file cannot be opened and ValueError, in one line, where its content cannot be decoded;
-    Pillow refuses more than 179 million pixels, as a decompression bomb.
+    channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha.
+    Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
+    more than 179 million pixels, which Pillow refuses as a decompression bomb.
     """
     with open(path, "rb") as file:
         try:
@@ -50,7 +50,7 @@ def decode_image(path: str, image_size: int, channels: int) -> Tensor:
 
 
 def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
-    """Image (c, h, w), mirrored left to right in half of the draws, which depend on (seed, epoch, index) alone."""
+    """Image (c, h, w), mirrored left to right in half of the draws, which depend only on (seed, epoch, index)."""
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
@@ -59,7 +59,7 @@ def _decode(file: BinaryIO, size: int) -> Image.Image:
     with Image.open(file, formats=_FORMATS) as image:
         width, height = _decode_small(image, size)
         square = _resize_and_crop(_resizable(image), width, height, size)
-        orientation = _orientation(image)  # read last: for a PNG it decodes the pixels, and ignores errors there
+        orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
     return square.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else square
 
 
@@ -71,7 +71,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _decode_small(image: Image.Image, size: int) -> tuple[float, float]:
-    """Decode a JPEG at 1/2, 1/4 or 1/8 where both sides remain >= size -> the exact (width, height) of the result.
+    """Set a JPEG to be decoded at 1/2, 1/4 or 1/8 if both sides remain >= size -> the exact (width, height) then.
 
     The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
     """
@@ -91,7 +91,7 @@ def _resizable(image: Image.Image) -> Image.Image:
 
 
 def _resize_and_crop(image: Image.Image, width: float, height: float, size: int) -> Image.Image:
-    """Resize the centred square of width x height pixels to (size, size). Pillow weighs RGBA by its alpha."""
+    """Resize the centred square of width x height pixels to (size, size). Pillow weights RGBA by alpha."""
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))

@@ -1,4 +1,4 @@
-"""Images in their own order, each once, in batches of one shape, for models that encode them."""
+"""Batches of one shape that hold each image of a set once, in the order of the set, for models that encode images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sets import Images
 
 
 class SequenceBatch(TypedDict):
-    """images: uint8 (batch_size, c, h, w); rows: those that hold an image, the rest is 0; bad: what cannot be read."""
+    """images: uint8 (batch_size, c, h, w); rows: those that hold an image, others are 0; bad: the unreadable images."""
 
     images: Tensor
     rows: list[int]
@@ -26,10 +26,11 @@ class SequenceBatch(TypedDict):
 def image_batches(
     images: Images, ranges: Sequence[range], *, batch_size: int, num_workers: int = 0, pin_memory: bool = False
 ) -> Iterator[Iterator[SequenceBatch]]:
-    """Ranges of indices -> for each range an iterator over its batches, to be used up before the next; unaugmented.
+    """Ranges of indices -> for each range an iterator over its batches, to be exhausted before the next; unaugmented.
 
-    Row i of a batch belongs to the i-th index of its part of the range, whatever else can be read, and every batch has
-    `batch_size` rows: so what a model makes of an image depends on nothing but the range and the batch size.
+    Row i of a batch belongs to the i-th index of its part of the range, even if other images cannot be read, and every
+    batch has `batch_size` rows. So a model's output for an image depends only on the image, the range and the batch
+    size.
     """
     parts = [[indices[i : i + batch_size] for i in range(0, len(indices), batch_size)] for indices in ranges]
     load = functools.partial(_load_batch, images, batch_size)
@@ -54,8 +55,9 @@ def _load_batch(images: Images, batch_size: int, indices: range) -> SequenceBatc
 def map_images(
     batches: Iterable[SequenceBatch], function: Callable[[Tensor], Tensor], device: torch.device
 ) -> tuple[list[Tensor], list[BadSample]]:
-    """Apply `function` to batches of images (b, c, h, w) in [0, 1] on the device -> for each batch its rows (n, ...) of
-    the images that can be read, on the CPU; and what cannot be read. Row i of a result must depend on image i alone."""
+    """Apply `function` to batches of images (b, c, h, w) in [0, 1] on the device -> for each batch the
+    results (n, ...) of its readable images, on the CPU; and the unreadable images. Row i of the output of `function`
+    must depend only on image i."""
     results, bad = [], []
     for batch in batches:
         bad += batch["bad"]

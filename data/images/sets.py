@@ -20,14 +20,14 @@ class Images(Samples, Protocol):
     """A numbered set of images, uint8 (channels, image_size, image_size)."""
 
     def name(self, index: int) -> str:
-        """What stands for the image in an index: its path below the folder, '/' between the parts."""
+        """The name of the image in an index: its path relative to the folder, with '/' between the parts."""
         ...
 
 
 class ImageFolder:
     """Every image below a folder, flat or nested, in the order of the relative path. See `Images` for the methods.
 
-    Raises ValueError, in one line, where the folder is missing, no folder, not readable or holds no image.
+    Raises ValueError, in one line, if the folder is missing, no folder, not readable or holds no image.
     """
 
     def __init__(self, folder: str, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0) -> None:
@@ -58,7 +58,7 @@ def open_images(
     """Open `demo:shapes` (also None), `demo:shapes:<number of images>` or a folder of images.
 
     channels: 3 (RGB) or 4 (RGBA). flip: half of the augmented images are mirrored left to right.
-    Raises ValueError, in one line, where there is no such set.
+    Raises ValueError, in one line, if there is no such set.
     """
     if channels not in (3, 4):
         raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {channels}")

@@ -24,7 +24,7 @@ COLOURS = {
     "red": (214, 40, 44), "orange": (242, 135, 30), "yellow": (250, 222, 60), "green": (40, 175, 70),
     "cyan": (70, 210, 220), "blue": (40, 84, 210), "purple": (128, 58, 180), "pink": (236, 88, 160),
 }  # fmt: skip
-SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; captions leave the middle size unsaid
+SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; captions do not mention the middle size
 PLACES = {
     "top left": (0.25, 0.25), "at the top": (0.5, 0.25), "top right": (0.75, 0.25),
     "on the left": (0.25, 0.5), "in the centre": (0.5, 0.5), "on the right": (0.75, 0.5),
@@ -33,7 +33,7 @@ PLACES = {
 
 
 def _far_apart(places: tuple[str, ...]) -> bool:
-    """Half a picture between any two, across or down: even large shapes do not touch."""
+    """Whether any two places are half a picture apart, across or down, so that not even large shapes touch."""
     pairs = itertools.combinations((PLACES[place] for place in places), 2)
     return all(max(abs(ax - bx), abs(ay - by)) >= 0.5 for (ax, ay), (bx, by) in pairs)
 
@@ -42,16 +42,16 @@ _ARRANGEMENTS = {n: [c for c in itertools.combinations(PLACES, n) if _far_apart(
 
 
 def _star(x: Array, y: Array) -> Array:
-    """Five points at radius 1, the notches between them at radius 0.45."""
+    """A star (see SHAPES) with five points at radius 1 and notches between them at radius 0.45."""
     fifth = 2 * math.pi / 5
-    angle = np.abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)  # one half of one point stands for all ten
+    angle = np.abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)  # by symmetry, all ten half points map to one
     along, across = np.hypot(x, y) * np.cos(angle), np.hypot(x, y) * np.sin(angle)
     notch_along, notch_across = 0.45 * math.cos(fifth / 2), 0.45 * math.sin(fifth / 2)
     edge = math.hypot(1 - notch_along, notch_across)
     return ((along - 1) * notch_across + across * (1 - notch_along)) / edge
 
 
-# (x, y) from the centre, y downwards -> distance outside (positive) or inside (negative) the outline; all in radii
+# (x, y) from the centre, y downwards -> distance to the outline, positive outside, negative inside; all in radii
 SHAPES: dict[str, Callable[[Array, Array], Array]] = {
     "circle": lambda x, y: np.hypot(x, y) - 1,
     "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.72) - 0.28,
@@ -85,7 +85,7 @@ class Item:
 
 
 class Shapes:
-    """`n` scenes of one to three shapes, with captions: functions of (seed, index). See `Images` for the methods."""
+    """`n` scenes of one to three shapes, with captions; each depends only on (seed, index). Methods: see `Images`."""
 
     def __init__(self, n: int, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0) -> None:
         self.n, self.image_size, self.channels, self.flip, self.seed = n, image_size, channels, flip, seed
@@ -130,7 +130,7 @@ def _item(place: str, draws: Draws) -> Item:
 def _background(size: int, draws: Draws) -> Array:
     """float32 (3, size, size) in [0, 255]: a dull colour, dark or light, with a slope and two long waves of brightness.
 
-    In some channel it stays 50 or more away from every one of COLOURS.
+    In at least one channel it stays 50 or more away from every one of COLOURS.
     """
     level = draws.uniform(50, 75) if draws.below(2) else draws.uniform(185, 205)
     colour = np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)

@@ -17,10 +17,10 @@ from .sets import Sounds, open_sounds
 
 
 class SoundBatch(TypedDict):
-    """waveforms: float32 (b, clip_samples) in [-1, 1]; tokens: int64 (b, max_text_tokens); lengths: how many of them
-    count; captions: what the tokens were, in training one of several drawn for each epoch, in validation the first;
-    caption_ids: int64 (b,), equal where the captions are; positions and ids: see `Feed`; all_captions, labels: all
-    captions of each sound, and its class (None where it has none)."""
+    """waveforms: float32 (b, clip_samples) in [-1, 1]; tokens: int64 (b, max_text_tokens); lengths: how many tokens of
+    each row count; captions: the texts of the tokens, in training one of each sound's captions, drawn for each epoch,
+    in validation the first; caption_ids: int64 (b,), equal for equal captions; positions and ids: see `Feed`;
+    all_captions: all captions of each sound; labels: the class of each sound, None if it has none."""
 
     waveforms: Tensor
     tokens: Tensor
@@ -34,7 +34,7 @@ class SoundBatch(TypedDict):
 
 
 class CaptionedSounds:
-    """Sounds with one of their captions each, in tokens; `seed` is of the captions that are drawn in training."""
+    """Sounds, each with the tokens of one of its captions; `seed` determines which captions training draws."""
 
     def __init__(self, sounds: Sounds, tokenizer: Tokenizer, seed: int) -> None:
         self.sounds, self.tokenizer, self.seed = sounds, tokenizer, seed
@@ -43,16 +43,16 @@ class CaptionedSounds:
         return len(self.sounds)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        """The sample's part of each entry of a `SoundBatch`. With `augment` caption and clip are drawn from (seed,
-        epoch, index), else they are the first caption and the middle of the sound.
+        """The sample's part of each entry of a `SoundBatch`. With `augment`, (seed, epoch, index) determine
+        caption and clip; else they are the first caption and the middle of the sound.
 
-        Raises OSError or ValueError where the sound or its caption cannot be read; without `augment`, where any of its
-        captions or its label cannot.
+        Raises OSError or ValueError if the sound or its caption cannot be read or, without `augment`, any of its
+        captions or its label.
         """
         captions, label = self.sounds.texts(index)
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
-        if not augment:  # a validation reads all of them: what cannot be is known here, where the sound is named
+        if not augment:  # validation encodes them all: fail here, if the error names the sound
             self.tokenizer.encode([*captions, *([label] if label else [])])
         return {
             "waveforms": self.sounds.load(index, epoch, augment), "tokens": tokens[0], "lengths": length,

@@ -1,10 +1,10 @@
-"""From a sound file to a clip of fixed length, reading no more of the file than the clip needs.
+"""Decoding of a sound file to a clip of fixed length, reading no more of the file than the clip needs.
 
-Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection: about 150 kB
-more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for 10 s out
-of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) The length of an MP3 file of variable bit rate
-whose header does not state it is a guess, and sound after that length is never heard. An Ogg file that was cut off is
-read without an error; other files are bad where the clip is missing.
+Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which reads
+about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for
+10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of variable
+bit rate does not state its length, the length is a guess, and sound after it is never read. An Ogg file that was cut
+off is read without an error; a file of another format raises an error if the cut removed a part of the clip.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ..hashing import Draws
 from ..opening import missing_package
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
-SAMPLE_RATES = (1_000, 1_000_000)  # a file that states another one is damaged
+SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
 
-_MARGIN = 256  # samples, of the lower of two rates, that the filter of soxr's "HQ" needs on both sides
-_LOUDEST = 10.0  # of a file of floats, which should stay in [-1, 1]
-# Frames: how wrong a length may be that is guessed from the file's size; and for how long the decoder is wrong after a
-# jump, because a packet (of 1152 frames) borrows bits from as many as 9 before it.
+_MARGIN = 256  # samples, at the lower of both rates, that soxr's "HQ" filter needs on both sides
+_LOUDEST = 10.0  # largest sample accepted in a file of floats, which should stay in [-1, 1]
+# In frames: the largest error of a length that is guessed from the file's size; and how long the decoder's output is
+# wrong after a jump, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
 _MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
 _CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
-_UNKNOWN_SIZE = 0x7FFF0000  # programs that write into a pipe state a size like 2^31 - 1 or 2^32 - 1 bytes
+_UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size and state 2^31 - 1, 2^32 - 1 or similar
 
 Array = npt.NDArray[np.float32]
 
 
 class Source(NamedTuple):
-    """A sound file, or a part of a file, in bytes, that holds one; and the part of the sound that may be heard."""
+    """A sound file, or the byte range of a file that holds one; and the part of the sound that clips are taken from."""
 
     path: str
     offset: int = 0
@@ -51,17 +51,17 @@ class Source(NamedTuple):
 
 
 class ClipDecoder:
-    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; `seed` places them in training."""
+    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; `seed` sets their places in training."""
 
     def __init__(self, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
         self.sample_rate, self.clip_samples, self.seed = sample_rate, clip_samples, seed
 
     def load(self, source: Source, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
-        end_seconds: anywhere, drawn from (seed, epoch, index), with `augment`, else in the middle. A shorter sound is
-        repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
+        end_seconds. With `augment`, (seed, epoch, index) determine the place of the clip; else it is the middle. A
+        shorter sound is repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
 
-        Raises OSError where the file cannot be opened and ValueError, in one line, where it cannot be decoded there.
+        Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
         with open(source.path, "rb", buffering=0) as file:
@@ -72,7 +72,7 @@ class ClipDecoder:
             try:
                 with _quiet_worker():
                     clip = self._decode(file.fileno() if window is None else window, choose, source)
-            except RuntimeError as error:  # libsndfile's
+            except RuntimeError as error:  # raised by libsndfile
                 reason = " ".join(str(getattr(error, "error_string", error)).split())
                 clip, failure = None, ValueError(f"libsndfile cannot read it: {reason}")
             if window is not None and window.error:
@@ -104,7 +104,7 @@ class ClipDecoder:
         return self._fitted(samples, rate, before, n)
 
     def _fitted(self, samples: Array, rate: int, before: int, n: int) -> Array:
-        """Samples with margins, of which n from `before` on are the clip -> (clip_samples,) in [-1, 1]."""
+        """Samples with margins, of which the n that start at `before` are the clip -> (clip_samples,) in [-1, 1]."""
         wanted = min(self.clip_samples, max(1, n * self.sample_rate // rate))
         if rate != self.sample_rate:
             import soxr
@@ -120,8 +120,8 @@ class ClipDecoder:
 
 
 def require_decoders() -> None:
-    """Raise ValueError, in one line, where a package that decoding needs is missing. Loader workers that are forked
-    later need not import them again."""
+    """Raise ValueError, in one line, if a package that decoding needs is missing. It imports the packages, so
+    that loader workers that are forked later need not."""
     try:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
@@ -130,8 +130,8 @@ def require_decoders() -> None:
 
 
 class FileWindow(io.RawIOBase):
-    """Bytes offset .. offset + size - 1 of an open file, as a file that can only be read. `error` is what the file
-    system said, where it said something: C code that calls this cannot pass it on."""
+    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` keeps an error of the file
+    system, if there was one, because C code that calls this class cannot pass it on."""
 
     def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
         self._descriptor, self._offset, self._size, self._at = file.fileno(), offset, size, 0
@@ -167,7 +167,7 @@ class FileWindow(io.RawIOBase):
 @contextlib.contextmanager
 def _quiet_worker() -> Iterator[None]:
     """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every jump."""
-    if get_worker_info() is None:  # other threads of the main process may write to stderr
+    if get_worker_info() is None:  # not in the main process, whose other threads may write to stderr
         yield
         return
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -185,8 +185,8 @@ def _middle(n: int) -> int:
 
 
 def _grid(rate: int, target: int) -> int:
-    """Frames between the places where a clip may begin: those at which a sample of the resampled file lies, so that a
-    clip is a part of it, unless they are more than 1/20 s apart."""
+    """Distance in frames between the places where a clip may begin. Clips begin if the resampled file has a sample,
+    so that a clip is a part of the resampled file, unless such places are more than 1/20 s apart."""
     step = rate // math.gcd(rate, target)
     return step if step <= rate // 20 else 1
 
@@ -201,7 +201,7 @@ def _require_sound(sound: Any) -> None:
 
 
 def _read_mono(sound: Any, first: int, n: int) -> Array:
-    """Frames first .. first + n - 1, (n,), the mean of all channels; of an MP3 file perhaps a little less."""
+    """Frames first .. first + n - 1, (n,), the mean of all channels; for an MP3 file perhaps a few less."""
     sound.seek(first)
     frames = sound.read(n, dtype="float32", always_2d=True)
     if len(frames) < n - (_MP3_ESTIMATE if sound.format == "MP3" else 0) or not len(frames):

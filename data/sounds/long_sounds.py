@@ -1,4 +1,4 @@
-"""Sound files of any length, each as a few clips that stand for all of it."""
+"""Sound files of any length, each represented by a few clips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders
 from .sets import Sounds, open_sounds
 
-# Beside the usual ones, formats that libsndfile reads; not raw samples, whose sample rate is unknown.
+# The usual formats and others that libsndfile reads, except raw samples, whose sample rate is unknown.
 ENDINGS = (
     *DECODED_ENDINGS, ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx",
     ".8svx", ".paf", ".pvf", ".sds", ".xi", ".htk", ".ircam",
@@ -34,10 +34,10 @@ Clips = Tensor | BadSample
 
 
 class LongSounds(NamedTuple):
-    """Numbered sounds, each to be heard in a few clips.
+    """Numbered sounds, each represented by a few clips.
 
-    names: what stands for each sound in an index: its path below the folder.
-    clips: index -> float32 (k, clip_samples) in [-1, 1], 1 <= k; raises OSError or ValueError, in one line, where the
+    names: the name of each sound in an index: its path relative to the folder.
+    clips: index -> float32 (k, clip_samples) in [-1, 1], 1 <= k; raises OSError or ValueError, in one line, if the
         sound cannot be read.
     describe: index -> the name by which a user finds the sound: its path.
     """
@@ -48,10 +48,10 @@ class LongSounds(NamedTuple):
 
 
 def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSounds:
-    """A folder of sounds, which need no captions, each in at most max_clips clips; or another set that `open_sounds`
-    knows, of which the middle of each sound is heard.
+    """Open a folder of sounds, which need no captions, each as at most max_clips clips; or another set that
+    `open_sounds` knows, each sound as one clip, its middle.
 
-    Raises ValueError, in one line, where there is no such set or nothing in it.
+    Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
@@ -77,8 +77,8 @@ def _middle_of(sounds: Sounds, index: int) -> Tensor:
 def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:
     """Where the clips of a sound begin, in frames.
 
-    As many clips as it takes to hear all of the sound, at most max_clips, spread evenly from its beginning to its end;
-    clips that cover all of it overlap a little. A single clip of a longer sound is its middle.
+    There are as many clips as it takes to cover the sound, but at most max_clips, spread evenly from its beginning to
+    its end; clips that cover all of it overlap a little. A single clip of a longer sound is its middle.
     """
     spare = frames - clip_frames
     if spare <= 0:
@@ -90,23 +90,23 @@ def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:
 def read_clips(path: str, decoder: ClipDecoder, max_clips: int) -> Tensor:
     """The clips of a file (k, clip_samples), 1 <= k <= max_clips: no other part of it is decoded.
 
-    Raises OSError where the file cannot be opened and ValueError, in one line, where it cannot be decoded there.
+    Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
     """
     rate, frames = _rate_and_frames(path)
     clip_frames = math.ceil(decoder.clip_samples * rate / decoder.sample_rate)
     starts = clip_starts(frames, clip_frames, max_clips)
     if len(starts) == 1:
-        return decoder.load(Source(path), 0)[None]  # also says what is wrong with a damaged file
+        return decoder.load(Source(path), 0)[None]  # for a damaged file, this raises the error that says why
     parts = [Source(path, 0, None, start / rate, (start + clip_frames) / rate) for start in starts]
     return torch.stack([decoder.load(part, 0) for part in parts])
 
 
 def _rate_and_frames(path: str) -> tuple[int, int]:
-    """Sample rate and length as the header states them, (1, 0) where there is none."""
+    """Sample rate in Hz and length in frames, as the header states them; (1, 0) if there is no header."""
     import soundfile
 
     try:
-        # By its descriptor, as names need not be text.
+        # Open by descriptor, because file names need not be valid text.
         with open(path, "rb") as file, soundfile.SoundFile(file.fileno(), closefd=False) as sound:
             return sound.samplerate, sound.frames
     except RuntimeError:
@@ -116,7 +116,7 @@ def _rate_and_frames(path: str) -> tuple[int, int]:
 def is_sound(query: str) -> bool:
     """Whether a query is the path of a sound file, not a sentence.
 
-    Raises ValueError, in one line, where it is a path of nothing, as its ending tells.
+    Raises ValueError, in one line, if it has the ending of a sound file but no such file exists.
     """
     if os.path.isfile(query):
         return True
@@ -128,9 +128,9 @@ def is_sound(query: str) -> bool:
 def embed_file(
     decoder: ClipDecoder, embed: Callable[[Tensor], Tensor], max_clips: int, batch_size: int, path: str
 ) -> Tensor:
-    """A sound file -> its unit vector (d,), the bits that `embed_sounds` gives.
+    """A sound file -> its unit vector (d,), bit for bit that of `embed_sounds`.
 
-    Raises ValueError, in one line, where the file cannot be read.
+    Raises ValueError, in one line, if the file cannot be read.
     """
     require_decoders()
     try:
@@ -142,7 +142,7 @@ def embed_file(
 
 
 def load_clips(sounds: LongSounds, ranges: Sequence[range], *, num_workers: int = 0) -> Iterator[Iterator[Clips]]:
-    """Ranges of indices -> for each range an iterator over the clips of its sounds, to be used up before the next."""
+    """Ranges of indices -> for each range an iterator over the clips of its sounds, to be exhausted before the next."""
     return load_groups(functools.partial(_clips_or_bad, sounds), ranges, num_workers)
 
 
@@ -156,11 +156,11 @@ def _clips_or_bad(sounds: LongSounds, index: int) -> Clips:
 def embed_sounds(
     sounds: Iterable[Clips], embed: Callable[[Tensor], Tensor], batch_size: int
 ) -> tuple[list[npt.NDArray[np.float32]], list[BadSample]]:
-    """Clips of sounds -> for each sound that can be read the mean of its clips' embeddings, scaled to length 1, in one
-    array (n, d) or, where none can be read, in no array; and what cannot be read.
+    """Clips of sounds -> a list of one array (n, d) that holds, for each readable sound, the mean of its clips'
+    embeddings, scaled to length 1 (the list is empty if no sound can be read); and the unreadable sounds.
 
-    `embed` makes of waveforms (batch_size, clip_samples) unit vectors (batch_size, d) on the CPU, each a function of
-    its own row; what is missing in the last batch is silence. Raises ValueError where an embedding is not finite.
+    `embed` maps waveforms (batch_size, clip_samples) to unit vectors (batch_size, d) on the CPU, each of which depends
+    only on its own row; the last batch is filled up with silence. Raises ValueError if an embedding is not finite.
     """
     bad: list[BadSample] = []
     counts: list[int] = []

@@ -19,7 +19,7 @@ from .decoding import ClipDecoder, Source
 from .sidecars import NO_CAPTION, Texts, texts_of_object
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # what JSON can write and no path can hold
+_UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 
 
@@ -33,16 +33,16 @@ class Row(NamedTuple):
 
 
 class Manifest:
-    """The rows of a manifest, numbered as they come. See `Sounds` for the methods.
+    """The rows of a manifest, numbered in their order. See `Sounds` for the methods.
 
     Columns, or keys of the objects:
 
     - path: of the sound, relative to the manifest;
     - caption, or captions: a JSON list, or texts with | between them;
     - label (optional): a class;
-    - start_seconds, end_seconds (optional): the part of a long file that the captions speak of.
+    - start_seconds, end_seconds (optional): the part of a long file that the captions describe.
 
-    The table is read once; no sound is looked for before it is loaded. Raises ValueError, in one line, where the
+    The table is read once; whether a sound exists is only checked when it is loaded. Raises ValueError, in one line, if the
     manifest cannot be understood or has no rows.
     """
 
@@ -78,7 +78,7 @@ class Manifest:
 
 
 def read_manifest(path: str) -> Iterator[Row]:
-    """Rows of a manifest, one by one. Raises ValueError, with path and line, where one is wrong."""
+    """Rows of a manifest, one by one. Raises ValueError, with path and line, if one is wrong."""
     line = 0
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:

@@ -20,12 +20,12 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class Sounds(Samples, Protocol):
-    """A numbered set of sounds, of which clips are heard, float32 (clip_samples,) in [-1, 1], contiguous."""
+    """A numbered set of sounds; a sample is a clip of one, contiguous float32 (clip_samples,) in [-1, 1]."""
 
     def texts(self, index: int) -> Texts:
-        """What is written of the sound: one caption or several, and its class where the set has classes.
+        """The texts of the sound: one caption or several, and its class if the set has classes.
 
-        Raises OSError or ValueError, in one line, where there is no caption.
+        Raises OSError or ValueError, in one line, if there is no caption.
         """
         ...
 
@@ -38,7 +38,7 @@ def open_sounds(spec: str | None, *, sample_rate: int, clip_seconds: float, seed
     - a folder of sounds, each with a .txt or .json beside it (see `SoundFolder`);
     - webdataset tars (see `Tars`): one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`).
 
-    No sound is opened. Raises ValueError, in one line, where there is no such set or nothing in it.
+    No sound is opened. Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     if not (sample_rate > 0 and round(clip_seconds * sample_rate) > 0):
         raise ValueError(f"there is no sample in a clip of {clip_seconds:g} s at {sample_rate} Hz")

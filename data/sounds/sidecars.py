@@ -1,4 +1,4 @@
-"""A folder of sounds, each with a text file beside it; and what such texts may look like."""
+"""A folder of sounds, each with a text file beside it; and the formats of such texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..opening import list_files, nothing_found
 from ..packed import PackedStrings
 from .decoding import ENDINGS, ClipDecoder, Source
 
-TEXT_ENDINGS = (".json", ".txt")  # where there are both, the first is read
+TEXT_ENDINGS = (".json", ".txt")  # if a sound has both, the first is read
 _LONGEST_TEXT = 1 << 20  # bytes
 NO_CAPTION = "it has no caption"
 _MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
 
 
 class Texts(NamedTuple):
-    """What is written of a sound: captions, not empty nor twice the same, and its class."""
+    """The texts of a sound: its captions, neither empty nor repeated, and its class."""
 
     captions: list[str]
     label: str | None
@@ -70,14 +70,14 @@ class SoundFolder:
 def list_sounds(folder: str) -> list[str]:
     """Relative paths of the sounds, texts and tars below a folder, sorted; no file is opened.
 
-    Raises ValueError, in one line, where the folder cannot be read or holds neither sounds nor tars.
+    Raises ValueError, in one line, if the folder cannot be read or holds neither sounds nor tars.
     """
     kinds = (*ENDINGS, ".tar")
     listed, n_others = list_files(folder, (*kinds, *TEXT_ENDINGS), "sounds", "demo:tones")
     n_texts = sum(name.lower().endswith(TEXT_ENDINGS) for name in listed)
     if n_texts == len(listed):
         raise nothing_found("sound", folder, n_texts + n_others, kinds)
-    # Texts in a folder of tars describe the tars, if anything.
+    # Leave out texts in a folder of tars: they cannot be captions, because there are no loose sounds.
     is_tars = not any(name.lower().endswith(ENDINGS) for name in listed)
     return [name for name in listed if name.lower().endswith(".tar")] if is_tars else listed
 
@@ -86,7 +86,7 @@ def read_texts(path: str, name: str, offset: int = 0, size: int = _LONGEST_TEXT)
     """The texts in a .txt or .json, or in a part of another file (offset and size in bytes), which is called `name`; at
     most 1 MiB is read.
 
-    Raises OSError where the file cannot be read and ValueError, in one line, where it holds no caption.
+    Raises OSError if the file cannot be read and ValueError, in one line, if it holds no caption.
     """
     with open(path, "rb", buffering=0) as file:
         content = os.pread(file.fileno(), min(size, _LONGEST_TEXT), offset)
@@ -105,7 +105,7 @@ def texts_of_object(value: Any) -> Texts:
     """{"caption": "..."}, or "text", or "captions" -> captions; "label" -> class.
 
     "caption" and "text" are a string or a list of strings; "captions" a list, or a string with | between the captions.
-    Raises ValueError where it is something else.
+    Raises ValueError if `value` has another form.
     """
     if not isinstance(value, Mapping):
         raise ValueError('it holds no JSON object: write {"caption": "..."}')
@@ -139,6 +139,6 @@ def _is_list_of_strings(value: Any) -> bool:
 
 
 def cleaned(captions: Iterable[str]) -> list[str]:
-    """Captions with single spaces, without empty ones and repetitions, and without what UTF-8 cannot hold."""
+    """Captions with single spaces, without empty ones, repetitions and characters that UTF-8 cannot hold."""
     texts = (" ".join(caption.encode("utf-8", "replace").decode().split()) for caption in captions)
     return list(dict.fromkeys(text for text in texts if text))

@@ -1,5 +1,5 @@
-"""Webdataset tars of sounds, read at random: an index of where each sound and its texts begin is made from the headers
-alone, once."""
+"""Webdataset tars of sounds, read in any order by an index of where each sound and its texts begin. The index is made
+once, from the headers only."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, read_texts
 
 _VERSION = 1
 _BLOCK = tarfile.BLOCKSIZE
-# Columns of the table: first byte and size of the sound, the .json and the .txt of a sample; -1 where there is none.
+# Columns of the table: first byte and size of the sound, the .json and the .txt of a sample; -1 if there is none.
 _KINDS = (ENDINGS, *((ending,) for ending in TEXT_ENDINGS))
 _COLUMNS = 2 * len(_KINDS)
 
 
 class TarIndex(NamedTuple):
-    """The sounds of a tar, in its order: names (n) and where they are, int64 (n, 6)."""
+    """The sounds of a tar, in its order: their n names and their places, int64 (n, 6), see `_KINDS`."""
 
     names: Sequence[str]
     table: npt.NDArray[np.int64]
 
 
 class Tars:
-    """The sounds of tars in which members of one name, up to the first dot after the folder, are a sample: a sound,
+    """The sounds of tars. Members whose names are equal up to the first dot after the folder are a sample: a sound,
     and a .json (see `texts_of_object`) or .txt (a caption per line). See `Sounds` for the methods.
 
-    Raises ValueError, in one line, where a tar is damaged, or none holds a sound, or no sound has a text.
+    Raises ValueError, in one line, if a tar is damaged, or none holds a sound, or no sound has a text.
     """
 
     def __init__(self, paths: Sequence[str], clips: ClipDecoder) -> None:
@@ -80,10 +80,11 @@ class Tars:
 
 
 def open_index(path: str) -> TarIndex:
-    """The index of a tar: from a file beside it or in the user's cache folder, where size and time of change are still
-    those of the tar, else made and, where possible, kept there. Any number of processes may do so at once.
+    """The index of a tar. It is read from a file beside the tar or in the user's cache folder, if the size and the time
+    of change in that file are still those of the tar; else it is made and, if possible, saved there. Any number of
+    processes may do so at once.
 
-    Raises ValueError, in one line, where the tar cannot be read, is damaged or cut off.
+    Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off.
     """
     try:
         status = os.stat(path)
@@ -102,9 +103,9 @@ def open_index(path: str) -> TarIndex:
 
 
 def scan(path: str) -> TarIndex:
-    """Make the index of a tar. Of its members only the headers are read.
+    """Make the index of a tar. Only the headers of its members are read.
 
-    Raises ValueError, in one line, where it is damaged or cut off, or two sounds have one name; OSError where it
+    Raises ValueError, in one line, if the tar is damaged or cut off, or two sounds have one name; OSError if it
     cannot be opened.
     """
     samples: dict[str, tuple[str, list[int]]] = {}
@@ -141,7 +142,7 @@ def _members(path: str) -> Iterator[tuple[str, int, int]]:
                 end = tar.offset
         except (tarfile.TarError, EOFError) as error:
             raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
-        # tarfile stops without an error at anything that is no header, but a whole tar ends with a block of zeros.
+        # Check the end, because tarfile stops silently at anything that is no header; a whole tar ends with zeros.
         if os.pread(file.fileno(), _BLOCK, min(end, n_bytes)) != bytes(_BLOCK):
             without_end = f"it ends at byte {n_bytes} without a mark of the end"
             where = f"no header at byte {end}" if end < n_bytes else without_end
@@ -157,7 +158,7 @@ def _cache_files(path: str) -> list[str]:
 
 
 def _load_index(cache: str, key: npt.NDArray[np.int64]) -> TarIndex | None:
-    """The index in a file; None where there is no such file, or it is of another tar, or damaged."""
+    """The index in a file; None if there is no such file, or it is of another tar, or damaged."""
     try:
         with np.load(cache, allow_pickle=False) as stored:
             table, ends, text = stored["table"], stored["ends"], stored["names"].tobytes()

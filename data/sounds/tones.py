@@ -1,6 +1,6 @@
 """demo:tones, a generated set of captioned sounds: a tone of some waveform and pitch, in pulses, that fades or swells.
 
-Everything is a function of (seed, index), computed with integer phases: the same on every machine.
+Everything depends only on (seed, index) and is computed with integer phases, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sidecars import Texts
 
 Array = npt.NDArray[np.float32]
 
-# Every value with the words for it, the plain ones first; no words stand for two values.
+# Every value with the words for it, the plain ones first; no words are used for two values.
 WAVEFORMS = {
     "sine": ("sine wave", "sine tone", "pure tone"),
     "triangle": ("triangle wave", "triangle tone", "triangular wave"),
@@ -50,18 +50,18 @@ TEMPLATES = (
 )
 HERTZ = {"low": (130.0, 185.0), "middle": (340.0, 480.0), "high": (900.0, 1250.0)}
 PULSES_PER_SECOND = {"slow": (1.8, 2.4), "medium": (4.0, 5.3), "fast": (9.0, 12.0)}
-LOUDEST_OVER_SOFTEST = 10.0  # of what fades or swells, from one end of the clip to the other
+LOUDEST_OVER_SOFTEST = 10.0  # ratio of loudness between the ends of a clip that fades or swells
 
-_LOWEST_SAMPLE_RATE, _SHORTEST_CLIP_SECONDS = 8000, 0.5  # else two waveforms, or two tempos, would sound alike
-_RMS = 0.25  # of a pulse at its loudest, whatever the waveform
-_ENTRIES_BITS = 12  # of a table that holds one period
+_LOWEST_SAMPLE_RATE, _SHORTEST_CLIP_SECONDS = 8000, 0.5  # below, two waveforms or two tempos would sound alike
+_RMS = 0.25  # root mean square of a pulse at its loudest, for every waveform
+_ENTRIES_BITS = 12  # a table of one period has 2^12 entries
 _MOST_HARMONICS = 40
-_DUTY, _RAMP = 0.6, 0.08  # of a pulse's period: how long it sounds, how long it takes to begin and to end
+_DUTY, _RAMP = 0.6, 0.08  # shares of a pulse's period: of the sound, and of its rise and of its fall
 
 
 @dataclass(frozen=True)
 class Tone:
-    """What a sound is: keys of the tables above, the frequency in Hz and the pulses per second."""
+    """The attributes of a sound: keys of the tables above, the frequency in Hz and the pulses per second."""
 
     waveform: str
     pitch: str
@@ -72,10 +72,10 @@ class Tone:
 
 
 class Tones:
-    """`n` tones, with four captions each: functions of (seed, index). See `Sounds` for the methods.
+    """`n` tones, with four captions each; both depend only on (seed, index). See `Sounds` for the methods.
 
-    The first caption is worded alike for all tones of equal attributes, the others draw synonyms. Augmentation changes
-    what no caption speaks of: loudness, and where in its period a pulse begins.
+    The first caption has the same words for all tones of equal attributes, the others use random synonyms. Augmentation
+    changes what no caption mentions: the loudness, and the phases of the wave and of the pulses at the clip's start.
     """
 
     def __init__(self, n: int, *, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
@@ -112,7 +112,7 @@ class Tones:
         return f"demo:tones[{index}]"
 
     def tone(self, index: int) -> Tone:
-        """What sound `index` is."""
+        """The attributes of sound `index`."""
         if not 0 <= index < self.n:
             raise IndexError(index)
         draws = Draws("tones", self.seed, index)
@@ -133,7 +133,7 @@ class Tones:
     def _noise(self, tone: Tone, phase: npt.NDArray[np.int64], key: int) -> Array:
         """Noise whose spectrum is a band around the tone's frequency: two waves, a quarter of a period apart, each
         times noise of low frequencies."""
-        rate = tone.hertz / 3  # of the noise of low frequencies, in Hz
+        rate = tone.hertz / 3  # values per second of the noise of low frequencies
         at = np.arange(self.clip_samples) * (rate / self.sample_rate)
         n = int(at[-1]) + 2
         quarter = 1 << (_ENTRIES_BITS - 2)
@@ -142,12 +142,13 @@ class Tones:
         for half, shift in enumerate((0, quarter)):
             slow = np.interp(at, np.arange(n), _white(n, key + half)).astype(np.float32)
             total += slow * wave[(phase + shift) & ((1 << _ENTRIES_BITS) - 1)]
-        # Numbers in [-1, 1) have the mean square 1/3, lines between them 2/9: two make 4/9.
+        # Scale to `_RMS`: uniform numbers in [-1, 1) have the mean square 1/3, linear interpolation between them 2/9, and
+        # each of the two parts gets half of its wave's mean square: the sum has 4/9 of `_RMS` squared.
         return total * np.float32(1.5)
 
 
 def _periods(n: int, per_sample: float, start: float) -> npt.NDArray[np.int64]:
-    """Samples 0 to n - 1 of a wave -> where in its period each is, in 0 .. 2^12 - 1; by 32 bits of fixed point."""
+    """Samples 0 to n - 1 of a wave -> where in its period each is, in 0 .. 2^12 - 1; in 32-bit fixed point."""
     step, first = round(per_sample * 2**32), int(start * 2**32)
     return ((first + step * np.arange(n, dtype=np.int64)) & (2**32 - 1)) >> (32 - _ENTRIES_BITS)
 
@@ -177,7 +178,7 @@ def _pulse() -> Array:
 
 @functools.lru_cache(maxsize=8)
 def _ramp(envelope: str, n: int) -> Array:
-    """Loudness over the clip, in [0.1, 1], even in decibels."""
+    """Loudness over the clip, in [0.1, 1], linear in decibels."""
     if envelope == "steady":
         return np.ones(n, np.float32)
     fading = np.geomspace(1.0, 1.0 / LOUDEST_OVER_SOFTEST, n).astype(np.float32)
@@ -185,7 +186,7 @@ def _ramp(envelope: str, n: int) -> Array:
 
 
 def _white(n: int, *key: int) -> npt.NDArray[np.float64]:
-    """n uniform numbers in [-1, 1): those of `Draws`, all at once."""
+    """n uniform numbers in [-1, 1), from the same sequence as `Draws`, computed at once."""
     x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA) + np.uint64(derive_key("white", *key))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

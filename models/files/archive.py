@@ -27,7 +27,7 @@ _OLD_CALLS = {*_CALLS, "torch._utils _rebuild_tensor"}
 # Sizes of the records that end a zip file: zip64's end of the table of contents, its locator, and the plain end.
 _ZIP64_END, _LOCATOR, _END = 56, 20, 22
 
-# Far more than the names and shapes of a state dict need; in an old file its values come after them.
+# Far more than the names and shapes of a state dict need; in an old file the values of the tensors come after them.
 _LONGEST_PICKLES_BYTES = 1 << 22
 
 _NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG"}
@@ -38,7 +38,7 @@ def check_archive(path: Path) -> None:
     """Check that nothing in a .pt file is compressed or hidden, and that it calls for plain tensors only.
 
     Raises:
-        OSError, ValueError, zipfile.BadZipFile: the check fails, or it is no .pt file of PyTorch 1.6 or later.
+        OSError, ValueError, zipfile.BadZipFile: the check fails, or the file is no .pt file of PyTorch 1.6 or later.
     """
     with zipfile.ZipFile(path) as archive:
         if not _has_one_table_of_contents(path, archive.start_dir):
@@ -79,7 +79,7 @@ def check_old_file(path: Path) -> None:
 
 
 def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
-    """Raise a ValueError where tensors read from ``path`` are larger than the file: strides of 0 and storages that
+    """Raise a ValueError if tensors read from ``path`` are larger than the file: strides of 0 and storages that
     several tensors share let a tiny file claim huge tensors."""
     if sum(tensor.nbytes for tensor in tensors) > path.stat().st_size:
         raise ValueError(f"{path}: its weights are larger than the file that holds them")
@@ -99,13 +99,13 @@ def _elements_of_storage(before: list[tuple[str, Any]]) -> int:
 
 
 def _has_one_table_of_contents(path: Path, start: int) -> bool:
-    """Whether every reader must find the table of contents at ``start``, where Python's zipfile found it."""
+    """Whether every zip reader must find the table of contents at ``start``, where Python's zipfile found it."""
     with path.open("rb") as file:
         end_of_file = file.seek(0, 2)
         file.seek(-min(end_of_file, _ZIP64_END + _LOCATOR + _END), 2)
         tail = file.read()
     zip64, locator, end = tail[: -_LOCATOR - _END], tail[-_LOCATOR - _END : -_END], tail[-_END:]
-    if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):  # no comment that could hold another end
+    if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):  # no comment: it could hold another end record
         return False
     if not locator.startswith(b"PK\6\7"):
         return start == int.from_bytes(end[16:20], "little")

@@ -1,4 +1,4 @@
-"""Building a model from a file's arguments and weights: no number takes memory that the weights do not account for."""
+"""Building a model from a file's arguments and weights: arguments cannot allocate much more memory than the weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Check that constructor arguments are of JSON's types, and no number exceeds the largest dimension of the weights.
+    """Check that constructor arguments have JSON's types, and that no integer is larger than both 2^22 and the
+    largest dimension of the weights.
 
     Raises:
         ValueError: one line, naming the argument.
     """
-    # An empty tensor can have any dimension beside its 0.
+    # Ignore empty tensors: beside a dimension of 0, a file can state any other dimension without holding any data.
     sizes = [size for tensor in weights.values() if tensor.numel() for size in tensor.shape]
     largest = max(_HARMLESS_NUMBER, *sizes, 0)
     for name, value in arguments.items():
@@ -52,7 +53,7 @@ def _plain_values(name: str, value: Any) -> Iterator[Any]:
 
 
 def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]) -> Model:
-    """The model that ``build`` makes, holding ``weights``. It takes memory only after names and shapes were compared.
+    """The model that ``build`` makes, holding ``weights``. Its memory is allocated after comparing names and shapes.
 
     Raises:
         ValueError: one line that names the first weight that is missing, superfluous, or of another shape or kind.

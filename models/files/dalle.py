@@ -20,7 +20,7 @@ HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim",
 
 def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Write a vae-final.pt with the ``HPARAMS`` among the constructor arguments; it appears whole or not at all."""
-    content = io.BytesIO()  # torch.save to a path hides what is wrong with a disk
+    content = io.BytesIO()  # given a path, torch.save would hide the reason of a disk error
     torch.save({"hparams": {key: config[key] for key in HPARAMS}, "weights": on_cpu(weights)}, content)
     with replacing(path) as unfinished:
         unfinished.write_bytes(content.getbuffer())
@@ -30,7 +30,7 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Hparams and weights of a vae-final.pt. The weights are mapped from the file and take memory only when used.
 
     Raises:
-        ValueError: one line, where it is missing, damaged, hostile or something else.
+        ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
     try:
         check_archive(regular(path))

@@ -33,7 +33,7 @@ def describe_dalle_file(path: Path) -> dict[str, Any]:
 
 
 def describe_weights(weights: Mapping[Any, Any]) -> dict[str, Any]:
-    """Number of tensors, of parameters, and dtypes; values that are no tensors are left out."""
+    """Number of tensors, of parameters, and dtypes; values that are not tensors are left out."""
     tensors = {str(name): w for name, w in weights.items() if isinstance(w, Tensor)}
     return _describe_headers({name: (str(w.dtype), tuple(w.shape)) for name, w in tensors.items()})
 

@@ -34,10 +34,10 @@ class Pretrained(nn.Module):
     config: dict[str, Any]
     """Constructor arguments by name, of JSON's types; set by the constructor."""
     not_in_the_weights: ClassVar[frozenset[str]] = frozenset()
-    """Arguments that change no weight: in `load_weights_from` they may differ."""
+    """Arguments that have no effect on the weights, so `load_weights_from` accepts a model that differs in them."""
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model.safetensors, then the config.json that makes the folder loadable; each whole or not at all."""
+        """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / _WEIGHTS) as path:
@@ -50,7 +50,7 @@ class Pretrained(nn.Module):
         """The model that ``save_pretrained`` wrote, in eval mode. The weights may be in several files with an index.
 
         Raises:
-            ValueError: one line, where a file is missing, damaged, hostile or of another model.
+            ValueError: one line, if a file is missing, damaged, hostile or of another model.
         """
         folder = Path(folder)
         found, config = read_config(folder)
@@ -96,7 +96,7 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """Name of the model's class and its constructor arguments, unchecked.
 
     Raises:
-        ValueError: one line, where there is no such config.json.
+        ValueError: one line, if there is no such config.json.
     """
     with _errors_of(folder):
         config = _read_json(folder / CONFIG_FILE)
@@ -110,12 +110,12 @@ def read_headers(folder: Path) -> dict[str, Headers]:
     """The tensors of a folder's weights by file name, without reading them.
 
     Raises:
-        ValueError: one line, where a file is missing, damaged or hostile.
+        ValueError: one line, if a file is missing, damaged or hostile.
     """
     headers: dict[str, Headers] = {}
     with _errors_of(folder):
         for path, names in _weight_files(folder).items():
-            with safe_open(regular(path), framework="numpy") as file:  # "pt" would reserve memory for all of it
+            with safe_open(regular(path), framework="numpy") as file:  # "pt" would reserve memory for the whole file
                 parts = {name: file.get_slice(name) for name in names or file.keys()}
                 headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in parts.items()}
     return headers

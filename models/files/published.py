@@ -16,11 +16,11 @@ from .errors import one_line, regular
 
 
 def read_state_dict(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch; only
-    those of ``names``, where these are given.
+    """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch; if
+    ``names`` are given, only those tensors.
 
     Raises:
-        ValueError: one line, where the file is missing, damaged, hostile or something else.
+        ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
     try:
         found = _read(path, names)

@@ -26,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, moved onto ``path`` once it is complete and on the disk.
 
     Raises:
-        OSError: one line, where it could not be written; ``path`` is then as it was.
+        OSError: one line, if it could not be written; ``path`` is then as it was.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

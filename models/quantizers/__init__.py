@@ -26,9 +26,9 @@ def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | No
 
     Args:
         name: One of `QUANTIZERS`.
-        codebook_size: Number of codes. For fsq about that number, and ignored where ``levels`` are given.
+        codebook_size: Number of codes. For fsq it is approximate, and ignored if ``levels`` are given.
         dim: Channels of vq and ibq; ignored by the others, whose channels follow from the codebook.
-        options: Keywords of the class.
+        options: Other keyword arguments of the quantizer's class.
 
     Raises:
         ValueError: an unknown name or option, or a value out of range.

@@ -1,4 +1,4 @@
-"""The interface of every quantizer, and how it reaches the other processes."""
+"""The interface of every quantizer, and how a quantizer communicates with the other processes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def of_one_process(tensor: Tensor) -> Tensor:
 
 
 class Quantizer(nn.Module, ABC):
-    """Vectors to the nearest of a finite number of vectors.
+    """Replaces each vector by the nearest of a finite number of vectors, the entries of a codebook.
 
     Averaged over processes and micro-batches, values and gradients of the losses equal those of one process that holds
     the whole batch of the update. Processes and micro-batches must hold equally many vectors. One update is
 
-        for each micro-batch:  quantizer.observe(z)      only with several micro-batches, where `needs_observation`
+        for each micro-batch:  quantizer.observe(z)      only with several micro-batches, if `needs_observation`
         quantizer.pool()                                 only after observe
         for each micro-batch:  quantizer(z), backward
         optimizer step
@@ -45,14 +45,14 @@ class Quantizer(nn.Module, ABC):
     In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: its statistics are those
     of its own input.
 
-    The attributes all_reduce, gather, rank and world_size say how to reach the other processes; set them before
-    training. They are not saved, and `copy.deepcopy` shares them.
+    The attributes all_reduce, gather, rank and world_size connect the quantizer to the other processes; set them before
+    training. They are not saved, and a `copy.deepcopy` shares the two functions with the original.
 
     Args:
         num_codes: Entries of the codebook.
         dim: Channels of an entry.
-        mean: Collects the mean over the whole batch, where a loss needs one. `_observe` adds to it; this class does the
-            rest.
+        mean: Collects the mean over the whole batch, if a loss needs one. A subclass adds to it in `_observe`; this
+            class pools and clears it.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ()
@@ -73,7 +73,7 @@ class Quantizer(nn.Module, ABC):
         self.rank, self.world_size = 0, 1
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        # Copying a bound method copies its object: a backend with sockets, which cannot be copied.
+        # Share bound methods, because copying one copies its object: a backend with sockets, which cannot be copied.
         memo.update({id(shared): shared for shared in (self.all_reduce, self.gather)})
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -86,14 +86,14 @@ class Quantizer(nn.Module, ABC):
 
     @property
     def needs_observation(self) -> bool:
-        """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update:
-        the same on every process, but not for every update."""
+        """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update.
+        It is the same on every process, but may change from one update to the next."""
         return self._mean is not None
 
     def forward(self, z: Tensor) -> Quantized:
-        """z (b, dim, ...) of any floating dtype; computed in fp32, under autocast too.
+        """z (b, dim, ...) of any floating dtype; computed in fp32, even under autocast.
 
-        Collective while learning, where `needs_observation` and no `pool` came before.
+        Collective while learning, if `needs_observation` and `pool` was not called before.
 
         Raises:
             ValueError: z has another number of channels.
@@ -106,8 +106,8 @@ class Quantizer(nn.Module, ABC):
 
     @torch.no_grad()
     def codes(self, z: Tensor) -> Tensor:
-        """z (b, dim, ...) -> codes (b, ...) int64 of forward in eval mode, to the bit, with its errors. No losses, no
-        collective."""
+        """z (b, dim, ...) -> codes (b, ...) int64, exactly those of forward in eval mode. Raises what forward raises;
+        computes no losses and calls no collective."""
         with torch.autocast(z.device.type, enabled=False):
             return self._choose(self._project(self._rows(z))).view(z.shape[0], *z.shape[2:])
 
@@ -117,7 +117,7 @@ class Quantizer(nn.Module, ABC):
 
     @torch.no_grad()
     def observe(self, z: Tensor) -> None:
-        """Add a micro-batch of the coming update to the statistics of the whole batch. No collective."""
+        """Add a micro-batch of the coming update to the statistics of the whole batch. Calls no collective."""
         if self.needs_observation:
             with torch.autocast(z.device.type, enabled=False):
                 self._observe(self._project(self._rows(z)))
@@ -130,19 +130,19 @@ class Quantizer(nn.Module, ABC):
 
     @torch.no_grad()
     def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
-        """Once per update, after its last backward. Collective.
+        """End an update. Call it once per update, after the last backward. Collective.
 
         Args:
             step: Number of the update, the same on every process.
             seed: The seed of the run.
-            skipped: 0-d bool, whether the optimizer skipped this update: the codebook stays as it was.
+            skipped: 0-d bool, whether the optimizer skipped this update; if so, the codebook stays as it was.
         """
         if self._mean is not None:
             self._mean.clear()
 
     @property
     def _all_reduce_of_forward(self) -> AllReduce | None:
-        """The all_reduce that a forward may use, or None where it must not call a collective."""
+        """The all_reduce that a forward may use, or None if it must not call a collective."""
         return self.all_reduce if self.is_learning else None
 
     @abstractmethod
@@ -161,8 +161,8 @@ class Quantizer(nn.Module, ABC):
         """Add projected vectors (n, dim) fp32 of a micro-batch to the statistics."""
 
     def _project(self, rows: Tensor) -> Tensor:
-        """Vectors (n, dim) fp32 -> the vectors to compare with entries: unit vectors where all entries have one length,
-        by default the vectors themselves."""
+        """Vectors (n, dim) fp32 -> the vectors to compare with entries: unit vectors if all entries have the same
+        length; by default, the vectors themselves."""
         return rows
 
     def _rows(self, z: Tensor) -> Tensor:
@@ -174,5 +174,5 @@ class Quantizer(nn.Module, ABC):
 
 
 def straight_through(entries: Tensor, rows: Tensor) -> Tensor:
-    """The value of `entries`, to the bit, with the gradient of `rows`; NaN where `rows` is not finite."""
+    """Exactly the value of `entries`, with the gradient of `rows`; NaN where `rows` is not finite."""
     return entries + (rows - rows.detach())

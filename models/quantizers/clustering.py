@@ -14,7 +14,7 @@ _PAIRS_AT_ONCE = 2**26
 
 
 def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
-    """Vectors (n, d) and entries (K, d) -> codes (n,) int64, of the smallest Euclidean distance."""
+    """Vectors (n, d) and entries (K, d) -> codes (n,) int64: the entry with the smallest Euclidean distance."""
     half_squares = entries.square().sum(1) / 2
     rows = max(_PAIRS_AT_ONCE // len(entries), 1)
     # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + a term without e
@@ -24,11 +24,11 @@ def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
 def kmeans(
     vectors: Tensor, num_clusters: int, normalize: Callable[[Tensor], Tensor], iterations: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Lloyd's iterations from randomly chosen vectors; the choice is the same in every call.
+    """k-means: Lloyd's iterations from randomly chosen vectors. The seed of the choice is the same in every call.
 
     Args:
-        vectors: (n, d) fp32. With fewer vectors than clusters some centres are equal; the first is chosen.
-        normalize: Applied to the means (spherical k-means), or the identity.
+        vectors: (n, d) fp32. With fewer vectors than clusters, some centres start equal; vectors go to the first.
+        normalize: Applied to the means: scaling to length 1 for spherical k-means, else the identity.
 
     Returns:
         Centres (num_clusters, d) fp32, and how many vectors are nearest to each (num_clusters,) fp32. A centre without

@@ -1,10 +1,10 @@
-"""Entropies, in nats, of soft assignments: of each item's assignment, and of the mean over the whole batch.
+"""Entropies, in nats, of soft assignments to codes: of each item's assignment, and of the mean over the whole batch.
 
 The entropy loss of Chang et al. 2022 (MaskGIT) and Yu et al. 2024 (MAGVIT-2) is H_sample - gamma H_batch: each item
-should choose clearly, and all together should use every code alike. H_batch is a function of the mean p of *all* items
-of an update. Its gradient is <dH/dp, dp>, and p is a mean over processes and micro-batches. So each of them uses the
-gradient of <dH/dp, p_part>, with dH/dp of the whole batch, and the engine's averaging gives the gradient of H_batch. No
-gradient has to cross a collective.
+should choose one code clearly, and all items together should use all codes equally. H_batch is a function of the mean p
+of *all* items of an update. Its differential is <dH/dp, dp>, and p is a mean over processes and micro-batches. So each
+part (a micro-batch of a process) uses the gradient of <dH/dp, p_part>, with dH/dp of the whole batch, and the engine's
+averaging over the parts gives the gradient of H_batch. No gradient has to pass through a collective.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .statistics import AllReduce, GlobalMean
 
 
 def bernoulli_entropy(logits: Tensor) -> Tensor:
-    """Entropy of Bernoulli(sigmoid(l)), elementwise, as softplus(-|l|) + |l| sigmoid(-|l|): nothing cancels."""
+    """Entropy of Bernoulli(sigmoid(l)), elementwise, as softplus(-|l|) + |l| sigmoid(-|l|), without cancellation."""
     logits = logits.abs()
     return F.softplus(-logits) + logits * torch.sigmoid(-logits)
 
@@ -35,7 +35,7 @@ def batch_entropy(mean: Tensor, expected: Tensor) -> Tensor:
 
 
 def negative_log(mean: Tensor) -> Tensor:
-    """-ln p in fp32, finite for p = 0. It is dH/dp up to a constant, and changes of p sum to 0."""
+    """-ln p in fp32, finite for p = 0. It is dH/dp up to a constant, which has no effect as changes of p sum to 0."""
     return -mean.clamp_min(torch.finfo(torch.float32).tiny).log().float()
 
 
@@ -64,7 +64,7 @@ class SoftmaxEntropy:
         return h_sample - self._gamma * h_batch
 
     def _log_p(self, logits: Tensor) -> Tensor:
-        # Every p is exp(log_p): softmax(1) would round differently.
+        # No softmax here: everywhere p is exp(log_p), and softmax(1) would round differently.
         return (logits / self._temperature).log_softmax(1)
 
 
@@ -76,16 +76,17 @@ BITS_PER_GROUP = 18
 class SignEntropy:
     """Entropy loss over the 2^d codes of signs c, with p(c | x) = softmax_c <c, l> / 2 = prod_b sigmoid(c_b l_b).
 
-    l = scale x. Bits are independent given the item, so that H_sample is the sum of theirs, exactly. Over a batch they
-    are not: H_batch is computed for groups of bits and added up, which is exact for one group and an upper bound for
-    several (Zhao et al. 2024). A group's p is the outer product of those of its two halves: the sum over n items of 2^g
-    probabilities is one product of (2^(g/2), n) and (n, 2^(g/2)), and n x 2^g numbers never exist.
+    l = scale x. Given the item, bits are independent, so H_sample is exactly the sum of the bits' entropies. Over a
+    batch, bits are not independent: H_batch is computed for groups of bits and added up, which is exact for one group
+    and an upper bound for several (Zhao et al. 2024). For an item, a group's p is the outer product of the p of its two
+    halves. So the sum over n items of 2^g probabilities is one matrix product of (2^(g/2), n) and (n, 2^(g/2)), and no
+    tensor of n x 2^g numbers is needed.
 
     Args:
         bits: d.
         scale: Logit of a bit per unit of x.
         gamma: Weight of H_batch.
-        bits_per_group: The largest g.
+        bits_per_group: The largest g, the number of bits of a group.
 
     Raises:
         ValueError: a scale or size that is not positive.

@@ -20,7 +20,7 @@ _MARGIN = 1e-3
 
 
 class FiniteScalarQuantizer(Quantizer):
-    """Each channel, bounded by a tanh, to one of a few levels in [-1, 1] (Mentzer et al. 2023, section 3).
+    """Rounds each channel, bounded by a tanh, to one of a few levels in [-1, 1] (Mentzer et al. 2023, section 3).
 
     The code has the first channel as its least significant digit, as in the paper's appendix A.1. There are no losses
     and no statistics. The bound is shifted by artanh, so that z = 0 is level L // 2 for even L too.
@@ -29,7 +29,7 @@ class FiniteScalarQuantizer(Quantizer):
         levels: Number of levels of each channel, 3 or more.
 
     Raises:
-        ValueError: no levels, or one with less than 3.
+        ValueError: no channels, or a channel with less than 3 levels.
     """
 
     _levels: Tensor
@@ -61,7 +61,7 @@ class FiniteScalarQuantizer(Quantizer):
         return torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
 
     def _digits(self, bounded: Tensor) -> Tensor:
-        # NaN would become an index out of bounds.
+        # nan_to_num, because NaN would become an index out of bounds.
         return (bounded.nan_to_num().round().long() + self._levels // 2).clamp(min=0).minimum(self._levels - 1)
 
     def _code(self, digits: Tensor) -> Tensor:

@@ -21,6 +21,6 @@ def mix(x: Integer) -> Integer:
 
 
 def random_indices(count: int, bound: int, seed: int, step: int, device: torch.device) -> Tensor:
-    """int64 (count,) in [0, bound), bound < 2^32; the k-th a function of (seed, step, k)."""
+    """int64 (count,) in [0, bound), bound < 2^32; the k-th depends on (seed, step, k) only."""
     key = mix(mix(seed & _MASK) ^ (step & _MASK))
     return mix(mix(torch.arange(count, device=device)) ^ key) % bound

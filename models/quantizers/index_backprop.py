@@ -13,8 +13,8 @@ from .entropy import SoftmaxEntropy
 
 
 class TrainedCodebook(nn.Module):
-    """Entries (K, d). Every use of the weight is a call, so that DeepSpeed's ZeRO 3, which gathers weights module by
-    module, sees it."""
+    """Entries (K, d). Every use of the weight is a call of this module, because DeepSpeed's ZeRO 3 gathers the weights
+    of a module when the module is called."""
 
     def __init__(self, codebook_size: int, dim: int) -> None:
         super().__init__()
@@ -32,12 +32,13 @@ class TrainedCodebook(nn.Module):
 
 
 class IndexBackpropQuantizer(Quantizer):
-    """The entry with the largest product with z, from a codebook trained by gradients that reach every entry.
+    """Chooses the entry with the largest inner product with z; gradients of the choice train every entry.
 
     Shi et al. 2024: the one-hot choice has the gradient of softmax(z C^T), so the decoder's gradient goes to all
-    entries, and to z through the logits alone. Losses: ``commitment`` is the double quantization loss,
-    mean (z - q)^2 + mean (z - sg e)^2 + beta mean (sg z - e)^2 with q = e in value and the gradient of the choice;
-    ``entropy`` is H_sample - diversity_gamma H_batch in nats, with p(c | z) = softmax_c <z, c> / temperature.
+    entries, and to z only through the logits. Losses: ``commitment`` is the double quantization loss,
+    mean (z - q)^2 + mean (z - sg e)^2 + beta mean (sg z - e)^2 (sg: stop-gradient); q has the value of the
+    entry e and the gradient of the choice; ``entropy`` is H_sample - diversity_gamma H_batch in nats, with p(c | z) =
+    softmax_c <z, c> / temperature.
 
     The backward pass needs the memory of several n x K matrices.
 
@@ -75,7 +76,7 @@ class IndexBackpropQuantizer(Quantizer):
         entries = self.codebook(codes)
         mixture = self.codebook(logits.softmax(1), mix=True)
         chosen = entries + (mixture - mixture.detach())
-        # In this order: it is the order in which the gradients of rows are added.
+        # Keep this order: the gradients of rows are added in it, so another order would round differently.
         commitment = F.mse_loss(chosen, rows) + F.mse_loss(rows, entries.detach())
         commitment = commitment + self.beta * F.mse_loss(entries, rows.detach())
         return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits, self._all_reduce_of_forward)}

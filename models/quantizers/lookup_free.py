@@ -14,16 +14,17 @@ from .signs import code_signs, exact_log2, sign_codes
 
 
 class LookupFreeQuantizer(Quantizer):
-    """Each channel to its sign: the codebook is the 2^d corners of a cube (Yu et al. 2024, MAGVIT-2, section 3.1).
+    """Maps each channel to its sign: the codebook is the 2^d corners of a cube (Yu et al. 2024, MAGVIT-2, section 3.1).
 
-    Losses: ``commitment`` is mean (z - sg q)^2; ``entropy`` is H_sample - diversity_gamma H_batch in nats, with
-    p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of sigmoid(4 inv_temperature z_b c_b).
+    Losses: ``commitment`` is mean (z - sg q)^2 (sg: stop-gradient); ``entropy`` is H_sample - diversity_gamma H_batch
+    in nats, with p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of
+    sigmoid(4 inv_temperature z_b c_b).
 
     Args:
         codebook_size: 2^d.
         inv_temperature: Inverse temperature of the soft assignment.
         diversity_gamma: Weight of H_batch.
-        bits_per_group: H_batch is computed for groups of at most so many bits; exact where d is no larger.
+        bits_per_group: H_batch is computed for groups of at most this many bits; exact if d is no larger.
 
     Raises:
         ValueError: a codebook size that is no power of two, or another value out of range.
@@ -52,7 +53,7 @@ class LookupFreeQuantizer(Quantizer):
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         codes = sign_codes(rows)
         entries = self._look_up(codes)
-        # In this order: it is the order in which the gradients of rows are added.
+        # Keep this order: the gradients of rows are added in it, so another order would round differently.
         commitment, entropy = F.mse_loss(rows, entries), self._entropy(rows, self._all_reduce_of_forward)
         return straight_through(entries, rows), codes, {"commitment": commitment, "entropy": entropy}
 

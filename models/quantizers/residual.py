@@ -18,20 +18,20 @@ _FIT_ROWS_PER_ENTRY = 32
 
 
 class ResidualQuantized(NamedTuple):
-    """What a forward pass gives."""
+    """Results of a forward pass."""
 
     quantized: Tensor
     """(b, d) fp32, the sum of the chosen entries; its gradient goes straight through to the embeddings."""
     codes: Tensor
     """(b, q) int64 in [0, codebook_size), coarse to fine."""
     losses: dict[str, Tensor]
-    """``commitment`` (q,) fp32, unweighted: the mean square of the residual after level k."""
+    """``commitment`` (q,) fp32, unweighted; entry k is the mean square of the residual after level k."""
 
 
 class ResidualQuantizer(Pretrained):
     """Each level quantizes the residual of the levels before it: r_0 = x, c_k = the entry nearest to r_k,
-    r_{k+1} = r_k - e_k(c_k). Zeghidour et al. 2021 (SoundStream), algorithm 1; 12 levels of 1024 entries of MuLan's
-    audio embeddings are what MusicLM is conditioned on (Agostinelli et al. 2023, section 3.2).
+    r_{k+1} = r_k - e_k(c_k) (Zeghidour et al. 2021, "SoundStream", algorithm 1). MusicLM is conditioned on the codes of
+    MuLan's audio embeddings, in 12 levels of 1024 entries (Agostinelli et al. 2023, section 3.2).
 
     The codebooks are those of `VectorQuantizer`: k-means of the first batch, then moving averages over the batches of
     all processes, and dead entries replaced. One update is
@@ -46,7 +46,7 @@ class ResidualQuantizer(Pretrained):
         dim: d.
         num_quantizers: q, the levels.
         codebook_size: Entries per level.
-        decay: Of the moving averages, in [0, 1).
+        decay: Decay of the moving averages, in [0, 1).
         revive_below: An entry used less than this, in units of the mean use of its level, is replaced by the input
             of its level for an embedding that is drawn by (seed, step, level); in [0, 1], 0 for never.
 
@@ -70,7 +70,7 @@ class ResidualQuantizer(Pretrained):
         )
 
     def forward(self, embeddings: Tensor) -> ResidualQuantized:
-        """Embeddings (b, d) of any floating dtype; computed in fp32, under autocast too.
+        """Embeddings (b, d) of any floating dtype; computed in fp32, even under autocast.
 
         Raises:
             ValueError: embeddings of another shape.
@@ -80,7 +80,7 @@ class ResidualQuantizer(Pretrained):
         residual, entries, codes, left = embeddings.float(), [], [], []
         for level in self._levels():
             out = level(residual)
-            # Without detach, every level would pass the straight-through gradient on; the sum below does it once.
+            # Without detach, every level would pass on a straight-through gradient; `quantized` below passes on one.
             entries.append(out.quantized.detach())
             codes.append(out.codes)
             left.append(out.losses["commitment"])
@@ -90,20 +90,20 @@ class ResidualQuantizer(Pretrained):
 
     @torch.no_grad()
     def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
-        """Once per update, after its forward: move the codebooks. Collective. Arguments as in `Quantizer`."""
+        """Move the codebooks. Call it once per update, after the forward. Collective. Arguments: see `Quantizer`."""
         for number, level in enumerate(self._levels()):
             level.after_update(step, mix(mix(seed & 0xFFFFFFFF) ^ number), skipped)
 
     def fit(self, embeddings: Tensor, epochs: int, seed: int, mark: Callable[[], None] = lambda: None) -> list[float]:
         """Learn from a set of embeddings (n, d) in random order, on one process; ends in eval mode.
 
-        An update takes 32 embeddings per entry, or all of them where there are fewer: enough for the k-means of the
-        first update and for steady averages. The same embeddings and seed give the same codebooks.
+        An update takes about 32 embeddings per entry, or all embeddings if there are fewer: enough for the k-means of
+        the first update and for steady averages. The same embeddings and seed give the same codebooks.
 
         Args:
-            embeddings: On the device of the quantizer.
+            embeddings: Embeddings (n, d) on the device of the quantizer.
             epochs: Passes over all embeddings.
-            seed: For the draws that replace unused entries.
+            seed: Seed of the draws that replace unused entries.
             mark: Called before each update, to show a watchdog that the process is alive.
 
         Returns:
@@ -121,7 +121,7 @@ class ResidualQuantizer(Pretrained):
 
     @torch.no_grad()
     def encode(self, embeddings: Tensor) -> Tensor:
-        """Embeddings (b, d) -> codes (b, q) int64, those of `forward`, with its errors. Learns nothing."""
+        """Embeddings (b, d) -> codes (b, q) int64, those of `forward`. Raises what `forward` raises. Learns nothing."""
         return self(embeddings).codes
 
     def decode(self, codes: Tensor) -> Tensor:

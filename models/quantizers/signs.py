@@ -19,10 +19,10 @@ def sign_codes(rows: Tensor) -> Tensor:
 
 
 def exact_log2(codebook_size: int) -> int:
-    """d of a codebook of 2^d codes.
+    """The exponent d of a codebook of 2^d codes.
 
     Raises:
-        ValueError: no power of two, or less than 2.
+        ValueError: the size is no power of two, or less than 2.
     """
     if codebook_size < 2 or codebook_size & (codebook_size - 1):
         use = 1 << max(codebook_size, 2).bit_length() - 1

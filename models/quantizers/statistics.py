@@ -14,7 +14,7 @@ AllReduce = Callable[[Tensor], Tensor]
 class GlobalMean:
     """Mean of a vector statistic over every item of an update.
 
-    Summed in fp64: after rounding to fp32, the mean hardly ever depends on how items are spread over processes.
+    Sums are in fp64, so that the mean, rounded to fp32, hardly ever depends on how items are spread over processes.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class GlobalMean:
         self._pooled, self._observed = all_reduce(self._observed), None
 
     def clear(self) -> None:
-        """Forget the update."""
+        """Forget the statistics of the update."""
         self._observed = self._pooled = None
 
     def __call__(self, total: Tensor, count: int, all_reduce: AllReduce | None) -> Tensor:
@@ -41,7 +41,7 @@ class GlobalMean:
 
         Args:
             total: Sum (k,) over the `count` local items.
-            all_reduce: If given, the result is the pooled mean or, where nothing was pooled, the mean over all
+            all_reduce: If given, the result is the pooled mean or, if nothing was pooled, the mean over all
                 processes (collective); if None, the mean of the local items.
         """
         if all_reduce is None:
@@ -55,9 +55,9 @@ def _pack(total: Tensor, count: int) -> Tensor:
 
 
 def sums_by_code(vectors: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
-    """Vectors (n, d) and their codes (n,) -> how many have each code (K,), and their sums (K, d); both fp64.
+    """Vectors (n, d) and their codes (n,) -> the number of vectors with each code (K,) and their sums (K, d), fp64.
 
-    Vectors are sorted by code, then those of each code are added in order: `index_add_` on a GPU promises no order.
+    Vectors are sorted by code, then those of each code are added in order: `index_add_` on a GPU adds in any order.
     The host does not wait for the device.
     """
     order = codes.argsort(stable=True)

@@ -14,17 +14,18 @@ from .clustering import kmeans, nearest
 from .hashing import random_indices
 from .statistics import sums_by_code
 
-_SMOOTHING = 1e-5  # Laplace's, of the counts
+_SMOOTHING = 1e-5  # Laplace smoothing of the counts
 
 Self = TypeVar("Self", bound="VectorQuantizer")
 
 
 class VectorQuantizer(Quantizer):
-    """Each vector to the nearest entry of a codebook; entries follow the mean of the vectors that chose them.
+    """Replaces each vector by the nearest entry of a codebook; entries follow the mean of the vectors that chose them.
 
     van den Oord et al. 2017, appendix A.1, over the whole batch of each update: N_k <- decay N_k + (1 - decay) n_k,
     m_k <- decay m_k + (1 - decay) (sum of the n_k vectors), and e_k = m_k / N_k with Laplace smoothing of N.
-    Loss: ``commitment`` is mean (z - sg e)^2. Codebook and averages are buffers and stay fp32 when the model is cast.
+    Loss: ``commitment`` is mean (z - sg e)^2 (sg: stop-gradient). Codebook and averages are buffers and stay fp32 when
+    the model is cast.
 
     Args:
         codebook_size, dim: K and d.
@@ -32,7 +33,7 @@ class VectorQuantizer(Quantizer):
         cosine: Choose the nearest entry by angle: vectors and entries are scaled to length 1.
         kmeans_init: Start from k-means of the first batch instead of random entries.
         revive_below: An entry with a smaller N_k is dead and becomes a vector of the batch, drawn by (seed, step, k).
-            In units of the mean N_k, so in [0, 1]; 0 for never.
+            In units of the mean N_k, so it is in [0, 1]; 0 for never.
 
     Raises:
         ValueError: a value outside these ranges.
@@ -66,7 +67,7 @@ class VectorQuantizer(Quantizer):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the codebook has its first entries. Until it has, each call waits for the device."""
+        """Whether the codebook has its first entries. Until then, each call waits for the device."""
         self._known_initialized = self._known_initialized or bool(self.initialized)
         return self._known_initialized
 
@@ -109,7 +110,7 @@ class VectorQuantizer(Quantizer):
         total = counts.sum()
         smoothed = (counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
         codebook = self._project(sums / smoothed[:, None])
-        if self.revive_below:  # dead entries become candidates, counted as used like the mean
+        if self.revive_below:  # dead entries are replaced by candidates, with the mean count
             usual = counts.mean()
             is_dead = counts < self.revive_below * usual
             codebook = torch.where(is_dead[:, None], candidates, codebook)
@@ -148,10 +149,10 @@ class VectorQuantizer(Quantizer):
 
     @torch.no_grad()
     def _initialize(self, rows: Tensor) -> None:
-        """Entries from k-means of the vectors (n, d) of all processes, unless one is not finite. Collective."""
+        """Entries from k-means of the vectors (n, d) of all processes, unless a centre is not finite. Collective."""
         vectors = self.gather(rows)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
-        # Processes whose k-means rounded differently must still get equal entries: average them.
+        # Average the centres of all processes: entries must be equal even if their k-means rounded differently.
         packed = self.all_reduce(torch.cat([centres, counts[:, None]], dim=1).double()) / self.world_size
         centres, counts = packed[:, :-1].float(), packed[:, -1].float()
         is_finite = centres.isfinite().all()
