@@ -81,8 +81,8 @@ class Watchdog:
             self._store = self._server = None
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
-        """Why the run ends: ``error`` itself if it is a TrainingStopped; one that names the lost process if it is
-        a collective that failed because a process is lost; otherwise None."""
+        """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process
+        if ``error`` comes from a collective that failed because of the loss, and None otherwise."""
         if isinstance(error, TrainingStopped):
             return error
         if self._thread is None or not isinstance(error, RuntimeError | ConnectionError):
