@@ -1,4 +1,4 @@
-"""Run the benchmarks, print a table, write a JSON file. A goal that is missed is shown, and is no failure."""
+"""Run the benchmarks, print a table, write a JSON file. A missed goal is shown, but is not a failure."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _headline(facts: dict[str, Any]) -> str:
 
 
 def _measured(name: str, benchmark: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """The rows of a benchmark; what breaks it becomes a row of its own, and the others go on."""
+    """The rows of a benchmark. An error becomes a row of its own, so that the other benchmarks still run."""
     print(f"{name} ...", file=sys.stderr)
     try:
         yield from benchmark()

@@ -20,9 +20,9 @@ class Variant:
     """A way to write the loop.
 
     Args:
-        description: For the table.
-        fused: Adam in one kernel, as train_vae.py has it; otherwise whatever PyTorch takes by itself.
-        same_noise: train_vae.py's own noise, instead of PyTorch's generator.
+        description: Name in the table.
+        fused: Adam in one kernel, as train_vae.py has it; otherwise PyTorch's default.
+        same_noise: Noise drawn as in train_vae.py, instead of by PyTorch's generator.
         channels_last: Memory format of model and images.
     """
 
@@ -70,7 +70,7 @@ def bare_loop(
 
 
 def _torch_noise(model: DiscreteVAE, device: torch.device) -> Callable[[int, int], Tensor]:
-    """As torch.nn.functional.gumbel_softmax draws it."""
+    """Noise as torch.nn.functional.gumbel_softmax draws it."""
     return lambda step, n: -torch.empty(n, *model.noise_shape, device=device).exponential_().log()
 
 

@@ -1,4 +1,4 @@
-"""Updates of train_vqgan.py against the two-optimizer loop of every tutorial; LFQ's entropy against a softmax."""
+"""Speed of train_vqgan.py against the usual two-optimizer loop, and of LFQ's entropy against a plain softmax."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _seconds(run: Callable[[], None]) -> float:
 
 
 def _peak_mib(which: str) -> float:
-    """Of a process that makes the updates twice."""
+    """Peak memory of a process that makes the updates twice."""
     command = [sys.executable, "-m", "benchmarks.gan", which]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return float(done.stdout)

@@ -23,14 +23,14 @@ from .machine import cores
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_SECONDS = 600
 _WORKER = "benchmarks.worker"
-# Nothing beside the updates themselves, and none of it every few updates; logging stays as it is by default.
+# Switch off all work other than the updates, so that every update does the same; logging keeps its defaults.
 _SCRIPT_FLAGS = ("--image_folder", "demo:shapes:64", "--valid_fraction", "0", "--num_workers", "0",
                  "--validate_every_n_steps", "0", "--sample_every_n_steps", "0",
                  "--save_every_n_steps", "0")  # fmt: skip
 
 
 class JobFailed(RuntimeError):
-    """One line that says why there is nothing to report."""
+    """A job gave no result; the text says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Launcher:
     """A way to start the script.
 
     Args:
-        name: For the table.
+        name: Name in the table.
         backend: Name in ``distributed.available()``.
         tool: Program beside this Python, or None to start Python itself.
-        flags: Of the script, which belong to this way of starting it.
+        flags: Flags of the script that this way of starting it needs.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Launcher:
         """Command line up to the flags of the worker.
 
         Raises:
-            JobFailed: it is not installed.
+            JobFailed: the backend or the launcher is not installed.
         """
         if not distributed.available()[self.backend]:
             raise JobFailed(f"{self.backend} is not installed")
@@ -96,14 +96,14 @@ def measure(
     Args:
         sides: "script" and names in ``bare.VARIANTS``.
         script_flags: Flags of train_vae.py.
-        threads: Per process; default: the cores divided by the processes.
-        rounds: Each gives one number per side.
-        turns: Of each side in a round.
-        updates: Of a side in its turn.
-        environment: Variables to set beside the present ones.
+        threads: CPU threads per process; by default the number of cores divided by the number of processes.
+        rounds: Number of rounds; each gives one number per side.
+        turns: Number of turns of each side in a round.
+        updates: Number of updates of a side in one turn.
+        environment: Environment variables to set in addition to those of this process.
 
     Raises:
-        JobFailed: not installed, did not work, or took longer than ten minutes.
+        JobFailed: the launcher is not installed, or the job failed or took longer than ten minutes.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         result = Path(folder) / "result.json"
@@ -122,7 +122,7 @@ def measure(
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> None:
-    """Run a job in a session of its own, none of which outlives this call."""
+    """Run a job in a session of its own, and kill all processes of the session before returning."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,

@@ -24,25 +24,25 @@ _IMAGE_SIZE = 128
 _BATCH_SIZE = 8  # the script's default
 _TURN_SECONDS = 3.0
 _N_GENERATED = 96
-_WIDTH, _HEIGHT, _QUALITY = 500, 375, 95  # what ImageNet's photographs typically are
+_WIDTH, _HEIGHT, _QUALITY = 500, 375, 95  # typical of ImageNet's photographs
 
 
 def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
     """Images per second at 128 pixels: ``data.TrainingStream`` with one worker per core, against as many processes
     that each decode their share of the files and keep nothing.
 
-    The stream hands batches to the main process, which is work that the reference is spared. Each turn starts its
-    processes afresh and measures them once they are under way (the stream: once what it had prefetched is used up).
+    The stream also hands batches to the main process, which the reference does not do. Each turn starts new processes
+    and measures them once they are under way (for the stream: once the batches prefetched at its start are used up).
 
     Raises:
-        ValueError: one line, where the folder cannot be used.
+        ValueError: the folder cannot be used; the text is one line.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         if image_folder is None:
             write_photos(Path(folder))
         images = data.open_images(image_folder or folder, image_size=_IMAGE_SIZE)
         paths = [images.describe(index) for index in range(len(images))]
-        n_bytes = [len(Path(path).read_bytes()) for path in paths]  # and now they are in memory
+        n_bytes = [len(Path(path).read_bytes()) for path in paths]  # this also fills the page cache
         workers = machine.cores()
         ours, reference = [], []
         for _ in range(rounds):
@@ -54,7 +54,7 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
 
 
 def write_photos(folder: Path, n: int = _N_GENERATED) -> None:
-    """JPEGs of 500 x 375 pixels and about 100 kB, as photographs have them: shapes under grain of two sizes."""
+    """Write JPEGs of 500 x 375 pixels and about 100 kB, typical of photographs: shapes with grain of two sizes."""
     shapes = data.open_images(f"demo:shapes:{n}", image_size=512)
     rng = np.random.default_rng(0)
     for index in range(n):
@@ -81,7 +81,7 @@ def stream_rate(images: data.Images, workers: int) -> float:
 
 
 def pillow_rate(paths: Sequence[str], workers: int) -> float:
-    """Images per second of as many processes that run a plain loop, each over its share of the files."""
+    """Images per second of ``workers`` processes together, each running a plain loop over its share of the files."""
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
     together, rates = context.Barrier(workers), context.SimpleQueue()
     processes = [
@@ -111,8 +111,8 @@ def _pillow_process(paths: Sequence[str], together: Any, rates: Any) -> None:
 
 
 def plain_decode(path: str, size: int = _IMAGE_SIZE) -> Tensor:
-    """What torchvision's ``Resize(size)``, ``CenterCrop(size)`` and ``PILToTensor()`` do by default, in as many
-    lines: bilinear with antialiasing, shorter side first; uint8 (3, size, size)."""
+    """What torchvision's ``Resize(size)``, ``CenterCrop(size)`` and ``PILToTensor()`` do by default:
+    bilinear with antialiasing, shorter side first; uint8 (3, size, size)."""
     image = Image.open(path).convert("RGB")
     width, height = image.size
     scale = size / min(width, height)

@@ -1,4 +1,4 @@
-"""What the numbers were measured on."""
+"""Describes the machine on which the benchmarks run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gpus() -> int:
 
 
 def facts() -> dict[str, Any]:
-    """JSON values; the load average (1, 5, 15 minutes) tells how busy the machine was beside the benchmarks."""
+    """Hardware and versions as JSON values. The load average (1, 5, 15 minutes) shows how busy the machine was."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "cpu": _cpu_name(),

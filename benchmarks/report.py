@@ -13,7 +13,7 @@ _HEADINGS = ("benchmark", "unit", "ours", "reference", "ratio: min", "median", "
 
 
 class Spread(NamedTuple):
-    """What is told of several rounds."""
+    """Minimum, median and maximum over several rounds."""
 
     min: float
     median: float
@@ -21,7 +21,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """The spread of ``values``, of which there is at least one."""
         return cls(min(values), statistics.median(values), max(values))
 
 
@@ -37,14 +37,14 @@ class Goal:
         return f"{self.of} {self.relation} {self.limit:g}"
 
     def is_met(self, median: float) -> bool:
-        """Whether ``median``, of the ratio or of ours, is as wanted."""
+        """Whether ``median``, the median of what ``of`` names, meets the goal."""
         return median >= self.limit if self.relation == ">=" else median < self.limit
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. Round i gave ``ours[i]`` and ``reference[i]``, taken in turn; both are empty where nothing could
-    be measured, and ``note`` says why."""
+    """One comparison. Round i gave ``ours[i]`` and ``reference[i]``, taken in turn; both are empty if nothing could be
+    measured, and ``note`` says why."""
 
     name: str
     unit: str
@@ -105,7 +105,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def write_json(path: Path, machine: Mapping[str, Any], rows: Iterable[Row]) -> None:
-    """``{"machine": {...}, "rows": [...]}``; makes the folder."""
+    """Write ``{"machine": {...}, "rows": [...]}`` to ``path``; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": dict(machine), "rows": [row.as_json() for row in rows]}
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How long a save holds the loop up, against a plain torch.save of the same state."""
+"""How long a save holds up the training loop, against a plain torch.save of the same state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _BATCH_SIZE = 64
 
 def saving(rounds: int) -> Iterator[Row]:
     """Seconds that the training of a model of 100 million parameters with Adam's moments (1.2 GB) waits: in ``save``
-    and, where the next update would overtake the copy, before that update. The first save, which takes the memory for
-    the copy, is one of the rounds."""
+    and, if the copy is not finished by then, before the next update. The first save, which also allocates the memory
+    for the copy, is one of the rounds."""
     with one_process(_BATCH_SIZE) as backend, tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         training = _Training(backend)
         held, plain, beside, normal = [], [], [], []
@@ -49,7 +49,7 @@ def saving(rounds: int) -> Iterator[Row]:
 
 
 class _Training:
-    """A model with its updates, and the process that trains it, as `Checkpoints` asks for it."""
+    """A model and its updates; also the ``processes`` that `Checkpoints` needs."""
 
     is_root = True
 
@@ -66,7 +66,7 @@ class _Training:
         self.update()
 
     def before_update(self, wait: Any) -> None:
-        """As a run does it, and the wait is timed."""
+        """Register ``wait`` as a training run does, and time it."""
 
         def timed() -> None:
             began = time.perf_counter()
@@ -85,7 +85,7 @@ class _Training:
         return time.perf_counter() - began
 
     def plain_save(self, path: Path) -> float:
-        """Seconds of what a plain training loop does."""
+        """Seconds of a plain ``torch.save`` of model and optimizer."""
         self._synchronize()
         began = time.perf_counter()
         torch.save({"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}, path)

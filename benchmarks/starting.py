@@ -14,7 +14,7 @@ _GOAL = Goal("ours", "<", 1.0)
 
 
 def starting(rounds: int) -> Iterator[Row]:
-    """Seconds from the command to its end, over those of a Python that imports argparse alone."""
+    """Seconds from the command to its end, over those of a Python process that only imports argparse."""
     ours, reference = [], []
     for _ in range(rounds):
         ours.append(_seconds([sys.executable, "train_vae.py", "--help"]))

@@ -12,12 +12,12 @@ from .report import Goal, Row
 _SPEED_GOAL = Goal("ratio", ">=", 0.97)
 _MIB = 2**20
 
-# Small enough for two cores (a quarter of a second per update on one of them). For its arithmetic it has more weights
-# than the script's default model at its default image size (1.8 million per 0.27 s, against 17 million per 6 s), so
-# what is done per weight, the engine's part, shows more.
+# Small enough for two cores (a quarter of a second per update on one of them). Relative to its computing time it has
+# more weights than the script's default model at the default image size (1.8 million weights and 0.27 s per update,
+# against 17 million and 6 s). The engine's work grows with the number of weights, so its share is larger here.
 _SMALL_MODEL = ("--image_size", "64", "--num_tokens", "2048", "--emb_dim", "256", "--num_layers", "3",
                 "--num_resnet_blocks", "1", "--hidden_dim", "96")  # fmt: skip
-# 16.7 million parameters, the script's default, on images that leave most of the memory to weights and moments.
+# The script's default model, 16.7 million parameters, on images so small that weights and moments take most memory.
 _HEAVY_MODEL = ("--image_size", "32")
 # The script's default model at its default image size, in a batch that keeps a GPU busy.
 _GPU_MODEL = ("--batch_size", "64")
@@ -42,7 +42,7 @@ def training(rounds: int) -> Iterator[Row]:
 
 
 def scaling(rounds: int) -> Iterator[Row]:
-    """One and two processes of each backend over as many bare loops that run side by side without talking.
+    """One and two processes of each backend over as many bare loops that run side by side without communicating.
 
     Each process has the same share of the batch and the same number of threads in both cases.
     """
@@ -71,8 +71,8 @@ def scaling(rounds: int) -> Iterator[Row]:
 def memory() -> Iterator[Row]:
     """Peak memory of the largest of two processes, per backend and ZeRO stage, over that of one bare loop.
 
-    On the CPU it is resident memory, the imports included. Without a fixed threshold the C library would keep, or not
-    keep, much of what was freed; with one, what is resident is what is in use.
+    On the CPU it is resident memory, the imports included. Malloc's thresholds are fixed, because otherwise the C
+    library may keep much of the freed memory, and resident memory would not show how much is in use.
     """
     gpus = machine.gpus()
     processes = min(2, gpus) if gpus else 2
@@ -108,7 +108,7 @@ def _against_bare_loops(
     speeds = result["samples_per_second"]
     by_cpu_time = {side: statistics.median(values) for side, values in result["samples_per_cpu_second"].items()}
     for side, goal in goals.items():
-        # CPU time tells much the same where the machine has other things to do; it says nothing of a GPU.
+        # The ratio in CPU time changes little if other programs run on the machine; it ignores a GPU's work.
         cpu = "" if machine.gpus() else f"; in CPU time {by_cpu_time['script'] / by_cpu_time[side]:.3f}"
         note = f"over {VARIANTS[side].description}{cpu}"
         yield Row(name, "samples/s", speeds["script"], speeds[side], goal, note)

@@ -3,10 +3,10 @@
 The script asks its loader for a batch once per update. Here the loader is a generator over batches that are decoded
 already, so that the time from handing out a batch to being asked for the next one is the time of one update of the
 real script: noise, engine, optimizer, clock, logging and the look at the stop signal. Between two such requests the
-bare loops have their turn, in the same process and on the same threads, a fraction of a second apart. Two runs of
-two programs would meet the machine in two states; that difference is often larger than what is to be measured.
+bare loops have their turn, in the same process and on the same threads, a fraction of a second apart. In two
+separate runs the state of the machine would differ, often by more than the difference that is to be measured.
 
-What the turns share: the process (a backend's background threads run on during the bare loops' turns, at under 1% of
+The turns share the process (a backend's background threads run on during the bare loops' turns, at under 1% of
 a core) and the caches (each side finds those the other left; on the CPU a turn is one update, 10 ms or more). With
 several processes every turn begins at a barrier, outside the measured time; the bare loops then run independently.
 """
@@ -53,9 +53,9 @@ class Contest:
     """The script and bare loops, in turn.
 
     Args:
-        args: The script's own.
-        options: The worker's own, see ``build_parser``.
-        backend: The script's processes; None where only bare loops run, in one process.
+        args: Arguments of the script.
+        options: Arguments of the worker, see ``build_parser``.
+        backend: The script's backend; None if only bare loops run, in one process.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Contest:
         self._memory: list[list[int]] = []  # by rank
 
     def stream(self, images: data.Images, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
-        """Takes the place of the feed's ``TrainingStream``. Ends one batch after the last round."""
+        """Replaces the feed's ``TrainingStream``. Ends one batch after the last round."""
         stream = _OpenStream(images, subset, **{**loading, "num_workers": 0})
         decoded = list(itertools.islice(stream, _DECODED_BATCHES))
         bare = {name: self._bare_loop(name, decoded) for name in self._sides if name != SCRIPT}
@@ -96,11 +96,11 @@ class Contest:
                     clocks[name].stop()
             self._count_round(clocks, samples=options.turns * options.updates * len(decoded[0]["images"]))
         self._memory = self._gather([self._memory_before, peak_of_start, peak_memory_bytes(self.device)])
-        yield next(batches)  # after its last update the script does not ask again
+        yield next(batches)  # the script's last update, after which it asks for no batch
 
     def result(self) -> dict[str, Any]:
         """JSON values. Samples per second of all processes together, and per second of CPU time, by side and round.
-        Memory in bytes, of the process that takes most: before there is a model, the peak up to the end of the warm-up
+        Memory in bytes, of the process that uses most: before the model is built, the peak up to the end of the warm-up
         (building, wrapping and the first updates), and the peak of the updates after it."""
         before, start, updates = max(self._memory, key=lambda bytes_: max(bytes_[1:]))
         return {
@@ -135,7 +135,7 @@ class Contest:
 
 
 class _Clock:
-    """Adds up what one side takes; work that a GPU still has to do counts."""
+    """Adds up the time of one side, and waits for the GPU so that all its work counts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -163,11 +163,11 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, where the system can."""
+    """Forget the peak so far, if the system can."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
-        with contextlib.suppress(OSError):  # not in every container
+        with contextlib.suppress(OSError):  # some containers do not permit it
             Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -175,7 +175,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most that was in use at once since the last reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not ru_maxrss where it can be helped: a process inherits that from the launcher it was forked from.
+    # Prefer VmHWM to ru_maxrss, which a process inherits from the launcher that forked it.
     kilobytes_or_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _from_proc("VmHWM") or kilobytes_or_bytes * (1 if sys.platform == "darwin" else 1024)
 
@@ -187,7 +187,7 @@ def _from_proc(key: str) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The worker's flags; those of the script follow, and those that a launcher adds."""
+    """Run a contest. ``argv`` holds the worker's flags, those of the script and those that a launcher adds."""
     options, script_flags = build_parser().parse_known_args(argv)
     parser = train_vae.build_parser()
     updates = options.warmup + options.rounds * options.turns * options.updates

@@ -31,7 +31,7 @@ def available() -> dict[str, bool]:
 
 
 def launched_as_root() -> bool:
-    """Whether this process prints for all of them, as its launcher says; needs no connection."""
+    """Whether this process prints for all processes, according to its launcher; works before they are connected."""
     with contextlib.suppress(UserMistake):
         return detect().is_root
     return True
@@ -59,7 +59,7 @@ def _steps(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the layer itself and of every backend."""
+    """Add the flags that all backends share, and the flags of each backend."""
     group = parser.add_argument_group("distributed")
     # fmt: off
     group.add_argument("--distributed_backend", "--distr_backend", type=str.lower, choices=["auto", *all_backends()],
@@ -86,14 +86,15 @@ def launch(
     args: argparse.Namespace,
     last_start: Callable[[str], Mapping[str, Any]],
 ) -> None:
-    """Connect the processes and ``train(args, settings, backend)``. A user's mistake ends all of them with one line and
-    exit code 2.
+    """Connect the processes and call ``train(args, settings, backend)``. A ``UserMistake`` ends all processes with one
+    line and exit code 2.
 
     Args:
         train: The script's training; settings are all arguments by flag name, a backend's configuration included.
-        parser: Of ``args``, with ``add_arguments``, ``error(text)`` and ``settings(args)``.
-        args: Checked by the script.
-        last_start: Output folder -> what ``Backend.describe`` said when the run there was last started.
+        parser: The parser that made ``args``; it has ``add_arguments``, ``error(text)`` and ``settings(args)``.
+        args: The parsed arguments, which the script has checked.
+        last_start: Takes an output folder and returns what ``Backend.describe`` returned when
+            the run in that folder was last started.
     """
     is_new = args.fresh and not launched_again()
     try:
@@ -104,21 +105,22 @@ def launch(
 
 
 def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = None) -> Backend:
-    """The chosen backend, not connected yet. Checks the batch arithmetic and the configuration, and sets the flags in
-    ``args`` that the backend's own configuration gives.
+    """Return the chosen backend, not connected yet. Check the batch arithmetic and the configuration, and set the flags
+    in ``args`` that the backend's own configuration gives.
 
     Args:
-        args: Of a parser with ``add_arguments``.
-        last_start: What ``Backend.describe`` returned when this run was last started, if it is resumed. With fewer
-            processes now, accumulation grows so that none holds more samples at a time.
+        args: The result of a parser that ``add_arguments`` has given its flags.
+        last_start: What ``Backend.describe`` returned when this run was last started, if it is resumed. If there
+            are fewer processes now, each accumulates over more steps, so that none holds more samples at a time.
 
     Raises:
         UserMistake: the backend is not installed, the batch size does not fit, or flags contradict one another.
     """
-    # Else PyTorch's store prints pages of C++ stack when a process is lost, which hide the one line that names it.
+    # Without this, PyTorch's store prints a long C++ stack trace when a process is lost, which hides the line that
+    # names the lost process.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if args.batch_parts:
-        # MKL's matrix products may round differently where an operand begins at another address modulo 16 bytes
+        # MKL's matrix products may round differently if an operand begins at another address modulo 16 bytes
         # (measured, most often with one row or one column), and ZeRO packs weights without alignment. MKL reads this
         # variable at its first product ("Conditional numerical reproducibility" in Intel's oneMKL guide).
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
@@ -156,8 +158,8 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
 
 
 def for_inference(args: argparse.Namespace) -> Backend:
-    """As `from_args`, for a script that trains nothing: no batch is shared by the processes, and `args` needs no flags
-    of training. Sets `args.fresh` to False where the launcher starts a job again."""
+    """Like `from_args`, for a script that trains nothing: the processes share no batch, and `args` needs no flags of
+    training. Sets `args.fresh` to False if the launcher starts a job again."""
     args.fresh = args.fresh and not launched_again()
     without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}

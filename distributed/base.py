@@ -1,6 +1,6 @@
-"""The contract Backend: the processes. Engine, in engines/base.py, is one model and its optimizer.
+"""The interface Backend: the processes that train. Engine, in engines/base.py, is one model and its optimizer.
 
-A script speaks to these two alone and never asks for a backend's name:
+A script uses only these two classes and never asks for a backend's name:
 
     with distributed.from_args(args) as backend:
         engine = backend.wrap(model, optimizer, name="vae")
@@ -33,10 +33,10 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
 
 
 class Backend(ABC):
-    """The processes. A context manager: enter to connect, leave to disconnect.
+    """The processes that train. A context manager: enter to connect, leave to disconnect.
 
-    A new backend is a subclass in one new file or folder in ``backends/``. It brings ``name``, ``launch_order``,
-    ``was_launched``, ``connect`` and ``disconnect``; where they apply also ``install_hint`` and ``is_available``, its
+    A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``launch_order``,
+    ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``install_hint`` and ``is_available``, its
     own flags (``add_arguments``, ``flag_said``, ``configure``), and an engine of its own (``engine_class``).
     """
 
@@ -55,7 +55,7 @@ class Backend(ABC):
         self._before_update: list[Callable[[], None]] = []
         self._launched_by = self._launcher_processes()
 
-    # What a backend brings.
+    # What a backend defines.
 
     @classmethod
     @abstractmethod
@@ -64,20 +64,20 @@ class Backend(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """Set ``device`` and ``comm``; on return every process is there."""
+        """Set ``device`` and ``comm``; on return every process is connected."""
 
     @abstractmethod
     def disconnect(self, gracefully: bool) -> None:
-        """Leave. Not ``gracefully``: an error has happened and another process may be gone, so wait for none."""
+        """Disconnect. If not ``gracefully``, an error has happened and a process may be gone, so wait for none."""
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether what it needs can be imported; decided without importing it."""
+        """Whether the packages that the backend needs can be imported; does not import them."""
         return True
 
     @classmethod
     def add_arguments(cls, parser: Any) -> None:
-        """Flags of this backend alone."""
+        """Add the flags that only this backend has."""
         return
 
     @classmethod
@@ -87,10 +87,10 @@ class Backend(ABC):
 
     @classmethod
     def configure(cls, args: argparse.Namespace, launch: Launch) -> None:
-        """Fill ``args`` from a configuration of the backend's own, before anything starts.
+        """Set flags in ``args`` from the backend's own configuration, before anything starts.
 
         Raises:
-            UserMistake: the two disagree.
+            UserMistake: the arguments contradict the configuration or the launcher.
         """
         return
 
@@ -131,7 +131,7 @@ class Backend(ABC):
             text = f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {first_line(error)}"
             if isinstance(error, ImportError) and self.install_hint:
                 text += f"; install it again with `{self.install_hint}`"
-            if not self.is_root:  # the root prints its own errors only, and may have none
+            if not self.is_root:  # the root prints only its own error, and may not have one
                 say(f"error: {text}")
             raise UserMistake(text) from error
         return self
@@ -166,7 +166,7 @@ class Backend(ABC):
                 )
 
     def _keep_collectives_out_of_graphs(self) -> None:
-        """Inside a compiled forward, the watchdog's counters would be constants: a new compilation at every update."""
+        """Inside a compiled forward pass the watchdog's counters would be constants, so each update would recompile."""
         import torch
 
         for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.shift):
@@ -175,8 +175,8 @@ class Backend(ABC):
     def wrap(
         self, model: nn.Module, optimizer: Optimizer, *, name: str = "model", max_grad_norm: float | None = None
     ) -> Engine:
-        """Spread a model. Never alters weights, moments or step counts. ``name`` is distinct for every engine;
-        ``max_grad_norm`` overrides the run's."""
+        """Spread a model over the processes; return its engine. Never alters weights, moments or step counts.
+        ``name`` is distinct for every engine; ``max_grad_norm`` overrides --max_grad_norm."""
         return self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     # What a script may ask for.
@@ -187,11 +187,12 @@ class Backend(ABC):
 
     @property
     def grad_accum_steps(self) -> int:
-        """Micro-batches per update and process: --grad_accum_steps, or more (fewer processes, --batch_parts)."""
+        """Micro-batches per update and process: --grad_accum_steps, or more if the run resumes on fewer processes
+        or uses --batch_parts."""
         return self.options.plan.grad_accum_steps
 
     def describe(self) -> dict[str, Any]:
-        """The resolved configuration, for the log and environment.json. JSON values."""
+        """The resolved configuration as JSON values, for the log and environment.json."""
         plan, options = self.options.plan, self.options
         return {
             "backend": self.name, "launcher": self.launch.launcher, "world_size": self.world_size,
@@ -208,12 +209,12 @@ class Backend(ABC):
         return f"{processes}; {self.options.plan.summary()}"
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of an engine's forward, for calls that go past it (``engine.module(...)`` while frozen)."""
+        """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen)."""
         from .engines.precision import autocast
 
         return autocast(self.options.precision, self.device)
 
-    # Collectives: every process calls them; the rank test lives inside.
+    # Collectives: every process calls them, so never put a call behind a test of the rank.
 
     @contextmanager
     def _in_collective(self, phase: str) -> Iterator[None]:
@@ -236,13 +237,14 @@ class Backend(ABC):
         return self.sum(value if value.is_floating_point() else value.float()) / self.world_size
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenation along dimension 0 by rank, sizes may differ; the gradient is that of one process with all."""
+        """Concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may differ. The gradient is
+        the one that a single process with all rows would compute."""
         with self._in_collective("gathering over the processes"):
             return self._collectives.gather(tensor, self.comm)
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Around the ring: sends ``tensor`` to the next rank and returns the previous rank's, which has ``rows`` rows
-        (shapes may differ in dimension 0). No gradient."""
+        """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,
+        which has ``rows`` rows (shapes may differ in dimension 0). No gradient."""
         with self._in_collective("passing on around the ring"):
             return self.comm.shift(tensor.detach(), rows)
 
@@ -260,12 +262,13 @@ class Backend(ABC):
         return self.sum({"flag": float(flag)})["flag"] > 0
 
     def barrier(self) -> None:
-        """Return when every process is here."""
+        """Return when every process has called this."""
         self.sum({"here": 1.0})
 
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
         """Whether a process got SIGTERM, SIGINT or SIGUSR1, lost its launcher, or passed ``here``. Collective; the
-        answer is the same on all processes, and one call late if there are several, unless ``now``, which waits."""
+        answer is the same on all processes. With several processes a request is reported one call late; with ``now``
+        the call waits and reports it at once."""
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
         return self._stop.agreed(here or is_orphan, now)
@@ -273,7 +276,7 @@ class Backend(ABC):
     @contextmanager
     def agreement(self) -> Iterator[None]:
         """For work that may fail on one process alone, such as opening files. A ValueError or OSError on any process
-        becomes the same UserMistake on all, so that none waits for one that has left. No collectives inside."""
+        becomes the same UserMistake on all, so that none waits for one that has left. Call no collectives inside."""
         mistake: str | None = None
         try:
             yield
@@ -284,7 +287,7 @@ class Backend(ABC):
                 raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")
 
     def mark(self, phase: str) -> None:
-        """This process begins ``phase``: a sign of life for the watchdog, which engines and collectives give too."""
+        """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""
         self.watchdog.mark(phase)
 
     @contextmanager

@@ -16,7 +16,7 @@ class BatchPlan:
     global_batch_size: int
     grad_accum_steps: int
     world_size: int
-    #: --grad_accum_steps, where a run continues on fewer processes or with --batch_parts and accumulates more.
+    #: --grad_accum_steps, if the run accumulates more: it continues on fewer processes or uses --batch_parts.
     asked_grad_accum_steps: int | None = None
     #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: not cut.
     batch_parts: int = 0
@@ -32,7 +32,7 @@ class BatchPlan:
         return self.local_batch_size // self.grad_accum_steps
 
     def summary(self) -> str:
-        """The arithmetic in one line, and why it is not what the flags say."""
+        """The arithmetic in one line, and the reason if it differs from the flags."""
         text = (
             f"batch {self.global_batch_size} = {self.micro_batch_size} x {self.grad_accum_steps} accumulation x "
             f"{self.world_size} processes"

@@ -1,4 +1,4 @@
-"""What processes exchange, written once over the three primitives that each backend brings."""
+"""Collective operations, built on the three primitives that each backend implements."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Communicator(Protocol):
         """The tensors of all processes, by rank; equal shapes."""
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Around the ring: sends ``tensor`` to the next rank and returns the previous rank's, which has ``rows`` rows.
-        Shapes may differ in dimension 0."""
+        """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,
+        which has ``rows`` rows. Shapes may differ in dimension 0."""
 
 
 class Alone:
@@ -56,7 +56,7 @@ def sum_scalars(values: Mapping[str, Any], comm: Communicator, device: torch.dev
     """Sums of a dict of numbers or 0-d tensors over the processes: one transfer, in fp64, and one wait of the host."""
     if not values:
         return {}
-    # Python's own numbers are doubles; torch would make fp32 of them.
+    # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
     packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values.values()])
     comm.all_reduce_(packed, "sum_scalars").wait()
     return dict(zip(values, packed.tolist(), strict=True))
@@ -98,7 +98,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_objects(value: Any, comm: Communicator, device: torch.device) -> list[Any]:
-    """JSON-able values of all processes, by rank. No pickle crosses the network."""
+    """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     return [json.loads(bytes(part.tolist())) for part in _all_gather_ragged(data, comm)]
 

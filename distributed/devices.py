@@ -8,8 +8,8 @@ import torch
 
 
 def local_device(local_rank: int, launcher: str = "python") -> torch.device:
-    """The GPU of process ``local_rank`` of this machine, or the CPU where there is no GPU. A ``launcher`` srun may show
-    each process one GPU, its own (``--gpus-per-task 1``).
+    """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. If ``launcher`` is srun, each
+    process may see only one GPU, its own (``--gpus-per-task 1``).
 
     Raises:
         ValueError: more processes than GPUs on this machine.
@@ -39,12 +39,12 @@ def use_one_thread() -> None:
 
 
 def use_deterministic_kernels(compiled: bool = False) -> None:
-    """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility);
-    ``compiled``: those that torch.compile makes too."""
+    """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility).
+    With ``compiled``, this includes the operations that torch.compile generates."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     if compiled:
         torch.use_deterministic_algorithms(True)
-    else:  # the same without importing Inductor, which takes seconds
+    else:  # the same, but does not import Inductor, which takes seconds
         torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, for debugging
     torch.backends.cudnn.benchmark = False

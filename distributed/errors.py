@@ -6,11 +6,13 @@ import os
 import re
 import sys
 
-_SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")  # of Gloo's own C++
+# Gloo's errors name places in its C++ source.
+_SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")
 
 
 class UserMistake(ValueError):
-    """One line: what was got, why it cannot be, what to do. Every process raises the same text; the exit code is 2."""
+    """One line: the value given, why it does not work and what to do. Every process raises the same text; the exit code
+    is 2."""
 
 
 class TrainingStopped(RuntimeError):
@@ -25,11 +27,11 @@ class TrainingStopped(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's text, without places in C++ sources; the error's type where it has no text."""
+    """The first line of the error's text, without places in C++ sources; the error's type if it has no text."""
     text = _SOURCE_PLACE.sub("", str(error)).strip() or type(error).__name__
     return text.splitlines()[0].rstrip()
 
 
 def say(text: str) -> None:
-    """Print one line on stderr, behind the script's name."""
+    """Print one line on stderr, after the script's name."""
     print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr, flush=True)

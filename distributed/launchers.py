@@ -18,7 +18,7 @@ DEFAULT_MASTER_PORT = 29500
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among all processes, as its launcher says."""
+    """This process's place among all processes, according to its launcher."""
 
     launcher: str  # "horovodrun", "deepspeed", "torchrun", "srun", "mpirun" or "python"
     rank: int = 0
@@ -34,7 +34,7 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
-    """The launch that the environment describes; plain ``python`` where it describes none.
+    """The launch that the environment describes; plain ``python`` if it describes none.
 
     Raises:
         UserMistake: some of a launcher's variables are missing (one line that names one of them).
@@ -42,13 +42,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if environ is None else environ
     if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
         return Launch("horovodrun", *_place(env, "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"))
-    # Some job scripts export WORLD_SIZE alone, so it counts as torchrun's only beside another of its variables.
+    # Some job scripts export only WORLD_SIZE, so it shows torchrun only together with another of torchrun's variables.
     if "RANK" in env or ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
         # The deepspeed launcher sets torchrun's variables and two of its own.
         is_deepspeed = "CROSS_RANK" in env and "LOCAL_SIZE" in env and "TORCHELASTIC_RUN_ID" not in env
         launcher = "deepspeed" if is_deepspeed else "torchrun"
         return Launch(launcher, *_place(env, "RANK", "LOCAL_RANK", "WORLD_SIZE"), *_master(env), _is_restart(env))
-    # Before srun: mpirun starts its daemons with srun, whose variables its processes inherit.
+    # Test for mpirun before srun: mpirun starts its daemons with srun, so its processes inherit srun's variables.
     if _integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         if "MASTER_ADDR" not in env and env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
             raise UserMistake(
@@ -56,7 +56,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             )
         names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE"))
         return Launch("mpirun", *_place(env, *names), *_master(env))
-    # SLURM_PROCID alone does not tell: SLURM sets it in a batch script too, which is one process.
+    # SLURM_PROCID alone does not show srun: SLURM also sets it in a batch script, which is one process.
     if _integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         place = _place(env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
         host = env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", ""))

@@ -34,4 +34,4 @@ class Update:
     skipped: Tensor
     """0-d bool: a gradient was not finite, so nothing was changed."""
     lr: float
-    """The learning rate that was really used, where a configuration overrules the script's."""
+    """The learning rate that was used; not the script's if the backend's configuration overrules it."""

@@ -1,8 +1,8 @@
 """Signals that ask a run to stop, known to all processes after the same update.
 
 A scheduler may signal one process, some, or all, at different moments. Each process adds its flag to an asynchronous
-sum that all read one update later, so that no update waits for it and all stop after the same update. Before something
-that takes long, such as a validation, they wait for the sum instead.
+sum that all processes read one update later, so that no update waits for it and all stop after the same update. Before
+something that takes long, such as a validation, the processes wait for the sum instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Between ``install`` and ``restore`` the first signal only asks; a second SIGINT ends the process at once."""
+    """Between ``install`` and ``restore`` the first signal asks the run to stop; a second SIGINT ends the process."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -37,8 +37,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self, here: bool = False, now: bool = False) -> bool:
-        """Collective: whether all processes stop now. ``here``: this process asks for it. With several processes the
-        answer comes one call late, so that no update waits for it; with ``now`` it waits for what was asked up to now.
+        """Collective: whether all processes stop now. ``here``: this process asks them to stop. With several processes
+        a request is reported one call late, so that no update waits for the sum; with ``now`` the call waits for it.
         """
         wanted = here or bool(self._received)
         if self._comm.world_size == 1:
@@ -49,7 +49,7 @@ class StopRequest:
         return (self.drain() or answer) if now else answer
 
     def drain(self) -> bool:
-        """Wait for the sum that is under way, if there is one: whether any process asked to stop."""
+        """Wait for the sum that is under way, if there is one; return whether any process asked to stop."""
         if self._pending is None:
             return False
         flags, handle = self._pending

@@ -13,7 +13,7 @@ from torch import Tensor
 from .collectives import Handle
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# The watchdog's message names ranks, so collectives time out later than the watchdog.
+# Collectives time out later than the watchdog, because only the watchdog's message names the ranks to blame.
 GRACE_SECONDS = 60
 
 
@@ -35,10 +35,11 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         # One process needs no port, and two such runs on one machine must not collide on one.
         options["store"] = dist.HashStore()
     else:
-        # torchrun keeps its store when it restarts the processes, which must not read what the old ones wrote.
+        # torchrun keeps its store when it restarts the processes. Each start has its own prefix, so that the new
+        # processes do not read what the old ones wrote.
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
         options["store"] = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    # With NCCL, Gloo too: small tensors on the CPU then never wait for the GPU.
+    # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=launch.rank,
@@ -77,6 +78,6 @@ class TorchCommunicator:
 
 
 def leave_process_group(gracefully: bool) -> None:
-    """Destroy the group; not after an error, because the other processes may be gone."""
+    """Destroy the process group, but not after an error, because the other processes may be gone."""
     if gracefully and dist.is_initialized():
         dist.destroy_process_group()

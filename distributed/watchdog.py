@@ -1,4 +1,4 @@
-"""Ends a job within a bounded time when a process died or stalls, and names its rank, its update and what it did.
+"""Ends a job within a bounded time when a process died or stalls, and names its rank, update and activity.
 
 A thread of every process writes heartbeats into a small store on the root: what its main thread is doing, and how many
 phases it has begun. The root compares them and writes its verdict into the store, where the others read it. If the root
@@ -49,7 +49,7 @@ class _Seen:
 
 
 class Watchdog:
-    """``mark`` costs an assignment; everything else happens in threads. One process alone has none."""
+    """``mark`` costs only an assignment, because threads do the rest. A single process starts no threads."""
 
     def __init__(self, comm: Communicator, device: torch.device, launch: Launch, timeout_minutes: float) -> None:
         self._rank, self._world_size = comm.rank, comm.world_size
@@ -68,12 +68,12 @@ class Watchdog:
                 threading.Thread(target=self._watch_the_root, args=(self._thread,), daemon=True).start()
 
     def mark(self, phase: str, *, update: int | None = None, collective: bool = False) -> None:
-        """The main thread begins ``phase``; ``collective``: it may wait for other processes there."""
+        """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase."""
         last = self._mark
         self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective)
 
     def stop(self) -> None:
-        """No more heartbeats: this process leaves on purpose."""
+        """End the heartbeats, because this process leaves on purpose."""
         if self._thread is not None and not self._stopping.is_set():
             self._stopping.set()
             self._thread.join(timeout=DEAD_AFTER_SECONDS)  # it may hang if the root hangs
@@ -81,8 +81,8 @@ class Watchdog:
             self._store = self._server = None
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
-        """Why the run ends, where the error itself does not say it: which process is lost, if ``error`` is a collective
-        that failed because of it. None where the error says it all."""
+        """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process
+        if ``error`` comes from a collective that failed because of the loss, and None otherwise."""
         if isinstance(error, TrainingStopped):
             return error
         if self._thread is None or not isinstance(error, RuntimeError | ConnectionError):
@@ -110,7 +110,7 @@ class Watchdog:
         self._store.set(f"rank/{self._rank}", self._beat(0))
         gather_objects(None, comm, device)  # from here on every key exists
 
-    # In the threads.
+    # What the threads run.
 
     def _run(self) -> None:
         beats = 0
@@ -123,7 +123,7 @@ class Watchdog:
                     self._store.set("verdict", verdict)
                 if self._store.check(["verdict"]):
                     verdict = self._store.get("verdict").decode()
-                    if self._rank == 0:  # the store ends with this process: let the others read the verdict first
+                    if self._rank == 0:  # the store ends with rank 0: let the others read the verdict first
                         time.sleep(2 * HEARTBEAT_SECONDS)
                     self._end(verdict)
                 self._answered_at = time.monotonic()
@@ -156,7 +156,7 @@ class Watchdog:
             return _lost(dead, beats)
         stalled = [rank for rank in beats if now - seen[rank].progress_at > self._timeout_seconds]
         silent = [rank for rank in stalled if now - seen[rank].heard_at > DEAD_AFTER_SECONDS]
-        # A rank that waits for others in a collective is not to blame while a rank outside of one stands still.
+        # A rank that waits for others in a collective is not to blame while a rank outside a collective stands still.
         busy = [rank for rank in stalled if not beats[rank]["collective"]]
         culprits = silent or busy
         if not culprits and len(stalled) == self._world_size:
@@ -196,6 +196,6 @@ def _lost(ranks: list[int], beats: dict[int, dict[str, Any]]) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """The error's first line, cut between two words where it is long."""
+    """The error's first line, cut between two words if it is long."""
     line = first_line(error)
     return line if len(line) <= _LONGEST_TEXT else line[:_LONGEST_TEXT].rsplit(" ", 1)[0] + " ..."

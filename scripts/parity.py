@@ -51,8 +51,8 @@ def launchers(processes: int) -> list[Launcher]:
 def run(
     launcher: Launcher, script: str, flags: Sequence[str], output: Path, threads: int | None = 1
 ) -> list[dict[str, float]]:
-    """Losses and gradient norms of every update of one run, with so many threads unless the environment says another
-    number; None: as many as each launcher allows."""
+    """Losses and gradient norms of every update of one run. ``threads`` is the number of CPU threads per process if the
+    environment does not set OMP_NUM_THREADS; None leaves the number to the launcher."""
     environment = dict(os.environ)
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     first_tolerance, last_tolerance = FIRST_TOLERANCE, LAST_TOLERANCE
     if args.batch_parts:
         flags = [*flags, "--batch_parts", str(args.batch_parts)]
-        threads, first_tolerance, last_tolerance = None, 0.0, 0.0  # the flag itself has to see to it
+        threads, first_tolerance, last_tolerance = None, 0.0, 0.0  # --batch_parts itself sets the threads
         print(f"--batch_parts {args.batch_parts}: every loss has to have the same bits")
     folder = Path(tempfile.mkdtemp(prefix="parity-"))
     failed = False

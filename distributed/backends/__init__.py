@@ -1,4 +1,4 @@
-"""One file or folder per backend. A new one that holds a Backend subclass is a new backend: nothing else lists them."""
+"""One file or folder per backend. To add a backend, add one that defines a Backend subclass; no list needs a change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..base import Backend
 
 @cache
 def all_backends() -> dict[str, type[Backend]]:
-    """Every backend by name, in the order in which ``auto`` asks them."""
+    """Every backend by name, in the order in which ``--distributed_backend auto`` tries them."""
     found: list[type[Backend]] = []
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")

@@ -1,8 +1,8 @@
-"""Horovod's communication under the engine of every replicating backend.
+"""Horovod's communication, used by the same engine as every other backend that replicates the model.
 
-``hvd.DistributedOptimizer`` is not used: it starts with empty state, hides when gradients are reduced and fuses tensors
-in the order of arrival. The engine's buckets are fused already, so Horovod's own fusion is switched off and the order
-of every sum is fixed.
+``hvd.DistributedOptimizer`` is not used: it starts with empty optimizer state, hides when gradients are reduced and
+fuses tensors in the order of their arrival. The engine's buckets are fused already, so Horovod's own fusion is switched
+off, which fixes the order of every sum.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HorovodBackend(Backend):
 
 
 class HorovodCommunicator:
-    """Only sums, because Horovod's averages truncate integers. Horovod refuses bf16, which is never sent."""
+    """Only sums, because Horovod's averages truncate integers. Horovod refuses bf16, but Tandem never sends bf16."""
 
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd

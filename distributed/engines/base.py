@@ -1,4 +1,4 @@
-"""The contract Engine: one model spread over the processes, and the optimizer that updates it."""
+"""The interface Engine: one model spread over the processes, and the optimizer that updates it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Engine(ABC):
     Several engines live side by side. In a GAN, the generator's step runs inside ``discriminator.frozen()`` and calls
     ``discriminator.module(...)``; the discriminator's step calls ``discriminator(...)`` on detached images.
 
-    What all engines do alike is written here. An engine of its own brings ``_set_up``, ``_add_gradients``, ``_update``,
+    This class holds what all engines have in common. A new engine defines ``_set_up``, ``_add_gradients``, ``_update``,
     ``gathered``, ``_read_state`` and ``_write_state``.
     """
 
@@ -90,8 +90,8 @@ class Engine(ABC):
         """Add the gradients of ``loss`` (0-d) to this update's. Any number of calls per update. Freeze all
         other engines first: whether a loss adds gradients to their models too differs between backends.
 
-        Without ``items`` each micro-batch counts the same. With them, ``loss`` is a mean over ``items`` things here
-        and the update is the mean over the ``total`` things of all processes and micro-batches.
+        Without ``items`` every micro-batch has the same weight. With ``items``, ``loss`` is a mean over that many
+        elements, and the update's loss is the mean over the ``total`` elements of all processes and micro-batches.
 
         Raises:
             RuntimeError: the engine is frozen, or cannot keep the graph (``retain_graph`` at ZeRO 3).
@@ -117,7 +117,7 @@ class Engine(ABC):
         from .replicas import check_replicas
 
         self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
-        rate = self.lr  # before a scheduler of the backend's own moves it on
+        rate = self.lr  # read before the backend's own scheduler advances it
         norm, finite = self._update()
         self._updates += 1
         self._backend.watchdog.mark("computing", update=self._updates)
@@ -130,8 +130,8 @@ class Engine(ABC):
 
     @abstractmethod
     def _update(self) -> tuple[Tensor, Tensor]:
-        """One optimizer step, or none where a gradient is not finite; the gradients are then forgotten. Calls
-        ``about_to_update`` of the backend first. Returns ``Update``'s norm, and whether it is finite (0-d bool)."""
+        """Make one optimizer step, or none if a gradient is not finite, and clear the gradients. Calls the
+        backend's ``about_to_update`` first. Returns ``Update``'s norm, and whether it is finite (0-d bool)."""
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -190,7 +190,7 @@ class Engine(ABC):
         """The ``weights``, ``optimizer`` and ``scaler`` of ``live_state``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """``live_state`` as plain tensors on the CPU that nobody else will change, on every process. Collective."""
+        """``live_state`` as plain tensors on the CPU that only the caller holds, on every process. Collective."""
         from .optimizer_state import owned
 
         return owned(self.live_state())

@@ -26,18 +26,18 @@ class SkipGuard:
         self._model, self._limit, self._device, self._gather = model, limit, device, gather_objects
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self._reading: tuple[Tensor, Any] | None = None  # a copy on its way to the host
+        self._reading: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
         self._findings: list[str] = []
         self._hooks: list[Any] = []
         if limit <= 1:
             self._watch()
 
     def poison(self, loss: Tensor, factor: Tensor | float) -> Tensor:
-        """The gradient to start backward with: ``factor``, or NaN where the loss is not finite."""
+        """The gradient to start backward with: ``factor``, or NaN if the loss is not finite."""
         if self._hooks and not bool(torch.isfinite(loss.detach()).all()):
             self._findings.insert(0, f"the loss is {loss.detach().float().mean().item()}")
         if not isinstance(factor, Tensor):
-            factor = torch.full((), factor, device=loss.device)  # a copy to the device would wait for it
+            factor = torch.full((), factor, device=loss.device)  # filled on the device: no copy, no wait
         factor = factor.to(loss.dtype)
         return torch.where(torch.isfinite(loss.detach()), factor, torch.nan)
 
@@ -64,7 +64,8 @@ class SkipGuard:
         value = 0
         if self._reading is not None:
             copy, event = self._reading
-            event.synchronize()  # it ended an update ago; every process reads it after the same update
+            # The copy began an update ago, so this hardly waits. All processes read the count after the same update.
+            event.synchronize()
             value = int(copy)
         copy = torch.empty((), dtype=torch.int64, pin_memory=True)
         copy.copy_(self._in_a_row, non_blocking=True)

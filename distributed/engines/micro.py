@@ -36,8 +36,8 @@ def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any
 
 
 def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan: BatchPlan) -> float | Tensor:
-    """The factor of a loss: the sum of the weighted losses over all backward calls of all processes is the update's
-    loss. The factor does not depend on how many processes share the parts of the batch."""
+    """The factor of a loss, chosen so that the sum of the weighted losses over all backward calls of all processes is
+    the update's loss. The factor does not depend on how many processes share the parts of the batch."""
     if (items is None) != (total is None):
         raise ValueError("backward(loss, items=..., total=...) needs both or neither")
     if items is None or total is None:

@@ -33,7 +33,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -
 
 @torch.no_grad()
 def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: Mapping[str, Any]) -> None:
-    """Put a neutral state in place, or raise as `check_moments`; moments take their parameters' layout and device."""
+    """Put a neutral state in place; moments take their parameters' layout and device. Raises as `check_moments`."""
     check_moments(optimizer, state, {name: parameter.shape for parameter, name in names.items()})
     optimizer.state.clear()
     if not state["moments"]:
@@ -46,7 +46,7 @@ def write_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], 
                 for slot, tensors in state["moments"].items()
             }
             device = parameter.device if on_device else torch.device("cpu")
-            if state["step"]:  # SGD counts none
+            if state["step"]:  # SGD has no step count
                 slots["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=device)
             optimizer.state[parameter] = slots
 
@@ -55,9 +55,9 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer step without its fused kernel.
 
     On CPUs the fused kernel rounds the last numbers of a tensor, which do not fill a vector register, differently from
-    the others (measured for Adam with PyTorch 2.15 and AVX-512: a quarter of exp_avg_sq differs where all parameters
-    are that short; a x b + c with one rounding would explain it). ZeRO's cuts decide which numbers come last.
-    Elementary operations, one after the other, round all numbers alike (measured too).
+    the other numbers (measured for Adam with PyTorch 2.15 and AVX-512: a quarter of exp_avg_sq differs if all
+    parameters are that short; a x b + c with one rounding would explain it). Where ZeRO cuts a tensor decides which
+    numbers come last. Elementary operations, one after the other, round all numbers alike (measured too).
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -76,7 +76,7 @@ def live_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def owned(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a state: live tensors, and functions that fetch one, become CPU tensors that only the copy holds."""
+    """A copy of a state: live tensors, and functions that fetch tensors, become CPU tensors only it holds."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -100,8 +100,8 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first mistake unless the state is of such an optimizer, and every slot holds
-    the named parameters in these shapes."""
+    """Raise a ValueError that names the first mistake unless the state is of this kind of optimizer, and every slot
+    holds the named parameters in these shapes."""
     if state["type"] != kind(optimizer):
         raise ValueError(
             f"the saved optimizer is {state['type']}, this run's is {kind(optimizer)}: its moments mean something else"

@@ -18,19 +18,19 @@ from .reducer import BUCKET_BYTES, split_by_size, view_like
 
 
 class GradientParts:
-    """Used as ``GradientReducer`` is: any number of ``backward`` per part, then ``finish``, then ``zero_``.
+    """Used like ``GradientReducer``: any number of ``backward`` calls per part, then ``finish``, then ``zero_``.
 
     The gradients come from ``torch.autograd.grad``, so that they trigger no hooks of the parameters, such as
     DeepSpeed's, and reach no parameter of another model.
 
     Args:
-        parameters: Those that are trained, in full size (ZeRO 3 may empty them later).
+        parameters: The trained parameters, in full size (ZeRO 3 may empty them later).
         parts: The number of parts that this process computes.
     """
 
     def __init__(self, parameters: list[nn.Parameter], comm: Communicator, parts: int) -> None:
         self.parameters, self._comm = parameters, comm
-        self._buckets: list[Tensor] = []  # (parts, numbers)
+        self._buckets: list[Tensor] = []  # each of shape (parts, numbers)
         self._views: dict[nn.Parameter, list[Tensor]] = {}
         for group in split_by_size(reversed(parameters), BUCKET_BYTES):
             sizes = [parameter.numel() for parameter in group]
@@ -46,12 +46,12 @@ class GradientParts:
 
     @property
     def by_parameter(self) -> dict[nn.Parameter, Tensor]:
-        """The same numbers, as views in the parameters' shapes."""
+        """The numbers of ``gradients``, as views in the parameters' shapes."""
         return {parameter: views[0] for parameter, views in self._views.items()}
 
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
-        """Add d loss / d parameter x ``gradient`` to part number ``micro_batch`` of this process (None: the loss is of
-        no part, and is added to the first)."""
+        """Add d loss / d parameter x ``gradient`` to part number ``micro_batch`` of this process (None: the loss
+        belongs to no part, so its gradients are added to the first part)."""
         found = torch.autograd.grad(
             loss, self.parameters, gradient, retain_graph=retain_graph, allow_unused=True, materialize_grads=False
         )
@@ -71,7 +71,7 @@ class GradientParts:
             bucket[0].copy_(sum(sums[1:], start=sums[0]))
 
     def zero_(self) -> None:
-        """Set all gradients to zero, which also counts where a parameter gets none."""
+        """Set all gradients to zero; if a parameter gets no gradient in an update, its zeros count."""
         torch._foreach_zero_(self._buckets)
 
 

@@ -31,8 +31,8 @@ class _Bucket:
 class GradientReducer:
     """``parameter.grad`` becomes a view into a bucket and stays one: zero, accumulate, sum.
 
-    Any number of backward passes may run per update. ``before_backward(is_last=True)`` lets full buckets leave during
-    the coming pass; a further pass is still added correctly.
+    Any number of backward passes may run per update. After ``before_backward(is_last=True)`` each bucket is sent as
+    soon as the coming pass has filled it; the gradients of a further pass are still added correctly.
     """
 
     parameters: list[nn.Parameter]
@@ -41,7 +41,7 @@ class GradientReducer:
     micro_batches: int = 1  # per update
     buckets: list[_Bucket] = field(default_factory=list)
     _armed: bool = False
-    _next: int = 0  # buckets leave in order, because every process must call collectives in the same order
+    _next: int = 0  # the next bucket to send: every process must call collectives in the same order
 
     def __post_init__(self) -> None:
         # Gradients appear roughly in the reverse order of registration.
@@ -56,22 +56,22 @@ class GradientReducer:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The flat buckets: every gradient of this model, few tensors."""
+        """The flat buckets: every gradient of this model, in few tensors."""
         return [bucket.flat for bucket in self.buckets]
 
     def zero_(self) -> None:
-        """Set all gradients to zero, which also counts where a parameter gets none."""
+        """Set all gradients to zero; if a parameter gets no gradient in an update, its zeros count."""
         torch._foreach_zero_(self.gradients)
         self._rewind()
 
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
-        """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: of no micro-batch)."""
+        """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: it belongs to none)."""
         self.before_backward(is_last=micro_batch == self.micro_batches - 1)
         torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
 
     def before_backward(self, is_last: bool) -> None:
         """Say whether the coming backward pass is expected to be the last one of this update."""
-        if self._next:  # buckets have been summed: keep the sum on the root alone, and add to it
+        if self._next:  # buckets have been summed: keep the sum on the root only, so that the next sum counts it once
             self.finish()
             if self.comm.rank != 0:
                 torch._foreach_zero_(self.gradients)
@@ -111,7 +111,7 @@ class GradientReducer:
 
 
 def split_by_size(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
-    """Consecutive groups of one dtype and device, each at most ``limit_bytes`` or one parameter."""
+    """Consecutive groups of one dtype and device; each has at most ``limit_bytes``, or is one larger parameter."""
     groups: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:

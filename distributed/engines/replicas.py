@@ -16,7 +16,7 @@ _ROW = 1024
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """A number per tensor that depends on every bit of the tensor and on where the bit stands. Sums of integers do not
+    """By name, a number that depends on every bit of the tensor and on where the bit stands. Sums of integers do not
     depend on their order, so the number is the same on every device."""
     sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
@@ -41,7 +41,7 @@ def check_replicas(module: nn.Module, when: str, gather_objects: Callable[[Any],
     """Collective: compare every weight and buffer with the root's.
 
     Raises:
-        TrainingStopped: naming the first tensor that differs, and on which ranks.
+        TrainingStopped: a tensor differs; the text names the first one and the ranks.
     """
     by_rank = gather_objects(checksums(dict(module.state_dict())))
     for name, expected in by_rank[0].items():

@@ -1,4 +1,4 @@
-"""The engine of every backend that keeps the whole model on each process: one process, PyTorch, Horovod.
+"""The engine of every backend that keeps the whole model on each process: single, ddp and horovod.
 
 These backends differ in their communicator only, so their numbers cannot differ.
 """
@@ -50,7 +50,7 @@ class ReplicatedEngine(Engine):
         divisor = (clip_divisor(norm, self._max_grad_norm) * self._scaler.scale).float()
         self._backend.about_to_update()
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
-            # Fused optimizers divide and skip inside their kernel: no pass over the gradients, no wait of the host.
+            # Fused optimizers divide and skip in their kernel, so no pass over the gradients and no wait is needed.
             self._optimizer.grad_scale, self._optimizer.found_inf = divisor, (~finite).float()
             self._optimizer.step()
             del self._optimizer.grad_scale, self._optimizer.found_inf

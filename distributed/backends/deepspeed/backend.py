@@ -34,7 +34,7 @@ class DeepSpeedBackend(Backend):
         if self.zero_stage == 0 and has_low_precision_weights:
             # Stage 0 hides the fp32 weights and moments, so they could not be saved. Stage 1 gives the same numbers.
             self.zero_stage = 1
-        self.resolved: dict[str, dict[str, Any]] = {}  # by engine, DeepSpeed's own defaults included
+        self.resolved: dict[str, dict[str, Any]] = {}  # configuration by engine name, with DeepSpeed's defaults
 
     @classmethod
     def is_available(cls) -> bool:
@@ -50,7 +50,8 @@ class DeepSpeedBackend(Backend):
             return "--deepspeed_config"
         if args.deepspeed:
             return "--deepspeed"
-        return "--zero_stage" if args.zero_stage else None  # a config.yaml read back says 0
+        # A config.yaml that is read back holds zero_stage 0 for every backend, so 0 does not ask for DeepSpeed.
+        return "--zero_stage" if args.zero_stage else None
 
     @classmethod
     def add_arguments(cls, parser: Any) -> None:
@@ -93,7 +94,8 @@ class DeepSpeedBackend(Backend):
         self.comm = TorchCommunicator()
 
     def _launcher_processes(self) -> Any:
-        # A signal ends the `deepspeed` command, which does not pass it on to the launcher's other processes.
+        # A signal ends the `deepspeed` command, which does not pass the signal on to the launcher that it started. So
+        # watch both: the launcher (this process's parent) and the command (the parent's parent).
         parent = os.getppid()
         return (parent, _parent_of(parent)) if self.launch.launcher == "deepspeed" else parent
 
@@ -101,8 +103,8 @@ class DeepSpeedBackend(Backend):
         from ...torch_comm import leave_process_group
 
         leave_process_group(gracefully)
-        # DeepSpeed's objects keep process groups alive, whose threads are still freeing the last tensors. A thread that
-        # does so while the interpreter shuts down aborts the process.
+        # Wait, because DeepSpeed's objects keep process groups alive whose threads are still freeing the last tensors.
+        # A thread that frees a tensor while the interpreter shuts down aborts the process.
         time.sleep(0.2)
 
     def engine_class(self) -> type[Engine]:
@@ -125,7 +127,7 @@ class DeepSpeedBackend(Backend):
 
 
 def _parent_of(process: int) -> int | None:
-    """The id of the process's parent; None where the system has no /proc."""
+    """The id of the process's parent; None if the system has no /proc."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

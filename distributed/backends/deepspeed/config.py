@@ -1,4 +1,4 @@
-"""Merges a DeepSpeed JSON with the command line: the JSON sets flags that were not given, and contradicts none."""
+"""Merges a DeepSpeed JSON with the command line: the JSON sets flags that were not given and may contradict none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_config(path: str) -> dict[str, Any]:
     """The JSON object in ``path``.
 
     Raises:
-        UserMistake: missing, unreadable, not JSON, not an object, or a key said twice.
+        UserMistake: missing, unreadable, not JSON, not an object, or a key is given twice.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def refusals(path: str | None) -> Iterator[None]:
     """Turns DeepSpeed's errors about the JSON in ``path`` into one line; without a JSON they stay as they are.
 
     Raises:
-        UserMistake: the same on every process.
+        UserMistake: DeepSpeed refuses the JSON; the text is the same on every process.
     """
     try:
         yield
@@ -63,16 +63,16 @@ def refusals(path: str | None) -> Iterator[None]:
         if path is None:
             raise
         said = " ".join(str(error).split()) or type(error).__name__
-        if found := getattr(error, "errors", None):  # of pydantic
+        if found := getattr(error, "errors", None):  # the single errors inside a pydantic error
             said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found())
         raise UserMistake(f"DeepSpeed refuses --deepspeed_config {path}: {said[:300]}") from error
 
 
 def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
-    """Set the flags in ``args`` that the command line did not give from the JSON.
+    """Set from the JSON those flags in ``args`` that the command line did not give.
 
     Raises:
-        UserMistake: a value of the wrong kind, or two that disagree; the line names both.
+        UserMistake: a value is of the wrong kind, or two values disagree; the text names both.
     """
     path = args.deepspeed_config
     explicit = set(getattr(args, "explicit", ()))
@@ -143,7 +143,7 @@ def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
     """With --batch_parts, check that the JSON asks for nothing that computes differently from the other backends.
 
     Raises:
-        UserMistake: an optimizer of its own, weights of low precision, or state on another device.
+        UserMistake: the JSON asks for an optimizer, weights of low precision, or state on another device.
     """
     zero = config.get("zero_optimization", {})
     found = [f"the optimizer section of {path}"] * ("optimizer" in config)
@@ -161,9 +161,10 @@ def resolve(
     config: dict[str, Any], options: Options, *, zero_stage: int, max_grad_norm: float, learning_rate: float,
     parameter_count: int, on_cpu: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The whole configuration that DeepSpeed gets: no ``auto``, and explicit values where defaults have changed before.
+    """The whole configuration that DeepSpeed gets. It contains no ``auto``, and sets options explicitly whose defaults
+    have changed between versions of DeepSpeed.
 
-    ZeroEngine accumulates (any number of backward calls add up), so DeepSpeed sees one step per update.
+    ZeroEngine itself accumulates gradients over any number of backward calls, so DeepSpeed sees one step per update.
     """
     full = _without_auto(config)
     full.update(
@@ -179,11 +180,11 @@ def resolve(
     zero = full.setdefault("zero_optimization", {})
     zero["stage"] = zero_stage
     if zero_stage == 1:
-        zero["overlap_comm"] = False  # gradients are reduced once, in step()
+        zero["overlap_comm"] = False  # nothing to overlap: gradients are reduced once, in step()
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         # DeepSpeed's default buffers hold 500 million elements, however small the model is.
         if bucket not in zero:
-            zero[bucket] = min(500_000_000, -(-parameter_count // 128) * 128)  # DeepSpeed wants it aligned
+            zero[bucket] = min(500_000_000, -(-parameter_count // 128) * 128)  # DeepSpeed expects it aligned
     bf16, fp16 = full.setdefault("bf16", {}), full.setdefault("fp16", {})
     # --precision bf16 means autocast around fp32 weights, as on every backend; only the JSON can ask for bf16 weights.
     bf16.setdefault("enabled", False)

@@ -1,4 +1,5 @@
-"""The engine over DeepSpeed, which shards and updates; accumulation, finiteness and the saved state are Tandem's."""
+"""The engine for DeepSpeed. DeepSpeed shards and updates; Tandem accumulates gradients, skips non-finite updates and
+saves the state."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from .state import on_cpu, read_zero_optimizer, weight_readers, write_gradients,
 
 
 class ZeroEngine(Engine):
-    """One deepspeed.initialize; ZeRO 0 replicates, 1 shards moments, 2 gradients, 3 weights."""
+    """Wraps one ``deepspeed.initialize``. ZeRO 0 replicates, 1 shards moments, 2 also gradients, 3 also weights."""
 
     _backend: DeepSpeedBackend
 
@@ -39,7 +40,7 @@ class ZeroEngine(Engine):
             on_cpu=backend.device.type == "cpu",
         )
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
-        # ``gathered`` fills this copy with the full fp32 weights where the module does not hold them.
+        # ``gathered`` fills this copy with the full fp32 weights if the module does not hold them.
         self._twin = copy.deepcopy(model) if self._stage == 3 or weights_are_low_precision else None
         self._empty_twin()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -69,8 +70,9 @@ class ZeroEngine(Engine):
             self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
-    # The forward pass calls the module, because DeepSpeed shards through hooks on the module. DeepSpeed's own engine
-    # would treat torch.autograd.grad through its outputs (for an adaptive loss weight) as a training step's backward.
+    # The forward pass calls the module, not DeepSpeed's engine. Hooks on the module are enough for sharding, and
+    # DeepSpeed's engine would treat torch.autograd.grad through its outputs (which computes an adaptive loss weight) as
+    # the backward pass of a training step.
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._plain_weights_are_cast:
@@ -90,9 +92,11 @@ class ZeroEngine(Engine):
             if self._stage == 3:
                 self._zero.backward_epilogue()  # frees the weights that this backward pass gathered
             return
-        loss = loss * self._guard.poison(loss, weight * self._backend.world_size)  # DeepSpeed averages
+        # DeepSpeed averages over the processes, but the update is the sum: multiply by their number.
+        loss = loss * self._guard.poison(loss, weight * self._backend.world_size)
         if self._stage:
-            # After one forward pass, ZeRO would let a second backward pass overwrite the first; this starts a new one.
+            # ZeRO would let a second backward pass after one forward pass overwrite the gradients of the first. With
+            # this flag cleared, ZeRO treats the coming backward pass as a new one.
             self._zero.clear_backward_seen_flag()
         loss.register_hook(lambda _: self._ds._backward_prologue())
         self._ds.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
@@ -112,7 +116,7 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _step_with(self, parts: GradientParts) -> tuple[Tensor, Tensor]:
-        """Reduces as the other backends do, and hands the result to DeepSpeed's optimizer without its own reduction."""
+        """Reduce as the other backends do, and pass the result to DeepSpeed's optimizer, which then does not reduce."""
         parts.finish()
         norm = gradient_norm(parts.gradients)
         finite = torch.isfinite(norm)
@@ -126,7 +130,7 @@ class ZeroEngine(Engine):
         return norm, finite
 
     def _step_unsharded(self) -> tuple[Tensor, Tensor]:
-        """ZeRO 0 in fp32 is a plain optimizer, which DeepSpeed would let step with a NaN norm: check the norm first."""
+        """ZeRO 0 in fp32 is a plain optimizer. DeepSpeed would let it step with a NaN norm, so check the norm first."""
         for parameter in [p for p in self.module.parameters() if p.requires_grad and p.grad is None]:
             parameter.grad = torch.zeros_like(parameter)
         self._ds._running_engine_step = True  # as in DeepSpeed's own step()
@@ -138,7 +142,7 @@ class ZeroEngine(Engine):
         if bool(finite):
             if self._max_grad_norm > 0:
                 torch._foreach_mul_(grads, (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float())
-            self._ds.enable_backward_allreduce = False  # done above
+            self._ds.enable_backward_allreduce = False  # the gradients are reduced above
             self._ds.step()
             self._ds.enable_backward_allreduce = True
         else:
@@ -149,7 +153,7 @@ class ZeroEngine(Engine):
     def twice_differentiable(self) -> Iterator[None]:
         if self._stage == 3:
             # ZeRO 3 frees weights after the first backward pass unless a submodule still uses them. This entry claims
-            # so until the update clears it.
+            # that one does, until the update clears the entry.
             for parameter in self.module.parameters():
                 parameter.ds_active_sub_modules.add("second backward pass")  # type: ignore[attr-defined]
         with super().twice_differentiable():
@@ -211,13 +215,13 @@ class ZeroEngine(Engine):
                 scaler.cur_hysteresis = state["scaler"]["hysteresis"]
         applied = state["updates"] - state["skipped_updates"]
         if self._scheduler is not None and applied:
-            self._scheduler.step(applied - 1)  # counted from 0; a skipped update did not move it
+            self._scheduler.step(applied - 1)  # it counts from 0; skipped updates did not advance it
 
 
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
-    """Keeps DeepSpeed from broadcasting the weights: that fails for 0-d parameters, and all processes have been checked
-    to hold the same weights."""
+    """Keeps DeepSpeed from broadcasting the weights. The broadcast fails for 0-d parameters, and it is not needed: all
+    processes have been checked to hold the same weights."""
 
     def shard(init: Any, parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)

@@ -1,4 +1,4 @@
-"""Neutral state in and out of ZeRO: full fp32 weights and moments by parameter name, whatever the stage.
+"""Reads and writes ZeRO's state in the form that all backends share: full fp32 weights and moments by parameter name.
 
 Weights and moments of ZeRO 1-2 live in flat fp32 partitions, those of ZeRO 3 in one padded slice per parameter and
 rank. Every function here is a collective.
@@ -31,7 +31,8 @@ def on_cpu(read: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def weight_readers(module: nn.Module, stage: int) -> dict[str, Callable[[], Tensor]]:
-    """By name, functions that fetch a full fp32 weight or a persistent buffer. Only what is gathered is a copy."""
+    """By name, functions that fetch a full fp32 weight or a persistent buffer. A function that need not gather its
+    tensor may return the module's own tensor instead of a copy."""
     return {name: partial(_read_weight, tensor, stage) for name, tensor in _state_tensors(module).items()}
 
 
@@ -54,7 +55,7 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
         ValueError: a weight is missing, unexpected or of another shape.
     """
     tensors = _state_tensors(module)
-    # ZeRO 3 leaves empty tensors in the module, which know their full shapes.
+    # ZeRO 3 leaves empty tensors in the module; their attribute ds_shape holds the full shape.
     check_names("weight", weights, {name: getattr(t, "ds_shape", t.shape) for name, t in tensors.items()})
     for name, tensor in tensors.items():
         value = weights[name]
@@ -70,12 +71,12 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
     if stage in (1, 2):
         optimizer.update_lp_params()
     elif stage == 3 and (kept_whole := optimizer.persistent_parameters):
-        kept_whole[0].partition(kept_whole)  # else all_gather would keep what an update has gathered
+        kept_whole[0].partition(kept_whole)  # else all_gather would keep the old gathered weights
         kept_whole[0].all_gather(kept_whole)
 
 
 def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int) -> dict[str, Any]:
-    """As ``optimizer_state.read_optimizer``; functions fetch the moments that are sharded."""
+    """Like ``optimizer_state.read_optimizer``, but sharded moments are given as functions that fetch them."""
     if stage == 0:
         return read_optimizer(basic, _names(module))
     step, slots = 0, []
@@ -83,7 +84,8 @@ def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn
         step = max(step, int(state.get("step", 0)))
         slots = [slot for slot, value in state.items() if slot != "step" and isinstance(value, Tensor)]
     if slots and stage in (1, 2):
-        # DeepSpeed links moments once, after the first parameter group's first step: too early for the other groups.
+        # Link the moments again: DeepSpeed links them once, after the first step of the first parameter group, which is
+        # too early for the other groups.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     names = _names(module)
@@ -110,14 +112,14 @@ def write_zero_optimizer(
     check_moments(basic, state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
     basic.state.clear()
     if stage in (1, 2):
-        optimizer._hp_optimizer_states_linked = False  # the tensors that were linked are gone
+        optimizer._hp_optimizer_states_linked = False  # clear() dropped the linked tensors, so link again
     if not state["moments"]:
         return
     for flat, group in _flat_partitions(basic, optimizer, stage):
         on_device = group.get("fused") or group.get("capturable")
         step = torch.tensor(float(state["step"]), device=flat.device if on_device else torch.device("cpu"))
         slots = {slot: torch.zeros_like(flat) for slot in state["moments"]}
-        basic.state[flat] = {"step": step, **slots} if state["step"] else slots  # SGD counts no steps
+        basic.state[flat] = {"step": step, **slots} if state["step"] else slots  # SGD has no step count
     if stage in (1, 2):
         optimizer._lazy_init_hp_params_optimizer_state()
     for slot, tensors in state["moments"].items():
@@ -153,16 +155,16 @@ def _flat_partitions(basic: torch.optim.Optimizer, optimizer: Any, stage: int) -
     """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
     if stage < 3:
         return [(flat, group) for group in basic.param_groups for flat in group["params"]]
-    # ZeRO 3 puts them into the parameter groups only during a step.
+    # ZeRO 3 puts its flat tensors into the parameter groups only during a step.
     groups = optimizer.sub_group_to_group_id
     return [(flat, basic.param_groups[groups[i]]) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
 
 
 def _local_slice(parameter: Any, value: Tensor) -> Tensor:
-    """This rank's slice of a full tensor at ZeRO 3, padded where the size does not divide."""
+    """This rank's slice of a full tensor at ZeRO 3, padded if the size does not divide by the number of ranks."""
     size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank()
-    part = value.flatten()[start : start + size]  # of a memory-mapped file, only this is read
+    part = value.flatten()[start : start + size]  # of a memory-mapped file, only this part is read
     local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
     local[: part.numel()] = part
     return local
