@@ -2,9 +2,9 @@
 
 Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which reads
 about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for
-10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of variable
-bit rate does not state its length, the length is a guess, and sound after it is never read. An Ogg file that was cut
-off is read without an error; a file of another format raises an error if the cut removed a part of the clip.
+10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of
+variable bit rate does not state its length, the length is a guess, and sound after it is never read. An Ogg file that was
+cut off is read without an error; a file of another format raises an error if the cut removed a part of the clip.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Source(NamedTuple):
 
 
 class ClipDecoder:
-    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; `seed` sets their places in training."""
+    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; training draws places by `seed`."""
 
     def __init__(self, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
         self.sample_rate, self.clip_samples, self.seed = sample_rate, clip_samples, seed

@@ -42,7 +42,7 @@ class Manifest:
     - label (optional): a class;
     - start_seconds, end_seconds (optional): the part of a long file that the captions describe.
 
-    The table is read once; whether a sound exists is only checked when it is loaded. Raises ValueError, in one line, if the
+    The table is read once; a sound is not looked for before it is loaded. Raises ValueError, in one line, if the
     manifest cannot be understood or has no rows.
     """
 

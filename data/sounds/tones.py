@@ -75,7 +75,7 @@ class Tones:
     """`n` tones, with four captions each; both depend only on (seed, index). See `Sounds` for the methods.
 
     The first caption has the same words for all tones of equal attributes, the others use random synonyms. Augmentation
-    changes what no caption mentions: the loudness, and the phases of the wave and of the pulses at the clip's start.
+    changes what no caption mentions: the loudness, the phases of wave and pulses, and the noise.
     """
 
     def __init__(self, n: int, *, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
@@ -142,8 +142,8 @@ class Tones:
         for half, shift in enumerate((0, quarter)):
             slow = np.interp(at, np.arange(n), _white(n, key + half)).astype(np.float32)
             total += slow * wave[(phase + shift) & ((1 << _ENTRIES_BITS) - 1)]
-        # Scale to `_RMS`: uniform numbers in [-1, 1) have the mean square 1/3, linear interpolation between them 2/9, and
-        # each of the two parts gets half of its wave's mean square: the sum has 4/9 of `_RMS` squared.
+        # Scale to `_RMS`: uniform numbers in [-1, 1) have the mean square 1/3, linear interpolation between them has
+        # 2/9, and so the sum of the two products has 4/9 of `_RMS` squared.
         return total * np.float32(1.5)
 
 

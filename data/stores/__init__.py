@@ -1,1 +1,1 @@
-"""What is written from data: folders of codes, embeddings and images that a killed command goes on filling."""
+"""Output folders of codes, embeddings and images, which a command continues to fill after it was killed."""

@@ -1,10 +1,10 @@
-"""The codes of an image folder on the disk: shards of a fixed number of images, and an index of what is in which row.
+"""The codes of an image folder on the disk: shards of a fixed number of images, and an index of each row's image.
 
     codes/codes-00000.safetensors    "codes" (n, h, w), uint8, uint16 or int32: the smallest that holds the codebook
     codes/index.jsonl                {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per image, in order
     codes/index.json                 settings, shards and unreadable images; for the other files see shards.py
 
-Loading needs nothing of this repository:
+Loading needs no code of this repository:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # or numpy.load("codes-00000.npy")
     paths = [json.loads(line)["path"] for line in open("codes/index.jsonl")]       # row by row, shard after shard
@@ -35,8 +35,8 @@ def code_dtype(num_codes: int) -> np.dtype:
 
 
 def code_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
-    """The shards of the codes (n, h, w) of images, given the relative paths of all, in order. Among the settings are
-    "num_codes", "grid" ([h, w]), "images_per_shard" and "format" ("safetensors" or "npy")."""
+    """A writer of the shards of the codes (n, h, w) of images; `names` are the relative paths of all images, in order.
+    The settings hold "num_codes", "grid" ([h, w]), "images_per_shard" and "format" ("safetensors" or "npy")."""
     settings = output.settings
     empty = np.zeros((0, *settings["grid"]), code_dtype(settings["num_codes"]))
     sizes = shard_sizes(len(names), settings["images_per_shard"])
@@ -44,7 +44,7 @@ def code_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
 
 
 def write_code_index(shards: ShardWriter) -> None:
-    """index.jsonl, then index.json, which makes the codes complete. All shards are there."""
+    """Write index.jsonl, then index.json, which marks the codes as complete. All shards must exist."""
     lines = shards.lines()
     head = {"coded_images": len(lines), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
     shards.write_index({**head, "shards": shards.entries(), "bad": shards.bad()})
@@ -52,7 +52,7 @@ def write_code_index(shards: ShardWriter) -> None:
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """A complete folder of codes. Methods raise ValueError, in one line, where a file is not what the index says."""
+    """A complete folder of codes. Methods raise ValueError, in one line, if a file is not what the index says."""
 
     folder: Path
     index: Mapping[str, Any]  # index.json
@@ -89,8 +89,8 @@ class StoredCodes:
 
 
 def read_codes(folder: str | Path) -> StoredCodes:
-    """Open what was encoded. Raises ValueError, in one line, where there are no such codes, or not all yet, or an index
-    is damaged."""
+    """Open a folder of codes. Raises ValueError, in one line, if there are no codes, or not all of them yet, or an
+    index file is damaged."""
     folder = Path(folder)
     index, sha256 = read_index(folder, CODES)
     with explained(folder / LINES_FILE):

@@ -1,4 +1,4 @@
-"""An index of embeddings on the disk: shards of a fixed number of files, what is in which row, and search.
+"""An index of embeddings on the disk: shards of a fixed number of files, the file of each row, and search.
 
     index/embeddings-00000.safetensors    "embeddings" float32 (n, d), of length 1
     index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order
@@ -6,7 +6,7 @@
     index/index.json                      settings and checksums; for the other files see shards.py
     index/codes/codes-00000.safetensors   "codes" (n, q) of the same rows, and an index.json of its own
 
-Loading needs nothing of this repository:
+Loading needs no code of this repository:
 
     embeddings = safetensors.numpy.load_file("index/embeddings-00000.safetensors")["embeddings"]
     paths = [json.loads(line)["path"] for line in open("index/index.jsonl")]  # row by row, shard after shard
@@ -37,27 +37,27 @@ Vectors = npt.NDArray[np.float32]
 
 
 def embedding_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
-    """The shards of the embeddings (n, d) of sounds, given the relative paths of all files, in order. The settings hold
-    "dim" and "files_per_shard"."""
+    """A writer of the shards of the embeddings (n, d) of sounds; `names` are the relative paths of all files, in order.
+    The settings hold "dim" and "files_per_shard"."""
     sizes = shard_sizes(len(names), output.settings["files_per_shard"])
     return ShardWriter(output, np.zeros((0, output.settings["dim"]), np.float32), sizes, names, name=EMBEDDINGS)
 
 
 def write_embedding_index(shards: ShardWriter) -> None:
-    """index.jsonl and bad.jsonl, then index.json, which makes the index complete. All shards are there."""
+    """Write index.jsonl and bad.jsonl, then index.json, which marks the index as complete. All shards must exist."""
     lines, bad = shards.lines(), shards.bad()
     head = {"rows": len(lines), "bad": len(bad), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
     shards.write_index({**head, "bad_sha256": shards.write_lines(BAD_FILE, bad), "shards": shards.entries()})
 
 
 def quantized_shards(output: OutputFolder, rows: Sequence[int], num_quantizers: int, codebook_size: int) -> ShardWriter:
-    """The shards of the codes (n, num_quantizers) of an index with so many rows in each shard."""
+    """A writer of the shards of the codes (n, num_quantizers) of an index, whose shards have these numbers of rows."""
     return ShardWriter(output, np.zeros((0, num_quantizers), code_dtype(codebook_size)), rows, name=CODES)
 
 
 @dataclass(frozen=True)
 class StoredEmbeddings:
-    """A complete index. Its methods raise ValueError, in one line, where a file is not what the index says."""
+    """A complete index. Its methods raise ValueError, in one line, if a file is not what the index says."""
 
     folder: Path
     index: Mapping[str, Any]  # index.json
@@ -79,8 +79,8 @@ class StoredEmbeddings:
         return vectors
 
     def nearest(self, queries: Vectors, count: int, mark: Callable[[], None] = lambda: None) -> list[list[Match]]:
-        """For each of the queries (m, d), unit vectors, its `count` rows of the largest cosine, or all where there are
-        fewer; see `TopRows`. One shard is in memory at a time; `mark` is called for each, as a sign of life."""
+        """For each of the queries (m, d), unit vectors, the `count` rows of the largest cosine, or all rows if there
+        are fewer; see `TopRows`. One shard is in memory at a time; `mark` is called for each, as a sign of life."""
         top = TopRows(queries, count)
         for shard in range(len(self.rows)):
             mark()
@@ -92,8 +92,8 @@ class StoredEmbeddings:
         ]
 
     def sample(self, count: int, seed: int) -> Vectors:
-        """`count` rows (n, d), or all where there are fewer, drawn without replacement by (seed, number of rows)
-        alone, in the order drawn."""
+        """`count` rows (n, d), or all rows if there are fewer, drawn without replacement, in the order drawn. The
+        choice depends only on (seed, number of rows)."""
         total = sum(self.rows)
         shuffle = Permutation(total, "embeddings", seed)
         drawn = np.array([shuffle(place) for place in range(min(count, total))])
@@ -120,7 +120,7 @@ class StoredEmbeddings:
 
 
 def read_embeddings(folder: str | Path) -> StoredEmbeddings:
-    """Open an index. Raises ValueError, in one line, where there is none, or not all of it yet, or it is damaged or
+    """Open an index. Raises ValueError, in one line, if there is none, or it is incomplete, damaged or
     empty."""
     folder = Path(folder)
     index, sha256 = read_index(folder, EMBEDDINGS)

@@ -1,4 +1,4 @@
-"""An output folder that the same command goes on filling after it was cut off, and that no other command touches."""
+"""An output folder that the same command continues to fill after an interruption, and that no other command changes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _LONGEST_VALUE = 40
 
 
 class Files(Protocol):
-    """How files are written and locked: the module `training.files`, which a leaf cannot import."""
+    """How files are written and locked: the interface of `training.files`, which this package must not import."""
 
     def write_atomically(self, path: Path, content: bytes) -> None: ...
     def hold(self, path: Path) -> Any: ...
 
 
 class OutputFolder:
-    """A folder, made, locked and claimed for one command by the first process. Every process makes one, at once.
+    """A folder that rank 0 makes, locks and claims for one command. All processes must construct this object together.
 
-    settings.json holds the settings with which the folder was begun: a command with other settings is refused. The lock
-    is held for as long as the object lives.
+    settings.json holds the settings with which the folder was begun; a command with other settings is refused. The lock
+    is held as long as the object exists.
 
     Args:
         settings: Everything that the content depends on, as JSON values, the same on every process.
         fresh: Move a folder that an earlier command filled to `<path>.old-<n>`, and start over.
-        say: Prints a line, on one process.
+        say: Prints a line, on one process only.
 
     Raises:
-        UserMistake: one line, where the folder cannot be written, is in use, or holds something else. It names each
-            setting that differs.
+        UserMistake: one line, if the folder cannot be written, is in use, or holds something else. The line names
+            each setting that differs.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class OutputFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file of the folder whole or not at all, even if the process is killed. Raises ValueError, in one
-        line, where the disk does not take it."""
+        line, if the file cannot be written."""
         with explained_write(self.path / name):
             self._files.write_atomically(self.path / name, content)
 
     def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:
-        """Spread shards over the processes: yields this process's shard of each round, or None where there is none left
-        for it, equally often on every process. After each round it says how many are `done` ("encoded"). A signal ends
-        the rounds early, after the one under way; `shards_left` is then above 0."""
+        """Spread shards over the processes: yields this process's shard of each round, or None if no shard is left for
+        it, so that every process has the same number of rounds. After each round, it says how many shards are `done`
+        (a word such as "encoded"). A signal ends the rounds after the current one; `shards_left` is then above 0."""
         self.shards_left = len(shards)
         world = self.processes.world_size
         for first in range(0, len(shards), world):
@@ -83,7 +83,7 @@ class OutputFolder:
                 return
 
     def _open(self, fresh: bool) -> None:
-        """Raises OSError and ValueError."""
+        """Make, lock and claim the folder. Raises OSError and ValueError."""
         lock = self.path / ".lock"
         if fresh and self.path.is_dir():
             with self._files.hold(lock):
@@ -95,7 +95,7 @@ class OutputFolder:
         self._claim()
 
     def _move_away(self) -> Path | None:
-        """Rename a folder that a command began; returns where it went, or None where there is nothing to move."""
+        """Rename a folder that a command began; returns where it went, or None if there is nothing to move."""
         if not (self.path / SETTINGS_FILE).exists():
             return None
         folder = Path(os.path.abspath(self.path))
@@ -106,7 +106,7 @@ class OutputFolder:
         return old
 
     def _claim(self) -> None:
-        """Begin in an empty folder, or go on in one that was begun with the same settings."""
+        """Begin in an empty folder, or continue in one that was begun with the same settings."""
         path = self.path / SETTINGS_FILE
         if path.exists():
             self._require_same(path)
@@ -154,7 +154,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def sha256_of(paths: Iterable[Path]) -> str:
-    """Hexadecimal SHA-256 of files, one after the other: of one file, what `sha256sum` says."""
+    """Hexadecimal SHA-256 of the concatenated files; for one file, the same as `sha256sum` prints."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -164,7 +164,7 @@ def sha256_of(paths: Iterable[Path]) -> str:
 
 
 def names_sha256(names: Sequence[str]) -> str:
-    """Hexadecimal SHA-256 of a list of paths: of each, in the file system's bytes, and a zero byte."""
+    """Hexadecimal SHA-256 of a list of paths: each in the bytes of the file system, followed by a zero byte."""
     return hashlib.sha256(b"".join(os.fsencode(name) + b"\0" for name in names)).hexdigest()
 
 

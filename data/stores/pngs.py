@@ -35,10 +35,10 @@ def decode_shard(
     batch_size: int,
     num_threads: int,
 ) -> None:
-    """Write those images of a shard that are not there, or not complete, with so many threads that compress.
+    """Write those images of a shard that do not exist or are incomplete; `num_threads` threads compress them.
 
-    `function` makes of codes int64 (batch_size, h', w'), padded with 0, images (batch_size, c, h, w) in [0, 1], on any
-    device. Raises ValueError, in one line, where the codes are damaged.
+    `function` maps codes int64 (batch_size, h', w'), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
+    device. Raises ValueError, in one line, if the codes are damaged.
     """
     for rows, batch in codes.batches(shard, batch_size):
         if missing := [row for row in rows if not _is_complete(files[row])]:
@@ -48,8 +48,8 @@ def decode_shard(
 
 
 def _save(path: Path, pixels: Tensor) -> None:
-    """Write an image whole or not at all if the process is killed. It is not synced, which would take most of the time:
-    the next start looks at what a power cut left."""
+    """Write an image whole or not at all, even if the process is killed. The file is not synced, which would take most
+    of the time; after a power cut, the next start finds incomplete files by `_is_complete`."""
     content = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(content, "png")
     temporary = path.with_name(f".{path.name}.tmp")
@@ -65,8 +65,8 @@ def _to_pixels(images: Tensor) -> Tensor:
 
 
 def png_names(paths: Sequence[str]) -> list[str]:
-    """Where the image of each path goes: the ending becomes .png. Where two would get one name (a.jpg and a.webp), .png
-    is appended instead; no two names are equal. Raises ValueError, in one line, where a path would leave the folder.
+    """The file name for the image of each path: its ending becomes .png. If two would get one name (a.jpg and a.webp),
+    .png is appended instead; no two names are equal. Raises ValueError, in one line, if a path would leave the folder.
     """
     if outside := [path for path in paths if not stays_inside(path)]:
         raise ValueError(f"the index names {outside[0]!r}, which is no path below a folder")
@@ -77,7 +77,7 @@ def png_names(paths: Sequence[str]) -> list[str]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a PNG is there to its last byte."""
+    """Whether a PNG exists and has its end mark as its last bytes."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, io.SEEK_END)

@@ -17,17 +17,17 @@ from ..tokenizers import open_tokenizer
 
 
 class TopRows:
-    """For each of the queries (m, d) the `count` rows of the largest inner product among all rows that were added; of
-    equal ones the first. Exact: every row is looked at.
+    """For each of the queries (m, d), the `count` rows of the largest inner product among all rows that were added; of
+    equal products, the first rows. The search is exact: it compares every row.
 
     Products are summed in fp64 and then rounded to fp32, so that a product depends neither on the rows that are added
     together nor on the other queries, and equal rows have equal products.
     """
 
     rows: npt.NDArray[np.int64]
-    """(m, k), the best first; k = count, or how many there were."""
+    """(m, k) row numbers, the best first; k = count, or the number of rows if that is smaller."""
     cosines: npt.NDArray[np.float32]
-    """(m, k), of unit vectors."""
+    """(m, k), inner products with these rows: cosines if all vectors are unit vectors."""
 
     def __init__(self, queries: npt.NDArray[np.float32], count: int) -> None:
         self._queries, self._count, self._seen = queries.astype(np.float64), count, 0
@@ -35,11 +35,11 @@ class TopRows:
         self.cosines = np.zeros((len(queries), 0), np.float32)
 
     def add(self, vectors: npt.NDArray[np.float32]) -> None:
-        """The next rows (n, d)."""
+        """Add the next rows (n, d)."""
         found = (self._queries @ vectors.astype(np.float64).T).astype(np.float32)
         numbers = np.broadcast_to(np.arange(self._seen, self._seen + len(vectors)), found.shape)
         cosines, rows = np.hstack([self.cosines, found]), np.hstack([self.rows, numbers])
-        # Equal products stand in the order of their rows, which a stable sort keeps.
+        # Equal products are in the order of their rows here, and a stable sort keeps that order.
         best = np.argsort(-cosines, axis=1, kind="stable")[:, : self._count]
         self.cosines, self.rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
         self._seen += len(vectors)
@@ -54,14 +54,14 @@ class Match(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What was found for a query; its codes, where there is a quantizer."""
+    """The matches of a query; and the query's codes, if there is a quantizer."""
 
     query: str
     matches: Sequence[Match]
     codes: Sequence[int] = ()
 
     def as_table(self) -> str:
-        """For people: the query, its codes, and a line per match. Bytes of a path that are no text are escaped."""
+        """For people: the query, its codes, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
         codes = [f"codes {' '.join(map(str, self.codes))}"] if self.codes else []
         lines = [f"{match.rank:4d}  {match.cosine:6.3f}  {match.path}" for match in self.matches]
         text = "\n".join([self.query, *codes, "rank  cosine  path", *lines, ""])
@@ -75,7 +75,7 @@ class Answer(NamedTuple):
 
 def read_queries(given: Sequence[str], path: str | None) -> list[str]:
     """The queries of the command line, then those of a file, one per line; empty ones are left out. Raises ValueError,
-    in one line, where the file cannot be read or no query is left."""
+    in one line, if the file cannot be read or no query is left."""
     queries = list(given)
     if path is not None:
         try:
@@ -89,8 +89,8 @@ def read_queries(given: Sequence[str], path: str | None) -> list[str]:
 
 
 def tokens_of_query(text: str, model_folder: Path, max_text_tokens: int, vocab_size: int) -> Tensor:
-    """The tokens (1, t) of a sentence, by the tokenizer.json in a model's folder, or by CLIP's where there is none.
-    Raises ValueError, in one line, where it cannot be read, or is not that of a model with this vocabulary."""
+    """The tokens (1, t) of a sentence, by the tokenizer.json in a model's folder, or by CLIP's if there is none.
+    Raises ValueError, in one line, if it cannot be read, or its vocabulary has another size."""
     own = model_folder / TOKENIZER_FILE
     tokenizer = open_tokenizer(str(own) if own.exists() else "clip", max_text_tokens)
     if tokenizer.vocab_size != vocab_size:

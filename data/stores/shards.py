@@ -1,9 +1,9 @@
-"""Arrays on the disk: shards of a fixed number of items, a record beside each, and an index that makes them complete.
+"""Arrays on the disk: shards of a fixed number of items, a record beside each, and an index that is written last.
 
 codes-00000.safetensors   the rows of the items that could be read, in order; or codes-00000.npy
-codes-00000.json          rows, checksum, and what could not be read; written when the shard is
+codes-00000.json          rows, checksum, and unreadable items; written after the shard
 index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per row, in order
-index.json                settings and checksums; written last: where it is, all is complete
+index.json                settings and checksums; written last: if it exists, all other files are complete
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _DAMAGES = (
 )  # fmt: skip
 
 Array = npt.NDArray[Any]
-# Shards -> for each, in order, its rows (n, ...) in parts, and what could not be read.
+# Shards -> for each shard, in order, its rows (n, ...) in parts, and the items that could not be read.
 Compute = Callable[[Sequence[int]], Iterator[tuple[Sequence[npt.ArrayLike], list[BadSample]]]]
 
 
 class Filled(NamedTuple):
-    """What `ShardWriter.fill` did: shards that are left to do after a signal; items of this run and unreadable items of
-    all runs, over all processes; seconds."""
+    """What `ShardWriter.fill` did: the number of shards left to do after a signal; the number of items of this run and
+    of unreadable items of all runs, over all processes; and the time in seconds."""
 
     shards_left: int
     items: int
@@ -51,10 +51,10 @@ class ShardWriter:
     """Fills an output folder with shards, in any order and by any number of processes.
 
     Args:
-        empty: Rows of no item (0, ...), of the shape and dtype of the rows.
+        empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
         sizes: Items of each shard, readable or not.
-        names: Relative paths of all items in order, where items may be unreadable or `lines` is used.
-        name: Of the array in each file, and the beginning of the file's name.
+        names: Relative paths of all items, in order; needed if items may be unreadable or `lines` is used.
+        name: Name of the array in each file, and the beginning of the file's name.
         paths_in_records: Whether records hold the paths of unreadable items beside their indices.
     """
 
@@ -80,15 +80,15 @@ class ShardWriter:
     def fill(
         self, compute: Compute, write_index: Callable[[], None], done: str, *, stop_at_bad: bool = False
     ) -> Filled:
-        """Compute and write all shards that are not there or damaged, then the index. Collective.
+        """Compute and write all shards that are missing or damaged, then the index. Collective.
 
-        `compute` gets the shards of this process; `write_index` is called on one process, once all shards are there;
-        `done` says in messages what has been done to a shard: "encoded". Raises UserMistake, in one line, where the
-        disk is full, or too many items cannot be read, or one and `stop_at_bad`.
+        `compute` gets the shards of this process; `write_index` is called on one process, once all shards exist;
+        `done` says in messages what has been done to a shard, such as "encoded". Raises UserMistake, in one line, if
+        the disk is full, or too many items cannot be read (with `stop_at_bad`: if any item cannot be read).
         """
         started = time.perf_counter()
         processes = self.output.processes
-        # Reads all that there is.
+        # Rank 0 finds the unfinished shards, which reads all existing files.
         unfinished = [k for k in range(len(self)) if not self._is_finished(k)] if processes.rank == 0 else None
         todo = processes.broadcast_object(unfinished)
         log = BadSampleLog(sum(map(len, self.items)))
@@ -109,7 +109,7 @@ class ShardWriter:
         return Filled(self.output.shards_left, sum(len(self.items[k]) for k in todo), log.count, seconds)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Path, shard and row of each row, in order. All shards are there."""
+        """Path, shard and row of each row, in order. All shards must exist."""
         lines = []
         for shard in range(len(self)):
             left_out = {sample.index for sample in self._bad(shard)}
@@ -118,22 +118,22 @@ class ShardWriter:
         return lines
 
     def bad(self) -> list[dict[str, str]]:
-        """Path and reason of each item that could not be read. All shards are there."""
+        """Path and reason of each item that could not be read. All shards must exist."""
         return [{"path": bad.path, "reason": bad.reason} for k in range(len(self)) for bad in self._bad(k)]
 
     def entries(self) -> list[dict[str, Any]]:
-        """File, rows and checksum of each shard, for the index. All shards are there."""
+        """File, rows and checksum of each shard, for the index. All shards must exist."""
         records = [(k, self._record(k)) for k in range(len(self))]
         return [{"file": self._file(k), "rows": r["rows"], "sha256": r["sha256"]} for k, r in records]
 
     def write_lines(self, file: str, objects: Iterable[Any]) -> str:
-        """A JSON object per line -> the file's SHA-256."""
+        """Write a JSON object per line; returns the file's SHA-256."""
         text = "".join(json.dumps(line) + "\n" for line in objects).encode()
         self.output.write(file, text)
         return hashlib.sha256(text).hexdigest()
 
     def write_index(self, index: Mapping[str, Any]) -> None:
-        """index.json: the settings of the folder, then `index`."""
+        """Write index.json: the settings of the folder, then `index`."""
         self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **index}))
 
     def _write(self, shard: int, parts: Sequence[npt.ArrayLike], bad: Sequence[BadSample]) -> None:
@@ -147,7 +147,7 @@ class ShardWriter:
         self.output.write(self._file(shard, "json"), json_bytes(record))
 
     def _is_finished(self, shard: int) -> bool:
-        """Whether there is a record, and the file is what the record says."""
+        """Whether the shard has a record, and its file has the checksum of the record."""
         try:
             record = self._record(shard)
             is_whole = record["rows"] + len(record["bad"]) == len(self.items[shard])
@@ -156,7 +156,7 @@ class ShardWriter:
             return False
 
     def _bad(self, shard: int) -> list[BadSample]:
-        """What could not be read for a shard that is there, by relative path."""
+        """The items of an existing shard that could not be read, by relative path."""
         return [BadSample(index, self._names[index], reason) for index, *_, reason in self._record(shard)["bad"]]
 
     def _record(self, shard: int) -> Any:
@@ -166,7 +166,7 @@ class ShardWriter:
         return f"{self._name}-{shard:05d}.{ending or self._ending}"
 
     def _report(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
-        """Say what any process could not read, each item once. Collective."""
+        """Say which items any process could not read, each once. Collective."""
         processes = self.output.processes
         new = log.share(bad, processes.gather_objects)
         with processes.agreement():
@@ -174,7 +174,7 @@ class ShardWriter:
                 raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
         for sample in new:
             text = f"cannot read {sample}; it is left out"
-            self.output.say(text.encode(errors="backslashreplace").decode())  # a name may hold bytes that are no text
+            self.output.say(text.encode(errors="backslashreplace").decode())  # a name may hold bytes that are not UTF-8
         with processes.agreement():
             log.check()
 
@@ -185,7 +185,7 @@ def shard_sizes(n_items: int, items_per_shard: int) -> list[int]:
 
 
 def read_shard(folder: Path, entry: Mapping[str, Any], name: str) -> Array:
-    """The rows of a shard, by its entry in an index. Raises one of many errors where it is damaged: see `explained`."""
+    """The rows of a shard, by its entry in an index. Raises one of many errors if it is damaged: see `explained`."""
     content = (folder / entry["file"]).read_bytes()
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise ValueError("its checksum is not that of the index")
@@ -195,8 +195,8 @@ def read_shard(folder: Path, entry: Mapping[str, Any], name: str) -> Array:
 
 
 def read_index(folder: Path, name: str) -> tuple[dict[str, Any], str]:
-    """index.json of a folder of shards, and its SHA-256. Raises ValueError, in one line, where there is none, or it is
-    damaged or names files elsewhere."""
+    """index.json of a folder of shards, and its SHA-256. Raises ValueError, in one line, if it is missing or
+    damaged, or names files outside the folder."""
     path = folder / INDEX_FILE
     if not path.exists():
         what = f"it holds no index of {name}"
@@ -225,7 +225,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def stays_inside(path: Any, parts: int | None = None) -> bool:
-    """Whether a path, of so many parts, leads to a file below any folder that it is appended to."""
+    """Whether a path, appended to any folder, stays below that folder; and has this number of parts, if it is given."""
     if not isinstance(path, str) or not path or "\0" in path:
         return False
     pure = PurePosixPath(path)
