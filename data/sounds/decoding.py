@@ -3,8 +3,8 @@
 Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which reads
 about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for
 10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of
-variable bit rate does not state its length, the length is a guess, and sound after it is never read. An Ogg file that was
-cut off is read without an error; a file of another format raises an error if the cut removed a part of the clip.
+variable bit rate does not state its length, the length is a guess, and sound after it is never read. An Ogg file that
+was cut off is read without an error; a file of another format raises an error if the cut removed a part of the clip.
 """
 
 from __future__ import annotations
