@@ -51,6 +51,7 @@ class OutputFolder:
         say: Callable[[str], None],
     ) -> None:
         self.path, self.settings, self.processes, self.say, self._files = path, settings, processes, say, files
+        self.shards_left = 0  # after the rounds that were made
         on_all = processes.gather_objects(settings)
         with processes.agreement():
             if any(theirs != on_all[0] for theirs in on_all):

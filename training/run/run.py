@@ -13,6 +13,7 @@ from torch import Tensor
 from ..checkpoints.store import Checkpoints
 from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import to_png
+from . import ASKED_TO_STOP, NOT_SAVED
 from .folder import RunFolder
 from .loop import Evaluation, updates
 from .progress import Progress, ProgressDisplay, total_samples_from
@@ -21,8 +22,6 @@ from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
 _TIMES = ("samples_per_second", "seconds")
-ASKED_TO_STOP = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
-NOT_SAVED = 1
 
 
 class Run:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import ASKED_TO_STOP
+
 if TYPE_CHECKING:
     from ..contracts import Processes
 
@@ -26,8 +28,6 @@ def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, p
         SystemExit: with code 75, after a signal.
     """
     import torch
-
-    from .run import ASKED_TO_STOP
 
     torch.set_num_threads(args.cpu_threads)
     to = sys.stderr if getattr(args, "json", False) else sys.stdout
