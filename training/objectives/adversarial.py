@@ -155,7 +155,7 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor
         x = torch.cat([real, fake]).detach().float().requires_grad_()
         of_heads = []
         for logits in heads_of(discriminator(x)):
-            squares = _gradient(logits.flatten(1).mean(1).sum(), x).square().flatten(1).sum(1)
+            squares = _gradient(logits.reshape(len(x), -1).mean(1).sum(), x).square().flatten(1).sum(1)
             of_heads.append(squares[: len(real)].mean() + squares[len(real) :].mean())
         return torch.stack(of_heads).sum()
 
