@@ -199,6 +199,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models.perceptual import load_perceptual
     from training.ema import make_ema
     from training.measures.averages import usage_of_codes
+    from training.objectives.adversarial import last_layer_gradient
     from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
     from training.run.loop import Evaluation
     from training.run.run import Run
@@ -210,7 +211,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     feed = data.image_feed(args, backend)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling)
 
-    quantizer, last_weight_shape = generator.quantizer, generator.last_layer.weight.shape
+    quantizer, last_weight_shape = generator.quantizer, tuple(generator.last_layer.weight.shape)
     quantizer.all_reduce, quantizer.gather = backend.sum, backend.gather
     quantizer.rank, quantizer.world_size = backend.rank, backend.world_size
     ema = make_ema(generator, args.ema_decay)
@@ -229,7 +230,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return loss + args.perceptual_loss_weight * distance, {"recon_loss": loss, "perceptual_loss": distance}
 
     adversaries = AdversarialTraining(
-        engine, critic, backend, quantizer=quantizer, last_weight_shape=last_weight_shape, log=run.add,
+        engine, critic, backend, quantizer=quantizer, log=run.add,
+        last_layer_gradient=functools.partial(last_layer_gradient, weight_shape=last_weight_shape),
         images=lambda micro: data.to_unit_range(micro["images"]), reconstruction_loss=reconstruction_loss,
         weights=AdversarialWeights.from_args(args),
     )  # fmt: skip
@@ -255,7 +257,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         ema.update(engine.gathered)
         if is_adversarial:
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
-            discr_update = adversaries.discriminator_step(batch, fakes, with_penalty=with_penalty)
+            discr_update = adversaries.discriminator_step(batch, fakes, step=step, with_penalty=with_penalty)
             run.log(discr_grad_norm=discr_update.grad_norm)
         if run.line_due:
             run.log(**usage_of_codes(codes, generator.num_codes, backend.sum))

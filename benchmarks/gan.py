@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from models import VQGAN, Discriminator
 from models.quantizers import make_quantizer
-from training.objectives.adversarial import gradient_penalty
+from training.objectives.adversarial import gradient_penalty, last_layer_gradient
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
 from .jobs import ROOT, one_process
@@ -85,7 +86,8 @@ def _ours() -> Callable[[], None]:
         return loss, {"recon_loss": loss}
 
     adversaries = AdversarialTraining(
-        g, d, backend, quantizer=generator.quantizer, last_weight_shape=generator.last_layer.weight.shape,
+        g, d, backend, quantizer=generator.quantizer,
+        last_layer_gradient=partial(last_layer_gradient, weight_shape=tuple(generator.last_layer.weight.shape)),
         images=lambda micro: micro["images"], reconstruction_loss=l1, weights=AdversarialWeights(),
         log=lambda **losses: None,
     )  # fmt: skip
@@ -96,7 +98,7 @@ def _ours() -> Callable[[], None]:
                 {"images": images}, code_loss=lambda losses: 0.25 * losses["commitment"] + 0.1 * losses["entropy"],
                 is_adversarial=True, step=step, seed=0,
             )  # fmt: skip
-            adversaries.discriminator_step({"images": images}, fakes, with_penalty=step == 3)
+            adversaries.discriminator_step({"images": images}, fakes, step=step, with_penalty=step == 3)
 
     return updates
 

@@ -122,6 +122,29 @@ def by_items(backend: Backend) -> dict[str, Any]:
     return record(engine, updates, [])
 
 
+def idle_parts(backend: Backend) -> dict[str, Any]:
+    """Two heads, of which the second takes part in every other update; AdamW moves both in each, by momentum and decay."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.always, self.at_times = mlp([7, 9, 5], seed=9), mlp([5, 1], seed=10), mlp([5, 3], seed=11)
+
+        def forward(self, x: Tensor, *, is_idle: bool) -> list[Tensor]:
+            features = self.trunk(x)
+            return [self.always(features)] if is_idle else [self.always(features), self.at_times(features)]
+
+    model = Heads()
+    engine = backend.wrap(model, adam(model), name="idle_parts")
+    updates = []
+    for update in range(UPDATES):
+        for part in engine.micro_batches({"x": local(global_batch(update), backend)}):
+            logits = engine(part["x"], is_idle=update % 2 == 1)
+            engine.backward(torch.stack([of_head.square().mean() for of_head in logits]).sum())
+        updates.append(engine.step())
+    return record(engine, updates, [])
+
+
 def mine(row: int, backend: Backend) -> bool:
     size = BATCH // backend.world_size
     return row // size == backend.rank
@@ -268,6 +291,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
         "skipped": plain(backend, "skipped", spoil_update=3),
         "several_backwards": several_backwards(backend),
         "by_items": by_items(backend),
+        "idle_parts": idle_parts(backend),
         "gan": gan(backend),
         "contrastive": contrastive(backend),
     }

@@ -74,7 +74,7 @@ def assert_close(ours: Any, reference: Any, where: str = "") -> None:
         assert ours == reference, where
 
 
-@pytest.mark.parametrize("contract", ["plain", "by_items", "gan", "contrastive", "reloaded", "skipped"])
+@pytest.mark.parametrize("contract", ["plain", "by_items", "idle_parts", "gan", "contrastive", "reloaded", "skipped"])
 def test_losses_norms_weights_and_moments_equal_those_of_one_process(
     contract: str, ours: dict[str, Any], reference: dict[str, Any]
 ) -> None:

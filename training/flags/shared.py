@@ -101,8 +101,9 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weig
     add("--use_lion", action="store_true", help="use Lion instead of AdamW")
 
 
-def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every script that trains against a discriminator (`training.objectives.adversaries`)."""
+def add_adversary_arguments(parser: argparse.ArgumentParser, *, penalty: str = "one_centred") -> None:
+    """Add the flags of every script that trains against a discriminator (`training.objectives.adversaries`). `penalty`
+    is the default of its flag."""
     add = parser.add_argument_group("perceptual loss").add_argument
     add("--perceptual", type=str.lower, choices=("none", "vgg", "lpips"), default="none",
         help="kind of perceptual loss: distance of VGG16 features, or LPIPS; both need weights")
@@ -129,6 +130,9 @@ def add_adversary_arguments(parser: argparse.ArgumentParser) -> None:
         "adversarial and reconstruction loss equally large at the last layer")
     add("--gan_weight_scale", type=non_negative_float, default=1.0, metavar="FACTOR",
         help="factor on --gan_weight, also if that is adaptive")
+    add("--penalty", type=str.lower, choices=("one_centred", "zero_centred"), default=penalty,
+        help="gradient penalty of the discriminator: one_centred draws the norm of its gradient at real images to 1, "
+        "zero_centred those at real and at generated images to 0")
     add("--penalty_weight", type=non_negative_float, default=10.0, metavar="WEIGHT",
         help="weight of the discriminator's gradient penalty")
     add("--apply_grad_penalty_every", type=positive_int, default=4, metavar="UPDATES",

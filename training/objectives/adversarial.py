@@ -1,11 +1,13 @@
 """Losses and regularisers of a generator and a discriminator, and the adaptive weight of the adversarial loss.
 
-A positive logit means that the discriminator takes the image for real. Losses are fp32 means over all logits.
+A positive logit means that the discriminator takes the image for real. Losses are fp32 means over all logits. A
+discriminator with several heads gives a list with a tensor of logits for each of them; its loss is the sum over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,23 +15,45 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
+Logits = Tensor | Sequence[Tensor]
+"""Logits of any shape, or those of each head. A head that takes no part is left out at the end."""
 
+
+def heads_of(logits: Logits) -> list[Tensor]:
+    """The logits of each head."""
+    return [logits] if isinstance(logits, Tensor) else list(logits)
+
+
+def _summed_over_heads(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a loss of one head's logits take those of several heads too, and give the sum of their losses."""
+
+    @functools.wraps(loss)
+    def of_heads(*logits: Logits) -> Tensor:
+        return torch.stack([loss(*each) for each in zip(*map(heads_of, logits), strict=True)]).sum()
+
+    return of_heads
+
+
+@_summed_over_heads
 def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017; without the factor 1/2 of some
     implementations)."""
     return F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean()
 
 
+@_summed_over_heads
 def hinge_generator_loss(fake_logits: Tensor) -> Tensor:
     """-mean D(fake), 0-d (Lim & Ye 2017)."""
     return -fake_logits.float().mean()
 
 
+@_summed_over_heads
 def bce_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     """-mean log s(D(real)) - mean log(1 - s(D(fake))) with the logistic function s, 0-d (Goodfellow et al. 2014)."""
     return F.softplus(-real_logits.float()).mean() + F.softplus(fake_logits.float()).mean()
 
 
+@_summed_over_heads
 def bce_generator_loss(fake_logits: Tensor) -> Tensor:
     """-mean log s(D(fake)), 0-d: the non-saturating one (Goodfellow et al. 2014, section 3)."""
     return F.softplus(-fake_logits.float()).mean()
@@ -38,8 +62,8 @@ def bce_generator_loss(fake_logits: Tensor) -> Tensor:
 class AdversarialLoss(NamedTuple):
     """A pair of losses that belong together."""
 
-    discriminator: Callable[[Tensor, Tensor], Tensor]  # logits of real and of generated images -> loss, 0-d
-    generator: Callable[[Tensor], Tensor]  # logits of generated images -> loss, 0-d
+    discriminator: Callable[[Logits, Logits], Tensor]  # logits of real and of generated images -> loss, 0-d
+    generator: Callable[[Logits], Tensor]  # logits of generated images -> loss, 0-d
 
 
 ADVERSARIAL_LOSSES = {
@@ -53,13 +77,14 @@ class LeCam(nn.Module):
 
     mean relu(D(real) - a_fake)^2 + mean relu(a_real - D(fake))^2, where a_real and a_fake are exponential moving
     averages of mean D(real) and mean D(fake), corrected for their start from 0 like Adam's moments. These averages are
-    the state, which belongs into the checkpoint.
+    the state, which belongs into the checkpoint. Every head has its own, and the sum over the heads is the loss.
 
-    The loss uses only averages of earlier updates, so that it does not depend on how a batch is split. It is 0 before
-    the first call of `update`.
+    The loss uses only averages of earlier updates, so that it does not depend on how a batch is split. For a head it is
+    0 before the first call of `update` that holds this head.
 
     Args:
         decay: Decay of the averages, in [0, 1).
+        heads: Number of heads of the discriminator.
 
     Raises:
         ValueError: the decay is outside of this range.
@@ -69,44 +94,76 @@ class LeCam(nn.Module):
     fake: Tensor
     mass: Tensor
 
-    def __init__(self, decay: float = 0.999) -> None:
+    def __init__(self, decay: float = 0.999, heads: int = 1) -> None:
         super().__init__()
         if not 0 <= decay < 1:
             raise ValueError(f"decay {decay} of the LeCam averages: give a number from 0 up to but without 1")
         self.decay = decay
         for name in ("real", "fake", "mass"):  # the mass is the average of the constant 1, for the correction
-            self.register_buffer(name, torch.zeros(()))
+            self.register_buffer(name, torch.zeros(() if heads == 1 else heads))
 
-    def forward(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+    def forward(self, real_logits: Logits, fake_logits: Logits) -> Tensor:
         """Logits of any shapes -> the regulariser, 0-d."""
-        mass = self.mass.clamp_min(torch.finfo(self.mass.dtype).tiny)
-        from_fake = F.relu(real_logits.float() - self.fake / mass).square().mean()
-        to_real = F.relu(self.real / mass - fake_logits.float()).square().mean()
-        return (from_fake + to_real) * (self.mass > 0)
+        of_heads = []
+        for head, (real, fake) in enumerate(zip(heads_of(real_logits), heads_of(fake_logits), strict=True)):
+            a_real, a_fake, mass = (average.flatten()[head] for average in (self.real, self.fake, self.mass))
+            divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)
+            from_fake = F.relu(real.float() - a_fake / divisor).square().mean()
+            to_real = F.relu(a_real / divisor - fake.float()).square().mean()
+            of_heads.append((from_fake + to_real) * (mass > 0))
+        return torch.stack(of_heads).sum()
 
     @torch.no_grad()
     def update(self, real_mean: Tensor, fake_mean: Tensor) -> None:
-        """Add mean D(real) and mean D(fake), 0-d, over the *global* batch; once per update. If one of them is not
-        finite, neither is added. Does not wait for the device."""
+        """Add mean D(real) and mean D(fake) over the *global* batch, 0-d or (heads,); once per update. If a mean of a
+        head is not finite, as NaN for a head that took no part, this head's averages stay. Does not wait for the
+        device."""
+        real_mean, fake_mean = (mean.reshape(self.mass.shape) for mean in (real_mean, fake_mean))
         usable = real_mean.isfinite() & fake_mean.isfinite()
         for average, value in ((self.real, real_mean), (self.fake, fake_mean), (self.mass, torch.ones_like(self.mass))):
             average.copy_(torch.where(usable, average.lerp(value.to(average), 1 - self.decay), average))
 
 
-def gradient_penalty(discriminator: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """mean (|grad_x sum D(x)| - 1)^2 over the images, 0-d, with a graph to the discriminator's weights.
+def gradient_penalty(discriminator: Callable[[Tensor], Logits], images: Tensor) -> Tensor:
+    """mean (|grad_x sum D(x)| - 1)^2 over the images, 0-d, with a graph to the discriminator's weights; summed over the
+    heads.
 
     The penalty of Gulrajani et al. 2017, at real images, without its usual weight 10. The discriminator runs in fp32
     even under autocast, because half precision loses gradients of small gradients.
 
     Args:
-        discriminator: (b, c, h, w) -> logits. Images must not influence one another's logits.
-        images: (b, c, h, w). No gradient reaches them.
+        discriminator: (b, c, h, w), or (b, c, f, h, w) for videos -> logits. Images must not influence one another's
+            logits.
+        images: (b, c, h, w) or (b, c, f, h, w). No gradient reaches them.
     """
     with torch.autocast(images.device.type, enabled=False):
         x = images.detach().float().requires_grad_()
-        (gradient,) = torch.autograd.grad(discriminator(x).sum(), x, create_graph=True)
-        return (torch.linalg.vector_norm(gradient.flatten(1), dim=1) - 1).square().mean()
+        gradients = (_gradient(logits.sum(), x) for logits in heads_of(discriminator(x)))
+        norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
+        return torch.stack([(norm - 1).square().mean() for norm in norms]).sum()
+
+
+def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor, fake: Tensor) -> Tensor:
+    """E |grad_x D(x)|^2 at real images + E |grad_x D(x)|^2 at generated ones, 0-d, with a graph to the discriminator's
+    weights; summed over the heads.
+
+    R1 + R2 of Mescheder et al. 2018, section 4.1, without their factor 1/2. D(x) is the mean of an image's logits, so
+    that a weight means the same for few logits and for many. In fp32, as `gradient_penalty`, whose arguments these are;
+    the discriminator is called once, on the real and then the generated images.
+    """
+    with torch.autocast(real.device.type, enabled=False):
+        x = torch.cat([real, fake]).detach().float().requires_grad_()
+        of_heads = []
+        for logits in heads_of(discriminator(x)):
+            squares = _gradient(logits.reshape(len(x), -1).mean(1).sum(), x).square().flatten(1).sum(1)
+            of_heads.append(squares[: len(real)].mean() + squares[len(real) :].mean())
+        return torch.stack(of_heads).sum()
+
+
+def _gradient(value: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a value (0-d), with a graph of its own."""
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    return gradient
 
 
 # Keeps the small gradient of a mean over many pixels from vanishing in fp16. A power of two causes no rounding.

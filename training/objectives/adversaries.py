@@ -4,6 +4,7 @@ micro-batches."""
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
@@ -17,14 +18,19 @@ from .adversarial import (
     LeCam,
     adaptive_weight,
     gradient_penalty,
+    heads_of,
     image_gradient,
-    last_layer_gradient,
+    zero_centred_penalty,
 )
 
 ADAPTIVE = "adaptive"
+ZERO_CENTRED = "zero_centred"
 
-ReconstructionLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(reconstruction, images) -> a loss (0-d), and its parts for the log."""
+ReconstructionLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(reconstruction, images, **given) -> a loss (0-d), and its parts for the log."""
+
+Given = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
+"""(micro-batch of the loader, number of the update) -> further arguments by name, one entry per image each."""
 
 
 class Quantizer(Protocol):
@@ -43,7 +49,8 @@ class AdversarialWeights:
     gan_loss: str = "hinge"  # or "bce"
     gan_weight: float | str = ADAPTIVE  # weight of the generator's loss; adaptive: as strong as the reconstruction loss
     gan_weight_scale: float = 1.0  # multiplies gan_weight
-    penalty_weight: float = 10.0  # weight of the gradient penalty at real images
+    penalty: str = "one_centred"  # at real images, or "zero_centred": at real and generated ones
+    penalty_weight: float = 10.0  # weight of the gradient penalty
     lecam_weight: float = 0.0
     lecam_decay: float = 0.999
 
@@ -60,11 +67,11 @@ class _ImageLosses(NamedTuple):
     parts: dict[str, Tensor]  # the terms of the reconstruction loss by name, for the log
     reconstruction_gradient: Tensor  # with respect to the images (b, c, h, w)
     adversarial_gradient: Tensor
-    last_layer_gradients: Tensor  # of both losses, with respect to the decoder's last weight (2, c, i, k, k)
+    last_layer_gradients: Tensor | None  # of both losses (2, ...), with respect to the last weight; if it is needed
 
 
 class AdversarialTraining:
-    """The updates of a generator and of a discriminator that judges what it generates.
+    """The updates of a generator and of a discriminator that judges what it generates. Both may be of videos.
 
     The generator's model gives `reconstruction`, `codes`, `losses` and `features` (`models.VQGANOutput`); called with
     `observe=True` it only shows its input to the quantizer.
@@ -73,9 +80,13 @@ class AdversarialTraining:
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         quantizer: Quantizer of the generator's model.
-        last_weight_shape: Shape of the weight of the generator's last convolution.
-        images: A micro-batch of the loader -> images (b, c, h, w) as both models take them.
+        last_layer_gradient: (features, gradient of a loss with respect to the reconstruction) -> the gradient of the
+            loss with respect to the weight of the generator's last convolution, summed over the batch.
+        images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
+        heads: Number of heads of the discriminator, which gives a list of logits if there are several. The last ones
+            may be left out of an update.
+        given: Further arguments of the discriminator and of the reconstruction loss.
     """
 
     def __init__(
@@ -85,18 +96,20 @@ class AdversarialTraining:
         processes: Processes,
         *,
         quantizer: Quantizer,
-        last_weight_shape: Sequence[int],
+        last_layer_gradient: Callable[[Tensor, Tensor], Tensor],
         images: Callable[[Mapping[str, Any]], Tensor],
         reconstruction_loss: ReconstructionLoss,
         weights: AdversarialWeights,
         log: Callable[..., None],
+        heads: int = 1,
+        given: Given = lambda micro, step: {},
     ) -> None:
         self.generator, self.discriminator, self._processes = generator, discriminator, processes
         self._quantizer, self._images, self._weights, self._log = quantizer, images, weights, log
         self._reconstruction_loss = reconstruction_loss
-        self._last_weight_shape = tuple(last_weight_shape)
+        self._last_layer_gradient, self._heads, self._given = last_layer_gradient, heads, given
         self._loss = ADVERSARIAL_LOSSES[weights.gan_loss]
-        self.lecam = LeCam(weights.lecam_decay).to(processes.device)
+        self.lecam = LeCam(weights.lecam_decay, heads).to(processes.device)
 
     def generator_step(
         self,
@@ -116,12 +129,12 @@ class AdversarialTraining:
         Returns:
             The engine's Update, and the reconstructions and codes of each micro-batch.
         """
-        measured = self._measure_batch(batch, is_adversarial)
+        measured = self._measure_batch(batch, is_adversarial, step)
         weight = self._gan_weight(measured) if measured else None
         reconstructions, codes = [], []
-        for index, images in enumerate(self._micro_batches(self.generator, batch)):
+        for index, (images, given) in enumerate(self._micro_batches(self.generator, batch, step)):
             out = self.generator(images)
-            losses = measured[index] if measured else self._image_losses(out, images, is_adversarial)
+            losses = measured[index] if measured else self._image_losses(out, images, given, is_adversarial)
             gradient, value = losses.reconstruction_gradient, losses.reconstruction
             if is_adversarial:
                 if weight is None or not measured:
@@ -140,25 +153,30 @@ class AdversarialTraining:
         return update, reconstructions, codes
 
     def discriminator_step(
-        self, batch: Mapping[str, Any], reconstructions: Sequence[Tensor], *, with_penalty: bool
+        self, batch: Mapping[str, Any], reconstructions: Sequence[Tensor], *, step: int, with_penalty: bool
     ) -> Any:
         """One update of the discriminator, on the same images and their reconstructions. Returns the Update."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
-        # not change the result.
-        logit_means = torch.zeros(2, dtype=torch.float64, device=self._processes.device)
-        for images, fake in zip(self._micro_batches(self.discriminator, batch), reconstructions, strict=True):
-            real_logits, fake_logits = self.discriminator(torch.cat([images, fake])).chunk(2)
+        # not change the result. A head that takes no part has no mean.
+        logit_means = torch.full((2, self._heads), torch.nan, dtype=torch.float64, device=self._processes.device)
+        micro_batches = self._micro_batches(self.discriminator, batch, step)
+        for index, ((images, given), fake) in enumerate(zip(micro_batches, reconstructions, strict=True)):
+            of_heads = heads_of(self.discriminator(torch.cat([images, fake]), **_twice(given)))
+            real_logits, fake_logits = zip(*(logits.chunk(2) for logits in of_heads), strict=True)
             loss = self._loss.discriminator(real_logits, fake_logits)
-            of_micro_batch = torch.stack([real_logits.mean(), fake_logits.mean()]).detach()
-            logit_means += of_micro_batch / self._processes.grad_accum_steps
-            self._log(discr_loss=loss, discr_real=of_micro_batch[0], discr_fake=of_micro_batch[1])
+            both = (torch.stack([logits.mean() for logits in side]) for side in (real_logits, fake_logits))
+            of_micro_batch = torch.stack([*both]).detach()
+            if index == 0:
+                logit_means[:, : len(of_heads)] = 0.0
+            logit_means[:, : len(of_heads)] += of_micro_batch / self._processes.grad_accum_steps
+            discr_real, discr_fake = of_micro_batch.mean(1)
+            self._log(discr_loss=loss, discr_real=discr_real, discr_fake=discr_fake)
             if self._weights.lecam_weight:
                 lecam = self.lecam(real_logits, fake_logits)
                 self._log(lecam_loss=lecam)
                 loss = loss + self._weights.lecam_weight * lecam
             if self._weights.penalty_weight and with_penalty:
-                with self.discriminator.twice_differentiable():
-                    penalty = gradient_penalty(self.discriminator, images)
+                penalty = self._penalty(images, fake, given)
                 self._log(gradient_penalty=penalty)
                 loss = loss + self._weights.penalty_weight * penalty
             self.discriminator.backward(loss)
@@ -166,38 +184,48 @@ class AdversarialTraining:
             self.lecam.update(*self._processes.mean(logit_means))
         return self.discriminator.step()
 
-    def _image_losses(self, out: Any, images: Tensor, is_adversarial: bool) -> _ImageLosses:
+    def _penalty(self, images: Tensor, fake: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        with self.discriminator.twice_differentiable():
+            if self._weights.penalty == ZERO_CENTRED:
+                return zero_centred_penalty(functools.partial(self.discriminator, **_twice(given)), images, fake)
+            return gradient_penalty(functools.partial(self.discriminator, **given), images)
+
+    def _image_losses(
+        self, out: Any, images: Tensor, given: Mapping[str, Tensor], is_adversarial: bool
+    ) -> _ImageLosses:
         """Losses of reconstructions and their gradients with respect to the images. There is no backward pass through
         the generator."""
         with torch.enable_grad(), self.discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
-            loss, parts = self._reconstruction_loss(fake, images)
+            loss, parts = self._reconstruction_loss(fake, images, **given)
             gradient, adversarial_gradient = image_gradient(loss, fake), torch.zeros_like(fake)
             adversarial = loss.new_zeros(())
             if is_adversarial:
                 with self._processes.autocast():
-                    adversarial = self._loss.generator(self.discriminator.module(fake))
+                    adversarial = self._loss.generator(self.discriminator.module(fake, **given))
                 adversarial_gradient = image_gradient(adversarial, fake)
         gradients = (gradient, adversarial_gradient)
-        last = torch.stack([last_layer_gradient(out.features, each, self._last_weight_shape) for each in gradients])
+        last = None
+        if is_adversarial and self._weights.gan_weight == ADAPTIVE:
+            last = torch.stack([self._last_layer_gradient(out.features, each) for each in gradients])
         parts = {name: part.detach() for name, part in parts.items()}
         return _ImageLosses(loss.detach(), adversarial.detach(), parts, *gradients, last)
 
     @torch.no_grad()
-    def _measure_batch(self, batch: Mapping[str, Any], is_adversarial: bool) -> list[_ImageLosses]:
+    def _measure_batch(self, batch: Mapping[str, Any], is_adversarial: bool, step: int) -> list[_ImageLosses]:
         """With several micro-batches, measure what depends on all of them before training on the first one: the
         quantizer's statistics, and the losses from which an adaptive weight is computed. Returns these losses."""
         if self._processes.grad_accum_steps == 1:
             return []
         if self._quantizer.needs_observation:
-            for images in self._micro_batches(self.generator, batch):
+            for images, _ in self._micro_batches(self.generator, batch, step):
                 self.generator(images, observe=True)
             self._quantizer.pool()
         if not (is_adversarial and self._weights.gan_weight == ADAPTIVE):
             return []
         return [
-            self._image_losses(self.generator(images), images, is_adversarial)
-            for images in self._micro_batches(self.generator, batch)
+            self._image_losses(self.generator(images), images, given, is_adversarial)
+            for images, given in self._micro_batches(self.generator, batch, step)
         ]
 
     def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
@@ -205,9 +233,17 @@ class AdversarialTraining:
         if isinstance(self._weights.gan_weight, float):
             weight = self._weights.gan_weight * self._weights.gan_weight_scale
             return torch.tensor(weight, device=self._processes.device)
-        gradients = torch.stack([of_micro_batch.last_layer_gradients for of_micro_batch in losses]).double()
-        of_batch = self._processes.mean(gradients.mean(0)).float()
+        gradients = torch.stack([each.last_layer_gradients for each in losses if each.last_layer_gradients is not None])
+        of_batch = self._processes.mean(gradients.double().mean(0)).float()
         return adaptive_weight(*of_batch) * self._weights.gan_weight_scale
 
-    def _micro_batches(self, engine: Any, batch: Mapping[str, Any]) -> Iterator[Tensor]:
-        return (self._images(micro) for micro in engine.micro_batches(batch))
+    def _micro_batches(
+        self, engine: Any, batch: Mapping[str, Any], step: int
+    ) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+        """The images of each micro-batch, and what is given beside them."""
+        return ((self._images(micro), self._given(micro, step)) for micro in engine.micro_batches(batch))
+
+
+def _twice(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is given, for the real and then for the generated images."""
+    return {name: torch.cat([value, value]) for name, value in given.items()}

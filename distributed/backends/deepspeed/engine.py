@@ -19,7 +19,15 @@ from ...engines.optimizer_state import live_weights, unfuse
 from ...engines.parts import GradientParts
 from .backend import DeepSpeedBackend
 from .config import refusals, resolve
-from .state import on_cpu, read_zero_optimizer, weight_readers, write_gradients, write_weights, write_zero_optimizer
+from .state import (
+    on_cpu,
+    read_zero_optimizer,
+    weight_readers,
+    write_gradients,
+    write_weights,
+    write_zero_optimizer,
+    zero_old_gradients,
+)
 
 
 class ZeroEngine(Engine):
@@ -110,6 +118,8 @@ class ZeroEngine(Engine):
         else:
             self._ds.step()
             norm = self._ds.get_global_grad_norm()
+            if self._stage:
+                zero_old_gradients(self._optimizer, self._zero, self._stage)
             finite = torch.tensor(not getattr(self._zero, "overflow", False), device=self._backend.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._backend.device).float()
         return torch.where(finite, norm, torch.nan), finite

@@ -151,6 +151,17 @@ def write_gradients(optimizer: Any, stage: int, gradients: Mapping[nn.Parameter,
             optimizer.averaged_gradients[i] = [flat]
 
 
+@torch.no_grad()
+def zero_old_gradients(basic: torch.optim.Optimizer, optimizer: Any, stage: int) -> None:
+    """Forget the gradients of the update that was made, so that a parameter that gets none in the next update gets
+    zeros, as on the other backends. ZeRO 3, and ZeRO with its optimizer on the CPU, would use the old ones again."""
+    if stage == 3:
+        optimizer.grad_partitions_flat_buffer.zero_()
+    for flat, _ in _flat_partitions(basic, optimizer, stage):
+        if flat.grad is not None:
+            flat.grad.zero_()
+
+
 def _flat_partitions(basic: torch.optim.Optimizer, optimizer: Any, stage: int) -> list[tuple[Tensor, dict[str, Any]]]:
     """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
     if stage < 3:

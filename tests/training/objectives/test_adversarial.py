@@ -21,6 +21,7 @@ from training.objectives.adversarial import (
     hinge_generator_loss,
     image_gradient,
     last_layer_gradient,
+    zero_centred_penalty,
 )
 
 REAL, FAKE = torch.tensor([2.0, 0.5, -1.0]), torch.tensor([-3.0, 0.25])
@@ -152,6 +153,71 @@ def test_penalty_leaves_the_images_alone_and_is_finite_where_the_gradient_vanish
         loss.backward()
         assert images.grad is None and images.requires_grad is requires_grad
         assert scale.grad is not None and scale.grad.isfinite() and (value or loss.item() == 1)
+
+
+def test_losses_and_regulariser_of_several_heads_are_sums_over_the_heads() -> None:
+    real, fake = [REAL, REAL[:2] / 2], [FAKE, FAKE * 3]
+    for loss in ADVERSARIAL_LOSSES.values():
+        expected = loss.discriminator(real[0], fake[0]) + loss.discriminator(real[1], fake[1])
+        assert loss.discriminator(real, fake) == expected
+        assert loss.generator(fake) == loss.generator(fake[0]) + loss.generator(fake[1])
+    both, first, second = LeCam(0.9, heads=2), LeCam(0.9), LeCam(0.9)
+    for update in range(3):
+        means = some(2, 2, seed=update)
+        both.update(*means)
+        for head, single in enumerate((first, second)):
+            single.update(*means[:, head])
+    assert both(real, fake) == first(real[0], fake[0]) + second(real[1], fake[1]) != 0
+
+
+def test_a_head_without_logits_keeps_its_averages() -> None:
+    lecam, untouched = LeCam(0.9, heads=2), LeCam(0.9, heads=2)
+    for each in (lecam, untouched):
+        each.update(torch.tensor([1.0, 2.0]), torch.tensor([-1.0, -2.0]))
+    lecam.update(torch.tensor([3.0, math.nan]), torch.tensor([0.0, math.nan]))
+    for name, averages in lecam.state_dict().items():
+        before = untouched.state_dict()[name]
+        assert averages.shape == (2,) and averages[0] != before[0] and averages[1] == before[1]
+    assert lecam([REAL], [FAKE]) != untouched([REAL], [FAKE])
+    assert {average.shape for average in LeCam().state_dict().values()} == {()}, "as in checkpoints of a single head"
+
+
+def test_zero_centred_penalty_has_its_closed_forms() -> None:
+    w, real, fake = some(3 * 4 * 4), some(5, 3, 4, 4), some(2, 3, 4, 4, seed=1)
+    linear = zero_centred_penalty(lambda x: x.flatten(1) @ w, real, fake)
+    torch.testing.assert_close(linear, 2 * w.square().sum())
+    matrix = some(48, 48, seed=2)
+    matrix = matrix + matrix.T
+
+    def quadratic(x: Tensor) -> Tensor:
+        return (x.flatten(1) @ matrix * x.flatten(1)).sum(1) / 2  # its gradient is the matrix times x
+
+    expected = sum((x.flatten(1) @ matrix).square().sum(1).mean() for x in (real, fake))
+    torch.testing.assert_close(zero_centred_penalty(quadratic, real, fake), expected)
+    # Two heads, the second of which gives each image two logits, of which D(x) is the mean.
+    of_both = zero_centred_penalty(lambda x: [x.flatten(1) @ w, torch.stack([quadratic(x)] * 2, 1)], real, fake)
+    torch.testing.assert_close(of_both, linear + expected)
+
+
+@pytest.mark.parametrize("penalty", ["one_centred", "zero_centred"])
+def test_penalties_are_means_in_fp32_that_do_not_depend_on_how_the_batch_is_cut(penalty: str) -> None:
+    torch.manual_seed(0)
+    model, real, fake = Discriminator(4, layers=1, groups=2), torch.rand(6, 3, 8, 8), torch.rand(6, 3, 8, 8)
+
+    def heads(x: Tensor) -> list[Tensor]:
+        return [model(x), model(x.flip(1)) * 2]
+
+    def of(start: int, end: int) -> Tensor:
+        if penalty == "one_centred":
+            return gradient_penalty(heads, real[start:end])
+        return zero_centred_penalty(heads, real[start:end], fake[start:end])
+
+    whole = of(0, 6)
+    torch.testing.assert_close(torch.stack([of(0, 2), of(2, 4), of(4, 6)]).mean(), whole, rtol=1e-5, atol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(of(0, 6), whole, rtol=1e-6, atol=0)
+    whole.backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.dim() > 1)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])

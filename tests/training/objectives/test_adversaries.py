@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from distributed import Backend
 from models import VQGAN, Discriminator
 from tests.training.processes import open_backend
-from training.objectives.adversarial import LeCam, gradient_penalty
+from training.objectives.adversarial import LeCam, gradient_penalty, last_layer_gradient
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -58,7 +59,7 @@ def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, 
         g,
         d,
         quantizer=generator.quantizer,
-        last_weight_shape=generator.last_layer.weight.shape,
+        last_layer_gradient=partial(last_layer_gradient, weight_shape=tuple(generator.last_layer.weight.shape)),
         images=lambda micro: micro["x"],
         reconstruction_loss=l1,
         weights=AdversarialWeights(**weights),
@@ -81,7 +82,7 @@ def generator_step(game: Logged, images: Tensor, *, is_adversarial: bool, step: 
 def play(game: Logged, images: Tensor, *, with_penalty: bool = True, step: int = 0) -> dict[str, Tensor]:
     game.means = {}
     _, fakes, _ = generator_step(game, images, is_adversarial=True, step=step)
-    game.discriminator_step({"x": images}, fakes, with_penalty=with_penalty)
+    game.discriminator_step({"x": images}, fakes, step=step, with_penalty=with_penalty)
     return game.means
 
 
