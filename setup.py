@@ -14,6 +14,7 @@ EXTRAS = {
     "tensorboard": ["tensorboard>=2.18"],
     "fid": ["torch-fidelity>=0.4"],
     "audio": ["soundfile>=0.13", "soxr>=1.0", "open_clip_torch>=3.0", "tokenizers>=0.21"],
+    "video": ["av>=17"],
     "lion": ["lion-pytorch>=0.2.5"],
     "test": [
         "pytest>=8",
@@ -36,8 +37,9 @@ EXTRAS = {
         "types-psutil",
     ],
 }
-EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["lion"]
-EXTRAS["all"] = [needed for extra in ("deepspeed", "wandb", "tensorboard", "audio", "lion") for needed in EXTRAS[extra]]
+EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["video"] + EXTRAS["lion"]
+ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "lion")
+EXTRAS["all"] = [needed for extra in ALL for needed in EXTRAS[extra]]
 
 setup(
     name="tandem-training",

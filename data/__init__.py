@@ -10,9 +10,10 @@ from .sounds.captioned import SoundBatch, sound_feed
 from .sounds.sets import Sounds, open_sounds
 from .stream import Batch, TrainingStream, ValidationStream
 from .tokenizers import Tokenizer, open_tokenizer
+from .videos.sets import VideoBatch, open_videos, video_feed
 
 __all__ = [
     "BadSample", "BadSampleLog", "Batch", "Feed", "ImageBatch", "Images", "SoundBatch", "Sounds", "Subset",
-    "Tokenizer", "TrainingStream", "ValidationStream", "image_feed", "open_images", "open_sounds", "open_tokenizer",
-    "sound_feed", "split", "to_unit_range",
+    "Tokenizer", "TrainingStream", "ValidationStream", "VideoBatch", "image_feed", "open_images", "open_sounds",
+    "open_tokenizer", "open_videos", "sound_feed", "split", "to_unit_range", "video_feed",
 ]  # fmt: skip

@@ -13,10 +13,32 @@ from torch import Tensor
 from .bad_samples import BadSample, BadSampleLog
 from .contracts import Processes, Samples
 from .images.sets import open_images
-from .order import split
+from .order import AlternatingOrder, TrainingOrder, split
 from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
+
+
+class Joined:
+    """The samples of two sets as one: those of `first` and behind them those of `second`. See `Samples`."""
+
+    def __init__(self, first: Samples, second: Samples) -> None:
+        self.first, self.second = first, second
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
+        samples, index = self._place(index)
+        return samples.load(index, epoch, augment)
+
+    def describe(self, index: int) -> str:
+        samples, index = self._place(index)
+        return samples.describe(index)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        n = len(self.first)
+        return (self.first, index) if index < n else (self.second, index - n)
 
 
 class Feed(Generic[BatchType]):
@@ -32,6 +54,8 @@ class Feed(Generic[BatchType]):
         args: batch_size, valid_fraction, seed (of the order), num_workers and on_bad_sample.
         split_seed: Seed of the split into training and validation.
         noun: What messages call one sample, such as "image".
+        open_second: Opens a second set, to train on in every update whose number (from 1) divides by `second_every`;
+            none of it is for validation. Its indices follow those of the first set.
 
     Raises:
         UserMistake: one line, if there are no such samples or too few.
@@ -46,12 +70,22 @@ class Feed(Generic[BatchType]):
         split_seed: int,
         noun: str,
         collate: Collate,
+        open_second: Callable[[], Samples] | None = None,
+        second_every: int = 1,
     ) -> None:
-        self._processes, self._seed, self.noun = processes, args.seed, noun
+        self._processes, self.noun = processes, noun
         with processes.agreement():
             self.samples = open_samples()
             n = len(self.samples)
             self.train_set, self.valid_set = split(n, args.valid_fraction, split_seed, at_least=args.batch_size)
+            self._order: dict[str, Any] = {"seed": args.seed}
+            if open_second is not None:
+                second = open_second()
+                self.samples = Joined(self.samples, second)
+                self._order["order"] = AlternatingOrder(
+                    TrainingOrder(self.train_set, args.seed), TrainingOrder(range(len(second)), args.seed),
+                    every=second_every, batch_size=args.batch_size, offset=n,
+                )  # fmt: skip
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
@@ -64,7 +98,7 @@ class Feed(Generic[BatchType]):
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
         self._validation = ValidationStream(self.samples, self.valid_set, **self._loading)
-        order = {"seed": self._seed, "start_samples": start_samples}
+        order = {**self._order, "start_samples": start_samples}
         self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
             batch = next(self._batches)

@@ -89,9 +89,9 @@ def demonstration_size(spec: str, name: str, noun: str) -> int | None:
     return int(number)
 
 
-def missing_package(what: str, package: str) -> ValueError:
-    """The error that says how to install `package`, without which `what` does not work."""
+def missing_package(what: str, package: str, extra: str = "audio") -> ValueError:
+    """The error that says how to install `package`, without which `what` does not work, by an extra of setup.py."""
     return ValueError(
-        f'{what} needs the package {package}: pip install "tandem-training[audio]", or from a checkout '
-        f'pip install -e ".[audio]"'
+        f'{what} needs the package {package}: pip install "tandem-training[{extra}]", or from a checkout '
+        f'pip install -e ".[{extra}]"'
     )

@@ -80,7 +80,7 @@ def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Su
 class TrainingOrder:
     """The endless order of training: every epoch is another shuffle of the subset, given by (seed, epoch) only."""
 
-    def __init__(self, subset: Subset, seed: int) -> None:
+    def __init__(self, subset: Subset | range, seed: int) -> None:
         self._subset, self._seed = subset, seed
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
@@ -110,6 +110,34 @@ class ValidationOrder:
 
     def __len__(self) -> int:
         return len(self._subset)
+
+
+class AlternatingOrder:
+    """Two endless orders in turn: of the updates 0, 1, 2, ..., every one whose number plus 1 divides by `every` takes
+    its whole batch from `second`, the others take theirs from `first`.
+
+    Args:
+        offset: What is added to the indices of `second`: the number of samples in the set of `first`, see `Joined`.
+    """
+
+    def __init__(
+        self, first: TrainingOrder, second: TrainingOrder, *, every: int, batch_size: int, offset: int
+    ) -> None:
+        self._first, self._second, self._offset = first, second, offset
+        self._every, self._batch_size = every, batch_size
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """As `TrainingOrder`; the epoch is that of the order from which the sample comes."""
+        update, place = divmod(position, self._batch_size)
+        n_before = update // self._every  # updates so far that took from the second order
+        if (update + 1) % self._every:
+            return self._first((update - n_before) * self._batch_size + place, skip)
+        epoch, index = self._second(n_before * self._batch_size + place, skip)
+        return epoch, self._offset + index
+
+    def __len__(self) -> int:
+        """Samples per epoch of the longer order."""
+        return max(len(self._first), len(self._second))
 
 
 @functools.lru_cache(maxsize=4)

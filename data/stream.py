@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .bad_samples import BadSample, reason_of
 from .contracts import Samples
-from .order import Subset, TrainingOrder, ValidationOrder
+from .order import AlternatingOrder, Subset, TrainingOrder, ValidationOrder
 from .workers import Loader
 
+Order = TrainingOrder | AlternatingOrder | ValidationOrder
 OnBadSample = Literal["replace", "error"]
 _MOST_TRIES = 100
 
@@ -43,7 +44,8 @@ class TrainingStream:
     """This rank's part of every global batch, endlessly: each epoch is another shuffle of the subset.
 
     batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. The order of
-    the samples depends only on `subset` and `seed`. Begins at sample `start_samples` of the endless order, in O(1).
+    the samples depends only on `subset` and `seed`; or it is `order`, if that is given. Begins at sample
+    `start_samples` of the endless order, in O(1).
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
     ValueError ("error"). Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
@@ -62,6 +64,7 @@ class TrainingStream:
         rank: int,
         world_size: int,
         seed: int,
+        order: Order | None = None,
         start_samples: int = 0,
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
@@ -74,7 +77,8 @@ class TrainingStream:
             raise ValueError(f"there are no {noun} to train on: the set is empty")
         share = batch_size // world_size
         requests = _Requests(start_samples, batch_size, range(rank * share, (rank + 1) * share))
-        loader = _BatchLoader(samples, TrainingOrder(subset, seed), True, on_bad_sample, collate, noun)
+        order = order or TrainingOrder(subset, seed)
+        loader = _BatchLoader(samples, order, True, on_bad_sample, collate, noun)
         self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,7 +143,7 @@ class _Requests:
 @dataclass(frozen=True)
 class _BatchLoader:
     samples: Samples
-    order: TrainingOrder | ValidationOrder
+    order: Order
     augment: bool
     on_bad_sample: OnBadSample
     collate: Collate

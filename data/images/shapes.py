@@ -96,7 +96,7 @@ class Shapes:
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         picture = _background(self.image_size, Draws("background", self.seed, index))
         for item in self.items(index):
-            _paint(picture, item)
+            paint(picture, item)
         image = torch.from_numpy(np.rint(picture).astype(np.uint8))
         if self.channels == 4:
             image = torch.cat([image, torch.full_like(image[:1], 255)])
@@ -144,7 +144,7 @@ def _background(size: int, draws: Draws) -> Array:
     return colour[:, None, None] + brightness
 
 
-def _paint(picture: Array, item: Item) -> None:
+def paint(picture: Array, item: Item) -> None:
     """Lay one shape over picture (3, size, size), in place; its edge is one pixel wide."""
     size = picture.shape[-1]
     reach = 1.05 * item.radius + 1 / size

@@ -29,6 +29,30 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
         help="images in a sample grid; at most a batch of them if there is no validation split")
 
 
+def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
+    """Add the flags of every script that trains on videos, perhaps with images between them."""
+    add = parser.add_argument_group("videos").add_argument
+    add("--video_folder", "--dataset_folder", metavar="PATH", default="demo:moving",
+        help="folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl "
+        "manifest; or webdataset tars; demo:moving draws clips itself")
+    add("--image_size", type=positive_int, default=image_size, metavar="PIXELS", help=image_size_help)
+    add("--num_frames", type=positive_int, default=17, metavar="FRAMES", help="frames of a clip")
+    add("--fps", type=positive_float, metavar="HZ",
+        help="frames per second of a clip, chosen by time stamps (default: all frames of the file)")
+    add("--frame_stride", type=positive_int, default=1, metavar="N", help="take every N-th frame of the file")
+    add("--short_clips", type=str.lower, choices=("repeat", "hold", "skip"), default="repeat",
+        help="a video that is shorter than a clip is repeated, held at its last frame, or left out")
+    add("--clip_starts", type=str.lower, choices=("anywhere", "keyframe"), default="anywhere",
+        help="where clips begin in training: keyframe, the last key frame before a random time, is faster to read")
+    add("--random_flip", action="store_true", help="mirror each training clip with probability 1/2")
+    add("--image_folder", metavar="DIR",
+        help="folder of images to train on as clips of one frame; demo:shapes draws images itself (default: none)")
+    add("--image_every", type=positive_int, default=4, metavar="N",
+        help="with --image_folder, every N-th update is one of images")
+    add("--num_videos_save", type=positive_int, default=3, metavar="N",
+        help="clips in a sample picture; at most a batch of them if there is no validation split")
+
+
 def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every script that trains on sounds and texts."""
     add = parser.add_argument_group("sounds and texts").add_argument
