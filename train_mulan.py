@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
 # Names that musiclm-pytorch's trainer gives to flags that all scripts have.
 PUBLIC_NAMES = {
-    "max_steps": "num_train_steps", "valid_fraction": "valid_frac", "grad_accum_steps": "grad_accum_every",
-    "save_every_n_steps": "save_model_every",
+    "num_train_steps": "max_steps", "valid_frac": "valid_fraction", "grad_accum_every": "grad_accum_steps",
+    "save_model_every": "save_every_n_steps",
 }  # fmt: skip
 # Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (

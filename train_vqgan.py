@@ -107,11 +107,6 @@ def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
     return float(args.entropy_loss_weight * (1 + (args.entropy_anneal_factor - 1) * left))
 
 
-def code_loss(weights: Mapping[str, float], losses: Mapping[str, Tensor]) -> Tensor | float:
-    """Weighted sum of the quantizer's losses; fsq has none."""
-    return sum(weights[name] * loss for name, loss in losses.items())
-
-
 def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
@@ -212,8 +207,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling)
 
     quantizer, last_weight_shape = generator.quantizer, tuple(generator.last_layer.weight.shape)
-    quantizer.all_reduce, quantizer.gather = backend.sum, backend.gather
-    quantizer.rank, quantizer.world_size = backend.rank, backend.world_size
+    quantizer.connect(backend)
     ema = make_ema(generator, args.ema_decay)
     adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     engine = backend.wrap(generator, adam(generator.parameters()), name="generator")
@@ -251,9 +245,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(
-            batch, code_loss=functools.partial(code_loss, weights), is_adversarial=is_adversarial, step=step,
-            seed=args.seed,
-        )  # fmt: skip
+            batch, code_weights=weights, is_adversarial=is_adversarial, step=step, seed=args.seed
+        )
         ema.update(engine.gathered)
         if is_adversarial:
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0

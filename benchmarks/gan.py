@@ -95,7 +95,7 @@ def _ours() -> Callable[[], None]:
     def updates() -> None:
         for step in range(_UPDATES):
             _, fakes, _ = adversaries.generator_step(
-                {"images": images}, code_loss=lambda losses: 0.25 * losses["commitment"] + 0.1 * losses["entropy"],
+                {"images": images}, code_weights={"commitment": 0.25, "entropy": 0.1},
                 is_adversarial=True, step=step, seed=0,
             )  # fmt: skip
             adversaries.discriminator_step({"images": images}, fakes, step=step, with_penalty=step == 3)

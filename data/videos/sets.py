@@ -91,6 +91,6 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
         return OneFrameClips(open_images(args.image_folder, **alike))
 
     return Feed(
-        open_set, args, processes, split_seed=args.seed, noun="clip", collate=collate_videos,
+        open_set, args, processes, split_seed=args.split_seed, noun="clip", collate=collate_videos,
         open_second=open_second if args.image_folder else None, second_every=args.image_every,
     )  # fmt: skip

@@ -45,8 +45,8 @@ class Quantizer(nn.Module, ABC):
     In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: its statistics are those
     of its own input.
 
-    The attributes all_reduce, gather, rank and world_size connect the quantizer to the other processes; set them before
-    training. They are not saved, and a `copy.deepcopy` shares the two functions with the original.
+    Before training with several processes, `connect` sets all_reduce, gather, rank and world_size. They are not saved,
+    and a `copy.deepcopy` shares the two functions with the original.
 
     Args:
         num_codes: Entries of the codebook.
@@ -78,6 +78,11 @@ class Quantizer(nn.Module, ABC):
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+    def connect(self, processes: Any) -> None:
+        """Share statistics with the other processes: `processes` has sum, gather, rank and world_size."""
+        self.all_reduce, self.gather = processes.sum, processes.gather
+        self.rank, self.world_size = processes.rank, processes.world_size
 
     @property
     def is_learning(self) -> bool:

@@ -49,6 +49,8 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
         help="folder of images to train on as clips of one frame; demo:shapes draws images itself (default: none)")
     add("--image_every", type=positive_int, default=4, metavar="N",
         help="with --image_folder, every N-th update is one of images")
+    add("--split_seed", "--random_split_seed", type=non_negative_int, default=42, metavar="INT",
+        help="seed that chooses the validation split")
     add("--num_videos_save", type=positive_int, default=3, metavar="N",
         help="clips in a sample picture; at most a batch of them if there is no validation split")
 
@@ -88,8 +90,14 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
         help="SpecAugment in training: mask up to this fraction of the frequencies")
 
 
-def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: int) -> None:
-    """Add the flags of every script whose model has a quantizer."""
+def add_quantizer_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    codebook_size: int,
+    commitment_loss_weight: float = 0.25,
+    diversity_gamma: float = 1.0,
+) -> None:
+    """Add the flags of every script whose model has a quantizer; the parameters are defaults."""
     add = parser.add_argument_group("quantizer").add_argument
     add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
         help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
@@ -102,11 +110,11 @@ def add_quantizer_arguments(parser: argparse.ArgumentParser, *, codebook_size: i
         help="take the codebook entry at the smallest angle instead of distance (vq)")
     add("--fsq_levels", type=whole_numbers, metavar="N,N...",
         help="levels per dimension, instead of those that make --codebook_size (fsq)")
-    add("--commitment_loss_weight", type=non_negative_float, default=0.25, metavar="WEIGHT",
+    add("--commitment_loss_weight", type=non_negative_float, default=commitment_loss_weight, metavar="WEIGHT",
         help="weight of the loss that keeps the encoder near its codes")
     add("--entropy_loss_weight", type=non_negative_float, default=0.1, metavar="WEIGHT",
         help="weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) (lfq, bsq, ibq)")
-    add("--diversity_gamma", type=non_negative_float, default=1.0, metavar="GAMMA",
+    add("--diversity_gamma", type=non_negative_float, default=diversity_gamma, metavar="GAMMA",
         help="gamma in the formula of --entropy_loss_weight")
     add("--inv_temperature", type=positive_float, default=100.0, metavar="X",
         help="inverse temperature of the soft codes in the entropy loss (lfq, bsq)")
@@ -125,15 +133,17 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weig
     add("--use_lion", action="store_true", help="use Lion instead of AdamW")
 
 
-def add_adversary_arguments(parser: argparse.ArgumentParser, *, penalty: str = "one_centred") -> None:
-    """Add the flags of every script that trains against a discriminator (`training.objectives.adversaries`). `penalty`
-    is the default of its flag."""
+def add_adversary_arguments(
+    parser: argparse.ArgumentParser, *, penalty: str = "one_centred", perceptual_loss_weight: float = 1.0
+) -> None:
+    """Add the flags of every script that trains against a discriminator (`training.objectives.adversaries`); the
+    parameters are defaults."""
     add = parser.add_argument_group("perceptual loss").add_argument
     add("--perceptual", type=str.lower, choices=("none", "vgg", "lpips"), default="none",
         help="kind of perceptual loss: distance of VGG16 features, or LPIPS; both need weights")
     add("--perceptual_weights", metavar="FILE",
         help="file with the weights of the perceptual network (default: from torch.hub's cache)")
-    add("--perceptual_loss_weight", type=non_negative_float, default=1.0, metavar="WEIGHT",
+    add("--perceptual_loss_weight", type=non_negative_float, default=perceptual_loss_weight, metavar="WEIGHT",
         help="weight of the perceptual loss")
 
     add = parser.add_argument_group("adversary").add_argument
@@ -141,7 +151,7 @@ def add_adversary_arguments(parser: argparse.ArgumentParser, *, penalty: str = "
         help="channels of the discriminator's first layer (default: --dim)")
     add("--discr_layers", type=positive_int, default=4, metavar="N",
         help="times that the discriminator halves the image, whose side must be at least 4 x 2^N pixels")
-    add("--discr_start_step", type=non_negative_int, default=0, metavar="UPDATES",
+    add("--discr_start_step", "--discr_start_after_step", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates of the generator before the discriminator takes part")
     add("--discr_learning_rate", type=positive_float, metavar="LR",
         help="learning rate of the discriminator (default: --learning_rate)")
@@ -159,7 +169,8 @@ def add_adversary_arguments(parser: argparse.ArgumentParser, *, penalty: str = "
         "zero_centred those at real and at generated images to 0")
     add("--penalty_weight", type=non_negative_float, default=10.0, metavar="WEIGHT",
         help="weight of the discriminator's gradient penalty")
-    add("--apply_grad_penalty_every", type=positive_int, default=4, metavar="UPDATES",
+    add("--apply_grad_penalty_every", "--apply_gradient_penalty_every", type=positive_int, default=4,
+        metavar="UPDATES",
         help="updates from one gradient penalty to the next")
     add("--lecam_weight", type=non_negative_float, default=0.0, metavar="WEIGHT",
         help="weight of the discriminator's LeCam regulariser")
@@ -187,15 +198,15 @@ def add_run_arguments(
 
     Args:
         parser: Gets the flags.
-        aliases: Second names of flags, as the public scripts call them: {"max_steps": "num_train_steps"}.
+        aliases: Second names of flags, as the public scripts call them: {"num_train_steps": "max_steps"}.
         output_dir: This and the other arguments are the defaults of the flags of the same names.
     """
 
     def names(flag: str) -> list[str]:
-        return [f"--{flag}", *(f"--{alias}" for name, alias in (aliases or {}).items() if name == flag)]
+        return [f"--{flag}", *(f"--{alias}" for alias, name in (aliases or {}).items() if name == flag)]
 
     add = parser.add_argument_group("run").add_argument
-    add("--output_dir", default=output_dir, metavar="DIR", help="run folder; if it holds a run, that run is resumed")
+    add(*names("output_dir"), default=output_dir, metavar="DIR", help="run folder; if it holds a run, that run is resumed")
     add("--config", metavar="FILE",
         help="YAML file of flags, written without dashes; flags on the command line override it")
     add("--fresh", action="store_true", help="start over; a run in --output_dir is renamed to DIR.old-N")
@@ -233,7 +244,7 @@ def add_run_arguments(
     add = parser.add_argument_group("validation and logging").add_argument
     add("--log_every_n_steps", type=positive_int, default=10, metavar="UPDATES",
         help="updates between two lines of metrics.jsonl")
-    add("--validate_every_n_steps", type=non_negative_int, default=validate_every_n_steps, metavar="UPDATES",
+    add(*names("validate_every_n_steps"), type=non_negative_int, default=validate_every_n_steps, metavar="UPDATES",
         help="updates between two measurements on the validation split; 0: only at the end")
     add("--sample_every_n_steps", type=non_negative_int, default=sample_every_n_steps, metavar="UPDATES",
         help="updates between two pictures in samples/; 0: only at the end")

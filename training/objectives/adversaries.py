@@ -115,7 +115,7 @@ class AdversarialTraining:
         self,
         batch: Mapping[str, Any],
         *,
-        code_loss: Callable[[Mapping[str, Tensor]], Tensor | float],
+        code_weights: Mapping[str, float],
         is_adversarial: bool,
         step: int,
         seed: int,
@@ -123,7 +123,7 @@ class AdversarialTraining:
         """One update of the generator: reconstruct, stay near the codes, and deceive the unchanged discriminator.
 
         Args:
-            code_loss: The quantizer's losses -> their weighted sum.
+            code_weights: Weight of each loss that the quantizer may have, by name; fsq has none.
             is_adversarial: Whether the discriminator takes part yet; if not, the adversarial loss is not computed.
 
         Returns:
@@ -141,7 +141,7 @@ class AdversarialTraining:
                     weight = self._gan_weight([losses])
                 gradient, value = gradient + weight * losses.adversarial_gradient, value + weight * losses.adversarial
                 self._log(gan_weight=weight, gan_loss=losses.adversarial)
-            of_codes = code_loss(out.losses)
+            of_codes = sum(code_weights[name] * loss for name, loss in out.losses.items())
             # The gradient of the first term is the gradient of all losses of the images. The perceptual network and the
             # discriminator need no second backward pass: `gradient` already contains theirs.
             self.generator.backward((out.reconstruction * gradient).sum() + of_codes)

@@ -71,12 +71,13 @@ def l1(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"recon_loss": loss}
 
 
-def weighted(losses: Mapping[str, Tensor]) -> Tensor:
-    return sum((0.5 * loss for loss in losses.values()), start=torch.zeros(()))
+CODE_WEIGHTS = {"commitment": 0.5, "entropy": 0.5}
 
 
 def generator_step(game: Logged, images: Tensor, *, is_adversarial: bool, step: int = 0) -> Any:
-    return game.generator_step({"x": images}, code_loss=weighted, is_adversarial=is_adversarial, step=step, seed=0)
+    return game.generator_step(
+        {"x": images}, code_weights=CODE_WEIGHTS, is_adversarial=is_adversarial, step=step, seed=0
+    )
 
 
 def play(game: Logged, images: Tensor, *, with_penalty: bool = True, step: int = 0) -> dict[str, Tensor]:

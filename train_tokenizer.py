@@ -1,0 +1,274 @@
+"""Train a tokenizer of videos and images: clips to a grid of codes and back. It is causal: a code depends on no later
+frame, so an image is a clip of one frame, and a film of any length can be encoded as it comes.
+
+    python train_tokenizer.py                                     # the demonstration, minutes on two cores
+    python train_tokenizer.py --video_folder clips/               # one process, debugging
+    torchrun --nproc_per_node 8 train_tokenizer.py --video_folder clips/
+    deepspeed train_tokenizer.py --deepspeed_config configs/deepspeed/zero2.json --video_folder clips/
+    horovodrun -np 8 python train_tokenizer.py --video_folder clips/
+
+All give the same numbers. Run the same command again to resume; see docs/running.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from training.flags.converters import non_negative_float, non_negative_int, positive_float, positive_int
+from training.flags.parser import ArgumentParser
+from training.flags.shared import (
+    add_adversary_arguments,
+    add_optimizer_arguments,
+    add_quantizer_arguments,
+    add_run_arguments,
+    add_video_arguments,
+)
+from training.run.folder import last_start
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
+    import torch
+    from PIL import Image
+    from torch import Tensor
+
+    from data import Feed, VideoBatch
+    from models import VideoDiscriminator, VideoTokenizer
+    from training.pictures.film import Film
+
+DEMO_CONFIG = Path(__file__).parent / "configs" / "tokenizer" / "demo.yaml"
+# Arguments of the generator that a resumed run may not change, because its weights would not fit or mean something else.
+LASTING = (
+    "layers", "init_dim", "max_dim", "input_kernel", "output_kernel", "residual_kernel", "pad_mode", "norm",
+    "separate_first_frame", "patch_size", "patch", "time_window", "soft_clamp", "quantizer", "codebook_size",
+    "codebook_dim", "fsq_levels", "vq_cosine",
+)  # fmt: skip
+GENERATOR = (*LASTING, "image_size", "diversity_gamma", "inv_temperature", "vq_decay", "gradient_checkpointing")
+MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers")
+LAYERS = (
+    "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
+    "compress_space,consecutive_residual:2,attend_space,compress_time,consecutive_residual:2,compress_time,"
+    "consecutive_residual:2,attend_time"
+)
+PUBLIC_NAMES = {
+    "results_folder": "output_dir", "checkpoints_folder": "output_dir", "num_train_steps": "max_steps",
+    "grad_accum_every": "grad_accum_steps", "valid_frac": "valid_fraction",
+    "validate_every_step": "validate_every_n_steps", "checkpoint_every_step": "save_every_n_steps",
+}  # fmt: skip
+
+
+def build_parser() -> ArgumentParser:
+    text = "Train a causal tokenizer of videos and images."
+    parser = ArgumentParser("train_tokenizer.py", text, is_root=distributed.launched_as_root)
+    add_video_arguments(
+        parser, image_size=128, image_size_help="a multiple of what --layers and --patch_size divide by"
+    )
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--layers", default=LAYERS, metavar="NAME[:N],...",
+        help="layers of the encoder, mirrored in the decoder: residual, consecutive_residual:NUMBER, "
+        "compress_space[:CHANNELS], compress_time[:CHANNELS], attend_space, attend_time, linear_attend_space, "
+        "gateloop_time, adaptive")
+    add("--init_dim", type=positive_int, default=64, metavar="DIM", help="channels before the first layer")
+    add("--max_dim", type=positive_int, metavar="DIM", help="no layer has more channels (default: no limit)")
+    add("--input_kernel", type=positive_int, default=7, metavar="N", help="side of the first convolution's kernel")
+    add("--output_kernel", type=positive_int, default=3, metavar="N", help="side of the last convolution's kernel")
+    add("--residual_kernel", type=positive_int, default=3, metavar="N", help="side of the residual layers' kernels")
+    add("--pad_mode", choices=("constant", "replicate", "reflect"), default="constant",
+        help="padding in space of the first and the last convolution")
+    add("--norm", choices=("none", "rms"), default="none",
+        help="rms: RMSNorm over the channels of each position before the convolutions of residual layers")
+    add("--patch_size", type=positive_int, default=1, metavar="PIXELS",
+        help="cut frames into patches of this side before the first layer; a power of two")
+    add("--patch", choices=("haar", "pixels"), default="haar",
+        help="what a patch becomes: its Haar wavelet coefficients, or its pixels")
+    add("--separate_first_frame", action="store_true", help="give the first frame convolutions of its own")
+    add("--time_window", type=positive_int, metavar="FRAMES",
+        help="attend_time looks back this number of latent frames (default: to the beginning)")
+    add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
+        help="lfq gets X tanh(z / X) instead of z; 0: z")
+    add("--gradient_checkpointing", action="store_true",
+        help="compute the layers' activations again in the backward pass: slower, and far less memory")
+    add("--init_from", metavar="DIR", help="start the generator from a model/ folder, perhaps one trained on images")
+    add("--train_decoder_only", action="store_true", help="keep the encoder and the codebook as --init_from has them")
+
+    add_quantizer_arguments(parser, codebook_size=1024, commitment_loss_weight=1.0, diversity_gamma=2.5)
+    add = parser.add_argument_group("schedule").add_argument
+    add("--learning_rate", type=positive_float, default=1e-5, metavar="LR", help="highest learning rate")
+    add("--lr_warmup_steps", "--warmup_steps", type=non_negative_int, default=1000, metavar="UPDATES",
+        help="updates of linear warm-up from 0")
+    add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")
+    add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--lpips_weights", metavar="FILE", help="report LPIPS on the validation split with these weights")
+    add("--fvd_weights", metavar="FILE", help="report rFVD with these weights of an I3D (a plain state dict)")
+    # fmt: on
+    add_adversary_arguments(parser, penalty="zero_centred", perceptual_loss_weight=0.1)
+    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, aliases=PUBLIC_NAMES)
+    distributed.add_arguments(parser)
+    return parser
+
+
+def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
+    """Share of the highest learning rate at update ``step`` (from 0): linear warm-up, then 1 or a cosine down to 0."""
+    if step < args.lr_warmup_steps:
+        return float((step + 1) / args.lr_warmup_steps)
+    done = (step - args.lr_warmup_steps) / max(total_steps - args.lr_warmup_steps, 1)
+    return 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0)) if args.lr_cosine else 1.0
+
+
+def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
+    """Weight of the entropy loss: falls from --entropy_anneal_factor times its value to its value."""
+    left = max(1 - step / args.entropy_anneal_steps, 0.0) if args.entropy_anneal_steps else 0.0
+    return float(args.entropy_loss_weight * (1 + (args.entropy_anneal_factor - 1) * left))
+
+
+def build_models(args: argparse.Namespace) -> tuple[VideoTokenizer, VideoDiscriminator]:
+    """Generator and discriminator with seeded weights, the same on every process; or the generator of `--init_from`."""
+    import torch
+
+    from models import VideoDiscriminator, VideoTokenizer
+
+    torch.manual_seed(args.seed)
+    generator = VideoTokenizer(**{name: getattr(args, name) for name in GENERATOR})
+    generator.check_frames(args.num_frames)
+    if args.init_from:
+        generator.load_weights_from(args.init_from)
+    if args.train_decoder_only:
+        generator.freeze_encoder()
+    torch.manual_seed(args.seed)
+    discriminator = VideoDiscriminator(args.discr_dim or args.init_dim, layers=args.discr_layers)
+    discriminator.check_side(args.image_size)
+    return generator, discriminator
+
+
+def evaluate(
+    model: VideoTokenizer, feed: Feed[VideoBatch], networks: Mapping[str, Any], backend: distributed.Backend
+) -> dict[str, float | Image.Image]:
+    """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
+    from torch.nn import functional as F
+
+    from data import to_unit_range
+    from training.measures.videos import VideoQuality
+    from training.pictures.images import code_histogram
+
+    quality = VideoQuality(model.num_codes, backend.device, **networks)
+    was_training = model.training
+    model.eval()
+    for batch in feed.validation():
+        videos = to_unit_range(batch["videos"])
+        out = model(videos)
+        quality.add(videos, out.reconstruction, out.codes, recon_loss=F.mse_loss(out.reconstruction, videos))
+    model.train(was_training)
+    values, counts = quality.result(backend.sum)
+    return {**values, "codes": code_histogram(counts)}
+
+
+def film(models: Mapping[str, VideoTokenizer], shown: VideoBatch) -> Film:
+    """Clips and their reconstructions by each model, frame by frame."""
+    from data import to_unit_range
+    from training.pictures.film import film_strips
+
+    videos = to_unit_range(shown["videos"])
+    return film_strips(videos, {name: model.decode(model.encode(videos)) for name, model in models.items()})
+
+
+def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Networks by which validation measures reconstructions, if their weights are given."""
+    from models.i3d import load_i3d
+    from models.perceptual import load_perceptual
+
+    networks: dict[str, Any] = {}
+    if args.lpips_weights:
+        networks["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
+    if args.fvd_weights:
+        networks["i3d"] = load_i3d(args.fvd_weights, device)
+    return networks
+
+
+def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+    import torch
+    from torch.nn import functional as F
+
+    import data
+    from models import VideoTokenizer
+    from models.perceptual import load_perceptual
+    from training.ema import make_ema
+    from training.measures.averages import usage_of_codes
+    from training.noise import Noise
+    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
+    from training.optimizers import make_optimizer
+    from training.run.loop import Evaluation
+    from training.run.run import Run
+
+    with backend.agreement():
+        generator, discriminator = (model.to(backend.device) for model in build_models(args))
+        perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
+        networks = load_metric_networks(args, backend.device)
+        adam = [make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
+                for model in (generator, discriminator)]  # fmt: skip
+    feed = data.video_feed(args, backend)
+    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
+
+    generator.quantizer.connect(backend)
+    ema, noise = make_ema(generator, args.ema_decay), Noise(args.seed, "frame")
+    engine = backend.wrap(generator, adam[0], name="generator")
+    critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
+
+    def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+        """A frame of each clip, for the losses that judge single frames."""
+        shares = noise.uniform(step, micro["positions"], (), backend.device)
+        return {"frames": (shares * micro["videos"].shape[2]).long()}
+
+    def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = F.mse_loss(fake, videos)
+        if perceptual is None:
+            return loss, {"recon_loss": loss}
+        clips = torch.arange(len(videos), device=videos.device)
+        distance = perceptual(fake[clips, :, frames], videos[clips, :, frames])
+        return loss + args.perceptual_loss_weight * distance, {"recon_loss": loss, "perceptual_loss": distance}
+
+    adversaries = AdversarialTraining(
+        engine, critic, backend, quantizer=generator.quantizer, last_layer_gradient=generator.last_layer_gradient,
+        images=lambda micro: data.to_unit_range(micro["videos"]), given=drawn_frames, heads=discriminator.num_heads,
+        reconstruction_loss=reconstruction_loss, weights=AdversarialWeights.from_args(args), log=run.add,
+    )  # fmt: skip
+    evaluation = Evaluation(
+        engine, ema, write={"model": VideoTokenizer.save_pretrained},
+        validate=lambda model, step: evaluate(model, feed, networks, backend),
+        draw=lambda models, shown, step: film(models, shown),
+    )  # fmt: skip
+    run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
+
+    for step, batch in run.updates(evaluation, preview=args.num_videos_save):
+        rate = learning_rate(step, run.progress.total_steps, args)
+        engine.lr, critic.lr = rate * args.learning_rate, rate * (args.discr_learning_rate or args.learning_rate)
+        weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
+        is_adversarial = step >= args.discr_start_step
+        update, fakes, codes = adversaries.generator_step(
+            batch, code_weights=weights, is_adversarial=is_adversarial, step=step, seed=args.seed
+        )
+        ema.update(engine.gathered)
+        if is_adversarial:
+            is_punished = step % args.apply_grad_penalty_every == 0
+            of_critic = adversaries.discriminator_step(batch, fakes, step=step, with_penalty=is_punished)
+            run.log(discr_grad_norm=of_critic.grad_norm)
+        if run.line_due:
+            run.log(**usage_of_codes(codes, generator.num_codes, backend.sum))
+        run.log(update, entropy_loss_weight=weights["entropy"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="video_folder")
+    parser.refuse_idle(args, ["image_every"], "image_folder", "DIR", args.image_folder is not None)
+    parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
+    distributed.launch(train, parser, args, last_start)
+
+
+if __name__ == "__main__":
+    main()
