@@ -6,8 +6,10 @@ from .discrete_vae import DiscreteVAE, VAEOutput
 from .discriminator import Discriminator
 from .mulan import MuLaN, MulanOutput
 from .quantizers.residual import ResidualQuantizer
+from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
 from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
-    "VQGAN", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "VAEOutput", "VQGANOutput"
+    "VQGAN", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "VAEOutput", "VQGANOutput",
+    "VideoTokenizer", "VideoTokenizerOutput",
 ]  # fmt: skip
