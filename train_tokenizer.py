@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from training.pictures.film import Film
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "tokenizer" / "demo.yaml"
-# Arguments of the generator that a resumed run may not change, because its weights would not fit or mean something else.
+# Arguments of the generator that a resumed run may not change: its weights would not fit, or mean something else.
 LASTING = (
     "layers", "init_dim", "max_dim", "input_kernel", "output_kernel", "residual_kernel", "pad_mode", "norm",
     "separate_first_frame", "patch_size", "patch", "time_window", "soft_clamp", "quantizer", "codebook_size",
@@ -92,7 +92,9 @@ def build_parser() -> ArgumentParser:
         help="lfq gets X tanh(z / X) instead of z; 0: z")
     add("--gradient_checkpointing", action="store_true",
         help="compute the layers' activations again in the backward pass: slower, and far less memory")
-    add("--init_from", metavar="DIR", help="start the generator from a model/ folder, perhaps one trained on images")
+    add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
+    add("--inflate", action="store_true",
+        help="the model of --init_from was trained on images: frames begin as images, without memory of earlier ones")
     add("--train_decoder_only", action="store_true", help="keep the encoder and the codebook as --init_from has them")
 
     add_quantizer_arguments(parser, codebook_size=1024, commitment_loss_weight=1.0, diversity_gamma=2.5)
@@ -137,7 +139,8 @@ def build_models(args: argparse.Namespace) -> tuple[VideoTokenizer, VideoDiscrim
     generator = VideoTokenizer(**{name: getattr(args, name) for name in GENERATOR})
     generator.check_frames(args.num_frames)
     if args.init_from:
-        generator.load_weights_from(args.init_from)
+        load = generator.inflate_from if args.inflate else generator.load_weights_from
+        load(args.init_from)
     if args.train_decoder_only:
         generator.freeze_encoder()
     torch.manual_seed(args.seed)
@@ -265,6 +268,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="video_folder")
+    parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
     parser.refuse_idle(args, ["image_every"], "image_folder", "DIR", args.image_folder is not None)
     parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
     distributed.launch(train, parser, args, last_start)

@@ -7,9 +7,11 @@ from .discriminator import Discriminator
 from .mulan import MuLaN, MulanOutput
 from .quantizers.residual import ResidualQuantizer
 from .video_discriminator import VideoDiscriminator
+from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
 from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
     "VQGAN", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "VAEOutput", "VQGANOutput",
     "VideoDiscriminator",
+    "VideoTokenizer", "VideoTokenizerOutput",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ LOGIT_SCALE = 8.0
 
 # The kernels that take a bias both with and without a gradient. PyTorch's choice among all kernels depends on whether
 # there is a graph, but gradient caching computes features without one and again with one, and needs equal bits.
-_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+SDPA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Added to a squared length, so that a zero vector has a finite gradient. The length of a normalised vector is then less
 # than 1, by 5e-7 if it was 0.1 before, and by less if it was longer.
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         (q, k), v = l2_normalize(qkv[:2]), qkv[2]
         q, k = (q * self.q_scale).to(v.dtype), (k * self.k_scale).to(v.dtype)
         mask = None if bias is None else bias.to(v.dtype)
-        with sdpa_kernel(_KERNELS):
+        with sdpa_kernel(SDPA_KERNELS):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=LOGIT_SCALE)
         return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 

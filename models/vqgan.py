@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .convolutional import ResBlock, as_square
 from .files.pretrained import Pretrained, constructor_arguments
-from .quantizers import make_quantizer
+from .quantizers import tokenizer_quantizer
 
 _SLOPE = 0.1  # negative slope of every LeakyReLU
 _MOST_GROUPS = 16  # a GroupNorm has as many groups as the greatest common divisor of 16 and the channels
@@ -82,15 +82,10 @@ class VQGAN(Pretrained):
             up = nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1)
             decoder += [nn.Sequential(up, nn.LeakyReLU(_SLOPE))]
             decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
-        options: dict[str, dict[str, Any]] = {
-            "lfq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
-            "bsq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
-            "ibq": {"diversity_gamma": diversity_gamma},
-            "fsq": {} if fsq_levels is None else {"levels": fsq_levels},
-            "vq": {"decay": vq_decay, "cosine": vq_cosine},
-        }
-        sizes = {"codebook_size": codebook_size, "dim": codebook_dim}
-        self.quantizer = make_quantizer(quantizer, **sizes, **options.get(quantizer, {}))
+        self.quantizer = tokenizer_quantizer(
+            quantizer, codebook_size=codebook_size, dim=codebook_dim, diversity_gamma=diversity_gamma,
+            inv_temperature=inv_temperature, fsq_levels=fsq_levels, vq_decay=vq_decay, vq_cosine=vq_cosine,
+        )  # fmt: skip
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
 

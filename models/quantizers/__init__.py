@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from .base import Quantizer
@@ -46,3 +47,22 @@ def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | No
     if missing := [key for key, it in parameters.items() if it.default is it.empty and key not in arguments]:
         raise ValueError(f"quantizer {name} needs {', '.join(missing)}")
     return kind(**arguments)
+
+
+def tokenizer_quantizer(
+    name: str, *, codebook_size: int, dim: int, diversity_gamma: float, inv_temperature: float,
+    fsq_levels: Sequence[int] | None, vq_decay: float, vq_cosine: bool,
+) -> Quantizer:  # fmt: skip
+    """The quantizer of a tokenizer, which has the options of all quantizers; each takes its own.
+
+    Raises:
+        ValueError: an unknown name or a value out of range.
+    """
+    options: dict[str, dict[str, Any]] = {
+        "lfq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
+        "bsq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
+        "ibq": {"diversity_gamma": diversity_gamma},
+        "fsq": {} if fsq_levels is None else {"levels": fsq_levels},
+        "vq": {"decay": vq_decay, "cosine": vq_cosine},
+    }
+    return make_quantizer(name, codebook_size=codebook_size, dim=dim, **options.get(name, {}))

@@ -206,7 +206,8 @@ def add_run_arguments(
         return [f"--{flag}", *(f"--{alias}" for alias, name in (aliases or {}).items() if name == flag)]
 
     add = parser.add_argument_group("run").add_argument
-    add(*names("output_dir"), default=output_dir, metavar="DIR", help="run folder; if it holds a run, that run is resumed")
+    add(*names("output_dir"), default=output_dir, metavar="DIR",
+        help="run folder; if it holds a run, that run is resumed")
     add("--config", metavar="FILE",
         help="YAML file of flags, written without dashes; flags on the command line override it")
     add("--fresh", action="store_true", help="start over; a run in --output_dir is renamed to DIR.old-N")

@@ -1,0 +1,202 @@
+"""Attention over space or time, linear attention, and a gated recurrence over time, for videos (b, c, f, h, w)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+
+from ..attention import SDPA_KERNELS, at_least_fp32
+from .causal import Context
+from .residual import RMSNorm
+
+_MEMORIES = 4  # learned keys and values of each head, visible to every query
+
+
+class FeedForward(nn.Module):
+    """Pre-norm GEGLU (Shazeer 2020) of inner width int(4 dim 2/3), without the residual."""
+
+    def __init__(self, dim: int, dim_cond: int | None = None) -> None:
+        super().__init__()
+        inner = 8 * dim // 3
+        self.norm = RMSNorm(dim, dim_cond)
+        self.expand = nn.Conv3d(dim, 2 * inner, 1)
+        self.contract = nn.Conv3d(inner, dim, 1)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        values, gates = self.expand(self.norm(x, context)).chunk(2, dim=1)
+        return self.contract(values * F.gelu(gates))
+
+
+class Attention(nn.Module):
+    """Multi-head softmax attention with learned memories, without biases and positions: tokens (n, t, dim) -> the same
+    shape."""
+
+    def __init__(self, dim: int, heads: int, dim_head: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
+        self.memory = nn.Parameter(torch.randn(2, heads, _MEMORIES, dim_head))
+        self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Every token sees every other."""
+        q, kv = self.queries_keys_values(tokens)
+        return self.attend(q, kv)
+
+    def queries_keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (n, t, dim) -> queries (n, heads, t, dim_head), and keys and values (2, n, heads, t, dim_head)."""
+        qkv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
+        return qkv[0], qkv[1:]
+
+    def attend(self, q: Tensor, kv: Tensor, visible: Tensor | None = None) -> Tensor:
+        """visible: bool (queries, keys); every query sees the memories as well."""
+        memory = self.memory.to(kv.dtype)[:, None].expand(-1, kv.shape[1], -1, -1, -1)
+        k, v = torch.cat([memory, kv], dim=3)
+        mask = None if visible is None else F.pad(visible, (_MEMORIES, 0), value=True)
+        with sdpa_kernel(SDPA_KERNELS):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
+
+
+class TaylorAttention(nn.Module):
+    """Linear attention: exp(q.k) is replaced by its Taylor series up to the square (Arora et al. 2024, "Based").
+
+    out = phi(q) sum phi(k) v^T / phi(q) sum phi(k) with phi(x) = [1, x, (x outer x) / sqrt 2] and q scaled by
+    dim_head^-1/2. Computed in fp32 or fp64.
+    """
+
+    def __init__(self, dim: int, heads: int, dim_head: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, dim_head**-0.5
+        self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
+        self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(n, t, dim) -> (n, t, dim)."""
+        qkv = self.to_qkv(tokens)
+        with torch.autocast(tokens.device.type, enabled=False):
+            parts = rearrange(at_least_fp32(qkv), "n t (part h d) -> part n h t d", part=3, h=self.heads)
+            q, k, v = _taylor(parts[0] * self.scale), _taylor(parts[1]), parts[2]
+            total = (q @ k.sum(dim=-2).unsqueeze(-1)).clamp_min(1e-5)
+            out = rearrange(q @ (k.transpose(-1, -2) @ v) / total, "n h t d -> n t (h d)").to(qkv.dtype)
+        return self.to_out(out)
+
+
+class AttendSpace(nn.Module):
+    """Attention within each frame, then a feed-forward, each with a residual."""
+
+    def __init__(self, dim: int, attention: nn.Module, dim_cond: int | None = None) -> None:
+        super().__init__()
+        self.norm, self.attention = RMSNorm(dim, dim_cond), attention
+        self.feed_forward = FeedForward(dim, dim_cond)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        tokens = rearrange(self.norm(x, context), "b c f h w -> (b f) (h w) c")
+        out = self.attention(tokens)
+        x = x + rearrange(out, "(b f) (h w) c -> b c f h w", b=len(x), h=x.shape[-2])
+        return x + self.feed_forward(x, context)
+
+
+class TokenShift(nn.Module):
+    """The second half of the channels comes from the frame before; zeros at the first frame."""
+
+    stream_name = ""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        channels = x.shape[1] // 2
+        here, shifted = x.split([x.shape[1] - channels, channels], dim=1)
+        past = context.past(self.stream_name)
+        if past is None:
+            past = torch.zeros_like(shifted[:, :, :1])
+        context.keep(self.stream_name, shifted[:, :, -1:])
+        return torch.cat([here, torch.cat([past, shifted[:, :, :-1]], dim=2)], dim=1)
+
+
+class AttendTime(nn.Module):
+    """Causal attention along time for each pixel, then a feed-forward, both token-shifted and with a residual.
+
+    Args:
+        window: Frames that a frame sees, itself included; None: all earlier ones, so that a stream's memory grows.
+    """
+
+    stream_name = ""
+
+    def __init__(self, dim: int, attention: Attention, window: int | None, dim_cond: int | None = None) -> None:
+        super().__init__()
+        self.norm, self.attention, self.window = RMSNorm(dim, dim_cond), attention, window
+        self.feed_forward = FeedForward(dim, dim_cond)
+        self.shift_attention, self.shift_feed_forward = TokenShift(), TokenShift()
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        shifted = self.norm(self.shift_attention(x, context), context)
+        q, kv = self.attention.queries_keys_values(rearrange(shifted, "b c f h w -> (b h w) f c"))
+        past = context.past(self.stream_name)
+        if past is not None:
+            kv = torch.cat([past, kv], dim=3)
+        queries, keys = q.shape[2], kv.shape[3]
+        most = keys if self.window is None else min(self.window - 1, keys)
+        context.keep(self.stream_name, kv[:, :, :, keys - most :])
+        age = torch.arange(keys - queries, keys, device=x.device)[:, None] - torch.arange(keys, device=x.device)
+        visible = age >= 0 if self.window is None else (age >= 0) & (age < self.window)
+        out = self.attention.attend(q, kv, visible)
+        x = x + rearrange(out, "(b h w) f c -> b c f h w", b=len(x), h=x.shape[-2])
+        return x + self.feed_forward(self.shift_feed_forward(x, context), context)
+
+
+class GateLoop(nn.Module):
+    """x + q h with h_t = sigmoid(a_t) h_{t-1} + v_t along time, for each pixel and channel; q, v and a are linear in
+    the normalised x (after Katsch 2023, "GateLoop"). The recurrence is in fp32 or fp64."""
+
+    stream_name = ""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim)
+        self.to_qva = nn.Conv3d(dim, 3 * dim, 1, bias=False)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q, v, a = self.to_qva(self.norm(x, context)).chunk(3, dim=1)
+        values, decays = at_least_fp32(v), torch.sigmoid(at_least_fp32(a))
+        past, states = context.past(self.stream_name), []
+        state = torch.zeros_like(values[:, :, 0]) if past is None else past
+        for frame in range(x.shape[2]):
+            state = decays[:, :, frame] * state + values[:, :, frame]
+            states.append(state)
+        context.keep(self.stream_name, state)
+        return x + q * torch.stack(states, dim=2).to(q.dtype)
+
+
+class AdaptiveNorm(nn.Module):
+    """RMSNorm(x) (1 + gain) + shift, both 1 x 1 convolutions of the quantized latent that a position is made from:
+    nearest in space, and latent ceil(f / frames) for frame f (after MAGVIT-2's adaptive norm). They start as 0.
+
+    Args:
+        frames: Frames here that one latent frame stands for.
+        pixels: Height and width here of one latent.
+    """
+
+    def __init__(self, dim: int, dim_latent: int, frames: int, pixels: int) -> None:
+        super().__init__()
+        self.frames, self.pixels = frames, pixels
+        self.norm = RMSNorm(dim)
+        self.modulate = nn.Conv3d(dim_latent, 2 * dim, 1)
+        nn.init.zeros_(self.modulate.weight)
+        nn.init.zeros_(self.modulate.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        assert context.latents is not None
+        sizes = {"s": self.frames, "p": self.pixels, "q": self.pixels}
+        parts = repeat(self.modulate(context.latents), "b c f h w -> b c (f s) (h p) (w q)", **sizes)
+        gain, shift = parts[:, :, -x.shape[2] :].chunk(2, dim=1)  # the first latent stands for one frame
+        return self.norm(x, context) * (1 + gain) + shift
+
+
+def _taylor(x: Tensor) -> Tensor:
+    """(..., d) -> (..., 1 + d + d^2)."""
+    squares = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2) / math.sqrt(2)
+    return torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1)

@@ -1,0 +1,369 @@
+"""Causal video and image tokenizer after MAGVIT-2 (Yu et al. 2024) with a choice of layers and quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .files.pretrained import Pretrained, constructor_arguments
+from .quantizers import tokenizer_quantizer
+from .video.causal import PAD_MODES, CausalConv3d, Context
+from .video.layers import (
+    LayerOptions,
+    check_frames,
+    check_side,
+    frames_per_code,
+    make_layers,
+    parse_layers,
+    pixels_per_code,
+)
+from .video.patches import PATCHES, from_patches, to_patches
+from .video.residual import RMSNorm
+from .video.streams import StreamState
+
+NORMS = ("none", "rms")
+_COND_WIDTH = 4  # the layers see a condition of this many times its width
+
+
+class VideoTokenizerOutput(NamedTuple):
+    """Results of a forward pass. For images (b, c, h, w), reconstruction and codes have no frames either."""
+
+    reconstruction: Tensor
+    """fp32 (b, c, f, h, w), about [0, 1] and not clamped."""
+    codes: Tensor
+    """int64 (b, f', h', w') in [0, num_codes)."""
+    losses: dict[str, Tensor]
+    """Losses of the quantizer by name, 0-d and unweighted."""
+    features: Tensor
+    """(b, init_dim, f, h / patch_size, w / patch_size): input of the decoder's last convolution, detached; for
+    `VideoTokenizer.last_layer_gradient`."""
+
+
+class VideoTokenizer(Pretrained):
+    """Videos (b, c, f, h, w) to codes (b, f', h', w') and back; an image is a video of one frame.
+
+    A code depends on no later frame: with S_t = `frames_per_code` and S_s = `pixels_per_code`, f = 1 + S_t n frames
+    become f' = 1 + n frames of codes, the first from the first frame alone, and h' = h / S_s, w' = w / S_s. Any n and
+    any height and width that S_s divides are taken.
+
+    In train mode a clip is computed at once. In eval mode every method computes it in the same chunks, the first frame
+    and then S_t frames (or one frame of codes) at a time. Hence a stream, a whole clip and its beginning have codes and
+    frames of the same bits, for the same batch size, device and weights.
+
+    Args:
+        image_size: Side in pixels of the videos it is trained on, a multiple of S_s.
+        layers: The encoder's layers, as ``residual,compress_space:64,consecutive_residual:2``; the decoder mirrors
+            them. `models.video.layers.LAYERS` lists the names, docs/tokenizer.md explains them.
+        channels: 3 for RGB, 4 for RGBA.
+        init_dim: Channels at the full resolution.
+        max_dim: The most channels; None: no limit.
+        input_kernel, output_kernel, residual_kernel: Odd sides k of the k x k x k convolutions: the first, the last,
+            and those of residual units.
+        pad_mode: Padding in space of the first and the last convolution: ``constant``, ``reflect`` or ``replicate``.
+        separate_first_frame: The first frame has convolutions of its own at the encoder's start and the decoder's end.
+        norm: ``rms``: an RMSNorm over the channels of each position before each convolution of a residual unit and
+            before the last one. ``none``: no norm, as in the public code.
+        patch_size: Power of two; patches of this side are turned into channels first, without loss.
+        patch: How: ``haar`` or ``pixels``.
+        dim_cond: Width of the condition of the layers ``cond_...``.
+        heads, dim_head: Of attention.
+        linear_heads, linear_dim_head: Of linear attention.
+        time_window: Frames, at its own resolution in time, that a frame sees in ``attend_time``; None: all before it.
+        quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``; its options are those of `VQGAN`.
+        soft_clamp: The latents x of lfq become s tanh(x / s) with this s; 0: they stay as they are.
+        gradient_checkpointing: In training, compute each layer again in the backward pass instead of keeping what is
+            inside of it: less memory, the same bits, a third more time.
+
+    Raises:
+        ValueError: one line, if arguments do not fit one another.
+    """
+
+    not_in_the_weights = frozenset(
+        ("image_size", "diversity_gamma", "inv_temperature", "vq_decay", "time_window", "gradient_checkpointing")
+    )
+
+    def __init__(
+        self, image_size: int, layers: str, channels: int = 3, init_dim: int = 64, max_dim: int | None = None,
+        input_kernel: int = 7, output_kernel: int = 3, residual_kernel: int = 3, pad_mode: str = "constant",
+        separate_first_frame: bool = False, norm: str = "none", patch_size: int = 1, patch: str = "haar",
+        dim_cond: int | None = None, heads: int = 8, dim_head: int = 32, linear_heads: int = 16,
+        linear_dim_head: int = 8, time_window: int | None = None, quantizer: str = "lfq", codebook_size: int = 65536,
+        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float = 100.0,
+        fsq_levels: Sequence[int] | None = None, vq_decay: float = 0.8, vq_cosine: bool = False,
+        soft_clamp: float = 10.0, gradient_checkpointing: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config = constructor_arguments(locals())
+        self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
+        _check_choices(self.config)
+        parsed = parse_layers(layers)
+        self.frames_per_code, self.pixels_per_code = frames_per_code(layers), pixels_per_code(layers, patch_size)
+        check_side("image_size", image_size, self.pixels_per_code)
+        self.image_size, self.channels, self.patch_size, self.patch = image_size, channels, patch_size, patch
+        self.separate_first_frame, self.gradient_checkpointing = separate_first_frame, gradient_checkpointing
+        self.soft_clamp = soft_clamp if quantizer == "lfq" else 0.0
+        self.is_conditional = any(layer.name.startswith("cond_") for layer in parsed)
+        if dim_cond is not None and not self.is_conditional:
+            raise ValueError(f"dim_cond {dim_cond} has no effect without a layer that takes a condition: cond_...")
+
+        self.quantizer = tokenizer_quantizer(
+            quantizer, codebook_size=codebook_size, dim=codebook_dim, diversity_gamma=diversity_gamma,
+            inv_temperature=inv_temperature, fsq_levels=fsq_levels, vq_decay=vq_decay, vq_cosine=vq_cosine,
+        )  # fmt: skip
+        options = LayerOptions(
+            residual_kernel, norm, None if dim_cond is None else _COND_WIDTH * dim_cond, self.quantizer.dim, heads,
+            dim_head, linear_heads, linear_dim_head, time_window,
+        )  # fmt: skip
+        encoder, decoder, dim = make_layers(parsed, init_dim, max_dim, options)
+
+        def conv(fan_in: int, fan_out: int, kernel: int, frames: int) -> CausalConv3d:
+            return CausalConv3d(fan_in, fan_out, (frames, kernel, kernel), pad_mode=pad_mode)
+
+        inputs = channels * patch_size**2
+        self.conv_in = conv(inputs, init_dim, input_kernel, input_kernel)
+        self.encoder = nn.ModuleList(encoder)
+        self.norm_codes = RMSNorm(dim)
+        self.to_codes = nn.Conv3d(dim, self.quantizer.dim, 1)
+        self.from_codes = nn.Conv3d(self.quantizer.dim, dim, 1)
+        self.decoder = nn.ModuleList(decoder)
+        self.norm_out = RMSNorm(init_dim) if norm == "rms" else None
+        self.conv_out = conv(init_dim, inputs, output_kernel, output_kernel)
+        if separate_first_frame:
+            self.conv_in_first = conv(inputs, init_dim, input_kernel, 1)
+            self.conv_out_first = conv(init_dim, inputs, output_kernel, 1)
+        if dim_cond is not None:
+            self.encoder_cond = nn.Sequential(nn.Linear(dim_cond, _COND_WIDTH * dim_cond), nn.SiLU())
+            self.decoder_cond = nn.Sequential(nn.Linear(dim_cond, _COND_WIDTH * dim_cond), nn.SiLU())
+        for name, module in self.named_modules():
+            if hasattr(module, "stream_name"):
+                module.stream_name = name
+
+    @property
+    def num_codes(self) -> int:
+        """Number of codes; with FSQ it may differ a little from codebook_size."""
+        return int(self.quantizer.num_codes)
+
+    def forward(
+        self, videos: Tensor, cond: Tensor | None = None, *, observe: bool = False
+    ) -> VideoTokenizerOutput | None:
+        """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
+
+        Args:
+            cond: (b, dim_cond), if there are layers that take a condition.
+            observe: Only add the videos to the quantizer's statistics over several micro-batches
+                (``quantizer.observe``), and return None.
+
+        Raises:
+            ValueError: one line that names the nearest sizes that fit; or a condition that is missing or superfluous.
+        """
+        parts = list(self._latents(videos, cond))
+        z = torch.cat(parts, dim=2)
+        if observe:
+            self.quantizer.observe(z)
+            return None
+        quantized, codes, losses = self.quantizer(z)
+        if len(parts) > 1:  # how many vectors are compared with a codebook at once may change the bits
+            codes = torch.cat([self.quantizer.codes(part) for part in parts], dim=1)
+            quantized = self.quantizer.decode_codes(codes).detach() + (quantized - quantized.detach())
+        reconstruction, features = self._decode(quantized, cond)
+        if videos.dim() == 4:
+            reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)
+        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach())
+
+    @torch.no_grad()
+    def encode(self, videos: Tensor, cond: Tensor | None = None) -> Tensor:
+        """Videos (b, c, f, h, w) in [0, 1] -> codes, int64 (b, f', h', w'); images (b, c, h, w) -> (b, h', w').
+
+        Raises:
+            ValueError: as forward.
+        """
+        codes = torch.cat([self.quantizer.codes(z) for z in self._latents(videos, cond)], dim=1)
+        return codes.squeeze(1) if videos.dim() == 4 else codes
+
+    def decode(self, codes: Tensor, cond: Tensor | None = None) -> Tensor:
+        """Codes -> fp32 videos (b, c, f, h, w), about [0, 1] and not clamped.
+
+        Codes are (b, f', h', w'), or (b, f' x h' x w') of videos of the trained size, frame by frame and row by row; or
+        (b, h', w') of images, which become (b, c, h, w).
+
+        Raises:
+            ValueError: codes (b, n) that fill no frames; a condition that is missing or superfluous.
+        """
+        if codes.dim() == 2:
+            codes = self._as_grid(codes)
+        quantized = self.quantizer.decode_codes(codes.unsqueeze(1) if codes.dim() == 3 else codes)
+        videos, _ = self._decode(quantized, cond)
+        return videos.squeeze(2) if codes.dim() == 3 else videos
+
+    # The names in the public code.
+    tokenize = encode
+    decode_from_code_indices = decode
+
+    def start_encoding(self, cond: Tensor | None = None) -> StreamState:
+        """The state of a stream from which nothing was encoded yet."""
+        return StreamState(self._condition(cond, "encoder"))
+
+    @torch.no_grad()
+    def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
+        """The next frames of a stream, any number of them, (b, c, f, h, w) in [0, 1] -> the frames of codes that they
+        complete, int64 (b, f', h', w'), f' possibly 0; the state keeps the other frames. Changes the state.
+
+        In eval mode, all calls together give exactly the codes of the whole clip.
+
+        Raises:
+            ValueError: a height or width that does not fit, or not that of the stream.
+        """
+        self._check_sides(frames)
+        codes = [self.quantizer.codes(z) for z in self._encode_chunks(frames, state)]
+        height, width = (side // self.pixels_per_code for side in frames.shape[-2:])
+        return torch.cat([frames.new_zeros(len(frames), 0, height, width, dtype=torch.int64), *codes], dim=1)
+
+    def finish_encoding(self, state: StreamState) -> None:
+        """Raise a ValueError of one line if frames are left that are not in any code, as from a clip that has not
+        1 + S_t n frames. Which ones are left, `StreamState.pending` says."""
+        left = 0 if state.pending is None else state.pending.shape[2]
+        check_frames(state.used + left, self.frames_per_code)
+
+    def start_decoding(self, cond: Tensor | None = None) -> StreamState:
+        """The state of a stream from which nothing was decoded yet."""
+        return StreamState(self._condition(cond, "decoder"))
+
+    @torch.no_grad()
+    def decode_next(self, codes: Tensor, state: StreamState) -> Tensor:
+        """The next codes of a stream, (b, f', h', w') -> their frames, fp32 (b, c, f, h, w). Changes the state.
+
+        In eval mode, all calls together give exactly the frames of the whole clip.
+        """
+        frames = [video for video, _ in self._decode_chunks(self.quantizer.decode_codes(codes), state)]
+        height, width = (side * self.pixels_per_code for side in codes.shape[-2:])
+        none = torch.zeros(len(codes), self.channels, 0, height, width, device=codes.device)
+        return torch.cat([none, *frames], dim=2)
+
+    def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
+        """Gradient of a loss with respect to the weights of the decoder's last convolution, without a backward pass
+        through the network. Uses shapes alone, no weights: they may be spread over processes.
+
+        Args:
+            features: Those of `VideoTokenizerOutput`, of whole clips.
+            image_gradient: The loss's gradient with respect to the reconstruction, of its shape.
+
+        Returns:
+            (n,) fp32, detached, a sum over the clips like autograd's: the weight of ``conv_out``, flattened, and that
+            of ``conv_out_first``, if there is one.
+        """
+        gradient = image_gradient.float()
+        gradient = to_patches(gradient if gradient.dim() == 5 else gradient.unsqueeze(2), self.patch_size, self.patch)
+        if not self.separate_first_frame:
+            return self.conv_out.weight_gradient(features, gradient).flatten()
+        first = self.conv_out_first.weight_gradient(features[:, :, :1], gradient[:, :, :1])
+        others = F.pad(gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))  # no gradient reaches conv_out from the first frame
+        return torch.cat([self.conv_out.weight_gradient(features, others).flatten(), first.flatten()])
+
+    @torch.no_grad()
+    def inflate_from(self, source: str | Path) -> None:
+        """Take the weights of a tokenizer of the same arguments that was trained on images alone, to train on videos.
+
+        Images train only the last time slice of each kernel; the others, still random, become 0 here. So each frame is
+        coded and decoded like an image at the start, and the first frame stays so.
+
+        Raises:
+            ValueError: one line, naming the arguments in which the two models differ.
+        """
+        self.load_weights_from(source)
+        for module in self.modules():
+            if isinstance(module, CausalConv3d):
+                module.weight[:, :, :-1] = 0
+        if self.separate_first_frame:  # the others were not trained at all
+            for conv, first in ((self.conv_in, self.conv_in_first), (self.conv_out, self.conv_out_first)):
+                conv.weight[:, :, -1:] = first.weight
+                conv.bias.copy_(first.bias)  # type: ignore[union-attr, arg-type]
+
+    def _latents(self, videos: Tensor, cond: Tensor | None) -> Iterable[Tensor]:
+        """Latents (b, d, f', h', w') before quantization, in chunks of frames; in train mode, in one."""
+        self._check_sides(videos)
+        clip = videos if videos.dim() == 5 else videos.unsqueeze(2)
+        check_frames(clip.shape[2], self.frames_per_code)
+        if not self.training:
+            return self._encode_chunks(clip, self.start_encoding(cond))
+        return [self._encode_chunk(clip, Context(self._condition(cond, "encoder")))]
+
+    def _encode_chunks(self, frames: Tensor, state: StreamState) -> Iterable[Tensor]:
+        return (self._encode_chunk(*chunk) for chunk in state.chunks(frames, self.frames_per_code))
+
+    def _encode_chunk(self, frames: Tensor, context: Context) -> Tensor:
+        patches = to_patches(frames.to(self.conv_in.weight.dtype), self.patch_size, self.patch)
+        x = self.conv_in(patches, context)
+        if self.separate_first_frame and context.is_start:
+            x = torch.cat([self.conv_in_first(patches[:, :, :1], context), x[:, :, 1:]], dim=2)
+        z = self.to_codes(self.norm_codes(self._through(self.encoder, x, context), context))
+        return self.soft_clamp * torch.tanh(z / self.soft_clamp) if self.soft_clamp else z
+
+    def _decode(self, quantized: Tensor, cond: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Quantized (b, d, f', h', w') -> fp32 videos, and the input of the last convolution."""
+        if self.training:
+            return self._decode_chunk(quantized, Context(self._condition(cond, "decoder")))
+        videos, features = zip(*self._decode_chunks(quantized, self.start_decoding(cond)), strict=True)
+        return torch.cat(videos, dim=2), torch.cat(features, dim=2)
+
+    def _decode_chunks(self, quantized: Tensor, state: StreamState) -> Iterable[tuple[Tensor, Tensor]]:
+        return (self._decode_chunk(*chunk) for chunk in state.chunks(quantized, 1))
+
+    def _decode_chunk(self, quantized: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        latents = quantized.to(self.conv_in.weight.dtype)
+        x = self._through(self.decoder, self.from_codes(latents), context._replace(latents=latents))
+        features = x if self.norm_out is None else F.silu(self.norm_out(x, context))
+        patches = self.conv_out(features, context)
+        if self.separate_first_frame and context.is_start:
+            patches = torch.cat([self.conv_out_first(features[:, :, :1], context), patches[:, :, 1:]], dim=2)
+        return from_patches(patches.float(), self.patch_size, self.patch), features
+
+    def _through(self, layers: Iterable[nn.Module], x: Tensor, context: Context) -> Tensor:
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        for layer in layers:
+            if recompute:
+                x = checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, context)
+        return x
+
+    def _condition(self, cond: Tensor | None, half: str) -> Tensor | None:
+        if (cond is not None) != self.is_conditional:
+            raise ValueError(
+                "layers cond_... need a condition (b, dim_cond): give cond" if self.is_conditional
+                else "a condition was given, but no layer takes one: add layers cond_..., or leave cond out"
+            )  # fmt: skip
+        return None if cond is None else getattr(self, f"{half}_cond")(cond.to(self.conv_in.weight.dtype))
+
+    def _check_sides(self, videos: Tensor) -> None:
+        for name, side in zip(("height", "width"), videos.shape[-2:], strict=True):
+            check_side(name, side, self.pixels_per_code)
+
+    def _as_grid(self, codes: Tensor) -> Tensor:
+        """Codes (b, f' h' w') of videos of the trained size -> (b, f', h', w')."""
+        side = self.image_size // self.pixels_per_code
+        if codes.shape[1] % side**2:
+            raise ValueError(f"{codes.shape[1]} codes fill no frames of {side} x {side}; give (b, f', h', w') codes")
+        return rearrange(codes, "b (f h w) -> b f h w", h=side, w=side)
+
+
+def _check_choices(config: dict) -> None:
+    for name, choices in (("pad_mode", PAD_MODES), ("norm", NORMS), ("patch", PATCHES)):
+        if config[name] not in choices:
+            raise ValueError(f"{name} {config[name]!r} is unknown; use {', '.join(choices)}")
+    for name in ("input_kernel", "output_kernel", "residual_kernel"):
+        if config[name] < 1 or config[name] % 2 == 0:
+            raise ValueError(f"{name} {config[name]} must be odd, so that a convolution keeps the size of a frame")
+    size = config["patch_size"]
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
+    sizes = ("channels", "init_dim", "max_dim", "dim_cond", "heads", "dim_head", "linear_heads", "linear_dim_head")
+    for name in (*sizes, "time_window"):
+        if config[name] is not None and config[name] < 1:
+            raise ValueError(f"{name} {config[name]}: give a number of at least 1")
