@@ -134,10 +134,11 @@ def build_models(args: argparse.Namespace) -> tuple[VideoTokenizer, VideoDiscrim
     import torch
 
     from models import VideoDiscriminator, VideoTokenizer
+    from models.video.layers import check_frames
 
     torch.manual_seed(args.seed)
     generator = VideoTokenizer(**{name: getattr(args, name) for name in GENERATOR})
-    generator.check_frames(args.num_frames)
+    check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
         load = generator.inflate_from if args.inflate else generator.load_weights_from
         load(args.init_from)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
@@ -29,6 +29,7 @@ from .video.residual import RMSNorm
 from .video.streams import StreamState
 
 NORMS = ("none", "rms")
+Self = TypeVar("Self", bound="VideoTokenizer")
 _COND_WIDTH = 4  # the layers see a condition of this many times its width
 
 
@@ -100,6 +101,7 @@ class VideoTokenizer(Pretrained):
         soft_clamp: float = 10.0, gradient_checkpointing: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._is_encoder_frozen = False
         self.config = constructor_arguments(locals())
         self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
         _check_choices(self.config)
@@ -284,6 +286,20 @@ class VideoTokenizer(Pretrained):
             for conv, first in ((self.conv_in, self.conv_in_first), (self.conv_out, self.conv_out_first)):
                 conv.weight[:, :, -1:] = first.weight
                 conv.bias.copy_(first.bias)  # type: ignore[union-attr, arg-type]
+
+    def freeze_encoder(self) -> None:
+        """Keep the encoder and the codebook as they are; only the decoder learns."""
+        halves = ("from_codes", "decoder", "norm_out", "conv_out", "conv_out_first", "decoder_cond")
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.split(".")[0] in halves)
+        self._is_encoder_frozen = True
+        self.train(self.training)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """As in `nn.Module`, but a frozen codebook stays in eval mode."""
+        super().train(mode)
+        self.quantizer.train(mode and not self._is_encoder_frozen)
+        return self
 
     def _latents(self, videos: Tensor, cond: Tensor | None) -> Iterable[Tensor]:
         """Latents (b, d, f', h', w') before quantization, in chunks of frames; in train mode, in one."""

@@ -92,8 +92,8 @@ class Quantizer(nn.Module, ABC):
     @property
     def needs_observation(self) -> bool:
         """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update.
-        It is the same on every process, but may change from one update to the next."""
-        return self._mean is not None
+        It is the same on every process, but may change from one update to the next. False in eval mode."""
+        return self._mean is not None and self.training
 
     def forward(self, z: Tensor) -> Quantized:
         """z (b, dim, ...) of any floating dtype; computed in fp32, even under autocast.
@@ -135,7 +135,7 @@ class Quantizer(nn.Module, ABC):
 
     @torch.no_grad()
     def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
-        """End an update. Call it once per update, after the last backward. Collective.
+        """End an update. Call it once per update, after the last backward. Collective; in eval mode it does nothing.
 
         Args:
             step: Number of the update, the same on every process.

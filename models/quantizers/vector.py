@@ -73,7 +73,7 @@ class VectorQuantizer(Quantizer):
 
     @property
     def needs_observation(self) -> bool:
-        return not self.is_initialized
+        return self.training and not self.is_initialized
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model, leave the averages in fp32."""
@@ -96,6 +96,8 @@ class VectorQuantizer(Quantizer):
 
     @torch.no_grad()
     def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+        if not self.training:
+            return
         if not self._codes:
             raise RuntimeError("after_update() without a forward in train mode, with gradients, before it")
         vectors, codes = torch.cat(self._vectors), torch.cat(self._codes)
