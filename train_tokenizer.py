@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
 
     from data import Feed, VideoBatch
     from models import VideoDiscriminator, VideoTokenizer
-    from training.pictures.film import Film
+    from training.pictures.images import Sample
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "tokenizer" / "demo.yaml"
 # Arguments of the generator that a resumed run may not change: its weights would not fit, or mean something else.
@@ -151,7 +151,11 @@ def build_models(args: argparse.Namespace) -> tuple[VideoTokenizer, VideoDiscrim
 
 
 def evaluate(
-    model: VideoTokenizer, feed: Feed[VideoBatch], networks: Mapping[str, Any], backend: distributed.Backend
+    model: VideoTokenizer,
+    feed: Feed[VideoBatch],
+    num_frames: int,
+    networks: Mapping[str, Any],
+    backend: distributed.Backend,
 ) -> dict[str, float | Image.Image]:
     """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
     from torch.nn import functional as F
@@ -160,7 +164,7 @@ def evaluate(
     from training.measures.videos import VideoQuality
     from training.pictures.images import code_histogram
 
-    quality = VideoQuality(model.num_codes, backend.device, **networks)
+    quality = VideoQuality(model.num_codes, num_frames, backend.device, losses=["recon_loss"], **networks)
     was_training = model.training
     model.eval()
     for batch in feed.validation():
@@ -172,13 +176,13 @@ def evaluate(
     return {**values, "codes": code_histogram(counts)}
 
 
-def film(models: Mapping[str, VideoTokenizer], shown: VideoBatch) -> Film:
+def reconstructions(models: Mapping[str, VideoTokenizer], shown: VideoBatch, fps: float) -> Sample:
     """Clips and their reconstructions by each model, frame by frame."""
     from data import to_unit_range
-    from training.pictures.film import film_strips
+    from training.pictures.film import film
 
     videos = to_unit_range(shown["videos"])
-    return film_strips(videos, {name: model.decode(model.encode(videos)) for name, model in models.items()})
+    return film(videos, {name: model.decode(model.encode(videos)) for name, model in models.items()}, fps=fps)
 
 
 def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -243,8 +247,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VideoTokenizer.save_pretrained},
-        validate=lambda model, step: evaluate(model, feed, networks, backend),
-        draw=lambda models, shown, step: film(models, shown),
+        validate=lambda model, step: evaluate(model, feed, args.num_frames, networks, backend),
+        draw=lambda models, shown, step: reconstructions(models, shown, args.fps or 8),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
 

@@ -123,7 +123,8 @@ def by_items(backend: Backend) -> dict[str, Any]:
 
 
 def idle_parts(backend: Backend) -> dict[str, Any]:
-    """Two heads, of which the second takes part in every other update; AdamW moves both in each, by momentum and decay."""
+    """Two heads, of which the second takes part in every other update; AdamW moves both in each. Every third update has
+    a penalty on gradients."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -139,8 +140,13 @@ def idle_parts(backend: Backend) -> dict[str, Any]:
     updates = []
     for update in range(UPDATES):
         for part in engine.micro_batches({"x": local(global_batch(update), backend)}):
-            logits = engine(part["x"], is_idle=update % 2 == 1)
-            engine.backward(torch.stack([of_head.square().mean() for of_head in logits]).sum())
+            x, is_idle = part["x"].requires_grad_(), update % 2 == 1
+            loss = sum(of_head.square().mean() for of_head in engine(x, is_idle=is_idle))
+            if update % 3 == 0:
+                with engine.twice_differentiable():
+                    total = sum(of_head.sum() for of_head in engine(x, is_idle=is_idle))
+                    loss = loss + torch.autograd.grad(total, x, create_graph=True)[0].square().mean()
+            engine.backward(loss)
         updates.append(engine.step())
     return record(engine, updates, [])
 

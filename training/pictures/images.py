@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -11,6 +12,14 @@ _GAP_PIXELS = 2
 _CHECKER_PIXELS = 8
 _CHECKER_GREYS = (255, 204)
 _PAPER, _INK = (255, 255, 255), (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A picture for samples/, and files that stand beside it: ending such as "gif" -> content."""
+
+    picture: Image.Image
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def to_pixels(images: Tensor) -> Tensor:

@@ -54,12 +54,12 @@ class RunFolder:
         self.finished_step: int | None
         self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
 
-    def write_sample(self, step: int, png: bytes, name: str = "") -> None:
-        """Write the picture of a step, on the root; `name` distinguishes several models. Raises OSError if the picture
-        cannot be written."""
+    def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
+        """Write the picture of a step, or a film of it, on the root; `name` distinguishes several models. Raises
+        OSError if it cannot be written."""
         self.samples_dir.mkdir(exist_ok=True)
         file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
-        write_atomically(self.samples_dir / f"{file_name}.png", png)
+        write_atomically(self.samples_dir / f"{file_name}.{ending}", content)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write config.yaml: every resolved argument, as `--config` reads it."""

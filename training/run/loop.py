@@ -15,6 +15,7 @@ from ..ema import ExponentialMovingAverage, NoAverage
 
 if TYPE_CHECKING:
     from ..contracts import Feed
+    from ..pictures.images import Sample
     from .best import BestModel
     from .run import Run
 
@@ -29,8 +30,8 @@ class Evaluation:
         validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
             process, for the trained weights ("valid/psnr") and for their average ("valid/ema/psnr"). `step` is the
             number of the newest update, from 0, as the loop yields it.
-        draw: ({"online": model, "ema": average}, samples of `Feed.preview`, step) -> the picture for samples/. Called
-            on the root alone. Without an average there is no "ema".
+        draw: ({"online": model, "ema": average}, samples of `Feed.preview`, step) -> the picture for samples/, alone or
+            with further files (`Sample`). Called on the root alone. Without an average there is no "ema".
         write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
             The first one also writes best/. The model is the average if there is one.
         best: Keeps the model of the best validation, if the script wants it.
@@ -41,7 +42,7 @@ class Evaluation:
     engine: Any
     average: ExponentialMovingAverage | NoAverage
     validate: Callable[[Any, int], Mapping[str, Any]]
-    draw: Callable[[Mapping[str, Any], Any, int], Image.Image]
+    draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
     write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
     best: BestModel | None = None
     name: str = ""

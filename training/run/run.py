@@ -14,6 +14,7 @@ from ..checkpoints.store import Checkpoints
 from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import to_png
 from . import ASKED_TO_STOP, NOT_SAVED
+from ..pictures.images import Sample, to_png
 from .folder import RunFolder
 from .loop import Evaluation, updates
 from .progress import Progress, ProgressDisplay, total_samples_from
@@ -224,13 +225,16 @@ class Run:
         """Log a picture to the trackers."""
         self.tracker.log_image(self.progress.step, name, image)
 
-    def log_sample(self, name: str, image: Image.Image, model: str = "") -> None:
-        """Write a picture to samples/ and log it by name to the trackers; on the root. `model` names one of several."""
+    def log_sample(self, name: str, sample: Image.Image | Sample, model: str = "") -> None:
+        """Write a picture and its further files to samples/, and log the picture by name to the trackers; on the root.
+        `model` names one of several."""
+        sample = sample if isinstance(sample, Sample) else Sample(sample)
         try:
-            self.folder.write_sample(self.progress.step, to_png(image), model)
+            for ending, content in {"png": to_png(sample.picture), **sample.files}.items():
+                self.folder.write_sample(self.progress.step, content, model, ending)
         except OSError as error:
             self.say(f"cannot write the picture of update {self.progress.step}: {error.strerror or error}")
-        self.log_image("/".join(filter(None, [model, name])), image)
+        self.log_image("/".join(filter(None, [model, name])), sample.picture)
 
     def save(self) -> None:
         """Start to write a checkpoint of all parts, unless this update was already saved."""

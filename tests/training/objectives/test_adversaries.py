@@ -5,17 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.grad import conv3d_weight
 
 from distributed import Backend
-from models import VQGAN, Discriminator
+from models import VQGAN, Discriminator, VideoDiscriminator
 from tests.training.processes import open_backend
-from training.objectives.adversarial import LeCam, gradient_penalty, last_layer_gradient
+from training.objectives.adversarial import (
+    LeCam,
+    gradient_penalty,
+    hinge_discriminator_loss,
+    last_layer_gradient,
+    zero_centred_penalty,
+)
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -143,6 +151,81 @@ def test_updates_equal_the_plain_loop_on_the_whole_batch(backend: Backend, quant
     assert_same_change(start[0], generator, plain[0])
     assert_same_change(start[1], discriminator, plain[1])
     torch.testing.assert_close(game.lecam.state_dict(), lecam.state_dict(), rtol=1e-5, atol=1e-7)
+
+
+class Reconstructor(nn.Module):
+    """Videos (b, 3, f, h, w) to videos, by a causal convolution after another one. It has no codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(3, 4, (1, 3, 3), padding=(0, 1, 1)), nn.Conv3d(4, 3, 3, padding=(0, 1, 1))
+
+    def forward(self, videos: Tensor) -> SimpleNamespace:
+        features = self.first(videos).tanh()
+        reconstruction = self.last(F.pad(features, (0, 0, 0, 0, 2, 0)))
+        codes = torch.zeros(len(videos), 1)
+        return SimpleNamespace(reconstruction=reconstruction, codes=codes, losses={}, features=features)
+
+    def last_layer_gradient(self, features: Tensor, gradient: Tensor) -> Tensor:
+        before = F.pad(features, (0, 0, 0, 0, 2, 0))
+        return conv3d_weight(before, (3, 4, 3, 3, 3), gradient, padding=(0, 1, 1)).flatten()
+
+
+def of_frames(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The error of the whole clip, and again that of one frame."""
+    rows = torch.arange(len(videos))
+    return F.mse_loss(fake, videos) + F.l1_loss(fake[rows, :, frames], videos[rows, :, frames]), {}
+
+
+@pytest.mark.parametrize("penalty", ["one_centred", "zero_centred"])
+def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(backend: Backend, penalty: str) -> None:
+    """Three heads, of which those of clips are idle in the second of three updates, on images; the frames are given."""
+    torch.manual_seed(0)
+    generator, discriminator = Reconstructor(), VideoDiscriminator(4, layers=2, groups=2)
+    start, (plain_g, plain_d) = (copy.deepcopy((generator, discriminator)) for _ in range(2))
+    g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
+    d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
+    game = Logged(
+        backend, g, d, quantizer=SimpleNamespace(needs_observation=False, after_update=lambda *_: None),
+        last_layer_gradient=generator.last_layer_gradient, images=lambda micro: micro["x"], heads=3,
+        given=lambda micro, step: {"frames": (micro["positions"] + step) % micro["x"].shape[2]},
+        reconstruction_loss=of_frames,
+        weights=AdversarialWeights(lecam_weight=0.3, penalty=penalty, penalty_weight=0.2),
+    )  # fmt: skip
+    lecam = LeCam(0.999, heads=3)
+    for step, length in enumerate((5, 1, 5)):
+        x = torch.rand(BATCH, 3, length, 16, 16, generator=torch.Generator().manual_seed(step))
+        batch, frames = {"x": x, "positions": torch.arange(BATCH)}, (torch.arange(BATCH) + step) % length
+        game.means = {}
+        _, fakes, _ = game.generator_step(batch, code_loss=weighted, is_adversarial=True, step=step, seed=0)
+        game.discriminator_step(batch, fakes, step=step, with_penalty=step < 2)
+
+        fake = plain_g(x).reconstruction
+        nll = of_frames(fake, x, frames)[0]
+        gan = torch.stack([-logits.mean() for logits in plain_d(fake, frames)]).sum()
+        norms = [torch.autograd.grad(of, plain_g.last.weight, retain_graph=True)[0].norm() for of in (nll, gan)]
+        weight = (norms[0] / norms[1]).detach()
+        torch.testing.assert_close(game.means["gan_weight"].float(), weight, rtol=1e-4, atol=0)
+        (nll + weight * gan).backward(inputs=list(plain_g.parameters()))
+        descend(plain_g)
+        fake, real_logits = fake.detach(), plain_d(x, frames)
+        fake_logits = plain_d(fake, frames)
+        loss = hinge_discriminator_loss(real_logits, fake_logits) + 0.3 * lecam(real_logits, fake_logits)
+        means = torch.full((2, 3), torch.nan)
+        for row, of_heads in zip(means, (real_logits, fake_logits), strict=True):
+            row[: len(of_heads)] = torch.stack([logits.detach().mean() for logits in of_heads])
+        lecam.update(*means)
+        if step < 2 and penalty == "one_centred":
+            loss = loss + 0.2 * gradient_penalty(lambda y: plain_d(y, frames), x)  # noqa: B023
+        elif step < 2:
+            both = frames.repeat(2)
+            loss = loss + 0.2 * zero_centred_penalty(lambda y: plain_d(y, both), x, fake)  # noqa: B023
+        loss.backward()
+        descend(plain_d)
+    assert_same_change(start[0], generator, plain_g)
+    assert_same_change(start[1], discriminator, plain_d)
+    torch.testing.assert_close(game.lecam.state_dict(), lecam.state_dict(), rtol=1e-5, atol=1e-7)
+    assert game.lecam.mass[0] > game.lecam.mass[1], "the heads of clips were idle once"
 
 
 def test_a_fixed_weight_is_used_times_its_scale(backend: Backend) -> None:

@@ -1,0 +1,101 @@
+"""Quality of reconstructed videos, and use of the codes, on a validation split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
+from .fid import ReconstructionFID
+from .reconstruction import psnr, ssim
+
+
+def dpsnr(videos: Tensor, reconstructions: Tensor) -> Tensor:
+    """PSNR in dB of each clip's motion, the differences of neighbouring frames: (b, c, f, h, w) twice, f >= 2 ->
+    float32 (b,).
+
+    -10 log10(mean squared error of the differences), after clamping values to [0, 1]; at most 100 dB. Unlike FVD it
+    depends on motion alone: an error that is the same in every frame does not count.
+    """
+    change = _error(videos, reconstructions).diff(dim=2)
+    return -10 * change.square().flatten(1).mean(1).clamp_min(1e-10).log10()
+
+
+def flicker(videos: Tensor, reconstructions: Tensor) -> Tensor:
+    """How much the error changes from frame to frame: (b, c, f, h, w) twice, f >= 2 -> float32 (b,) in [0, 2].
+
+    E |e_{t+1} - e_t|^2 / (E |e_t|^2 + E |e_{t+1}|^2) with the error e of values clamped to [0, 1]: 0 if the error
+    stands still, 1 if it is independent from frame to frame, 2 if it only changes its sign. 0 where there is no error.
+    """
+    error = _error(videos, reconstructions)
+    change, squares = error.diff(dim=2).square().flatten(1).mean(1), error.square()
+    both = (squares[:, :, 1:] + squares[:, :, :-1]).flatten(1).mean(1)
+    return change / both.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _error(videos: Tensor, reconstructions: Tensor) -> Tensor:
+    return reconstructions.float().clamp(0, 1) - videos.float().clamp(0, 1)
+
+
+class VideoQuality:
+    """Measures of reconstructed videos and use of the codes, over all processes.
+
+    - `psnr`, `ssim`, `lpips`: means over all frames of the values of single frames, as for images. (PSNR of a whole
+      clip, from an error that is pooled over its frames, is lower.) `psnr_first` and `psnr_rest`: those of first
+      frames and of all others.
+    - `dpsnr`, `flicker`: means over the clips; see the functions of these names.
+    - `rfvd`: Fréchet distance of I3D's logits (Unterthiner et al. 2018).
+
+    One-frame videos have none of `psnr_rest`, `dpsnr` and `flicker`.
+
+    Args:
+        num_codes: Size of the codebook.
+        num_frames: Frames of a clip: with 1, what one-frame videos do not have is left out.
+        losses: Names of further values to average.
+        lpips: Reconstructions and images (b, c, h, w) in [0, 1] -> their mean distance, 0-d.
+        i3d: Videos (b, 3, f, h, w) in [0, 1] -> feature vectors (b, 400), for rFVD.
+    """
+
+    def __init__(
+        self,
+        num_codes: int,
+        num_frames: int,
+        device: torch.device | str = "cpu",
+        losses: Sequence[str] = ("loss",),
+        lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
+        i3d: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._lpips = lpips
+        of_clips = ["psnr_first", "psnr_rest", "dpsnr", "flicker"] if num_frames > 1 else []
+        names = [*losses, "psnr", *of_clips, "ssim", *(["lpips"] if lpips else [])]
+        self._averages = Averages(*names, device=device)
+        self._counts = torch.zeros(num_codes, dtype=torch.int64, device=device)
+        self._fvd = ReconstructionFID(i3d, dim=400, device=device) if i3d else None
+
+    def add(self, videos: Tensor, reconstructions: Tensor, codes: Tensor, **losses: Tensor) -> None:
+        """Add videos and reconstructions (b, c, f, h, w) in [0, 1], codes of any shape, and losses (), means over b."""
+        frames = list(zip(videos.unbind(2), reconstructions.unbind(2), strict=True))
+        of_frames = torch.stack([psnr(x, y) for x, y in frames])
+        self._averages.add(psnr=of_frames, ssim=torch.stack([ssim(x, y) for x, y in frames]))
+        if self._lpips:
+            distances = [self._lpips(y.clamp(0, 1), x).expand(len(x)) for x, y in frames]
+            self._averages.add(lpips=torch.stack(distances))
+        if len(frames) > 1:
+            self._averages.add(
+                psnr_first=of_frames[0], psnr_rest=of_frames[1:], dpsnr=dpsnr(videos, reconstructions),
+                flicker=flicker(videos, reconstructions),
+            )  # fmt: skip
+        if self._fvd:
+            self._fvd.add(videos, reconstructions)
+        self._averages.add(**{name: loss.expand(len(videos)) for name, loss in losses.items()})
+        count_codes(self._counts, codes)
+
+    def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
+        """Values by name, and how often each code was chosen (num_codes,). Collective."""
+        counts = all_reduce(self._counts.clone()).cpu()
+        values = {**self._averages.result(all_reduce), **code_statistics(counts)}
+        if self._fvd:
+            values["rfvd"] = self._fvd.result(all_reduce)
+        return values, counts

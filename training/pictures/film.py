@@ -1,0 +1,100 @@
+"""Videos beside their reconstructions: film strips as a picture, and short films."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .images import Sample, grid, to_pixels
+
+_CLIPS, _FRAMES = 3, 9  # at most, in a picture
+_STRIP_SIDE, _FILM_SIDE = 64, 128  # pixels that a frame has at least
+_GAP_PIXELS = 4
+_ERROR_FACTOR = 4
+
+
+def film(originals: Tensor, reconstructions: Mapping[str, Tensor], *, fps: float) -> Sample:
+    """`film_strips`, and beside it the film as GIF, and as MP4 if PyAV is installed; of one-frame videos the strips
+    alone. Arguments as for `film_strips`; `fps` in frames per second."""
+    picture = film_strips(originals, reconstructions)
+    if originals.shape[2] == 1:
+        return Sample(picture)
+    frames = side_by_side(originals, reconstructions)
+    mp4 = to_mp4(frames, fps)
+    return Sample(picture, {"gif": to_gif(frames, fps), **({"mp4": mp4} if mp4 else {})})
+
+
+def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Image.Image:
+    """Labelled rows of frames of up to 3 clips: the original, each reconstruction, and 4 times the absolute error of
+    the last of them. Up to 9 frames, evenly spread from the first to the last; small ones are enlarged.
+
+    Args:
+        originals: (n, c, f, h, w) in [0, 1], with 1 or 3 channels.
+        reconstructions: By the name of the model, of the same shape.
+    """
+    count = originals.shape[2]
+    shown = torch.linspace(0, count - 1, min(count, _FRAMES), dtype=torch.float64).round().long().tolist()
+    videos = {"original": originals, **reconstructions}
+    *_, last = videos
+    clips = []
+    for clip in range(min(len(originals), _CLIPS)):
+        rows = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
+        rows[f"|error| x {_ERROR_FACTOR}"] = (rows[last] - rows["original"]).abs() * _ERROR_FACTOR
+        clips.append(grid({name: _enlarged(frames, _STRIP_SIDE) for name, frames in rows.items()}))
+    height = clips[0].height + _GAP_PIXELS
+    picture = Image.new("RGB", (clips[0].width, height * len(clips) - _GAP_PIXELS), "white")
+    for place, strip in enumerate(clips):
+        picture.paste(strip, (0, place * height))
+    return picture
+
+
+def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np.ndarray:
+    """The frames of a film, uint8 (f, h', w', 3): a row for each of up to 3 clips, with the original on the left and
+    the reconstructions beside it; small frames are enlarged. Arguments as for `film_strips`."""
+    rows = []
+    for clip in range(min(len(originals), _CLIPS)):
+        of_clip = (video[clip].transpose(0, 1) for video in (originals, *reconstructions.values()))
+        rows.append(torch.cat([to_pixels(_enlarged(frames, _FILM_SIDE)) for frames in of_clip], dim=2))
+    return torch.cat(rows, dim=1).numpy()
+
+
+def _enlarged(frames: Tensor, side: int) -> Tensor:
+    """Frames (f, c, h, w), their pixels repeated so that no side has fewer than so many."""
+    factor = -(-side // min(frames.shape[-2:]))
+    return frames.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
+
+
+def to_gif(frames: np.ndarray, fps: float) -> bytes:
+    """The content of a GIF file that repeats for ever, of frames (f, h, w, 3), uint8. GIF counts hundredths of a second
+    and has 256 colours a frame."""
+    first, *others = (Image.fromarray(frame) for frame in frames)
+    content = io.BytesIO()
+    duration = max(20, round(100 / fps) * 10)  # in ms; viewers slow down what is shorter
+    first.save(content, "gif", save_all=True, append_images=others, duration=duration, loop=0)
+    return content.getvalue()
+
+
+def to_mp4(frames: np.ndarray, fps: float) -> bytes | None:
+    """The content of an MP4 file with H.264 of almost no loss, of frames (f, h, w, 3), uint8, at a whole number of
+    frames per second; None if PyAV is not installed or has no encoder for it."""
+    try:
+        import av
+    except ImportError:
+        return None
+    if "libx264" not in av.codecs_available:
+        return None
+    content = io.BytesIO()
+    with av.open(content, "w", format="mp4") as container:
+        # One thread and full colour: the file depends on the frames alone, and small coloured things stay sharp.
+        stream = container.add_stream("libx264", rate=max(1, round(fps)), options={"crf": "10", "threads": "1"})
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv444p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return content.getvalue()
