@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..checkpoints.store import Checkpoints
 from ..contracts import Feed, Processes, Stateful, Update
-from ..pictures.images import to_png
-from . import ASKED_TO_STOP, NOT_SAVED
 from ..pictures.images import Sample, to_png
+from . import ASKED_TO_STOP, NOT_SAVED
 from .folder import RunFolder
 from .loop import Evaluation, updates
 from .progress import Progress, ProgressDisplay, total_samples_from
