@@ -8,29 +8,26 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import tokenizer_quantizer
-from .video.causal import PAD_MODES, CausalConv3d, Context
+from .video.causal import CausalConv3d, Context
+from .video.coders import COND_EXPANSION, Decoder, EdgeConv, Encoder, Stack
 from .video.layers import (
     LayerOptions,
     check_frames,
+    check_options,
     check_side,
     frames_per_code,
     make_layers,
     parse_layers,
     pixels_per_code,
 )
-from .video.patches import PATCHES, from_patches, to_patches
 from .video.residual import RMSNorm
 from .video.streams import StreamState
 
-NORMS = ("none", "rms")
 Self = TypeVar("Self", bound="VideoTokenizer")
-_COND_WIDTH = 4  # the layers see a condition of this many times its width
 
 
 class VideoTokenizerOutput(NamedTuple):
@@ -61,7 +58,7 @@ class VideoTokenizer(Pretrained):
     Args:
         image_size: Side in pixels of the videos it is trained on, a multiple of S_s.
         layers: The encoder's layers, as ``residual,compress_space:64,consecutive_residual:2``; the decoder mirrors
-            them. `models.video.layers.LAYERS` lists the names, docs/tokenizer.md explains them.
+            them. `models.video.layers.LAYERS` explains the names.
         channels: 3 for RGB, 4 for RGBA.
         init_dim: Channels at the full resolution.
         max_dim: The most channels; None: no limit.
@@ -104,12 +101,11 @@ class VideoTokenizer(Pretrained):
         self._is_encoder_frozen = False
         self.config = constructor_arguments(locals())
         self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
-        _check_choices(self.config)
+        check_options(self.config)
         parsed = parse_layers(layers)
         self.frames_per_code, self.pixels_per_code = frames_per_code(layers), pixels_per_code(layers, patch_size)
         check_side("image_size", image_size, self.pixels_per_code)
-        self.image_size, self.channels, self.patch_size, self.patch = image_size, channels, patch_size, patch
-        self.separate_first_frame, self.gradient_checkpointing = separate_first_frame, gradient_checkpointing
+        self.image_size, self.channels = image_size, channels
         self.soft_clamp = soft_clamp if quantizer == "lfq" else 0.0
         self.is_conditional = any(layer.name.startswith("cond_") for layer in parsed)
         if dim_cond is not None and not self.is_conditional:
@@ -119,30 +115,18 @@ class VideoTokenizer(Pretrained):
             quantizer, codebook_size=codebook_size, dim=codebook_dim, diversity_gamma=diversity_gamma,
             inv_temperature=inv_temperature, fsq_levels=fsq_levels, vq_decay=vq_decay, vq_cosine=vq_cosine,
         )  # fmt: skip
-        options = LayerOptions(
-            residual_kernel, norm, None if dim_cond is None else _COND_WIDTH * dim_cond, self.quantizer.dim, heads,
-            dim_head, linear_heads, linear_dim_head, time_window,
-        )  # fmt: skip
-        encoder, decoder, dim = make_layers(parsed, init_dim, max_dim, options)
-
-        def conv(fan_in: int, fan_out: int, kernel: int, frames: int) -> CausalConv3d:
-            return CausalConv3d(fan_in, fan_out, (frames, kernel, kernel), pad_mode=pad_mode)
-
-        inputs = channels * patch_size**2
-        self.conv_in = conv(inputs, init_dim, input_kernel, input_kernel)
-        self.encoder = nn.ModuleList(encoder)
-        self.norm_codes = RMSNorm(dim)
-        self.to_codes = nn.Conv3d(dim, self.quantizer.dim, 1)
-        self.from_codes = nn.Conv3d(self.quantizer.dim, dim, 1)
-        self.decoder = nn.ModuleList(decoder)
-        self.norm_out = RMSNorm(init_dim) if norm == "rms" else None
-        self.conv_out = conv(init_dim, inputs, output_kernel, output_kernel)
-        if separate_first_frame:
-            self.conv_in_first = conv(inputs, init_dim, input_kernel, 1)
-            self.conv_out_first = conv(init_dim, inputs, output_kernel, 1)
-        if dim_cond is not None:
-            self.encoder_cond = nn.Sequential(nn.Linear(dim_cond, _COND_WIDTH * dim_cond), nn.SiLU())
-            self.decoder_cond = nn.Sequential(nn.Linear(dim_cond, _COND_WIDTH * dim_cond), nn.SiLU())
+        dim_latent, wide_cond = self.quantizer.dim, None if dim_cond is None else COND_EXPANSION * dim_cond
+        encoder, decoder, dim = make_layers(parsed, init_dim, max_dim, LayerOptions(
+            residual_kernel, norm, wide_cond, dim_latent, heads, dim_head, linear_heads, linear_dim_head, time_window,
+        ))  # fmt: skip
+        of_patch = channels * patch_size**2
+        conv_in = EdgeConv(of_patch, init_dim, input_kernel, pad_mode, separate_first_frame)
+        conv_out = EdgeConv(init_dim, of_patch, output_kernel, pad_mode, separate_first_frame)
+        layers_in, layers_out = (Stack(each, gradient_checkpointing) for each in (encoder, decoder))
+        norm_out = RMSNorm(init_dim) if norm == "rms" else None
+        patches = (patch_size, patch)
+        self.encoder = Encoder(conv_in, layers_in, dim, dim_latent, dim_cond, patches)
+        self.decoder = Decoder(dim_latent, dim, dim_cond, layers_out, norm_out, conv_out, patches)
         for name, module in self.named_modules():
             if hasattr(module, "stream_name"):
                 module.stream_name = name
@@ -210,7 +194,7 @@ class VideoTokenizer(Pretrained):
 
     def start_encoding(self, cond: Tensor | None = None) -> StreamState:
         """The state of a stream from which nothing was encoded yet."""
-        return StreamState(self._condition(cond, "encoder"))
+        return StreamState(self._checked(cond))
 
     @torch.no_grad()
     def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
@@ -235,7 +219,7 @@ class VideoTokenizer(Pretrained):
 
     def start_decoding(self, cond: Tensor | None = None) -> StreamState:
         """The state of a stream from which nothing was decoded yet."""
-        return StreamState(self._condition(cond, "decoder"))
+        return StreamState(self._checked(cond))
 
     @torch.no_grad()
     def decode_next(self, codes: Tensor, state: StreamState) -> Tensor:
@@ -257,16 +241,11 @@ class VideoTokenizer(Pretrained):
             image_gradient: The loss's gradient with respect to the reconstruction, of its shape.
 
         Returns:
-            (n,) fp32, detached, a sum over the clips like autograd's: the weight of ``conv_out``, flattened, and that
-            of ``conv_out_first``, if there is one.
+            (n,) fp32, detached, a sum over the clips like autograd's: the weight of ``decoder.conv_out.conv``,
+            flattened, and that of ``decoder.conv_out.first``, if there is one.
         """
-        gradient = image_gradient.float()
-        gradient = to_patches(gradient if gradient.dim() == 5 else gradient.unsqueeze(2), self.patch_size, self.patch)
-        if not self.separate_first_frame:
-            return self.conv_out.weight_gradient(features, gradient).flatten()
-        first = self.conv_out_first.weight_gradient(features[:, :, :1], gradient[:, :, :1])
-        others = F.pad(gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))  # no gradient reaches conv_out from the first frame
-        return torch.cat([self.conv_out.weight_gradient(features, others).flatten(), first.flatten()])
+        gradient = image_gradient if image_gradient.dim() == 5 else image_gradient.unsqueeze(2)
+        return self.decoder.last_layer_gradient(features, gradient)
 
     @torch.no_grad()
     def inflate_from(self, source: str | Path) -> None:
@@ -282,16 +261,15 @@ class VideoTokenizer(Pretrained):
         for module in self.modules():
             if isinstance(module, CausalConv3d):
                 module.weight[:, :, :-1] = 0
-        if self.separate_first_frame:  # the others were not trained at all
-            for conv, first in ((self.conv_in, self.conv_in_first), (self.conv_out, self.conv_out_first)):
-                conv.weight[:, :, -1:] = first.weight
-                conv.bias.copy_(first.bias)  # type: ignore[union-attr, arg-type]
+        for edge in (self.encoder.conv_in, self.decoder.conv_out):
+            if edge.first is not None:  # images did not train the other one at all
+                edge.conv.weight[:, :, -1:] = edge.first.weight
+                edge.conv.bias.copy_(edge.first.bias)  # type: ignore[union-attr, arg-type]
 
     def freeze_encoder(self) -> None:
         """Keep the encoder and the codebook as they are; only the decoder learns."""
-        halves = ("from_codes", "decoder", "norm_out", "conv_out", "conv_out_first", "decoder_cond")
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.split(".")[0] in halves)
+            parameter.requires_grad_(name.startswith("decoder."))
         self._is_encoder_frozen = True
         self.train(self.training)
 
@@ -308,54 +286,31 @@ class VideoTokenizer(Pretrained):
         check_frames(clip.shape[2], self.frames_per_code)
         if not self.training:
             return self._encode_chunks(clip, self.start_encoding(cond))
-        return [self._encode_chunk(clip, Context(self._condition(cond, "encoder")))]
+        return [self._clamped(self.encoder(clip, Context(self._checked(cond))))]
 
     def _encode_chunks(self, frames: Tensor, state: StreamState) -> Iterable[Tensor]:
-        return (self._encode_chunk(*chunk) for chunk in state.chunks(frames, self.frames_per_code))
-
-    def _encode_chunk(self, frames: Tensor, context: Context) -> Tensor:
-        patches = to_patches(frames.to(self.conv_in.weight.dtype), self.patch_size, self.patch)
-        x = self.conv_in(patches, context)
-        if self.separate_first_frame and context.is_start:
-            x = torch.cat([self.conv_in_first(patches[:, :, :1], context), x[:, :, 1:]], dim=2)
-        z = self.to_codes(self.norm_codes(self._through(self.encoder, x, context), context))
-        return self.soft_clamp * torch.tanh(z / self.soft_clamp) if self.soft_clamp else z
+        return (self._clamped(self.encoder(*chunk)) for chunk in state.chunks(frames, self.frames_per_code))
 
     def _decode(self, quantized: Tensor, cond: Tensor | None) -> tuple[Tensor, Tensor]:
         """Quantized (b, d, f', h', w') -> fp32 videos, and the input of the last convolution."""
         if self.training:
-            return self._decode_chunk(quantized, Context(self._condition(cond, "decoder")))
+            return self.decoder(quantized, Context(self._checked(cond)))
         videos, features = zip(*self._decode_chunks(quantized, self.start_decoding(cond)), strict=True)
         return torch.cat(videos, dim=2), torch.cat(features, dim=2)
 
     def _decode_chunks(self, quantized: Tensor, state: StreamState) -> Iterable[tuple[Tensor, Tensor]]:
-        return (self._decode_chunk(*chunk) for chunk in state.chunks(quantized, 1))
+        return (self.decoder(*chunk) for chunk in state.chunks(quantized, 1))
 
-    def _decode_chunk(self, quantized: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        latents = quantized.to(self.conv_in.weight.dtype)
-        x = self._through(self.decoder, self.from_codes(latents), context._replace(latents=latents))
-        features = x if self.norm_out is None else F.silu(self.norm_out(x, context))
-        patches = self.conv_out(features, context)
-        if self.separate_first_frame and context.is_start:
-            patches = torch.cat([self.conv_out_first(features[:, :, :1], context), patches[:, :, 1:]], dim=2)
-        return from_patches(patches.float(), self.patch_size, self.patch), features
+    def _clamped(self, z: Tensor) -> Tensor:
+        return self.soft_clamp * torch.tanh(z / self.soft_clamp) if self.soft_clamp else z
 
-    def _through(self, layers: Iterable[nn.Module], x: Tensor, context: Context) -> Tensor:
-        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        for layer in layers:
-            if recompute:
-                x = checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, context)
-        return x
-
-    def _condition(self, cond: Tensor | None, half: str) -> Tensor | None:
+    def _checked(self, cond: Tensor | None) -> Tensor | None:
         if (cond is not None) != self.is_conditional:
             raise ValueError(
                 "layers cond_... need a condition (b, dim_cond): give cond" if self.is_conditional
                 else "a condition was given, but no layer takes one: add layers cond_..., or leave cond out"
             )  # fmt: skip
-        return None if cond is None else getattr(self, f"{half}_cond")(cond.to(self.conv_in.weight.dtype))
+        return cond
 
     def _check_sides(self, videos: Tensor) -> None:
         for name, side in zip(("height", "width"), videos.shape[-2:], strict=True):
@@ -367,19 +322,3 @@ class VideoTokenizer(Pretrained):
         if codes.shape[1] % side**2:
             raise ValueError(f"{codes.shape[1]} codes fill no frames of {side} x {side}; give (b, f', h', w') codes")
         return rearrange(codes, "b (f h w) -> b f h w", h=side, w=side)
-
-
-def _check_choices(config: dict) -> None:
-    for name, choices in (("pad_mode", PAD_MODES), ("norm", NORMS), ("patch", PATCHES)):
-        if config[name] not in choices:
-            raise ValueError(f"{name} {config[name]!r} is unknown; use {', '.join(choices)}")
-    for name in ("input_kernel", "output_kernel", "residual_kernel"):
-        if config[name] < 1 or config[name] % 2 == 0:
-            raise ValueError(f"{name} {config[name]} must be odd, so that a convolution keeps the size of a frame")
-    size = config["patch_size"]
-    if size < 1 or size & (size - 1):
-        raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
-    sizes = ("channels", "init_dim", "max_dim", "dim_cond", "heads", "dim_head", "linear_heads", "linear_dim_head")
-    for name in (*sizes, "time_window"):
-        if config[name] is not None and config[name] < 1:
-            raise ValueError(f"{name} {config[name]}: give a number of at least 1")

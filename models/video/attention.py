@@ -33,34 +33,51 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head softmax attention with learned memories, without biases and positions: tokens (n, t, dim) -> the same
-    shape."""
+    """Multi-head softmax attention with learned memories, without biases and positions.
 
-    def __init__(self, dim: int, heads: int, dim_head: int) -> None:
+    Args:
+        is_causal: A token sees no later one, and a stream goes on from the keys and values of earlier chunks.
+        window: With is_causal, tokens that a token sees, itself included; None: all earlier ones, so that what a stream
+            keeps grows.
+    """
+
+    stream_name = ""
+
+    def __init__(
+        self, dim: int, heads: int, dim_head: int, *, is_causal: bool = False, window: int | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.heads = heads
+        self.heads, self.is_causal, self.window = heads, is_causal, window
         self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
         self.memory = nn.Parameter(torch.randn(2, heads, _MEMORIES, dim_head))
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Every token sees every other."""
-        q, kv = self.queries_keys_values(tokens)
-        return self.attend(q, kv)
-
-    def queries_keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (n, t, dim) -> queries (n, heads, t, dim_head), and keys and values (2, n, heads, t, dim_head)."""
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """(n, t, dim) -> (n, t, dim)."""
         qkv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
-        return qkv[0], qkv[1:]
-
-    def attend(self, q: Tensor, kv: Tensor, visible: Tensor | None = None) -> Tensor:
-        """visible: bool (queries, keys); every query sees the memories as well."""
+        q, kv, visible = qkv[0], qkv[1:], None
+        if self.is_causal:
+            kv = self._with_past(kv, context)
+            visible = F.pad(self._visible(q.shape[2], kv.shape[3], q.device), (_MEMORIES, 0), value=True)
         memory = self.memory.to(kv.dtype)[:, None].expand(-1, kv.shape[1], -1, -1, -1)
         k, v = torch.cat([memory, kv], dim=3)
-        mask = None if visible is None else F.pad(visible, (_MEMORIES, 0), value=True)
         with sdpa_kernel(SDPA_KERNELS):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
+
+    def _with_past(self, kv: Tensor, context: Context) -> Tensor:
+        past = context.past(self.stream_name)
+        if past is not None:
+            kv = torch.cat([past, kv], dim=3)
+        keys = kv.shape[3]
+        most = keys if self.window is None else min(self.window - 1, keys)
+        context.keep(self.stream_name, kv[:, :, :, keys - most :])
+        return kv
+
+    def _visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """bool (queries, keys); the last query belongs to the last key."""
+        age = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+        return age >= 0 if self.window is None else (age >= 0) & (age < self.window)
 
 
 class TaylorAttention(nn.Module):
@@ -76,7 +93,7 @@ class TaylorAttention(nn.Module):
         self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """(n, t, dim) -> (n, t, dim)."""
         qkv = self.to_qkv(tokens)
         with torch.autocast(tokens.device.type, enabled=False):
@@ -85,21 +102,6 @@ class TaylorAttention(nn.Module):
             total = (q @ k.sum(dim=-2).unsqueeze(-1)).clamp_min(1e-5)
             out = rearrange(q @ (k.transpose(-1, -2) @ v) / total, "n h t d -> n t (h d)").to(qkv.dtype)
         return self.to_out(out)
-
-
-class AttendSpace(nn.Module):
-    """Attention within each frame, then a feed-forward, each with a residual."""
-
-    def __init__(self, dim: int, attention: nn.Module, dim_cond: int | None = None) -> None:
-        super().__init__()
-        self.norm, self.attention = RMSNorm(dim, dim_cond), attention
-        self.feed_forward = FeedForward(dim, dim_cond)
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        tokens = rearrange(self.norm(x, context), "b c f h w -> (b f) (h w) c")
-        out = self.attention(tokens)
-        x = x + rearrange(out, "(b f) (h w) c -> b c f h w", b=len(x), h=x.shape[-2])
-        return x + self.feed_forward(x, context)
 
 
 class TokenShift(nn.Module):
@@ -117,35 +119,30 @@ class TokenShift(nn.Module):
         return torch.cat([here, torch.cat([past, shifted[:, :, :-1]], dim=2)], dim=1)
 
 
-class AttendTime(nn.Module):
-    """Causal attention along time for each pixel, then a feed-forward, both token-shifted and with a residual.
+class Attend(nn.Module):
+    """Attention, then a feed-forward, each with a residual.
 
     Args:
-        window: Frames that a frame sees, itself included; None: all earlier ones, so that a stream's memory grows.
+        attention: Tokens (n, t, dim) and the context -> tokens.
+        along: ``space``: the tokens are the positions of a frame. ``time``: they are the frames of a position, and both
+            parts are token-shifted.
+        dim_cond: The norms' gains are functions of a condition of this width.
     """
 
-    stream_name = ""
-
-    def __init__(self, dim: int, attention: Attention, window: int | None, dim_cond: int | None = None) -> None:
+    def __init__(self, dim: int, attention: nn.Module, along: str, dim_cond: int | None = None) -> None:
         super().__init__()
-        self.norm, self.attention, self.window = RMSNorm(dim, dim_cond), attention, window
+        self.tokens = "(b f) (h w) c" if along == "space" else "(b h w) f c"
+        self.norm, self.attention = RMSNorm(dim, dim_cond), attention
         self.feed_forward = FeedForward(dim, dim_cond)
-        self.shift_attention, self.shift_feed_forward = TokenShift(), TokenShift()
+        self.shifts = nn.ModuleList(TokenShift() for _ in range(2 if along == "time" else 0))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        shifted = self.norm(self.shift_attention(x, context), context)
-        q, kv = self.attention.queries_keys_values(rearrange(shifted, "b c f h w -> (b h w) f c"))
-        past = context.past(self.stream_name)
-        if past is not None:
-            kv = torch.cat([past, kv], dim=3)
-        queries, keys = q.shape[2], kv.shape[3]
-        most = keys if self.window is None else min(self.window - 1, keys)
-        context.keep(self.stream_name, kv[:, :, :, keys - most :])
-        age = torch.arange(keys - queries, keys, device=x.device)[:, None] - torch.arange(keys, device=x.device)
-        visible = age >= 0 if self.window is None else (age >= 0) & (age < self.window)
-        out = self.attention.attend(q, kv, visible)
-        x = x + rearrange(out, "(b h w) f c -> b c f h w", b=len(x), h=x.shape[-2])
-        return x + self.feed_forward(self.shift_feed_forward(x, context), context)
+        y = self.shifts[0](x, context) if self.shifts else x
+        tokens = rearrange(self.norm(y, context), f"b c f h w -> {self.tokens}")
+        sizes = dict(zip("bfhw", (len(x), *x.shape[2:]), strict=True))
+        x = x + rearrange(self.attention(tokens, context), f"{self.tokens} -> b c f h w", **sizes)
+        y = self.shifts[1](x, context) if self.shifts else x
+        return x + self.feed_forward(y, context)
 
 
 class GateLoop(nn.Module):

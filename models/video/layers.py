@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from .attention import AdaptiveNorm, AttendSpace, AttendTime, Attention, GateLoop, TaylorAttention
-from .causal import CausalConv3d, SpaceUp, TimeUp
+from .attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
+from .causal import PAD_MODES, CausalConv3d, SpaceUp, TimeUp
+from .patches import PATCHES
 from .residual import ModulatedConv3d, ResidualUnit, SqueezeExcite
 
-# Names of layers, and what the number after their colon says: None if they take none.
 LAYERS: dict[str, str | None] = {
     "residual": None,
     "residual_space": None,
@@ -29,6 +29,18 @@ LAYERS: dict[str, str | None] = {
     "cond_attend_time": None,
     "adaptive": None,
 }
+"""Names of layers, and what the number after their colon says; None if they take none.
+
+``residual`` is a residual unit with a causal convolution, ``residual_space`` one whose convolution sees a frame alone,
+``consecutive_residual:n`` n of the first. ``compress_space[:channels]`` halves height and width, ``compress_time``
+turns 1 + 2 n frames into 1 + n. ``attend_space``, ``attend_time`` and ``linear_attend_space`` are attention with a
+feed-forward, ``gateloop_time`` is a gated recurrence. ``cond_...`` are modulated by the condition. ``adaptive``, which
+the decoder alone has, is a norm that is modulated by the quantized latents.
+"""
+
+NORMS = ("none", "rms")
+
+_MOST_LAYERS, _MOST_HALVINGS = 1000, 40
 
 
 class Layer(NamedTuple):
@@ -53,6 +65,8 @@ def parse_layers(text: str) -> list[Layer]:
         if (colon or name == "consecutive_residual") and not (number.isascii() and number.isdigit() and int(number)):
             raise ValueError(f"layer {part.strip()!r}: give {name}:N with a whole number N of at least 1 ({meaning})")
         layers.append(Layer(name, int(number) if colon else None))
+    if len(layers) > _MOST_LAYERS or sum(layer.name.startswith("compress") for layer in layers) > _MOST_HALVINGS:
+        raise ValueError(f"{len(layers)} layers: give at most {_MOST_LAYERS}, and {_MOST_HALVINGS} that compress")
     return layers
 
 
@@ -80,6 +94,23 @@ def check_side(name: str, pixels: int, per_code: int) -> None:
         below = max(pixels // per_code, 1) * per_code
         use = f"use {below} or {below + per_code}"
         raise ValueError(f"{name} {pixels} must be a multiple of {per_code}, the side of a code in pixels; {use}")
+
+
+def check_options(arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError of one line if an argument of `VideoTokenizer` is out of range by itself."""
+    for name, choices in (("pad_mode", PAD_MODES), ("norm", NORMS), ("patch", PATCHES)):
+        if arguments[name] not in choices:
+            raise ValueError(f"{name} {arguments[name]!r} is unknown; use {', '.join(choices)}")
+    for name in ("input_kernel", "output_kernel", "residual_kernel"):
+        if arguments[name] < 1 or arguments[name] % 2 == 0:
+            raise ValueError(f"{name} {arguments[name]} must be odd, so that a convolution keeps the size of a frame")
+    size = arguments["patch_size"]
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
+    sizes = ("channels", "init_dim", "max_dim", "dim_cond", "heads", "dim_head", "linear_heads", "linear_dim_head")
+    for name in (*sizes, "time_window"):
+        if arguments[name] is not None and arguments[name] < 1:
+            raise ValueError(f"{name} {arguments[name]}: give a number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -141,18 +172,20 @@ def _maker(name: str, dim: int, options: LayerOptions) -> Callable[[], nn.Module
             return ResidualUnit(dim, CausalConv3d(dim, dim, kernel), SqueezeExcite(dim), options.norm)
         return ResidualUnit(dim, ModulatedConv3d(dim, dim, kernel, dim_cond), nn.Identity(), options.norm)
 
-    def attention() -> Attention:
-        return Attention(dim, options.heads, options.dim_head)
+    def attend(along: str) -> nn.Module:
+        window = options.time_window
+        attention = Attention(dim, options.heads, options.dim_head, is_causal=along == "time", window=window)
+        return Attend(dim, attention, along, dim_cond)
 
-    def linear_attention() -> TaylorAttention:
-        return TaylorAttention(dim, options.linear_heads, options.linear_dim_head)
+    def attend_linearly() -> nn.Module:
+        return Attend(dim, TaylorAttention(dim, options.linear_heads, options.linear_dim_head), "space", dim_cond)
 
     return {
         "residual": residual,
         "residual_space": residual,
         "consecutive_residual": residual,
-        "attend_space": lambda: AttendSpace(dim, attention(), dim_cond),
-        "linear_attend_space": lambda: AttendSpace(dim, linear_attention(), dim_cond),
-        "attend_time": lambda: AttendTime(dim, attention(), options.time_window, dim_cond),
+        "attend_space": lambda: attend("space"),
+        "linear_attend_space": attend_linearly,
+        "attend_time": lambda: attend("time"),
         "gateloop_time": lambda: GateLoop(dim),
     }[name.removeprefix("cond_")]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..attention import at_least_fp32
 from .causal import CausalConv3d, Context
 
 _EPSILON = 1e-6  # added to a mean square
@@ -20,7 +19,6 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, dim_cond: int | None = None) -> None:
         super().__init__()
-        self.root = math.sqrt(dim)
         if dim_cond is None:
             self.gain = nn.Parameter(torch.ones(dim))
         else:
@@ -32,9 +30,8 @@ class RMSNorm(nn.Module):
         """(b, c, ...) -> the same shape and dtype; the mean is computed in fp32 or fp64."""
         gain = self.to_gain(context.cond) if hasattr(self, "to_gain") else self.gain
         gain = gain.view(*gain.shape, *[1] * (x.dim() - 2))
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype) / self.root
-        return (x * (length.square() + _EPSILON).rsqrt()).to(x.dtype) * gain.to(x.dtype)
+        y = at_least_fp32(x)
+        return (y * (y.square().mean(dim=1, keepdim=True) + _EPSILON).rsqrt() * gain).to(x.dtype)
 
 
 class SqueezeExcite(nn.Module):
