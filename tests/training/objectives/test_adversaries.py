@@ -197,7 +197,7 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
         x = torch.rand(BATCH, 3, length, 16, 16, generator=torch.Generator().manual_seed(step))
         batch, frames = {"x": x, "positions": torch.arange(BATCH)}, (torch.arange(BATCH) + step) % length
         game.means = {}
-        _, fakes, _ = game.generator_step(batch, code_loss=weighted, is_adversarial=True, step=step, seed=0)
+        _, fakes, _ = game.generator_step(batch, code_weights=CODE_WEIGHTS, is_adversarial=True, step=step, seed=0)
         game.discriminator_step(batch, fakes, step=step, with_penalty=step < 2)
 
         fake = plain_g(x).reconstruction
