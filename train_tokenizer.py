@@ -129,11 +129,11 @@ def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
     return float(args.entropy_loss_weight * (1 + (args.entropy_anneal_factor - 1) * left))
 
 
-def build_models(args: argparse.Namespace) -> tuple[VideoTokenizer, VideoDiscriminator]:
-    """Generator and discriminator with seeded weights, the same on every process; or the generator of `--init_from`."""
+def build_model(args: argparse.Namespace) -> VideoTokenizer:
+    """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
     import torch
 
-    from models import VideoDiscriminator, VideoTokenizer
+    from models import VideoTokenizer
     from models.video.layers import check_frames
 
     torch.manual_seed(args.seed)
@@ -144,10 +144,19 @@ def build_models(args: argparse.Namespace) -> tuple[VideoTokenizer, VideoDiscrim
         load(args.init_from)
     if args.train_decoder_only:
         generator.freeze_encoder()
+    return generator
+
+
+def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
+    """The discriminator with seeded weights, the same on every process."""
+    import torch
+
+    from models import VideoDiscriminator
+
     torch.manual_seed(args.seed)
     discriminator = VideoDiscriminator(args.discr_dim or args.init_dim, layers=args.discr_layers)
     discriminator.check_side(args.image_size)
-    return generator, discriminator
+    return discriminator
 
 
 def evaluate(
@@ -181,8 +190,8 @@ def reconstructions(models: Mapping[str, VideoTokenizer], shown: VideoBatch, fps
     from data import to_unit_range
     from training.pictures.film import film
 
-    videos = to_unit_range(shown["videos"])
-    return film(videos, {name: model.decode(model.encode(videos)) for name, model in models.items()}, fps=fps)
+    clips = to_unit_range(shown["videos"])
+    return film(clips, {name: model.decode(model.encode(clips)) for name, model in models.items()}, fps=fps)
 
 
 def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -190,16 +199,12 @@ def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict
     from models.i3d import load_i3d
     from models.perceptual import load_perceptual
 
-    networks: dict[str, Any] = {}
-    if args.lpips_weights:
-        networks["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
-    if args.fvd_weights:
-        networks["i3d"] = load_i3d(args.fvd_weights, device)
-    return networks
+    kind = "lpips" if args.lpips_weights else "none"
+    lpips = load_perceptual(kind, args.lpips_weights, device, side=args.image_size)
+    return {"lpips": lpips, "i3d": load_i3d(args.fvd_weights, device) if args.fvd_weights else None}
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    import torch
     from torch.nn import functional as F
 
     import data
@@ -208,13 +213,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.ema import make_ema
     from training.measures.averages import usage_of_codes
     from training.noise import Noise
-    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
+    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, frames_of, reconstruction_loss
     from training.optimizers import make_optimizer
     from training.run.loop import Evaluation
     from training.run.run import Run
 
     with backend.agreement():
-        generator, discriminator = (model.to(backend.device) for model in build_models(args))
+        generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
         networks = load_metric_networks(args, backend.device)
         adam = [make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
@@ -232,18 +237,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         shares = noise.uniform(step, micro["positions"], (), backend.device)
         return {"frames": (shares * micro["videos"].shape[2]).long()}
 
-    def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = F.mse_loss(fake, videos)
-        if perceptual is None:
-            return loss, {"recon_loss": loss}
-        clips = torch.arange(len(videos), device=videos.device)
-        distance = perceptual(fake[clips, :, frames], videos[clips, :, frames])
-        return loss + args.perceptual_loss_weight * distance, {"recon_loss": loss, "perceptual_loss": distance}
-
     adversaries = AdversarialTraining(
         engine, critic, backend, quantizer=generator.quantizer, last_layer_gradient=generator.last_layer_gradient,
         images=lambda micro: data.to_unit_range(micro["videos"]), given=drawn_frames, heads=discriminator.num_heads,
-        reconstruction_loss=reconstruction_loss, weights=AdversarialWeights.from_args(args), log=run.add,
+        reconstruction_loss=reconstruction_loss(F.mse_loss, perceptual, args.perceptual_loss_weight, frames_of),
+        weights=AdversarialWeights.from_args(args), log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VideoTokenizer.save_pretrained},

@@ -195,7 +195,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.ema import make_ema
     from training.measures.averages import usage_of_codes
     from training.objectives.adversarial import last_layer_gradient
-    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
+    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, reconstruction_loss
     from training.run.loop import Evaluation
     from training.run.run import Run
 
@@ -215,19 +215,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         discriminator, adam(discriminator.parameters()), name="discriminator", max_grad_norm=args.discr_max_grad_norm
     )
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
-
-    def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = error(fake, images)
-        if perceptual is None:
-            return loss, {"recon_loss": loss}
-        distance = perceptual(fake, images)
-        return loss + args.perceptual_loss_weight * distance, {"recon_loss": loss, "perceptual_loss": distance}
-
     adversaries = AdversarialTraining(
         engine, critic, backend, quantizer=quantizer, log=run.add,
         last_layer_gradient=functools.partial(last_layer_gradient, weight_shape=last_weight_shape),
-        images=lambda micro: data.to_unit_range(micro["images"]), reconstruction_loss=reconstruction_loss,
-        weights=AdversarialWeights.from_args(args),
+        images=lambda micro: data.to_unit_range(micro["images"]),
+        reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight), weights=AdversarialWeights.from_args(args),
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VQGAN.save_pretrained},

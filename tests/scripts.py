@@ -70,6 +70,16 @@ def write_sounds(folder: Path, texts: Sequence[str]) -> Path:
     return folder
 
 
+def write_videos(folder: Path, count: int) -> Path:
+    """A folder of films of noise, 20 x 20 pixels and 6 frames: 00.gif, 01.gif, ..."""
+    folder.mkdir(exist_ok=True)
+    noise = np.random.default_rng(0).integers(0, 256, (count, 6, 20, 20, 3), dtype=np.uint8)
+    for number, frames in enumerate(noise):
+        first, *others = (Image.fromarray(pixels) for pixels in frames)
+        first.save(folder / f"{number:02d}.gif", save_all=True, append_images=others, duration=40)
+    return folder
+
+
 @dataclass(frozen=True)
 class Data:
     """A kind of training data: the flag that names it, its demonstration, and what writes a folder of n files."""
@@ -80,6 +90,7 @@ class Data:
 
 
 IMAGES = Data("image_folder", "demo:shapes", write_images)
+VIDEOS = Data("video_folder", "demo:moving", write_videos)
 SOUNDS = Data("audio_data", "demo:tones", lambda folder, n: write_sounds(folder, [f"{w} sound" for w in WORDS[:n]]))
 
 
@@ -230,7 +241,25 @@ MULAN = Script(
     },
     other_models={"dim_latent": (8, 4), "audio_depth": (2, 3), "max_text_tokens": (24, 16)},
 )  # fmt: skip
-SCRIPTS = {script.name: script for script in (VAE, VQGAN, MULAN)}
+VIDEO_TOKENIZER = Script(
+    "train_tokenizer",
+    models.VideoTokenizer,
+    VIDEOS,
+    tiny={
+        "image_size": 16, "num_frames": 5, "layers": "compress_space:8,residual,compress_time:8", "init_dim": 4,
+        "input_kernel": 3, "codebook_size": 64, "codebook_dim": 4, "discr_layers": 1, "lr_warmup_steps": 2,
+        "learning_rate": 1e-3,
+    },
+    all_parts={
+        "quantizer": "vq", "discr_start_step": 3, "lecam_weight": 0.1, "image_folder": "demo:shapes:64",
+        "image_every": 3,
+    },
+    other_models={
+        "codebook_size": (64, 128), "init_dim": (4, 8), "discr_dim": (None, 8),
+        "layers": ("compress_space:8,residual,compress_time:8", "compress_space:8,compress_time:8"),
+    },
+)  # fmt: skip
+SCRIPTS = {script.name: script for script in (VAE, VQGAN, MULAN, VIDEO_TOKENIZER)}
 
 
 def words(flags: Mapping[str, Any]) -> list[str]:

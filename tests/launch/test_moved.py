@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import test_adversaries
 import test_mulan
-import test_vqgan
 from forks import fork
 from jobs import Jobs, Task
 from launching import ONE_PROCESS, Launcher, run
@@ -16,15 +16,16 @@ from run_outputs import unequal
 
 SCRIPTS = {
     "train_mulan": [*test_mulan.MODEL, *test_mulan.SAME_BITS],
-    "train_vqgan": [*test_vqgan.MODEL, *test_vqgan.SAME_BITS, "--quantizer", "vq"],
+    "train_vqgan": [*test_adversaries.flags("vqgan-vq"), *test_adversaries.SAME_BITS],
+    "train_tokenizer": [*test_adversaries.flags("tokenizer-vq"), *test_adversaries.SAME_BITS],
 }
-UNINTERRUPTED = {"train_mulan": "mulan-decoupled", "train_vqgan": "vqgan-vq"}
+UNINTERRUPTED = {"train_mulan": "mulan-decoupled", "train_vqgan": "vqgan-vq", "train_tokenizer": "tokenizer-vq"}
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
     """The uninterrupted runs."""
     if launcher == ONE_PROCESS and kind == "bits":
-        for module in (test_mulan, test_vqgan):
+        for module in (test_mulan, test_adversaries):
             yield from (task for task in module.tasks(launcher, kind, jobs) if task.name in UNINTERRUPTED.values())
 
 

@@ -33,6 +33,32 @@ Given = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
 """(micro-batch of the loader, number of the update) -> further arguments by name, one entry per image each."""
 
 
+def reconstruction_loss(
+    error: Callable[[Tensor, Tensor], Tensor],
+    perceptual: Callable[[Tensor, Tensor], Tensor] | None,
+    perceptual_weight: float,
+    shown: Callable[..., Tensor] = lambda images: images,
+) -> ReconstructionLoss:
+    """A loss that is the error of all pixels, and the weighted perceptual distance of images if there is a network.
+
+    `shown` takes images or videos and what is given beside them, and returns the images that the network compares.
+    """
+
+    def loss(fake: Tensor, images: Tensor, **given: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value = error(fake, images)
+        if perceptual is None:
+            return value, {"recon_loss": value}
+        distance = perceptual(shown(fake, **given), shown(images, **given))
+        return value + perceptual_weight * distance, {"recon_loss": value, "perceptual_loss": distance}
+
+    return loss
+
+
+def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
+    """Frame number frames[i] of video i: (b, c, f, h, w) and int64 (b,) -> (b, c, h, w)."""
+    return videos[torch.arange(len(videos), device=videos.device), :, frames]
+
+
 class Quantizer(Protocol):
     """Interface that an adversarial update requires of a quantizer, which may keep statistics of the whole batch."""
 

@@ -1,4 +1,4 @@
-"""What train_vqgan.py guarantees about its two models, its two optimizers and its statistics of the whole batch."""
+"""What scripts with a generator, a discriminator and statistics of the whole batch guarantee."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from run_outputs import CLOCKS, lines, unequal
 
 TWO = Launcher("torchrun", 2)
 LAUNCHERS = [Launcher("torchrun", 4), Launcher("horovodrun", 2), *ZERO_STAGES]
-QUANTIZERS = ("lfq", "vq", "fsq", "bsq", "ibq")
-MODEL = ["--image_folder", "demo:shapes:64", "--image_size", "16", "--num_layers", "2", "--dim", "8",
-         "--discr_layers", "2", "--codebook_size", "256", "--codebook_dim", "4", "--batch_size", "8", "--epochs", "100",
-         "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "0", "--sample_every_n_steps", "0",
-         "--validate_every_n_steps", "0", "--ema_decay", "0.9", "--lecam_weight", "0.1"]  # fmt: skip
+SHARED = ["--image_size", "16", "--codebook_size", "256", "--codebook_dim", "4", "--batch_size", "8", "--epochs", "100",
+          "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "0", "--sample_every_n_steps", "0",
+          "--validate_every_n_steps", "0", "--ema_decay", "0.9", "--lecam_weight", "0.1"]  # fmt: skip
+MODELS = {
+    "train_vqgan": ["--image_folder", "demo:shapes:64", "--num_layers", "2", "--dim", "8", "--discr_layers", "2"],
+    # Every third update is one of images, which have nothing for the heads that judge clips.
+    "train_tokenizer": ["--video_folder", "demo:moving:64", "--num_frames", "5", "--patch_size", "2", "--norm", "rms",
+                        "--layers", "compress_space:8,residual,compress_time:8,attend_time,adaptive", "--init_dim", "4",
+                        "--input_kernel", "3", "--discr_layers", "1", "--image_folder", "demo:shapes:64",
+                        "--image_every", "3", "--lr_warmup_steps", "0", "--learning_rate", "1e-3",
+                        "--apply_grad_penalty_every", "4"],
+}  # fmt: skip
+RUNS = {
+    **{f"vqgan-{quantizer}": ("train_vqgan", quantizer) for quantizer in ("lfq", "vq", "fsq", "bsq", "ibq")},
+    **{f"tokenizer-{quantizer}": ("train_tokenizer", quantizer) for quantizer in ("lfq", "vq")},
+}
 TWENTY = ["--max_steps", "20", "--discr_start_step", "6"]
 SAME_BITS = [*TWENTY, "--batch_parts", "4", "--max_grad_norm", "0.5"]
 # Fewer codes than the batch has vectors. Otherwise k-means would leave equal codes, and rounding would decide which of
@@ -23,37 +34,41 @@ SAME_BITS = [*TWENTY, "--batch_parts", "4", "--max_grad_norm", "0.5"]
 SMALL = [*TWENTY, "--learning_rate", "1e-6", "--codebook_size", "64", "--fsq_levels", "4,4,4"]
 
 
+def flags(name: str) -> list[str]:
+    script, quantizer = RUNS[name]
+    return [*SHARED, *MODELS[script], "--quantizer", quantizer]
+
+
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
-    for quantizer in QUANTIZERS:
-        flags = [*MODEL, "--quantizer", quantizer]
+    for name, (script, _) in RUNS.items():
         if kind == "bits" and launcher in [ONE_PROCESS, *LAUNCHERS]:
-            yield Task(f"vqgan-{quantizer}", "train_vqgan", [*flags, *SAME_BITS])
+            yield Task(name, script, [*flags(name), *SAME_BITS])
         elif kind == "rounded" and launcher in [ONE_PROCESS, TWO]:
             accumulation = ["--grad_accum_steps", "1" if launcher == ONE_PROCESS else "2"]
-            yield Task(f"vqgan-{quantizer}", "train_vqgan", [*flags, *SMALL, *accumulation])
+            yield Task(name, script, [*flags(name), *SMALL, *accumulation])
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_twenty_updates_have_the_bits_of_one_process(launcher: Launcher, jobs: Jobs) -> None:
     """Both models, the moments of both optimizers, the codebook, LeCam and the average have the bits of one process;
     the updates lie before and after the start of the discriminator."""
-    for quantizer in QUANTIZERS:
-        ours, expected = (jobs.output(who, "bits", f"vqgan-{quantizer}") for who in (launcher, ONE_PROCESS))
-        assert unequal(ours, expected) == [], quantizer
+    for name in RUNS:
+        ours, expected = (jobs.output(who, "bits", name) for who in (launcher, ONE_PROCESS))
+        assert unequal(ours, expected) == [], name
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_the_log_of_twenty_updates_is_that_of_one_process(launcher: Launcher, jobs: Jobs) -> None:
-    for quantizer in QUANTIZERS:
-        ours, expected = (lines(jobs.output(who, "bits", f"vqgan-{quantizer}")) for who in (launcher, ONE_PROCESS))
+    for name in RUNS:
+        ours, expected = (lines(jobs.output(who, "bits", name)) for who in (launcher, ONE_PROCESS))
         assert [line["step"] for line in ours] == list(range(1, 21))
         for line, reference in zip(ours, expected, strict=True):
             assert set(line) == set(reference)
             for key in set(reference) - CLOCKS:
-                # Training logs fp64 means of equal numbers. Validation divides the images differently, and so sums fp32
-                # numbers in another order.
+                # Training logs fp64 means of equal numbers. Validation divides the samples differently, and so sums
+                # fp32 numbers in another order.
                 tolerance = 1e-5 if key.startswith("valid") else 1e-12
-                assert line[key] == pytest.approx(reference[key], rel=tolerance, abs=tolerance), (quantizer, key)
+                assert line[key] == pytest.approx(reference[key], rel=tolerance, abs=tolerance), (name, key)
 
 
 def test_without_equal_bits_the_first_updates_agree_to_rounding(jobs: Jobs) -> None:
@@ -61,10 +76,10 @@ def test_without_equal_bits_the_first_updates_agree_to_rounding(jobs: Jobs) -> N
     changes a sign, and Adam makes full steps even from tiny gradients. Hence the learning rate is small, and only the
     updates up to the third one with the discriminator are compared. (At the default rate, runs agree only with
     --batch_parts.)"""
-    for quantizer in QUANTIZERS:
-        ours, expected = (lines(jobs.output(who, "rounded", f"vqgan-{quantizer}")) for who in (TWO, ONE_PROCESS))
+    for name in RUNS:
+        ours, expected = (lines(jobs.output(who, "rounded", name)) for who in (TWO, ONE_PROCESS))
         for line, reference in list(zip(ours, expected, strict=True))[:9]:
             for key in ("loss", "recon_loss", "grad_norm", "discr_loss", "discr_grad_norm", "perplexity"):
                 if key in reference:
                     # Observed differences are 1e-6 and less; 1e-4 leaves room for a change of sign.
-                    assert line[key] == pytest.approx(reference[key], rel=1e-4), (quantizer, key, line["step"])
+                    assert line[key] == pytest.approx(reference[key], rel=1e-4), (name, key, line["step"])
