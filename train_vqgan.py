@@ -230,10 +230,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return loss + args.perceptual_loss_weight * distance, {"recon_loss": loss, "perceptual_loss": distance}
 
     adversaries = AdversarialTraining(
-        engine, critic, backend, quantizer=quantizer, log=run.add,
+        engine, critic, backend, quantizer=quantizer, log=run.add, weights=AdversarialWeights.from_args(args),
         last_layer_gradient=functools.partial(last_layer_gradient, weight_shape=last_weight_shape),
         images=lambda micro: data.to_unit_range(micro["images"]), reconstruction_loss=reconstruction_loss,
-        weights=AdversarialWeights.from_args(args),
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VQGAN.save_pretrained},

@@ -92,9 +92,11 @@ def to_mp4(frames: np.ndarray, fps: float) -> bytes | None:
     if "libx264" not in av.codecs_available:
         return None
     content = io.BytesIO()
+    # The file depends on the frames alone: one thread, and no mbtree, which in some builds reads memory that it has not
+    # written. Full colour keeps small things sharp.
+    options = {"crf": "10", "threads": "1", "x264-params": "mbtree=0"}
     with av.open(content, "w", format="mp4") as container:
-        # One thread and full colour: the file depends on the frames alone, and small coloured things stay sharp.
-        stream = container.add_stream("libx264", rate=max(1, round(fps)), options={"crf": "10", "threads": "1"})
+        stream = container.add_stream("libx264", rate=max(1, round(fps)), options=options)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv444p"
         for frame in frames:
