@@ -243,10 +243,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     if perceptual is None and not run.is_complete:
         run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")
 
-    total_steps = run.progress.total_steps
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        engine.lr = learning_rate(step, total_steps, args.learning_rate, args)
-        critic.lr = learning_rate(step, total_steps, args.discr_learning_rate or args.learning_rate, args)
+        engine.lr = learning_rate(step, run.progress.total_steps, args.learning_rate, args)
+        critic.lr = learning_rate(step, run.progress.total_steps, args.discr_learning_rate or args.learning_rate, args)
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(
