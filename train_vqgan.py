@@ -216,10 +216,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
     adversaries = AdversarialTraining(
-        engine, critic, backend, quantizer=quantizer, log=run.add,
+        engine, critic, backend, quantizer=quantizer, log=run.add, weights=AdversarialWeights.from_args(args),
         last_layer_gradient=functools.partial(last_layer_gradient, weight_shape=last_weight_shape),
         images=lambda micro: data.to_unit_range(micro["images"]),
-        reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight), weights=AdversarialWeights.from_args(args),
+        reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight),
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VQGAN.save_pretrained},
@@ -230,10 +230,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     if perceptual is None and not run.is_complete:
         run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")
 
-    total_steps = run.progress.total_steps
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        engine.lr = learning_rate(step, total_steps, args.learning_rate, args)
-        critic.lr = learning_rate(step, total_steps, args.discr_learning_rate or args.learning_rate, args)
+        engine.lr = learning_rate(step, run.progress.total_steps, args.learning_rate, args)
+        critic.lr = learning_rate(step, run.progress.total_steps, args.discr_learning_rate or args.learning_rate, args)
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
 from .images import Sample, grid, to_pixels
 
@@ -59,8 +60,10 @@ def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np
     rows = []
     for clip in range(min(len(originals), _CLIPS)):
         of_clip = (video[clip].transpose(0, 1) for video in (originals, *reconstructions.values()))
-        rows.append(torch.cat([to_pixels(_enlarged(frames, _FILM_SIDE)) for frames in of_clip], dim=2))
-    return torch.cat(rows, dim=1).numpy()
+        gap = (0, _GAP_PIXELS, 0, _GAP_PIXELS)  # white, on the right and below
+        padded = [F.pad(_enlarged(frames, _FILM_SIDE), gap, value=1.0) for frames in of_clip]
+        rows.append(torch.cat([to_pixels(frames) for frames in padded], dim=2))
+    return torch.cat(rows, dim=1)[:, :-_GAP_PIXELS, :-_GAP_PIXELS].numpy()
 
 
 def _enlarged(frames: Tensor, side: int) -> Tensor:
@@ -89,9 +92,11 @@ def to_mp4(frames: np.ndarray, fps: float) -> bytes | None:
     if "libx264" not in av.codecs_available:
         return None
     content = io.BytesIO()
+    # The file depends on the frames alone: one thread, and no mbtree, which in some builds reads memory that it has not
+    # written. Full colour keeps small things sharp.
+    options = {"crf": "10", "threads": "1", "x264-params": "mbtree=0"}
     with av.open(content, "w", format="mp4") as container:
-        # One thread and full colour: the file depends on the frames alone, and small coloured things stay sharp.
-        stream = container.add_stream("libx264", rate=max(1, round(fps)), options={"crf": "10", "threads": "1"})
+        stream = container.add_stream("libx264", rate=max(1, round(fps)), options=options)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv444p"
         for frame in frames:

@@ -20,7 +20,9 @@ def test_folder_is_made_with_its_parents_and_left_clean(tmp_path):
     run = RunFolder(tmp_path / "runs" / "vae")
     assert [path.name for path in run.path.iterdir()] == [".lock"] and run.moved_to is None and not run.finished
     run.write_sample(100, b"png")
+    run.write_sample(100, b"gif", "unet", "gif")
     assert (run.path / "samples" / "step_00000100.png").read_bytes() == b"png"
+    assert (run.path / "samples" / "step_00000100_unet.gif").read_bytes() == b"gif"
     assert (run.checkpoints_dir.name, run.model_dir.name) == ("checkpoints", "model")
 
 

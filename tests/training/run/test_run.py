@@ -24,6 +24,7 @@ from training.checkpoints.store import Checkpoints
 from training.flags.converters import positive_int
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments
+from training.pictures.images import Sample
 from training.run import stopwatch
 from training.run.best import BestModel
 from training.run.loop import Evaluation
@@ -482,6 +483,20 @@ def test_losses_are_means_over_micro_batches_and_cost_nothing_where_no_line_is_d
     assert run.line() == {"loss": mean, "skipped_updates": 0}
     assert run.line_due, "the last update has a line"
     run.close()
+
+
+def test_films_stand_beside_their_picture_and_a_full_disk_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
+    args, settings = parsed(tmp_path, "--max_steps", "2", "--sample_every_n_steps", "1")
+    run, model = Run(args, settings, OneProcess(), Numbers(), model_arguments=()), Weights()
+    sample = Sample(Image.new("RGB", (4, 4)), {"gif": b"film", "mp4": b"better film"})
+    run.resume(model=model)
+    for step, _ in run.updates(Evaluation(model, model, lambda *_: {}, lambda *_: sample), preview=1):
+        if step == 1:
+            failing(monkeypatch, 2, ("replace",))
+    samples = {path.name: path.read_bytes() for path in (tmp_path / "samples").iterdir()}
+    names = ["step_00000001.gif", "step_00000001.mp4", "step_00000001.png", "step_00000002.png"]
+    assert sorted(samples) == names and samples["step_00000001.gif"] == b"film"
+    assert "cannot write the picture of update 2: No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_root", [True, False])
