@@ -113,7 +113,8 @@ class ClipDecoder:
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
                 return frames
-            start = max(begin, start - 2**tries * missing * step)  # the video is shorter than its header states
+            # The video is shorter than its header states: go back from the last frame that there is.
+            start = max(begin, min(start, video.reached) - 2**tries * missing * step)
         raise AssertionError
 
     def _step(self, video: _Video) -> float:
@@ -217,6 +218,7 @@ class _Video:
         self.ticks_per_second = base.denominator / base.numerator
         self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _USUAL_RATE)
         self.start = float(self._stream.start_time or 0)
+        self.reached = self.start  # when the frame that was decoded last is shown
         self._moved = False
 
     @property
@@ -286,7 +288,7 @@ class _Video:
         pts = self.start - self.ticks_per_frame
         for image in self._container.decode(self._stream):
             self._moved = True
-            pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
+            self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
             yield _Frame(image, pts, float(image.duration or 0))
 
 
