@@ -255,7 +255,7 @@ class _Video:
         back = 0.0
         while True:
             self._seek(time - back)
-            frames = self._decoded()
+            frames = self._decoded(time)
             first = next(frames, None)
             if time - back <= self.start or (first is not None and first.pts <= time + _HALF_TICK):
                 break
@@ -284,12 +284,26 @@ class _Video:
                 raise
         self._moved = True
 
-    def _decoded(self) -> Iterator[_Frame]:
-        pts = self.start - self.ticks_per_frame
-        for image in self._container.decode(self._stream):
-            self._moved = True
-            self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
-            yield _Frame(image, pts, float(image.duration or 0))
+    def _decoded(self, time: float) -> Iterator[_Frame]:
+        """Frames from the place of the last seek; of those before the one that is shown at a time, only the ones that
+        others are predicted from, because they alone are needed."""
+        packets = self._container.demux(self._stream)
+        early = []  # the packets of all frames up to `time`, because no frame is shown before its packet is due
+        for packet in packets:
+            early.append(packet)
+            if packet.dts is None or packet.dts > time + _HALF_TICK:
+                break
+        stamps = [packet.pts for packet in early if packet.size]
+        wanted = self.start
+        if None not in stamps:
+            wanted = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=wanted)
+        codec, pts = self._stream.codec_context, self.start - self.ticks_per_frame
+        for packet in itertools.chain(early, packets):
+            codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < wanted else "DEFAULT"
+            for image in packet.decode():
+                self._moved = True
+                self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
+                yield _Frame(image, pts, float(image.duration or 0))
 
 
 class _Converter:
@@ -318,8 +332,10 @@ class _Converter:
         otherwise leak into its neighbours."""
         import av
 
-        pixels = self._uncover(image, format="rgba", threads=1).to_ndarray().astype(np.uint16)
-        colour, alpha = pixels[..., :3], pixels[..., 3:]
+        pixels = self._uncover(image, format="rgba", threads=1).to_ndarray()
+        if pixels[..., 3].min() == 255:
+            return image
+        colour, alpha = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
         laid = (colour * alpha + 255 * (255 - alpha) + 127) // 255
         return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
 

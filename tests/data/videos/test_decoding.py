@@ -1,4 +1,4 @@
-"""Clips of video files: exactly the frames that time stamps demand, upright, over white, and nothing needless is read."""
+"""Clips of video files: exactly the frames that time stamps demand, upright, over white, and none read needlessly."""
 
 from __future__ import annotations
 
