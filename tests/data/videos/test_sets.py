@@ -30,7 +30,7 @@ def opened(spec: Path | str, **changed):
 def write_folder(folder: Path) -> Path:
     """Videos of every kind and an image, whose first frames state 10, 20, ..., in the order of their names."""
     (folder / "b" / "c").mkdir(parents=True)
-    codecs = {".avi": "ffv1", "webm": "libvpx-vp9"}
+    codecs = {".avi": "ffv1", ".webm": "libvpx-vp9"}
     for i, name in enumerate(["a.MP4", "b/1.avi", "b/2.mkv", "b/c/3.mov", "b/c/4.webm", "d.m4v"]):
         pictures = [picture(10 * i + j) for j in range(4)]
         path = folder / name
