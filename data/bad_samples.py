@@ -22,6 +22,10 @@ class BadSample:
         return f"{self.path}: {self.reason}"
 
 
+class Unsuitable(ValueError):
+    """A sample can be read, but is none that the user wants: another takes its place, and it does not count as bad."""
+
+
 class BadSampleLog:
     """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample, reason_of
+from .bad_samples import BadSample, Unsuitable, reason_of
 from .contracts import Samples
 from .order import AlternatingOrder, Subset, TrainingOrder, ValidationOrder
 from .workers import Loader
@@ -169,8 +169,11 @@ class _BatchLoader:
             try:
                 return self.samples.load(index, epoch, self.augment), index
             except (OSError, ValueError) as error:
-                bad[index] = failure = BadSample(index, self.samples.describe(index), reason_of(error))
-            if self.on_bad_sample == "error":
+                failure = BadSample(index, self.samples.describe(index), reason_of(error))
+                is_bad = not isinstance(error, Unsuitable)
+            if is_bad:
+                bad[index] = failure
+            if is_bad and self.on_bad_sample == "error":
                 raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
             first_failure = first_failure or failure
         raise ValueError(f"none of {tries} {self.noun} could be read: {first_failure}")

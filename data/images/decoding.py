@@ -38,15 +38,20 @@ def decode_image(path: str, image_size: int, channels: int) -> Tensor:
     more than 179 million pixels, which Pillow refuses as a decompression bomb.
     """
     with open(path, "rb") as file:
-        try:
-            pixels = np.asarray(_with_channels(_decode(file, image_size), channels)).transpose(2, 0, 1)
-            return torch.from_numpy(np.ascontiguousarray(pixels))
-        except UnidentifiedImageError:
-            is_empty = os.fstat(file.fileno()).st_size == 0
-            reason = "the file is empty" if is_empty else f"the content is none of {', '.join(_FORMATS)}"
-            raise ValueError(reason) from None
-        except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
-            raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+        return decode_image_file(file, image_size, channels)
+
+
+def decode_image_file(file: BinaryIO, image_size: int, channels: int) -> Tensor:
+    """`decode_image` of an open file that can be read at random."""
+    try:
+        pixels = np.asarray(_with_channels(_decode(file, image_size), channels)).transpose(2, 0, 1)
+        return torch.from_numpy(np.ascontiguousarray(pixels))
+    except UnidentifiedImageError:
+        is_empty = file.seek(0, os.SEEK_END) == 0
+        reason = "the file is empty" if is_empty else f"the content is none of {', '.join(_FORMATS)}"
+        raise ValueError(reason) from None
+    except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:

@@ -10,12 +10,11 @@ was cut off is read without an error; a file of another format raises an error i
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ from torch.utils.data import get_worker_info
 
 from ..hashing import Draws
 from ..opening import missing_package
+from ..source import FileWindow, Source
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
@@ -38,16 +38,6 @@ _CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.M
 _UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size and state 2^31 - 1, 2^32 - 1 or similar
 
 Array = npt.NDArray[np.float32]
-
-
-class Source(NamedTuple):
-    """A sound file, or the byte range of a file that holds one; and the part of the sound that clips are taken from."""
-
-    path: str
-    offset: int = 0
-    size: int | None = None
-    start_seconds: float = 0.0
-    end_seconds: float = math.inf
 
 
 class ClipDecoder:
@@ -127,41 +117,6 @@ def require_decoders() -> None:
         import soxr  # noqa: F401
     except ImportError as error:
         raise missing_package("reading sound files", error.name or "soundfile") from None
-
-
-class FileWindow(io.RawIOBase):
-    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` keeps an error of the file
-    system, if there was one, because C code that calls this class cannot pass it on."""
-
-    def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
-        self._descriptor, self._offset, self._size, self._at = file.fileno(), offset, size, 0
-        self.error: OSError | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        n = min(len(buffer), self._size - self._at)
-        if n <= 0:
-            return 0
-        try:
-            content = os.pread(self._descriptor, n, self._offset + self._at)
-        except OSError as error:
-            self.error = error
-            return 0
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 @contextlib.contextmanager

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import re
 from typing import Protocol
 
 from ..contracts import Samples
+from ..files import ManifestFile, TarFiles, find_files
 from ..opening import demonstration_size
 from .decoding import ClipDecoder, require_decoders
-from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import Manifest
 from .sidecars import SoundFolder, Texts, list_sounds
 from .tars import Tars
 from .tones import Tones
-
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class Sounds(Samples, Protocol):
@@ -51,54 +47,7 @@ def open_sounds(spec: str | None, *, sample_rate: int, clip_seconds: float, seed
 
 
 def _open_files(path: str, clips: ClipDecoder) -> Sounds:
-    if os.path.isfile(path):
-        if path.lower().endswith(MANIFEST_ENDINGS):
-            return Manifest(path, clips)
-        return Tars(_only_tars([path]), clips)
-    if not os.path.exists(path) and (_RANGE.search(path) or glob.has_magic(path)):
-        return Tars(_only_tars(_expanded(path)), clips)
-    listed = list_sounds(path)
-    tars = [name for name in listed if name.lower().endswith(".tar")]
-    if tars and len(tars) < len(listed):
-        loose = next(name for name in listed if not name.lower().endswith(".tar"))
-        raise ValueError(
-            f"{path!r} holds tars and loose files, such as {tars[0]!r} and {loose!r}: "
-            f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
-        )
-    return Tars([os.path.join(path, name) for name in tars], clips) if tars else SoundFolder(path, listed, clips)
-
-
-def _only_tars(paths: list[str]) -> list[str]:
-    for path in paths:
-        if not path.lower().endswith(".tar"):
-            hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of sounds, or tars"
-            if path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
-                hint = "decompress it first: a compressed tar cannot be read at random"
-            raise ValueError(f"{path!r} is no set of sounds: {hint}")
-    return paths
-
-
-def _expanded(pattern: str) -> list[str]:
-    """Paths of `{000..010}` and `*`, in order."""
-    paths = [pattern]
-    while _RANGE.search(paths[0]):
-        paths = [expanded for path in paths for expanded in _counted(path)]
-    if glob.has_magic(pattern):
-        found = sorted(match for path in paths for match in glob.glob(path))
-        if not found:
-            raise ValueError(f"no file is named like {pattern!r}")
-        return found
-    if missing := [path for path in paths if not os.path.exists(path)]:
-        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
-        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
-    return paths
-
-
-def _counted(path: str) -> list[str]:
-    match = _RANGE.search(path)
-    assert match is not None
-    first, last = match.groups()
-    if int(last) < int(first):
-        raise ValueError(f"the range {match[0]} in {path!r} is empty: write the smaller number first")
-    numbers = range(int(first), int(last) + 1)
-    return [f"{path[: match.start()]}{number:0{len(first)}d}{path[match.end() :]}" for number in numbers]
+    files = find_files(path, "sounds", list_sounds)
+    if isinstance(files, ManifestFile):
+        return Manifest(files.path, clips)
+    return Tars(files.paths, clips) if isinstance(files, TarFiles) else SoundFolder(path, files.names, clips)

@@ -3,17 +3,83 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..contracts import Processes, Samples
 from ..feed import Feed
+from ..files import FolderFiles, TarFiles, find_files
+from ..images.decoding import randomly_flipped
+from ..images.sets import ENDINGS as IMAGE_ENDINGS
 from ..images.sets import open_images
-from ..opening import demonstration_size
+from ..manifest import Columns, Parts, part_of, read_manifest
+from ..opening import demonstration_size, list_files, nothing_found
+from ..packed import PackedStrings
+from ..source import Source
+from ..tars import Members, Tars
+from .decoding import ENDINGS, ClipDecoder, require_decoder
 from .moving import FRAMES_PER_SECOND, Moving
+
+_COLUMNS = Columns(
+    needed=(("path",),),
+    words="path, start_seconds and end_seconds (path alone is needed)",
+    example='{"path": "..."}',
+    texts="paths",
+)
+
+
+class Videos(Samples, Protocol):
+    """A numbered set of videos; a sample is a clip, uint8 (3, num_frames, image_size, image_size)."""
+
+    def name(self, index: int) -> str:
+        """The name of the video in an index: its path relative to the folder, with '/' between the parts."""
+        ...
+
+
+class _Places(Protocol):
+    """Where the videos of a set are."""
+
+    def __len__(self) -> int: ...
+    def source(self, index: int) -> Source: ...
+    def describe(self, index: int) -> str: ...
+    def name(self, index: int) -> str: ...
+
+
+class VideoFiles:
+    """Videos and images in files, of which clips are cut when they are loaded. See `Videos` for the methods."""
+
+    def __init__(self, places: _Places, clips: ClipDecoder, *, flip: bool = False, seed: int = 0) -> None:
+        self._places, self.clips, self._flip, self._seed = places, clips, flip, seed
+        self.source, self.describe, self.name = places.source, places.describe, places.name
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+        clip = self.clips.load(self.source(index), index, epoch, augment)
+        return randomly_flipped(clip, self._seed, epoch, index) if self._flip and augment else clip
+
+
+class _Folder:
+    def __init__(self, folder: str, names: list[str]) -> None:
+        self._folder, self._names = folder, PackedStrings(names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def source(self, index: int) -> Source:
+        return Source(self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self._folder, self._names[index])
+
+    def name(self, index: int) -> str:
+        return self._names[index]
 
 
 def open_videos(
@@ -27,22 +93,52 @@ def open_videos(
     seed: int = 0,
     short_clips: str = "repeat",
     clip_starts: str = "anywhere",
-) -> Samples:
+) -> Moving | VideoFiles:
     """Open a set of videos by its name:
 
-    - `demo:moving` (also None), `demo:moving:<number of clips>`.
+    - `demo:moving` (also None), `demo:moving:<number of clips>`;
+    - a folder of videos and images, flat or nested; an image is a video of one frame;
+    - a manifest, .csv, .tsv or JSON lines: `path` of the video, relative to the manifest, and perhaps `start_seconds`
+      and `end_seconds`, the part that clips are taken from;
+    - webdataset tars: one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`).
 
-    A sample is a clip, uint8 (3, num_frames, image_size, image_size). flip: half of the augmented clips are mirrored
-    left to right.
+    flip: half of the augmented clips are mirrored left to right. The others are arguments of `ClipDecoder`. No video is
+    opened. Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     if fps is not None and frame_stride != 1:
         raise ValueError(f"--fps {fps:g} and --frame_stride {frame_stride} exclude each other: give one of them")
     spec = "demo:moving" if spec is None else spec
     if (n := demonstration_size(spec, "moving", "clips")) is not None:
         step = FRAMES_PER_SECOND / fps if fps else frame_stride
-        size = {"image_size": image_size, "num_frames": num_frames}
-        return Moving(n, **size, frames_per_step=step, flip=flip, seed=seed)
-    raise ValueError("not yet")
+        return Moving(n, image_size=image_size, num_frames=num_frames, frames_per_step=step, flip=flip, seed=seed)
+    require_decoder()
+    clips = ClipDecoder(
+        image_size, num_frames, fps=fps, frame_stride=frame_stride, short_clips=short_clips, clip_starts=clip_starts,
+        seed=seed,
+    )  # fmt: skip
+    # An image is too short for a clip: leave it out by its name.
+    endings = ENDINGS if short_clips == "skip" and num_frames > 1 else (*ENDINGS, *IMAGE_ENDINGS)
+    return VideoFiles(_find(os.path.expanduser(spec), endings), clips, flip=flip, seed=seed)
+
+
+def _find(path: str, endings: tuple[str, ...]) -> _Places:
+    def listed(folder: str) -> list[str]:
+        names, n_others = list_files(folder, (*endings, ".tar"), "videos", "demo:moving")
+        if not names:
+            raise nothing_found("video", folder, n_others, (*endings, ".tar"))
+        return names
+
+    files = find_files(path, "videos", listed)
+    if isinstance(files, TarFiles):
+        return Tars(files.paths, Members("video", (ENDINGS,), suffix=".videos"))
+    if isinstance(files, FolderFiles):
+        return _Folder(path, files.names)
+    parts = Parts(files.path)
+    for part in read_manifest(files.path, _COLUMNS, functools.partial(part_of, noun="video")):
+        parts.append(part)
+    if not len(parts):
+        raise ValueError(f"the manifest {files.path!r} has no rows")
+    return parts
 
 
 class VideoBatch(TypedDict):

@@ -1,4 +1,4 @@
-"""demo:shapes and demo:tones: generated sets are the same everywhere, and their names are checked."""
+"""demo:shapes, demo:tones and demo:moving: generated sets are the same everywhere, and their names are checked."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ import sys
 import pytest
 import torch
 
-from data import open_images, open_sounds
+from data import open_images, open_sounds, open_videos
 from tests.data.helpers import ROOT, one_line
 
-SIZES = {"shapes": {"image_size": 16}, "tones": {"sample_rate": 16000, "clip_seconds": 2}}
+SIZES = {
+    "shapes": {"image_size": 16},
+    "tones": {"sample_rate": 16000, "clip_seconds": 2},
+    "moving": {"image_size": 16, "num_frames": 3},
+}
+OPEN = {"shapes": open_images, "tones": open_sounds, "moving": open_videos}
 
 
 def opened(name: str, spec: str = "", **options):
-    return {"shapes": open_images, "tones": open_sounds}[name](f"demo:{name}{spec}", **SIZES[name], **options)
+    return OPEN[name](f"demo:{name}{spec}", **SIZES[name], **options)
 
 
-def written(samples, i: int):
-    return samples.caption(i) if hasattr(samples, "caption") else samples.texts(i)
+def described(samples, i: int):
+    """What is known of a sample apart from its pixels or waveform."""
+    return next(getattr(samples, name)(i) for name in ("caption", "texts", "movers") if hasattr(samples, name))
 
 
 def digest(name: str, **options) -> str:
@@ -41,7 +47,7 @@ def test_every_sample_is_its_own_and_the_number_of_samples_changes_none_of_them(
     few, many = opened(name, ":50"), opened(name, ":5000")
     assert len({few.load(i).numpy().tobytes() for i in range(50)}) == 50
     assert all(torch.equal(few.load(i), many.load(i)) for i in range(5))
-    assert [written(few, i) for i in range(5)] == [written(many, i) for i in range(5)]
+    assert [described(few, i) for i in range(5)] == [described(many, i) for i in range(5)]
     with pytest.raises(IndexError):
         few.load(50)
 
@@ -49,6 +55,8 @@ def test_every_sample_is_its_own_and_the_number_of_samples_changes_none_of_them(
 def test_no_name_means_the_demonstration():
     images, sounds = open_images(None, **SIZES["shapes"]), open_sounds(None, **SIZES["tones"])
     assert [len(images), len(sounds), len(opened("shapes")), len(opened("shapes", ":10"))] == [4096, 4096, 4096, 10]
+    videos = open_videos(None, **SIZES["moving"])
+    assert (len(videos), videos.describe(3), videos.name(3)) == (4096, "demo:moving[3]", "demo:moving[3]")
     assert (images.describe(3), sounds.describe(3)) == ("demo:shapes[3]", "demo:tones[3]")
     assert (sounds.sample_rate, sounds.clip_samples) == (16000, 32000)
 
@@ -57,6 +65,7 @@ def test_no_name_means_the_demonstration():
 def test_unknown_demonstration_is_refused(spec):
     assert "demo:shapes" in one_line(open_images, spec, image_size=8)
     assert "the only one is demo:tones" in one_line(open_sounds, spec, **SIZES["tones"])
+    assert "the only one is demo:moving" in one_line(open_videos, spec, **SIZES["moving"])
 
 
 @pytest.mark.parametrize("rate, seconds", [(0, 1), (-5, 1), (8000, 0), (8000, -1), (8000, 1e-6)])

@@ -9,7 +9,7 @@ import pytest
 
 from data import split
 from data.hashing import Draws, mix64
-from data.order import Permutation, TrainingOrder, ValidationOrder
+from data.order import AlternatingOrder, Permutation, TrainingOrder, ValidationOrder
 from tests.data.helpers import one_line
 
 
@@ -97,3 +97,19 @@ def test_validation_order_is_the_subset_as_it_stands():
     order = ValidationOrder(valid)
     assert [order(i) for i in range(10)] == [(0, index) for index in valid]
     assert order(9, skip=1) == order(0)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_two_orders_take_turns_by_whole_updates_and_each_goes_on_where_it_was(every):
+    first, second = TrainingOrder(range(10), seed=0), TrainingOrder(range(7), seed=1)
+    both = AlternatingOrder(first, second, every=every, batch_size=4, offset=10)
+    places = {True: 0, False: 0}
+    for update in range(30):
+        from_second = (update + 1) % every == 0
+        for place in range(4):
+            epoch, index = (second if from_second else first)(places[from_second])
+            assert both(4 * update + place) == (epoch, index + 10 * from_second)
+            places[from_second] += 1
+    assert places[False] == 4 * (30 - 30 // every)
+    (epoch, skipped), order = both(4 * every - 1, skip=1), second
+    assert (epoch, skipped - 10) == order(3, skip=1), "a substitute comes from the same order"

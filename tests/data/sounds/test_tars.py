@@ -16,9 +16,10 @@ import soundfile
 import torch
 import webdataset
 
-import data.sounds.tars
+import data.tars
 from data import open_sounds
-from data.sounds.tars import open_index, scan
+from data.sounds.tars import MEMBERS
+from data.tars import open_index, scan
 from tests.data.helpers import one_line
 
 RATE = 8000
@@ -96,7 +97,7 @@ def test_index_is_kept_beside_the_tar_and_made_once(tmp_path, monkeypatch):
     path = shard(tmp_path / "a.tar", samples(5))
     first = opened(path)
     assert (tmp_path / ".a.tar.index.npz").is_file()
-    monkeypatch.setattr(data.sounds.tars, "scan", lambda path: pytest.fail("made a second time"))
+    monkeypatch.setattr(data.tars, "scan", lambda *_: pytest.fail("made a second time"))
     again = opened(path)
     assert [again.texts(i).captions for i in range(5)] == [first.texts(i).captions for i in range(5)]
     assert all(torch.equal(again.load(i), first.load(i)) for i in range(5))
@@ -129,7 +130,7 @@ def test_index_is_kept_in_the_cache_of_the_user_where_the_folder_takes_none(tmp_
     block(tmp_path / ".a.tar.index.npz")
     opened(path)
     assert len(list((own_cache / "tandem" / "tars").glob("*.npz"))) == 1
-    monkeypatch.setattr(data.sounds.tars, "scan", lambda path: pytest.fail("made a second time"))
+    monkeypatch.setattr(data.tars, "scan", lambda *_: pytest.fail("made a second time"))
     assert len(opened(path)) == 5
 
 
@@ -156,7 +157,7 @@ def _open_many_times(path: str, queue) -> None:
     try:
         for _ in range(10):
             Path(path).with_name(".a.tar.index.npz").unlink(missing_ok=True)
-            index = open_index(path)
+            index = open_index(path, MEMBERS)
             assert len(index.names) == len(index.table) == 40
         queue.put("fine")
     except BaseException as error:
@@ -185,7 +186,7 @@ def test_index_is_made_from_the_headers_alone(tmp_path):
         return int(Path("/proc/self/io").read_text().split()[1])
 
     before = bytes_read()
-    scan(str(path))
+    scan(str(path), MEMBERS)
     read = bytes_read() - before
     # 40 members; webdataset's have a time with fractions, and that takes three blocks of 512 bytes
     assert read < 40 * 1600 + 2000 < path.stat().st_size / 20

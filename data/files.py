@@ -1,0 +1,94 @@
+"""Which files a path stands for: a manifest, tars, or the files of a folder."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .manifest import ENDINGS as MANIFEST_ENDINGS
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+class ManifestFile(NamedTuple):
+    """A manifest (`manifest.read_manifest`)."""
+
+    path: str
+
+
+class TarFiles(NamedTuple):
+    """Tars (`tars.Tars`), in order."""
+
+    paths: list[str]
+
+
+class FolderFiles(NamedTuple):
+    """Relative paths of files in a folder, in order."""
+
+    names: list[str]
+
+
+def find_files(path: str, what: str, list_folder: Callable[[str], list[str]]) -> ManifestFile | TarFiles | FolderFiles:
+    """What a path stands for: a manifest, one .tar, a folder of files or of tars, a pattern of tars (`tars/*.tar`) or a
+    range of them (`{000..010}.tar`).
+
+    Args:
+        what: What messages call the samples, in the plural.
+        list_folder: Lists a folder: the relative paths of the files of samples and of .tar files, in order.
+
+    Raises ValueError, in one line, if there is nothing of the kind.
+    """
+    if os.path.isfile(path):
+        if path.lower().endswith(MANIFEST_ENDINGS):
+            return ManifestFile(path)
+        return TarFiles(_only_tars([path], what))
+    if not os.path.exists(path) and (_RANGE.search(path) or glob.has_magic(path)):
+        return TarFiles(_only_tars(_expanded(path), what))
+    listed = list_folder(path)
+    tars = [name for name in listed if name.lower().endswith(".tar")]
+    if tars and len(tars) < len(listed):
+        loose = next(name for name in listed if not name.lower().endswith(".tar"))
+        raise ValueError(
+            f"{path!r} holds tars and loose files, such as {tars[0]!r} and {loose!r}: "
+            f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
+        )
+    return TarFiles([os.path.join(path, name) for name in tars]) if tars else FolderFiles(listed)
+
+
+def _only_tars(paths: list[str], what: str) -> list[str]:
+    for path in paths:
+        if not path.lower().endswith(".tar"):
+            hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {what}, or tars"
+            if path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+                hint = "decompress it first: a compressed tar cannot be read at random"
+            raise ValueError(f"{path!r} is no set of {what}: {hint}")
+    return paths
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Paths of `{000..010}` and `*`, in order."""
+    paths = [pattern]
+    while _RANGE.search(paths[0]):
+        paths = [expanded for path in paths for expanded in _counted(path)]
+    if glob.has_magic(pattern):
+        found = sorted(match for path in paths for match in glob.glob(path))
+        if not found:
+            raise ValueError(f"no file is named like {pattern!r}")
+        return found
+    if missing := [path for path in paths if not os.path.exists(path)]:
+        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
+        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
+    return paths
+
+
+def _counted(path: str) -> list[str]:
+    match = _RANGE.search(path)
+    assert match is not None
+    first, last = match.groups()
+    if int(last) < int(first):
+        raise ValueError(f"the range {match[0]} in {path!r} is empty: write the smaller number first")
+    numbers = range(int(first), int(last) + 1)
+    return [f"{path[: match.start()]}{number:0{len(first)}d}{path[match.end() :]}" for number in numbers]

@@ -1,0 +1,158 @@
+"""A table of samples: .csv, .tsv, or a JSON object per line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from .bad_samples import reason_of
+from .packed import PackedStrings
+from .source import Source
+
+RowType = TypeVar("RowType")
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
+ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
+
+
+class Columns(NamedTuple):
+    """What a manifest has to hold, for its messages.
+
+    needed: groups of names, of each of which the header of a table has to hold one;
+    words: those groups, as a sentence says them;
+    example: a JSON object with them;
+    texts: the cells of a table that may hold a comma.
+    """
+
+    needed: tuple[tuple[str, ...], ...]
+    words: str
+    example: str
+    texts: str
+
+
+class Part(NamedTuple):
+    """A file, or the part of it from start_seconds to end_seconds, as a row of a manifest states it."""
+
+    path: str
+    start_seconds: float
+    end_seconds: float
+
+
+class Parts:
+    """The files of a manifest, or parts of them, numbered in the order of its rows, in little memory."""
+
+    def __init__(self, manifest: str) -> None:
+        self._folder, self._paths = os.path.dirname(manifest), PackedStrings()
+        self._starts, self._ends = array("d"), array("d")
+
+    def append(self, part: Part) -> None:
+        self._paths.append(part.path)
+        self._starts.append(part.start_seconds)
+        self._ends.append(part.end_seconds)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def source(self, index: int) -> Source:
+        return Source(self.describe(index), start_seconds=self._starts[index], end_seconds=self._ends[index])
+
+    def describe(self, index: int) -> str:
+        """The path of a file, which a manifest states relative to its own folder."""
+        return os.path.join(self._folder, os.path.expanduser(self._paths[index]))
+
+    def name(self, index: int) -> str:
+        """The path as the manifest states it."""
+        return self._paths[index]
+
+
+def read_manifest(path: str, columns: Columns, parse: Callable[[Mapping[str, Any]], RowType]) -> Iterator[RowType]:
+    """Rows of a manifest, one by one, as `parse` makes them of their cells by name. Raises ValueError, with path and
+    line, if one is wrong, as `parse` does."""
+    line = 0
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            delimiter = _DELIMITERS.get(os.path.splitext(path)[1].lower())
+            rows = _json_lines(file, columns) if delimiter is None else _table(file, delimiter, columns)
+            for number, entry in rows:
+                line = number
+                yield parse(entry)
+    except OSError as error:
+        raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
+    except _BadLine as error:
+        raise ValueError(f"{path}, line {error.line}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, after line {line}: it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"{path}, line {line}: {error}") from None
+
+
+class _BadLine(Exception):
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(text)
+        self.line = line
+
+
+def _json_lines(file: io.TextIOBase, columns: Columns) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _BadLine(number, f"it is no JSON object: {error}; write one object per line") from None
+        if not isinstance(entry, Mapping):
+            raise _BadLine(number, f"it is no JSON object: write {columns.example}, one per line")
+        yield number, entry
+
+
+def _table(file: io.TextIOBase, delimiter: str, columns: Columns) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.reader(file, delimiter=delimiter)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if not all({*names} & {*header} for names in columns.needed):
+            found = ", ".join(header) or "nothing"
+            raise _BadLine(1, f"the columns have to be {columns.words}, it has {found}")
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            if len(cells) > len(header):
+                quoted = f'{columns.texts} with a comma stand in "double quotes"'
+                hint = quoted if delimiter == "," else "no text holds a tab"
+                raise _BadLine(reader.line_num, f"{len(cells)} cells under {len(header)} columns: {hint}")
+            yield reader.line_num, dict(zip(header, cells, strict=False))
+    except csv.Error as error:
+        raise _BadLine(reader.line_num, f"it is no table: {error}") from None
+
+
+def part_of(entry: Mapping[str, Any], noun: str) -> Part:
+    """The `path`, `start_seconds` and `end_seconds` (both optional) of a row; `noun` is what messages call the file.
+
+    Raises ValueError, in one line, if one of them cannot be.
+    """
+    path = entry.get("path")
+    if not isinstance(path, str) or not path.strip() or not _UNNAMEABLE.isdisjoint(path):
+        raise ValueError(f'it has no "path" of a {noun}')
+    start, end = _seconds(entry, "start_seconds", 0.0), _seconds(entry, "end_seconds", math.inf)
+    if end <= start:
+        raise ValueError(f"it ends at {end:g} s, not after its start at {start:g} s")
+    return Part(path.strip(), start, end)
+
+
+def _seconds(entry: Mapping[str, Any], key: str, missing: float) -> float:
+    value = entry.get(key)
+    if value is None or value == "":
+        return missing
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"its {key} is {value!r}, which is no time in seconds")
+    return seconds

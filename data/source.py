@@ -1,0 +1,72 @@
+"""Where the bytes of a sample are: in a file of its own, or in a part of a tar."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Source(NamedTuple):
+    """A file, or the byte range of a file that holds one; and the part of the sound or video that clips are taken from.
+    `member` is the name of the file inside a tar."""
+
+    path: str
+    offset: int = 0
+    size: int | None = None
+    start_seconds: float = 0.0
+    end_seconds: float = math.inf
+    member: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the file, by whose ending its kind is known."""
+        return self.member or self.path
+
+
+class FileWindow(io.RawIOBase):
+    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` keeps an error of the file
+    system, if there was one, because C code that calls this class cannot pass it on."""
+
+    def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
+        self._descriptor, self._offset, self._size, self._at = file.fileno(), offset, size, 0
+        self.error: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        n = min(len(buffer), self._size - self._at)
+        if n <= 0:
+            return 0
+        try:
+            content = os.pread(self._descriptor, n, self._offset + self._at)
+        except OSError as error:
+            self.error = error
+            return 0
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+@contextlib.contextmanager
+def open_source(source: Source) -> Iterator[FileWindow]:
+    """The bytes of a source. Raises OSError, and ValueError, in one line, if there are none."""
+    with open(source.path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size if source.size is None else source.size
+        if size == 0:
+            raise ValueError("the file is empty")
+        yield FileWindow(file, source.offset, size)

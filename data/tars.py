@@ -1,0 +1,211 @@
+"""Webdataset tars, read in any order by an index of where each sample's members begin. The index is made once, from the
+headers only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .bad_samples import reason_of
+from .packed import PackedStrings
+from .source import Source
+
+_VERSION = 1
+_BLOCK = tarfile.BLOCKSIZE
+
+
+class Members(NamedTuple):
+    """Which members of a tar are indexed. Members with equal names up to the first dot are a sample.
+
+    noun: what messages call a sample;
+    kinds: the endings of each kind of member; one of the first kind makes a sample, the others stand beside it;
+    suffix: a part of the names of the files that keep the index, if it is not the index of sounds.
+    """
+
+    noun: str
+    kinds: tuple[tuple[str, ...], ...]
+    suffix: str = ""
+
+
+class TarIndex(NamedTuple):
+    """The samples of a tar, in its order: the n names of their first members, and the first byte and the size of each
+    kind of member, -1 if there is none, int64 (n, 2 * kinds)."""
+
+    names: Sequence[str]
+    table: npt.NDArray[np.int64]
+
+
+class Tars:
+    """The samples of several tars, numbered in the order of tars and members.
+
+    Raises ValueError, in one line, if a tar is damaged or none holds a sample.
+    """
+
+    def __init__(self, paths: Sequence[str], members: Members) -> None:
+        self._paths, self._names = list(paths), PackedStrings()
+        tables = []
+        for path in self._paths:
+            index = open_index(path, members)
+            tables.append(index.table)
+            for name in index.names:
+                self._names.append(name)
+        self.table = np.concatenate([np.zeros((0, 2 * len(members.kinds)), np.int64), *tables])
+        self._firsts = np.cumsum([0, *map(len, tables)])
+        if not len(self):
+            raise ValueError(f"no {members.noun} ({' '.join(members.kinds[0])}) in {self}")
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __str__(self) -> str:
+        first, n = repr(self._paths[0]), len(self._paths)
+        return first if n == 1 else f"{n} tars, the first {first}"
+
+    def source(self, index: int) -> Source:
+        """Where the first member of a sample is."""
+        offset, size = self.table[index, :2].tolist()
+        return Source(self.path(index), offset, size, member=self._names[index])
+
+    def beside(self, index: int, kind: int) -> tuple[int, int] | None:
+        """First byte and size of another member of a sample, None if it has none of this kind (from 1)."""
+        offset, size = self.table[index, 2 * kind : 2 * kind + 2].tolist()
+        return (offset, size) if size >= 0 else None
+
+    def path(self, index: int) -> str:
+        """The tar that holds a sample."""
+        return self._paths[int(np.searchsorted(self._firsts, index, side="right")) - 1]
+
+    def name(self, index: int) -> str:
+        """The name of a sample's first member."""
+        return self._names[index]
+
+    def describe(self, index: int) -> str:
+        return f"{self.path(index)}/{self._names[index]}"
+
+
+def open_index(path: str, members: Members) -> TarIndex:
+    """The index of a tar. It is read from a file beside the tar or in the user's cache folder, if the size and the time
+    of change in that file are still those of the tar; else it is made and, if possible, saved there. Any number of
+    processes may do so at once.
+
+    Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off.
+    """
+    try:
+        status = os.stat(path)
+        key = np.array([_VERSION, status.st_size, status.st_mtime_ns], np.int64)
+        for cache in _cache_files(path, members.suffix):
+            if (index := _load_index(cache, key, 2 * len(members.kinds))) is not None:
+                return index
+        index = scan(path, members)
+    except OSError as error:
+        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+    for cache in _cache_files(path, members.suffix):
+        with contextlib.suppress(OSError):
+            _save_index(cache, key, index)
+            break
+    return index
+
+
+def scan(path: str, members: Members) -> TarIndex:
+    """Make the index of a tar. Only the headers of its members are read.
+
+    Raises ValueError, in one line, if the tar is damaged or cut off, or two samples have one name; OSError if it
+    cannot be opened.
+    """
+    samples: dict[str, tuple[str, list[int]]] = {}
+    n_columns = 2 * len(members.kinds)
+    for name, offset, size in _members(path):
+        folder, _, base = name.rpartition("/")
+        stem, _, _ = base.partition(".")
+        lower = base.lower()
+        kind = next((kind for kind, endings in enumerate(members.kinds) if lower.endswith(endings)), None)
+        if kind is None or base.startswith("."):
+            continue
+        key = f"{folder}/{stem}"
+        first, places = samples.get(key, ("", [-1] * n_columns))
+        if kind == 0 and places[1] >= 0:
+            raise ValueError(f"the tar {path!r} holds two {members.noun}s of one name, {first!r} and {name!r}")
+        places[2 * kind : 2 * kind + 2] = offset, size
+        samples[key] = (name if kind == 0 else first, places)
+    found = [(name, places) for name, places in samples.values() if name]
+    table = np.array([places for _, places in found], np.int64).reshape(-1, n_columns)
+    return TarIndex([name for name, _ in found], table)
+
+
+def _members(path: str) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of every file in a tar."""
+    with open(path, "rb", buffering=0) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (member := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined]  # the list would grow with the tar
+                    if member.offset_data + (member.size if member.isreg() else 0) > n_bytes:
+                        raise tarfile.ReadError(f"{member.name!r} lies beyond its end")
+                    if member.isreg() and not member.issparse():
+                        yield member.name, member.offset_data, member.size
+                end = tar.offset
+        except (tarfile.TarError, EOFError) as error:
+            raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
+        # Check the end, because tarfile stops silently at anything that is no header; a whole tar ends with zeros.
+        if os.pread(file.fileno(), _BLOCK, min(end, n_bytes)) != bytes(_BLOCK):
+            without_end = f"it ends at byte {n_bytes} without a mark of the end"
+            where = f"no header at byte {end}" if end < n_bytes else without_end
+            raise ValueError(f"the tar {path!r} is damaged or cut off: {where}")
+
+
+def _cache_files(path: str, suffix: str) -> list[str]:
+    """Where the index of a tar may be kept: beside it, or in the user's cache folder."""
+    folder, name = os.path.split(os.path.abspath(path))
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    number = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
+    return [
+        os.path.join(folder, f".{name}{suffix}.index.npz"),
+        os.path.join(user, "tandem", "tars", f"{number}{suffix}.npz"),
+    ]
+
+
+def _load_index(cache: str, key: npt.NDArray[np.int64], n_columns: int) -> TarIndex | None:
+    """The index in a file; None if there is no such file, or it is of another tar, or damaged."""
+    try:
+        with np.load(cache, allow_pickle=False) as stored:
+            table, ends, text = stored["table"], stored["ends"], stored["names"].tobytes()
+            is_table = table.shape == (len(ends), n_columns) and table.dtype == np.int64
+            if not (is_table and np.array_equal(stored["key"], key)):
+                return None
+        begins = [0, *ends.tolist()]
+        return TarIndex([os.fsdecode(text[a:b]) for a, b in itertools.pairwise(begins)], table)
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile):
+        return None
+
+
+def _save_index(cache: str, key: npt.NDArray[np.int64], index: TarIndex) -> None:
+    """Write the file whole or not at all. Raises OSError."""
+    encoded = [os.fsencode(name) for name in index.names]
+    content: dict[str, Any] = {
+        "key": key,
+        "table": index.table,
+        "ends": np.cumsum([len(name) for name in encoded], dtype=np.int64),
+        "names": np.frombuffer(b"".join(encoded), np.uint8),
+    }
+    os.makedirs(os.path.dirname(cache), exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(cache), prefix=".index-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            np.savez(file, **content)
+        os.chmod(temporary, 0o644)  # mkstemp makes a file that only its owner may read
+        os.replace(temporary, cache)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

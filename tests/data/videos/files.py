@@ -1,0 +1,91 @@
+"""Video files for tests, whose frames say their own numbers in grey blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+SIDE = 64
+_BITS = 16  # 4 x 4 blocks of 16 pixels, of grey 40 for 0 and 200 for 1
+RATE = 25
+TICKS = 1000  # per second
+
+
+def picture(number: int, width: int = SIDE, height: int = SIDE) -> npt.NDArray[np.uint8]:
+    """Grey levels (height, width) that state a number below 65536."""
+    bits = np.array([number >> bit & 1 for bit in range(_BITS)], np.uint8).reshape(4, 4)
+    return np.kron(40 + 160 * bits, np.ones((height // 4, width // 4), np.uint8)).astype(np.uint8)
+
+
+def number_of(frame: Tensor) -> int:
+    """The number that a square frame (3, side, side) states; -1 if it is not clearly one."""
+    side = frame.shape[-1]
+    centres = frame[:, side // 8 :: side // 4, side // 8 :: side // 4].int().flatten(1)
+    low, high = (centres - 40).abs() < 30, (centres - 200).abs() < 30
+    if not bool((low | high).all()):
+        return -1
+    return sum(int(bit) << place for place, bit in enumerate(high[0].tolist()))
+
+
+def numbers(clip: Tensor) -> list[int]:
+    """The numbers of the frames of a clip (3, f, side, side)."""
+    return [number_of(clip[:, frame]) for frame in range(clip.shape[1])]
+
+
+def write_video(
+    path: Path,
+    n: int = 60,
+    *,
+    codec: str = "libx264",
+    gop: int = 12,
+    b_frames: int = 0,
+    stamps: Sequence[int] | None = None,
+    pictures: Iterable[npt.NDArray[np.uint8]] | None = None,
+    audio: bool = False,
+    rotation: int = 0,
+    container_options: dict[str, str] | None = None,
+    options: dict[str, str] | None = None,
+    **stream_options: Any,
+) -> Path:
+    """Write frame i of n at the stamp stamps[i], in ms (default: 25 frames per second), without any loss."""
+    stamps = [i * TICKS // RATE for i in range(n)] if stamps is None else stamps
+    pictures = map(picture, range(len(stamps))) if pictures is None else pictures
+    first, pictures = itertools.tee(pictures)
+    height, width = next(first).shape[:2]
+    with av.open(str(path), "w", container_options=container_options or {}) as container:
+        stream = container.add_stream(codec, rate=RATE)
+        stream.width, stream.height = width, height
+        stream.pix_fmt = "rgb8" if codec == "gif" else "yuv444p" if codec in ("libx264", "ffv1") else "yuv420p"
+        stream.codec_context.time_base = Fraction(1, TICKS)
+        stream.codec_context.gop_size = gop
+        if codec == "libx264":
+            stream.options = {"qp": "0", "bf": str(b_frames), "g": str(gop), "sc_threshold": "0", **(options or {})}
+        elif options:
+            stream.options = options
+        for name, value in stream_options.items():
+            setattr(stream, name, value)
+        if rotation:
+            stream.set_display_rotation(rotation)
+        tone = (
+            container.add_stream("aac" if path.suffix in (".mp4", ".mov") else "libopus", rate=48000) if audio else None
+        )
+        for stamp, pixels in zip(stamps, pictures, strict=False):
+            frame = av.VideoFrame.from_ndarray(pixels, format="gray" if pixels.ndim == 2 else "rgb24")
+            frame.pts, frame.time_base = stamp, Fraction(1, TICKS)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+        if tone is not None:
+            sound = np.random.default_rng(0).uniform(-0.5, 0.5, (1, 48000 * (stamps[-1] + 40) // TICKS))
+            piece = av.AudioFrame.from_ndarray(sound.astype(np.float32), format="fltp", layout="mono")
+            piece.sample_rate, piece.pts = 48000, 0
+            container.mux(tone.encode(piece))
+            container.mux(tone.encode())
+    return path

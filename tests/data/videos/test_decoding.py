@@ -1,0 +1,281 @@
+"""Clips of video files: exactly the frames that time stamps demand, upright, over white, and none read needlessly."""
+
+from __future__ import annotations
+
+import bisect
+import io
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.bad_samples import Unsuitable
+from data.source import FileWindow, Source, open_source
+from data.videos.decoding import ClipDecoder
+from tests.data.helpers import one_line
+from tests.data.videos.files import RATE, SIDE, TICKS, number_of, numbers, picture, write_video
+
+N = 60
+REGULAR = [i * TICKS // RATE for i in range(N)]
+UNEVEN = np.cumsum([0, *np.random.default_rng(0).integers(15, 140, N - 1)]).tolist()  # ms
+FILES = {
+    "ffv1.mkv": {"codec": "ffv1", "gop": 12},
+    "gop1.mp4": {"gop": 1},
+    "gop12.mp4": {"gop": 12},
+    "gop250.mkv": {"gop": 250},
+    "b_frames.mp4": {"gop": 12, "b_frames": 3},
+    "b_frames.mkv": {"gop": 250, "b_frames": 3, "audio": True},
+    "open_gop.mp4": {"gop": 8, "b_frames": 3, "options": {"x264-params": "open-gop=1"}},
+    "uneven.mp4": {"gop": 12, "stamps": UNEVEN},
+    "uneven_b_frames.mkv": {"gop": 9, "b_frames": 3, "stamps": UNEVEN},
+    "uneven.webm": {"codec": "libvpx-vp9", "stamps": UNEVEN},
+    "uneven.avi": {"codec": "ffv1", "stamps": UNEVEN},
+    "late.mkv": {"gop": 12, "b_frames": 2, "stamps": [stamp + 3000 for stamp in UNEVEN]},
+}
+SPEEDS = [{}, {"frame_stride": 3}, {"fps": 10.0}, {"fps": 29.97}, {"fps": 60.0}]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("videos")
+    return {name: write_video(folder / name, N, **options) for name, options in FILES.items()}
+
+
+def expected(stamps: list[int], start: float, n: int, fps: float | None = None, frame_stride: int = 1) -> list[int]:
+    """Numbers of the frames of a clip that begins at `start`, in ms."""
+    shown = [bisect.bisect_right(stamps, start + i * TICKS / (fps or 1) + 0.5) - 1 for i in range(n)]
+    return shown if fps else [shown[0] + i * frame_stride for i in range(n)]
+
+
+@pytest.mark.parametrize("speed", SPEEDS, ids=str)
+@pytest.mark.parametrize("name", FILES)
+def test_a_clip_holds_exactly_the_frames_that_its_times_demand(name, speed, files):
+    stamps = [stamp - FILES[name].get("stamps", REGULAR)[0] for stamp in FILES[name].get("stamps", REGULAR)]
+    clips = ClipDecoder(SIDE, 5, **speed)
+    last = len(stamps) - 4 * speed.get("frame_stride", 1) - 12
+    for first in range(0, last, 7):
+        for start in (stamps[first], (stamps[first] + stamps[first + 1]) // 2):
+            demanded = expected(stamps, start, 5, **speed)
+            # A part that has just room for one clip.
+            end = stamps[demanded[-1]] + 1 if not speed.get("fps") else start + 4 * TICKS / speed["fps"] + 1
+            source = Source(str(files[name]), start_seconds=start / TICKS, end_seconds=end / TICKS)
+            assert numbers(clips.load(source, 0)) == demanded, (start, first)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_frames_of_a_file_are_read_one_after_the_other(name, files):
+    stamps = FILES[name].get("stamps", REGULAR)
+    assert [number_of(frame) for frame in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))] == list(range(N))
+    slower = [number_of(frame) for frame in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))]
+    assert slower == expected([stamp - stamps[0] for stamp in stamps], 0, len(slower), 7.0)
+    assert len(slower) == pytest.approx((stamps[-1] - stamps[0]) * 7 / TICKS, abs=2)
+    part = Source(
+        str(files[name]), start_seconds=(stamps[7] - stamps[0]) / 1000, end_seconds=(stamps[11] - stamps[0]) / 1000
+    )
+    assert [number_of(frame) for frame in ClipDecoder(SIDE, 5).frames(part)] == [7, 8, 9, 10]
+
+
+def test_training_begins_anywhere_and_validation_in_the_middle(files):
+    clips, source = ClipDecoder(SIDE, 5), Source(str(files["gop12.mp4"]))
+    assert numbers(clips.load(source, 0)) == [28, 29, 30, 31, 32] == numbers(clips.load(source, 9, 9))
+    starts = [numbers(clips.load(source, index, epoch, True))[0] for index in range(20) for epoch in range(10)]
+    assert min(starts) <= 2 and max(starts) >= N - 5 - 2 and max(starts) <= N - 5
+    assert len({*starts}) > 40  # of 56
+    again = [numbers(ClipDecoder(SIDE, 5).load(source, 0, epoch, True))[0] for epoch in range(10)]
+    assert (
+        again == starts[:10] != [numbers(ClipDecoder(SIDE, 5, seed=1).load(source, 0, e, True))[0] for e in range(10)]
+    )
+
+
+def test_clips_may_begin_at_key_frames_only(files):
+    clips = ClipDecoder(SIDE, 5, clip_starts="keyframe")
+    for name in ("gop12.mp4", "b_frames.mp4"):
+        found = [numbers(clips.load(Source(str(files[name])), i, 0, True)) for i in range(40)]
+        assert all(clip == [*range(clip[0], clip[0] + 5)] for clip in found)
+        assert {clip[0] for clip in found} == {0, 12, 24, 36, 48}
+        assert numbers(clips.load(Source(str(files[name])), 0)) == [28, 29, 30, 31, 32]
+        part = Source(str(files[name]), start_seconds=0.64, end_seconds=2)
+        assert {numbers(clips.load(part, i, 0, True))[0] for i in range(40)} == {16, 24, 36}
+
+
+def test_a_clip_is_found_where_a_header_states_too_long_a_video(files, monkeypatch):
+    monkeypatch.setattr("data.videos.decoding._Video.end", 60 * TICKS * 16)
+    for name in ("gop12.mp4", "b_frames.mkv"):
+        for speed in SPEEDS:
+            found = numbers(ClipDecoder(SIDE, 5, **speed).load(Source(str(files[name])), 0))
+            start = REGULAR[found[0]]
+            assert found[0] > 0 and (speed.get("fps") or found == expected(REGULAR, start, 5, **speed))
+            assert found == sorted(found) and found[-1] >= N - 25
+
+
+class _Written(io.BytesIO):
+    """A file that cannot be gone back in, so that the length of a video is not written into it."""
+
+    def seekable(self) -> bool:
+        return False
+
+
+def test_a_file_without_a_length_is_measured(tmp_path):
+    output = _Written()
+    with av.open(output, "w", format="matroska", options={"live": "1"}) as container:
+        stream = container.add_stream("ffv1", rate=RATE)
+        stream.width = stream.height = SIDE
+        stream.pix_fmt = "yuv444p"
+        for number in range(N):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(number), format="gray")))
+        container.mux(stream.encode())
+    path = tmp_path / "live.mkv"
+    path.write_bytes(output.getvalue())
+    with av.open(str(path)) as container:
+        assert not container.duration and not container.streams.video[0].duration
+    assert numbers(ClipDecoder(SIDE, 5).load(Source(str(path)), 0)) == [28, 29, 30, 31, 32]
+
+
+def noise(n: int, side: int = SIDE):
+    rng = np.random.default_rng(0)
+    return (rng.integers(0, 255, (side, side, 3), np.uint8) for _ in range(n))
+
+
+@pytest.mark.parametrize(("name", "b_frames"), [("a.mp4", 0), ("b.mp4", 3), ("c.mkv", 0), ("d.mkv", 3)])
+def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, monkeypatch):
+    path = write_video(tmp_path / name, 160, pictures=noise(160), b_frames=b_frames, audio=True)
+    read: list[int] = []
+    readinto = FileWindow.readinto
+    monkeypatch.setattr(FileWindow, "readinto", lambda self, buffer: read.append(readinto(self, buffer)) or read[-1])
+    with open_source(Source(str(path))) as file, av.open(file) as container:
+        n_opening = sum(read)  # FFmpeg reads some packets of every stream to know what it is
+        sizes = [packet.size for packet in container.demux(video=0) if packet.size]
+    for first in (0, 11, 12, 70, 130):
+        read.clear()
+        source = Source(str(path), start_seconds=first / RATE, end_seconds=(first + 4) / RATE + 0.001)
+        ClipDecoder(SIDE, 5).load(source, 0)
+        keyframe, last = first // 12 * 12, first + 4 + 2 * (b_frames > 0) + b_frames  # in the order of the packets
+        n_needed = sum(sizes[keyframe : last + 1])
+        assert sum(read) <= n_opening + n_needed + 3 * 32768, first  # FFmpeg reads 32 kB at a time
+        assert sum(read) > n_needed
+
+
+@pytest.mark.parametrize("rotation", [0, 90, 180, -90])
+def test_frames_are_upright(rotation, tmp_path):
+    pictures = [np.kron(np.arange(8, dtype=np.uint8).reshape(2, 4) * 30, np.ones((32, 32), np.uint8))] * 3
+    path = write_video(tmp_path / "a.mp4", 3, pictures=pictures, rotation=rotation)
+    with av.open(str(path)) as container:
+        stated = next(container.decode(video=0)).rotation
+    shown = np.rot90(pictures[0], stated // 90)
+    top, left = (side // 2 - 32 for side in shown.shape)
+    clip = ClipDecoder(64, 3).load(Source(str(path)), 0)
+    assert (abs(stated) == abs(rotation)) and clip.shape == (3, 3, 64, 64)
+    expected = torch.from_numpy(shown[top : top + 64, left : left + 64].astype(int))
+    assert (clip[0, 0].int() - expected).abs().max() <= 2  # from RGB to YUV and back
+
+
+@pytest.mark.parametrize("width, height, side", [(96, 64, 32), (64, 96, 32), (50, 34, 17), (33, 77, 64), (64, 64, 96)])
+def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, side, tmp_path):
+    ramp = np.add.outer(np.linspace(0, 100, height), np.linspace(0, 100, width)).round().astype(np.uint8)
+    write_video(tmp_path / "a.mkv", 2, codec="ffv1", pictures=[ramp] * 2)
+    Image.fromarray(ramp).save(tmp_path / "a.png")
+    clip, image = (ClipDecoder(side, 2).load(Source(str(tmp_path / name)), 0) for name in ("a.mkv", "a.png"))
+    assert clip.shape == image.shape == (3, 2, side, side)
+    # The ramp rises by at most 6 levels a pixel of the result; the two resize differently at the borders.
+    assert (clip.int() - image.int()).abs().max() <= 7 and (clip.int() - image.int()).abs().float().mean() < 2
+
+
+def test_pixels_that_are_not_square_are_stretched(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 2, pictures=[picture(999, 32, 64)] * 2, sample_aspect_ratio=2)
+    assert numbers(ClipDecoder(SIDE, 2).load(Source(str(path)), 0)) == [999, 999]
+
+
+def write_gif(path: Path, n: int = 8, milliseconds: int = 100, transparent: bool = False) -> Path:
+    frames = [Image.fromarray(picture(i)) for i in range(n)]
+    if transparent:
+        frames = [Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0)) for _ in range(n)]
+        for i, frame in enumerate(frames):
+            frame.paste((200, 0, 0, 255), (4 * i, 16, 4 * i + 16, 48))
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=milliseconds, disposal=2)
+    return path
+
+
+def test_gifs_are_videos_with_white_behind_them(tmp_path):
+    assert numbers(ClipDecoder(SIDE, 8).load(Source(str(write_gif(tmp_path / "a.gif"))), 0)) == [*range(8)]
+    assert numbers(ClipDecoder(SIDE, 4, fps=5.0).load(Source(str(tmp_path / "a.gif")), 0)) == [1, 3, 5, 7]
+    clip = ClipDecoder(SIDE, 8).load(Source(str(write_gif(tmp_path / "b.gif", transparent=True))), 0)
+    for i in range(8):
+        wanted = torch.full((3, SIDE, SIDE), 255)
+        wanted[:, 16:48, 4 * i : 4 * i + 16] = torch.tensor([200, 0, 0])[:, None, None]
+        assert (clip[:, i].int() - wanted).abs().max() <= 1
+    small = ClipDecoder(20, 8).load(Source(str(tmp_path / "b.gif")), 0)
+    assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
+
+
+@pytest.mark.parametrize(
+    ("short_clips", "shown"), [("repeat", [0, 1, 2, 0, 1, 2, 0]), ("hold", [0, 1, 2, 2, 2, 2, 2]), ("skip", None)]
+)
+def test_short_videos_and_images_are_repeated_held_or_left_out(short_clips, shown, tmp_path):
+    clips = ClipDecoder(SIDE, 7, short_clips=short_clips)
+    Image.fromarray(picture(5)).save(tmp_path / "b.png")
+    video, image = Source(str(write_video(tmp_path / "a.mp4", 3))), Source(str(tmp_path / "b.png"))
+    one = Source(str(write_video(tmp_path / "c.mkv", 1)))
+    if shown is None:
+        for source, said in ((video, "it has 3 frames for a clip of 7"), (image, "1 frame "), (one, "1 frame ")):
+            assert said in one_line(clips.load, source, 0)
+            with pytest.raises(Unsuitable):
+                clips.load(source, 0)
+    else:
+        assert numbers(clips.load(video, 0)) == numbers(clips.load(video, 3, 4, True)) == shown
+        assert numbers(clips.load(image, 0)) == [5] * 7 and numbers(clips.load(one, 0)) == [0] * 7
+    assert numbers(ClipDecoder(SIDE, 1, short_clips=short_clips).load(image, 0)) == [5]
+
+
+def test_cover_art_is_no_video(tmp_path):
+    cover = io.BytesIO()
+    Image.new("RGB", (32, 32), "red").save(cover, "JPEG")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        art = container.add_stream("mjpeg", rate=1)
+        art.width = art.height = 32
+        art.pix_fmt = "yuvj420p"
+        art.disposition = av.stream.Disposition.attached_pic
+        sound = container.add_stream("aac", rate=48000)
+        packet = av.Packet(cover.getvalue())
+        packet.stream, packet.pts, packet.dts = art, 0, 0
+        container.mux(packet)
+        piece = av.AudioFrame.from_ndarray(np.zeros((1, 48000), np.float32), format="fltp", layout="mono")
+        piece.sample_rate, piece.pts = 48000, 0
+        container.mux(sound.encode(piece))
+        container.mux(sound.encode())
+    assert one_line(ClipDecoder(SIDE, 5).load, Source(str(tmp_path / "a.mp4")), 0) == "it holds no video"
+
+
+def broken(path: Path, kind: str) -> Path:
+    whole = write_video(path.with_name("whole.mp4"), N, pictures=noise(N)).read_bytes()
+    list_of_files = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{path.with_name('whole.mp4')}\n#EXT-X-ENDLIST\n"
+    contents = {
+        "empty": b"", "text": b"no video at all\n" * 40, "bytes": np.random.default_rng(0).bytes(9999),
+        "cut": whole[: len(whole) // 2], "list": list_of_files.encode(),
+        "concat": b"ffconcat version 1.0\nfile whole.mp4\n", "header": whole[:40], "image": None,
+    }  # fmt: skip
+    if kind == "image":
+        Image.new("RGB", (32, 32)).save(path, "JPEG")
+    else:
+        path.write_bytes(contents[kind])
+    return path
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "bytes", "cut", "list", "concat", "header", "image"])
+def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
+    text = one_line(ClipDecoder(SIDE, 5).load, Source(str(broken(tmp_path / "a.mp4", kind))), 0)
+    assert text == "the file is empty" if kind == "empty" else text.startswith("FFmpeg cannot read it: ")
+    with pytest.raises(FileNotFoundError):
+        ClipDecoder(SIDE, 5).load(Source(str(tmp_path / "none.mp4")), 0)
+
+
+def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
+    whole = write_video(
+        tmp_path / "a.mp4", N, pictures=noise(N), container_options={"movflags": "faststart"}
+    ).read_bytes()
+    (tmp_path / "b.mp4").write_bytes(whole[: len(whole) // 2])
+    clips = ClipDecoder(SIDE, 5)
+    assert clips.load(Source(str(tmp_path / "b.mp4"), end_seconds=0.4), 0).shape == (3, 5, SIDE, SIDE)
+    assert "FFmpeg" in one_line(clips.load, Source(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3), 0)
