@@ -252,7 +252,8 @@ class VideoTokenizer(Pretrained):
         """Take the weights of a tokenizer of the same arguments that was trained on images alone, to train on videos.
 
         Images train only the last time slice of each kernel; the others, still random, become 0 here. So each frame is
-        coded and decoded like an image at the start, and the first frame stays so.
+        coded and decoded like an image at the start, and the first frame stays so (not with ``cond_residual``, whose
+        output is divided by a norm of all slices).
 
         Raises:
             ValueError: one line, naming the arguments in which the two models differ.

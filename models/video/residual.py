@@ -56,7 +56,8 @@ class SqueezeExcite(nn.Module):
 
 class ModulatedConv3d(CausalConv3d):
     """A causal convolution whose input channels are scaled by 1 + a linear function of the condition, and whose output
-    channels are divided by the norm of their scaled weights (Karras et al. 2020, StyleGAN2, section 2.2)."""
+    channels are divided by the norm of their scaled weights (Karras et al. 2020, StyleGAN2, section 2.2), of all time
+    slices: so even an image gives all of them a gradient."""
 
     def __init__(self, fan_in: int, fan_out: int, kernel: tuple[int, int, int], dim_cond: int) -> None:
         super().__init__(fan_in, fan_out, kernel, bias=False)

@@ -17,6 +17,10 @@ Run = Callable[[int, Callable[[Any], Any]], list[Any]]
 
 VAE: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
 VQGAN: dict[str, Any] = {"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256}
+TOKENIZER: dict[str, Any] = {
+    "image_size": 8, "layers": "residual,compress_space:6,compress_time,residual", "init_dim": 4, "input_kernel": 3,
+    "norm": "rms", "codebook_size": 16,
+}  # fmt: skip
 # 64 bands x 51 frames: 4 x 3 patches.
 MULAN: dict[str, Any] = {
     "clip_seconds": 0.5, "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4,
@@ -31,6 +35,10 @@ def some(*shape: int, seed: int = 1) -> Tensor:
 
 def some_images(batch: int = 2, channels: int = 3, size: int = 16, seed: int = 1) -> Tensor:
     return torch.rand(batch, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def some_videos(batch: int = 2, frames: int = 5, height: int = 8, width: int = 8, seed: int = 1) -> Tensor:
+    return torch.rand(batch, 3, frames, height, width, generator=torch.Generator().manual_seed(seed))
 
 
 def in_rows(z: Tensor) -> Tensor:

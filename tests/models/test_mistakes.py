@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, ResidualQuantizer
+from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, ResidualQuantizer, VideoTokenizer
 from models.attention import Transformer
 from models.log_mel import Spectrogram
 from models.perceptual import load_perceptual
@@ -18,6 +18,10 @@ from tests.models import helpers
 
 def vqgan(**changes: Any) -> VQGAN:
     return VQGAN(**{**helpers.VQGAN, **changes})
+
+
+def tokenizer(**changes: Any) -> VideoTokenizer:
+    return VideoTokenizer(**{**helpers.TOKENIZER, **changes})
 
 
 def spectrogram(**changes: Any) -> Spectrogram:
@@ -40,6 +44,25 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (vqgan, {"num_resnet_blocks": -1}, "0 or more"),
     (vqgan, {"quantizer": "pq"}, "lfq, vq, fsq, bsq, ibq"),
     (vqgan, {"codebook_size": 100}, "100"),
+    (tokenizer, {"image_size": 9}, "image_size 9 must be a multiple of 2, .*; use 8 or 10"),
+    (tokenizer, {"layers": "residual,resid"}, "layer 'resid' is unknown; use some of residual, .*, adaptive$"),
+    (tokenizer, {"layers": ""}, "layer '' is unknown"),
+    (tokenizer, {"layers": "consecutive_residual"}, "give consecutive_residual:N with a whole .* \\(how many\\)"),
+    (tokenizer, {"layers": "compress_space:0"}, "give compress_space:N .* \\(channels\\)"),
+    (tokenizer, {"layers": "compress_time:"}, "give compress_time:N"),
+    (tokenizer, {"layers": "compress_time:-4"}, "give compress_time:N"),
+    (tokenizer, {"layers": "residual:2"}, "'residual:2': residual takes no number"),
+    (tokenizer, {"layers": "residual," * 2000 + "residual"}, "at most 1000"),
+    (tokenizer, {"layers": ",".join(["compress_time:4"] * 41)}, "41 layers: .* 40 that compress"),
+    (tokenizer, {"layers": "cond_residual"}, "'cond_residual' needs a condition: give dim_cond"),
+    (tokenizer, {"dim_cond": 4}, "dim_cond 4 has no effect"),
+    (tokenizer, {"pad_mode": "zeros"}, "pad_mode 'zeros' is unknown; use constant, reflect, replicate"),
+    (tokenizer, {"norm": "group"}, "norm 'group' is unknown; use none, rms"),
+    (tokenizer, {"patch": "dct"}, "patch 'dct' is unknown; use haar, pixels"),
+    (tokenizer, {"quantizer": "pq"}, "lfq, vq, fsq, bsq, ibq"),
+    (tokenizer, {"patch_size": 3}, "patch_size 3 must be a power of two"),
+    *((tokenizer, {name: 4}, f"{name} 4 must be odd") for name in ("input_kernel", "output_kernel", "residual_kernel")),
+    *((tokenizer, {name: 0}, f"{name} 0") for name in ("patch_size", "channels", "init_dim", "heads", "time_window")),
     *((Discriminator, {"dim": 4, **wrong}, "give numbers of at least 1")
       for wrong in ({"dim": 0}, {"layers": 0}, {"groups": -1}, {"channels": 0})),
     *((Transformer, {"dim": 8, "depth": 1, "heads": 1, "dim_head": 1, **wrong}, "at least 1")

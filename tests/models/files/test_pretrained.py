@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models import VQGAN, DiscreteVAE, MuLaN, ResidualQuantizer
+from models import VQGAN, DiscreteVAE, MuLaN, ResidualQuantizer, VideoTokenizer
 from models.files.dalle import save_dalle_file
 from models.files.pretrained import Pretrained
 from tests.models import helpers
@@ -44,6 +44,16 @@ def vqgan(quantizer: str, **sizes: Any) -> Case:
     )  # fmt: skip
 
 
+def tokenizer(quantizer: str, **sizes: Any) -> Case:
+    sizes = {**helpers.TOKENIZER, "quantizer": quantizer, **sizes}
+    cond = torch.zeros(2, sizes["dim_cond"]) if "dim_cond" in sizes else None
+    return Case(
+        VideoTokenizer, sizes, lambda model: [model(helpers.some_videos(), cond).reconstruction],
+        {"image_size": 16, "gradient_checkpointing": True, "time_window": 3}, {"init_dim": 5},
+        "encoder.conv_in.conv.weight should have shape (5, 3, 3, 3, 3), not (4, 3, 3, 3, 3)",
+    )  # fmt: skip
+
+
 CASES = {
     "vae": Case(
         DiscreteVAE,
@@ -55,6 +65,10 @@ CASES = {
     ),
     "lfq": vqgan("lfq"), "vq": vqgan("vq"), "fsq": vqgan("fsq", fsq_levels=[8, 5, 4]), "bsq": vqgan("bsq"),
     "ibq": vqgan("ibq"),
+    "tokenizer-lfq": tokenizer("lfq"), "tokenizer-vq": tokenizer("vq", separate_first_frame=True),
+    "tokenizer-fsq": tokenizer(
+        "fsq", fsq_levels=[8, 5, 4], norm="none", dim_cond=2, heads=1, dim_head=2, linear_heads=1, linear_dim_head=2,
+        layers="attend_time,gateloop_time,cond_residual,linear_attend_space,compress_time,cond_attend_space,adaptive"),
     "mulan": Case(
         MuLaN,
         {**helpers.MULAN, "sample_rate": 22050, "n_fft": 512, "hop_length": 200, "n_mels": 32, "fmin": 20.0,

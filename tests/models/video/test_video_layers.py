@@ -1,0 +1,223 @@
+"""The layers of the video tokenizer, each against a closed form."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.video.attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
+from models.video.causal import CausalConv3d, Context, SpaceUp, TimeUp
+from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
+from models.video.patches import PATCHES, from_patches, to_patches
+from models.video.residual import ModulatedConv3d, ResidualUnit, RMSNorm, SqueezeExcite
+from tests.models.helpers import some
+
+WHOLE = Context()
+
+
+@pytest.fixture(autouse=True)
+def in_fp64() -> object:
+    """So that only rounding of 1e-16 is left between a layer and its formula."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def video(*shape: int, seed: int = 1) -> Tensor:
+    return some(*(shape or (2, 6, 5, 4, 4)), seed=seed).double()
+
+
+def test_a_list_of_layers_says_what_fits() -> None:
+    layers = " residual, compress_space:64,consecutive_residual:2,compress_time ,compress_space"
+    assert parse_layers(layers)[1:4] == [("compress_space", 64), ("consecutive_residual", 2), ("compress_time", None)]
+    assert (frames_per_code(layers), pixels_per_code(layers), pixels_per_code(layers, 2)) == (2, 4, 8)
+    with pytest.raises(ValueError, match=r"^width 3 must be a multiple of 4, .*; use 4 or 8$"):
+        check_side("width", 3, 4)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("pad_mode", ["constant", "reflect", "replicate"])
+def test_a_causal_convolution_is_a_sum_over_the_frames_before(stride: int, pad_mode: str) -> None:
+    conv = CausalConv3d(3, 4, (3, 3, 3), stride=(stride, 1, 1), pad_mode=pad_mode)
+    x = video(2, 3, 5, 4, 4)
+    out = conv(x, WHOLE)
+    assert out.shape == (2, 4, 1 + 4 // stride, 4, 4)
+    padded = F.pad(x, (1, 1, 1, 1, 0, 0), mode=pad_mode)
+    for j, frame in enumerate(out.unbind(2)):
+        terms = [F.conv2d(padded[:, :, stride * j - age], conv.weight[:, :, 2 - age]) for age in range(3)]
+        expected = sum(terms[: stride * j + 1]) + conv.bias[:, None, None]  # type: ignore[index]
+        torch.testing.assert_close(frame, expected)
+
+
+def test_for_an_image_a_causal_convolution_is_the_2d_convolution_of_its_last_slice() -> None:
+    conv = CausalConv3d(3, 4, (3, 3, 3))
+    x = video(2, 3, 1, 4, 4)
+    out = conv(x, WHOLE)
+    torch.testing.assert_close(out[:, :, 0], F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, padding=1))
+    whole = F.conv3d(F.pad(x, (0, 0, 0, 0, 2, 0)), conv.weight, conv.bias, padding=(0, 1, 1))
+    torch.testing.assert_close(out, whole)
+    (ours,), (theirs,) = (torch.autograd.grad(y.square().sum(), conv.weight) for y in (out, whole))
+    torch.testing.assert_close(ours, theirs)
+    assert not ours[:, :, :-1].any() and ours[:, :, -1].any()
+
+
+def test_upsampled_frame_f_is_frame_f_over_2_rounded_up_and_four_pixels_start_equal() -> None:
+    x = video(2, 3, 4, 2, 2)
+    time, space = TimeUp(3, 3), SpaceUp(3, 3)
+    with torch.no_grad():
+        for up, parts in ((time, 2), (space, 4)):
+            up.expand.weight.copy_(torch.eye(3).repeat_interleave(parts, dim=0).view(up.expand.weight.shape))
+        frames, pixels = time(x, WHOLE), space(x, WHOLE)
+    assert frames.shape == (2, 3, 7, 2, 2)
+    for f in range(7):
+        torch.testing.assert_close(frames[:, :, f], F.silu(x[:, :, math.ceil(f / 2)]))
+    torch.testing.assert_close(pixels, F.silu(x).repeat_interleave(2, dim=3).repeat_interleave(2, dim=4))
+    fresh = SpaceUp(3, 5)(x, WHOLE)
+    torch.testing.assert_close(fresh, fresh[..., ::2, ::2].repeat_interleave(2, dim=3).repeat_interleave(2, dim=4))
+    fresh = TimeUp(3, 5)(x, WHOLE)
+    torch.testing.assert_close(fresh[:, :, 1::2], fresh[:, :, 2::2])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", PATCHES)
+def test_patches_lose_nothing_and_keep_the_energy(kind: str, size: int) -> None:
+    whole_numbers = torch.randint(0, 256, (2, 3, 2, 8, 4)).float()
+    patches = to_patches(whole_numbers, size, kind)
+    assert patches.shape == (2, 3 * size**2, 2, 8 // size, 4 // size)
+    assert torch.equal(from_patches(patches, size, kind), whole_numbers)
+    torch.testing.assert_close(patches.square().sum(), whole_numbers.square().sum())
+
+
+def test_haar_is_the_transform_of_the_four_pixels() -> None:
+    a, b, c, d = 1.0, 2.0, 4.0, 8.0
+    x = torch.tensor([[a, b], [c, d]]).view(1, 1, 1, 2, 2)
+    expected = torch.tensor([a + b + c + d, a - b + c - d, a + b - c - d, a - b - c + d]) / 2
+    assert torch.equal(to_patches(x, 2, "haar").flatten(), expected)
+    flat = to_patches(torch.ones(1, 3, 1, 8, 8), 4, "haar")
+    assert torch.equal(flat[:, :3], torch.full((1, 3, 1, 2, 2), 4.0)) and not flat[:, 3:].any()
+
+
+def test_norms_and_gates_look_at_one_frame_and_start_open() -> None:
+    x, other = video(), video(seed=2)
+    norm, gate = RMSNorm(6), SqueezeExcite(6)
+    torch.testing.assert_close(norm(x, WHOLE), x / (x.square().mean(dim=1, keepdim=True) + 1e-6).sqrt())
+    torch.testing.assert_close(gate(x), x)
+    nn.init.normal_(gate.excite.weight)
+    mixed = x.clone()
+    mixed[:, :, 1:], mixed[1] = other[:, :, 1:], other[1]
+    for layer in (lambda y: norm(y, WHOLE), gate):
+        torch.testing.assert_close(layer(mixed)[0, :, 0], layer(x)[0, :, 0], rtol=1e-14, atol=1e-14)
+    assert not torch.equal(gate(x), x)
+
+
+def test_a_gate_is_computed_from_the_attended_mean_of_its_frame() -> None:
+    gate, x = SqueezeExcite(6), video()
+    nn.init.normal_(gate.excite.weight)
+    for b, f in itertools.product(range(2), range(5)):
+        pixels = x[b, :, f].flatten(1)
+        weights = (gate.to_weights.weight.flatten() @ pixels + gate.to_weights.bias).softmax(dim=0)  # type: ignore[operator]
+        hidden = F.leaky_relu(gate.squeeze(pixels @ weights), 0.1)
+        expected = 2 * torch.sigmoid(gate.excite(hidden))[:, None, None] * x[b, :, f]
+        torch.testing.assert_close(gate(x)[b, :, f], expected)
+
+
+@pytest.mark.parametrize("norm", ["none", "rms"])
+def test_a_residual_unit_is_what_its_norm_says(norm: str) -> None:
+    unit, x = ResidualUnit(6, CausalConv3d(6, 6, (3, 3, 3)), nn.Identity(), norm), video()
+    if norm == "none":
+        expected = x + F.elu(unit.mix(F.elu(unit.conv(x, WHOLE))))
+    else:
+        first, second = unit.norms
+        expected = x + unit.mix(F.silu(second(unit.conv(F.silu(first(x, WHOLE)), WHOLE), WHOLE)))
+    torch.testing.assert_close(unit(x, WHOLE), expected)
+
+
+def test_a_modulated_convolution_has_weights_of_its_own_for_each_clip() -> None:
+    conv, x, cond = ModulatedConv3d(6, 4, (3, 3, 3), dim_cond=3), video(), video(2, 3)
+    out = conv(x, Context(cond=cond))
+    for clip in range(2):
+        weight = conv.weight * (1 + conv.to_scale(cond[clip]))[:, None, None, None]
+        weight = weight / weight.square().sum(dim=(1, 2, 3, 4), keepdim=True).sqrt()
+        expected = F.conv3d(F.pad(x[clip], (0, 0, 0, 0, 2, 0)), weight, padding=(0, 1, 1))
+        torch.testing.assert_close(out[clip], expected)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_along_time_a_frame_sees_the_memories_and_the_last_frames_up_to_itself(window: int | None) -> None:
+    attention = Attention(6, heads=2, dim_head=3, is_causal=True, window=window)
+    tokens = video(3, 5, 6)
+    out = attention(tokens, WHOLE)
+    q, k, v = attention.to_qkv(tokens).view(3, 5, 3, 2, 3).permute(2, 0, 3, 1, 4)
+    for n, t in itertools.product(range(3), range(5)):
+        heads = []
+        first = 0 if window is None else max(t - window + 1, 0)
+        for head in range(2):
+            keys, values = (
+                torch.cat([memory[head], rows[n, head, first : t + 1]])
+                for memory, rows in zip(attention.memory, (k, v), strict=True)
+            )
+            heads.append((keys @ q[n, head, t] / math.sqrt(3)).softmax(dim=0) @ values)
+        torch.testing.assert_close(out[n, t], attention.to_out(torch.cat(heads)))
+
+
+def test_linear_attention_is_its_explicit_sum() -> None:
+    attention, tokens = TaylorAttention(6, heads=2, dim_head=3), video(3, 5, 6)
+    q, k, v = attention.to_qkv(tokens).view(3, 5, 3, 2, 3).permute(2, 0, 3, 1, 4)
+    products = q @ k.transpose(-1, -2) / math.sqrt(3)
+    weights = 1 + products + products.square() / 2
+    expected = (weights / weights.sum(dim=-1, keepdim=True)) @ v
+    torch.testing.assert_close(attention(tokens, WHOLE), attention.to_out(expected.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("along", ["space", "time"])
+def test_attention_mixes_positions_along_one_axis(along: str) -> None:
+    attention = Attention(6, heads=2, dim_head=3, is_causal=along == "time")
+    layer, x = Attend(6, attention, along), video(1, 6, 4, 3, 3).requires_grad_()
+    out = layer(x, WHOLE)
+    (gradient,) = torch.autograd.grad(out[:, :, 2, 1, 1].sum(), x)
+    seen = gradient.abs().sum(dim=(0, 1)) > 0
+    expected = torch.zeros(4, 3, 3, dtype=torch.bool)
+    if along == "space":
+        expected[2] = True
+    else:
+        expected[:3, 1, 1] = True
+    assert torch.equal(seen, expected)
+
+
+def test_a_token_takes_half_of_its_channels_from_the_frame_before() -> None:
+    shift, x = Attend(6, Attention(6, 1, 2, is_causal=True), "time").shifts[0], video()
+    out = shift(x, WHOLE)
+    assert torch.equal(out[:, :3], x[:, :3]) and torch.equal(out[:, 3:, 1:], x[:, 3:, :-1])
+    assert not out[:, 3:, 0].any()
+
+
+def test_with_constant_gates_the_recurrence_is_a_geometric_sum() -> None:
+    layer, x, rate = GateLoop(6), video(), 0.7
+    with torch.no_grad():
+        layer.to_qva.weight[12:] = 0
+    layer.to_qva.register_parameter("bias", nn.Parameter(torch.zeros(18)))
+    with torch.no_grad():
+        layer.to_qva.bias[12:] = math.log(rate / (1 - rate))  # type: ignore[index]
+    q, v, _ = layer.to_qva(layer.norm(x, WHOLE)).chunk(3, dim=1)
+    for t in range(5):
+        state = sum(rate ** (t - s) * v[:, :, s] for s in range(t + 1))
+        torch.testing.assert_close(layer(x, WHOLE)[:, :, t], x[:, :, t] + q[:, :, t] * state)
+
+
+def test_an_adaptive_norm_modulates_frame_f_by_latent_f_over_s_rounded_up() -> None:
+    layer, x, z = AdaptiveNorm(6, 2, frames=4, pixels=2), video(2, 6, 9, 4, 4), video(2, 2, 3, 2, 2)
+    context = Context(latents=z)
+    torch.testing.assert_close(layer(x, context), layer.norm(x, context))
+    nn.init.normal_(layer.modulate.weight)
+    nn.init.normal_(layer.modulate.bias)  # type: ignore[arg-type]
+    for f in range(9):
+        latent = z[:, :, math.ceil(f / 4)].repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+        gain, shift = layer.modulate(latent.unsqueeze(2)).squeeze(2).chunk(2, dim=1)
+        expected = layer.norm(x, context)[:, :, f] * (1 + gain) + shift
+        torch.testing.assert_close(layer(x, context)[:, :, f], expected)
