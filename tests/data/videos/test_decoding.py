@@ -155,7 +155,6 @@ def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, m
         keyframe, last = first // 12 * 12, first + 4 + 2 * (b_frames > 0) + b_frames  # in the order of the packets
         n_needed = sum(sizes[keyframe : last + 1])
         assert sum(read) <= n_opening + n_needed + 3 * 32768, first  # FFmpeg reads 32 kB at a time
-        assert sum(read) > n_needed
 
 
 @pytest.mark.parametrize("rotation", [0, 90, 180, -90])
