@@ -207,6 +207,8 @@ class _Video:
             raise ValueError("it holds no video")
         self._container, self._stream = container, streams[0]
         codec = self._stream.codec_context
+        if codec is None:
+            raise ValueError("FFmpeg has no decoder for it")
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
         shape = self._stream.sample_aspect_ratio  # of a pixel: width over height
         width = shape.numerator / shape.denominator if shape else 1.0

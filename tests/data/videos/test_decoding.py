@@ -291,6 +291,12 @@ def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
         ClipDecoder(SIDE, 5).load(Source(str(tmp_path / "none.mp4")), 0)
 
 
+def test_a_video_of_an_unknown_coding_is_refused(tmp_path):
+    whole = write_video(tmp_path / "a.mkv", 3).read_bytes()
+    (tmp_path / "b.mkv").write_bytes(whole.replace(b"V_MPEG4/ISO/AVC", b"V_NOBODYKNOWSIT"))
+    assert one_line(ClipDecoder(SIDE, 5).load, Source(str(tmp_path / "b.mkv")), 0) == "FFmpeg has no decoder for it"
+
+
 def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
     whole = write_video(
         tmp_path / "a.mp4", N, pictures=noise(N), container_options={"movflags": "faststart"}
