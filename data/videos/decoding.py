@@ -88,19 +88,19 @@ class ClipDecoder:
     def frames(self, source: Source) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
         (3, image_size, image_size), at the fps or frame_stride of clips; beside each the frames per second up to it:
-        those that the headers state, if the stamps agree with them to half a frame, else the mean; None for an image.
+        those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
         Raises what `load` raises."""
         if source.name.lower().endswith(IMAGE_ENDINGS):
             yield self._image(source), None
             return
         with _opened(source) as video:
             begin, end = video.part(source)
-            step, first = self._step(video), math.nan
+            step, first, is_steady = self._step(video), math.nan, True
             for number, (time, picture) in enumerate(self._pictures(video, begin, end)):
                 first = time if number == 0 else first
                 passed = time - first
-                is_steady = passed <= 0 or abs(passed - number * step) < step / 2
-                ticks = step if is_steady else passed / number
+                is_steady = is_steady and abs(passed - number * step) < step / 2
+                ticks = step if is_steady or passed <= 0 else passed / number
                 fps = self.fps or video.ticks_per_second / ticks
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
 
