@@ -1,4 +1,4 @@
-"""tokenize_images.py, tokenize_videos.py and embed.py under real launchers: the same bytes for any number of processes, after any death."""
+"""The scripts that fill folders under real launchers: the same bytes for any number of processes, after any death."""
 
 from __future__ import annotations
 
