@@ -50,6 +50,11 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "copied", symlinks=True))
 
 
+def pictures(run: Path) -> list[str]:
+    """The pictures of a run; films lie beside those of videos."""
+    return [name for name in names(run / "samples") if name.endswith(".png")]
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

@@ -44,6 +44,16 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {name: write_video(folder / name, N, **options) for name, options in FILES.items()}
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if FILES[name].get("b_frames")])
+def test_files_for_tests_hold_frames_that_no_other_needs_and_packets_out_of_order(name, files):
+    with av.open(str(files[name])) as container:
+        stamps = [packet.pts for packet in container.demux(video=0) if packet.size]
+        container.seek(0)
+        container.streams.video[0].codec_context.skip_frame = "NONREF"
+        n_needed = sum(1 for _ in container.decode(video=0))
+    assert stamps != sorted(stamps) and n_needed <= N * 3 // 4
+
+
 def expected(stamps: list[int], start: float, n: int, fps: float | None = None, frame_stride: int = 1) -> list[int]:
     """Numbers of the frames of a clip that begins at `start`, in ms."""
     shown = [bisect.bisect_right(stamps, start + i * TICKS / (fps or 1) + 0.5) - 1 for i in range(n)]
@@ -68,14 +78,18 @@ def test_a_clip_holds_exactly_the_frames_that_its_times_demand(name, speed, file
 @pytest.mark.parametrize("name", FILES)
 def test_the_frames_of_a_file_are_read_one_after_the_other(name, files):
     stamps = FILES[name].get("stamps", REGULAR)
-    assert [number_of(frame) for frame in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))] == list(range(N))
-    slower = [number_of(frame) for frame in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))]
+    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))] == list(range(N))
+    slower = [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))]
     assert slower == expected([stamp - stamps[0] for stamp in stamps], 0, len(slower), 7.0)
     assert len(slower) == pytest.approx((stamps[-1] - stamps[0]) * 7 / TICKS, abs=2)
+    rates = [rate for _, rate in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))]
+    mean = (N - 1) * TICKS / (stamps[-1] - stamps[0])
+    assert rates[-1] == pytest.approx(RATE if "stamps" not in FILES[name] else mean, rel=1e-3)
+    assert {rate for _, rate in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))} == {7.0}
     part = Source(
         str(files[name]), start_seconds=(stamps[7] - stamps[0]) / 1000, end_seconds=(stamps[11] - stamps[0]) / 1000
     )
-    assert [number_of(frame) for frame in ClipDecoder(SIDE, 5).frames(part)] == [7, 8, 9, 10]
+    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(part)] == [7, 8, 9, 10]
 
 
 def test_training_begins_anywhere_and_validation_in_the_middle(files):
@@ -209,6 +223,17 @@ def test_gifs_are_videos_with_white_behind_them(tmp_path):
     assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
 
 
+def test_what_transparent_pixels_hide_is_not_seen(tmp_path):
+    pixels = np.zeros((SIDE, SIDE, 4), np.uint8)
+    pixels[:32] = 200, 0, 0, 255
+    pixels[:, :16, 3] = 51
+    path = write_video(tmp_path / "a.mkv", 3, codec="ffv1", pictures=[pixels] * 3, pixel_format="bgra")
+    clip = ClipDecoder(SIDE, 3).load(Source(str(path)), 0)[:, 1]
+    assert clip[:, 10, 40].tolist() == [200, 0, 0] and clip[:, 50, 40].tolist() == [255] * 3
+    assert clip[:, 10, 5].tolist() == [244, 204, 204] and clip[:, 50, 5].tolist() == [204] * 3
+    assert ClipDecoder(21, 3).load(Source(str(path)), 0)[0, 1, :, 10:].min() >= 199
+
+
 @pytest.mark.parametrize(
     ("short_clips", "shown"), [("repeat", [0, 1, 2, 0, 1, 2, 0]), ("hold", [0, 1, 2, 2, 2, 2, 2]), ("skip", None)]
 )
@@ -268,6 +293,12 @@ def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
     assert text == "the file is empty" if kind == "empty" else text.startswith("FFmpeg cannot read it: ")
     with pytest.raises(FileNotFoundError):
         ClipDecoder(SIDE, 5).load(Source(str(tmp_path / "none.mp4")), 0)
+
+
+def test_a_video_of_an_unknown_coding_is_refused(tmp_path):
+    whole = write_video(tmp_path / "a.mkv", 3).read_bytes()
+    (tmp_path / "b.mkv").write_bytes(whole.replace(b"V_MPEG4/ISO/AVC", b"V_NOBODYKNOWSIT"))
+    assert one_line(ClipDecoder(SIDE, 5).load, Source(str(tmp_path / "b.mkv")), 0) == "FFmpeg has no decoder for it"
 
 
 def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
