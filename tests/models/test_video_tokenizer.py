@@ -412,7 +412,7 @@ def test_the_first_frame_of_clips_and_images_has_a_convolution_of_its_own() -> N
     videos, images = some_videos(2, 5), some_videos(2, 1)
     with torch.no_grad():
         whole, image = model(videos), model(images)
-        model.decoder.conv_out.first.bias += 1
+        model.decoder.conv_out.first.bias += 2  # of values in [-1, 1], which become [0, 1]
         again, image_again = model(videos), model(images)
     torch.testing.assert_close(again.reconstruction[:, :, 0], whole.reconstruction[:, :, 0] + 1)
     torch.testing.assert_close(image_again.reconstruction, image.reconstruction + 1)
