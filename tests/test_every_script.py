@@ -59,11 +59,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def pictures(run: Path) -> list[str]:
-    """Names of its sample pictures; beside those of videos lie films."""
-    return [name for name in names(run / "samples") if name.endswith(".png")]
-
-
 def test_all_scripts_are_tested() -> None:
     assert {path.stem for path in ROOT.glob("train_*.py")} == set(SCRIPTS)
 
