@@ -36,7 +36,7 @@ _FORMATS = "mov,matroska,avi,gif"
 _HALF_TICK = 0.5  # stamps are rounded to ticks, and so may be the times that are asked for
 _USUAL_RATE = 25.0  # frames per second of a file that states none
 _LONGEST_PIXEL = 8.0  # width over height or height over width; files that state more are wrong
-_DISCARD_ALL = 48  # AVDISCARD_ALL: packets of such a stream are not read
+_MOST_REORDERED = 16  # first packets after a jump for which FFmpeg may not know yet when they are due
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
 _DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
 
@@ -206,9 +206,6 @@ class _Video:
         if not streams:
             raise ValueError("it holds no video")
         self._container, self._stream = container, streams[0]
-        for other in container.streams:
-            if other is not self._stream and hasattr(other, "discard"):  # PyAV 17 reads them and throws them away
-                other.discard = _DISCARD_ALL
         codec = self._stream.codec_context
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
         shape = self._stream.sample_aspect_ratio  # of a pixel: width over height
@@ -291,7 +288,7 @@ class _Video:
         early = []  # the packets of all frames up to `time`, because no frame is shown before its packet is due
         for packet in packets:
             early.append(packet)
-            if packet.dts is None or packet.dts > time + _HALF_TICK:
+            if len(early) > _MOST_REORDERED if packet.dts is None else packet.dts > time + _HALF_TICK:
                 break
         stamps = [packet.pts for packet in early if packet.size]
         wanted = self.start

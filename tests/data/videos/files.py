@@ -51,11 +51,13 @@ def write_video(
     pictures: Iterable[npt.NDArray[np.uint8]] | None = None,
     audio: bool = False,
     rotation: int = 0,
+    pixel_format: str | None = None,
     container_options: dict[str, str] | None = None,
     options: dict[str, str] | None = None,
     **stream_options: Any,
 ) -> Path:
-    """Write frame i of n at the stamp stamps[i], in ms (default: 25 frames per second), without any loss."""
+    """Write frame i of n at the stamp stamps[i], in ms (default: 25 frames per second); without loss, but for
+    B-frames of x264, which has none without loss."""
     stamps = [i * TICKS // RATE for i in range(n)] if stamps is None else stamps
     pictures = map(picture, range(len(stamps))) if pictures is None else pictures
     first, pictures = itertools.tee(pictures)
@@ -63,11 +65,12 @@ def write_video(
     with av.open(str(path), "w", container_options=container_options or {}) as container:
         stream = container.add_stream(codec, rate=RATE)
         stream.width, stream.height = width, height
-        stream.pix_fmt = "rgb8" if codec == "gif" else "yuv444p" if codec in ("libx264", "ffv1") else "yuv420p"
+        stream.pix_fmt = pixel_format or ("yuv444p" if codec in ("libx264", "ffv1") else "yuv420p")
         stream.codec_context.time_base = Fraction(1, TICKS)
         stream.codec_context.gop_size = gop
         if codec == "libx264":
-            stream.options = {"qp": "0", "bf": str(b_frames), "g": str(gop), "sc_threshold": "0", **(options or {})}
+            always = "b-adapt=0:keyint={}:scenecut=0:{}".format(gop, (options or {}).get("x264-params", ""))
+            stream.options = {"qp": "4" if b_frames else "0", "bf": str(b_frames), "x264-params": always}
         elif options:
             stream.options = options
         for name, value in stream_options.items():
@@ -78,7 +81,8 @@ def write_video(
             container.add_stream("aac" if path.suffix in (".mp4", ".mov") else "libopus", rate=48000) if audio else None
         )
         for stamp, pixels in zip(stamps, pictures, strict=False):
-            frame = av.VideoFrame.from_ndarray(pixels, format="gray" if pixels.ndim == 2 else "rgb24")
+            channels = pixels.shape[2] if pixels.ndim == 3 else 1
+            frame = av.VideoFrame.from_ndarray(pixels, format={1: "gray", 3: "rgb24", 4: "rgba"}[channels])
             frame.pts, frame.time_base = stamp, Fraction(1, TICKS)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())

@@ -44,6 +44,16 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {name: write_video(folder / name, N, **options) for name, options in FILES.items()}
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if FILES[name].get("b_frames")])
+def test_files_for_tests_hold_frames_that_no_other_needs_and_packets_out_of_order(name, files):
+    with av.open(str(files[name])) as container:
+        stamps = [packet.pts for packet in container.demux(video=0) if packet.size]
+        container.seek(0)
+        container.streams.video[0].codec_context.skip_frame = "NONREF"
+        n_needed = sum(1 for _ in container.decode(video=0))
+    assert stamps != sorted(stamps) and n_needed <= N * 3 // 4
+
+
 def expected(stamps: list[int], start: float, n: int, fps: float | None = None, frame_stride: int = 1) -> list[int]:
     """Numbers of the frames of a clip that begins at `start`, in ms."""
     shown = [bisect.bisect_right(stamps, start + i * TICKS / (fps or 1) + 0.5) - 1 for i in range(n)]
@@ -207,6 +217,17 @@ def test_gifs_are_videos_with_white_behind_them(tmp_path):
         assert (clip[:, i].int() - wanted).abs().max() <= 1
     small = ClipDecoder(20, 8).load(Source(str(tmp_path / "b.gif")), 0)
     assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
+
+
+def test_what_transparent_pixels_hide_is_not_seen(tmp_path):
+    pixels = np.zeros((SIDE, SIDE, 4), np.uint8)
+    pixels[:32] = 200, 0, 0, 255
+    pixels[:, :16, 3] = 51
+    path = write_video(tmp_path / "a.mkv", 3, codec="ffv1", pictures=[pixels] * 3, pixel_format="bgra")
+    clip = ClipDecoder(SIDE, 3).load(Source(str(path)), 0)[:, 1]
+    assert clip[:, 10, 40].tolist() == [200, 0, 0] and clip[:, 50, 40].tolist() == [255] * 3
+    assert clip[:, 10, 5].tolist() == [244, 204, 204] and clip[:, 50, 5].tolist() == [204] * 3
+    assert ClipDecoder(21, 3).load(Source(str(path)), 0)[0, 1, :, 10:].min() >= 199
 
 
 @pytest.mark.parametrize(
