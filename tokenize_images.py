@@ -186,8 +186,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     with backend.agreement():
         stored = read_codes(args.decode)
         tokenizer = load_tokenizer(Path(args.model), backend)
-        if stored.index.get("weights_sha256") != tokenizer.weights_sha256:
-            raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
+        stored.require_model(tokenizer.weights_sha256, args.model)
         pictures = png_files(Path(args.output), stored.paths)
     settings = {"task": "decode", **computation(args, backend, tokenizer), "index_sha256": stored.sha256}
     output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)

@@ -63,9 +63,7 @@ PUBLIC_NAMES = {
 def build_parser() -> ArgumentParser:
     text = "Train a causal tokenizer of videos and images."
     parser = ArgumentParser("train_tokenizer.py", text, is_root=distributed.launched_as_root)
-    add_video_arguments(
-        parser, image_size=128, image_size_help="a multiple of what --layers and --patch_size divide by"
-    )
+    add_video_arguments(parser, image_size=128, image_size_help="a multiple of patch_size x 2^(compress_space layers)")
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--layers", default=LAYERS, metavar="NAME[:N],...",
@@ -239,7 +237,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine, critic, backend, quantizer=generator.quantizer, last_layer_gradient=generator.last_layer_gradient,
         images=lambda micro: data.to_unit_range(micro["videos"]), given=drawn_frames, heads=discriminator.num_heads,
         reconstruction_loss=reconstruction_loss(F.mse_loss, perceptual, args.perceptual_loss_weight, frames_of),
-        weights=AdversarialWeights.from_args(args), log=run.add,
+        weights=AdversarialWeights.from_args(args), seed=args.seed, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VideoTokenizer.save_pretrained},
@@ -253,13 +251,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine.lr, critic.lr = rate * args.learning_rate, rate * (args.discr_learning_rate or args.learning_rate)
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
-        update, fakes, codes = adversaries.generator_step(
-            batch, code_weights=weights, is_adversarial=is_adversarial, step=step, seed=args.seed
-        )
+        update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
         ema.update(engine.gathered)
         if is_adversarial:
             is_punished = step % args.apply_grad_penalty_every == 0
-            of_critic = adversaries.discriminator_step(batch, fakes, step=step, with_penalty=is_punished)
+            of_critic = adversaries.discriminator_step(batch, fakes, step, with_penalty=is_punished)
             run.log(discr_grad_norm=of_critic.grad_norm)
         if run.line_due:
             run.log(**usage_of_codes(codes, generator.num_codes, backend.sum))
@@ -269,6 +265,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="video_folder")
+    parser.refuse_idle(args, ["vq_decay", "vq_cosine"], "quantizer", "vq", args.quantizer == "vq")
+    parser.refuse_idle(args, ["fsq_levels"], "quantizer", "fsq", args.quantizer == "fsq")
+    parser.refuse_idle(args, ["patch"], "patch_size", "above 1", args.patch_size > 1)
     parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
     parser.refuse_idle(args, ["image_every"], "image_folder", "DIR", args.image_folder is not None)
     parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)

@@ -216,9 +216,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
     adversaries = AdversarialTraining(
-        engine, critic, backend, quantizer=quantizer, log=run.add, weights=AdversarialWeights.from_args(args),
+        engine, critic, backend, quantizer=quantizer, seed=args.seed, log=run.add,
         last_layer_gradient=functools.partial(last_layer_gradient, weight_shape=last_weight_shape),
-        images=lambda micro: data.to_unit_range(micro["images"]),
+        images=lambda micro: data.to_unit_range(micro["images"]), weights=AdversarialWeights.from_args(args),
         reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight),
     )  # fmt: skip
     evaluation = Evaluation(
@@ -235,13 +235,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         critic.lr = learning_rate(step, run.progress.total_steps, args.discr_learning_rate or args.learning_rate, args)
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
-        update, fakes, codes = adversaries.generator_step(
-            batch, code_weights=weights, is_adversarial=is_adversarial, step=step, seed=args.seed
-        )
+        update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
         ema.update(engine.gathered)
         if is_adversarial:
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
-            discr_update = adversaries.discriminator_step(batch, fakes, step=step, with_penalty=with_penalty)
+            discr_update = adversaries.discriminator_step(batch, fakes, step, with_penalty=with_penalty)
             run.log(discr_grad_norm=discr_update.grad_norm)
         if run.line_due:
             run.log(**usage_of_codes(codes, generator.num_codes, backend.sum))

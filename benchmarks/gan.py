@@ -86,7 +86,7 @@ def _ours() -> Callable[[], None]:
         return loss, {"recon_loss": loss}
 
     adversaries = AdversarialTraining(
-        g, d, backend, quantizer=generator.quantizer,
+        g, d, backend, quantizer=generator.quantizer, seed=0,
         last_layer_gradient=partial(last_layer_gradient, weight_shape=tuple(generator.last_layer.weight.shape)),
         images=lambda micro: micro["images"], reconstruction_loss=l1, weights=AdversarialWeights(),
         log=lambda **losses: None,
@@ -94,11 +94,9 @@ def _ours() -> Callable[[], None]:
 
     def updates() -> None:
         for step in range(_UPDATES):
-            _, fakes, _ = adversaries.generator_step(
-                {"images": images}, code_weights={"commitment": 0.25, "entropy": 0.1},
-                is_adversarial=True, step=step, seed=0,
-            )  # fmt: skip
-            adversaries.discriminator_step({"images": images}, fakes, step=step, with_penalty=step == 3)
+            weights = {"commitment": 0.25, "entropy": 0.1}
+            _, fakes, _ = adversaries.generator_step({"images": images}, weights, step, is_adversarial=True)
+            adversaries.discriminator_step({"images": images}, fakes, step, with_penalty=step == 3)
 
     return updates
 

@@ -54,7 +54,7 @@ def run_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script],
 
 
 # They read what tests/launch/jobs.py starts once per launcher.
-SHARING_JOBS = "contracts|contrastive|batch_parts|portability|mulan|vqgan|moved|parity"
+SHARING_JOBS = "contracts|contrastive|batch_parts|portability|mulan|adversaries|moved|parity"
 
 
 class _Groups(LoadScopeScheduling):

@@ -50,8 +50,18 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "copied", symlinks=True))
 
 
+def pictures(run: Path) -> list[str]:
+    """The pictures of a run; films lie beside those of videos."""
+    return [name for name in names(run / "samples") if name.endswith(".png")]
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def pictures(run: Path) -> list[str]:
+    """Names of its sample pictures; beside those of videos lie films."""
+    return [name for name in names(run / "samples") if name.endswith(".png")]
 
 
 def test_all_scripts_are_tested() -> None:
@@ -131,8 +141,7 @@ def test_the_weights_and_their_average_are_validated_where_asked(finished: Path)
 
 
 def test_pictures_and_checkpoints_are_written_where_asked_and_never_before_the_first_update(finished: Path) -> None:
-    pictures = [name for name in names(finished / "samples") if name.endswith(".png")]  # of videos, films lie beside them
-    assert pictures == ["step_00000004.png", "step_00000008.png"]
+    assert pictures(finished) == ["step_00000004.png", "step_00000008.png"]
     assert names(finished / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 4, 6, 8))]
 
 
@@ -178,7 +187,7 @@ def test_without_validation_all_samples_are_trained_on_and_nothing_is_validated(
     for line in metrics(tmp_path):
         assert line["epoch"] == pytest.approx(line["samples"] / 64)
         assert not [key for key in line if key.startswith("valid")]
-    assert names(tmp_path / "samples") == ["step_00000002.png"] and not (tmp_path / "best").exists()
+    assert pictures(tmp_path) == ["step_00000002.png"] and not (tmp_path / "best").exists()
 
 
 def test_broken_files_are_named_counted_and_replaced_and_an_epoch_is_the_rest_of_them(

@@ -1,5 +1,5 @@
-"""What tokenize_images.py and embed.py both do: fill a folder shard by shard, go on after any end, refuse the rest.
-Tiny models, one process."""
+"""What tokenize_images.py, tokenize_videos.py and embed.py all do: fill a folder shard by shard, go on after any end,
+refuse the rest. Tiny models, one process."""
 
 # ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
@@ -16,16 +16,29 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import EMBED, TOKENIZE, Killed, Script, broken_copy, change_index, files, index, lines, stamps
+from filling import (
+    EMBED,
+    TOKENIZE,
+    TOKENIZE_VIDEOS,
+    Killed,
+    Script,
+    broken_copy,
+    change_index,
+    files,
+    index,
+    lines,
+    stamps,
+)
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import load_file, save_file
 
 from data.stores.output import sha256_of
 
-BOTH = [TOKENIZE, EMBED]
+CODERS = [TOKENIZE, TOKENIZE_VIDEOS]
+ALL = [*CODERS, EMBED]
 
 
-@pytest.fixture(scope="module", params=BOTH, ids=str)
+@pytest.fixture(scope="module", params=ALL, ids=str)
 def script(request) -> Script:
     script: Script = request.param
     return script
@@ -38,12 +51,13 @@ def copied(whole, tmp_path) -> Path:
 
 def test_shards_and_index_say_the_same(script, whole, model):
     said = index(whole)
-    assert [shard["rows"] for shard in said["shards"]] == [4, 4, 1]
+    assert [shard["rows"] for shard in said["shards"]] == script.shard_rows()
     assert [shard["sha256"] for shard in said["shards"]] == [sha256_of([whole / s["file"]]) for s in said["shards"]]
-    assert [(line["shard"], line["row"]) for line in lines(whole)] == [(i // 4, i % 4) for i in range(9)]
+    firsts = [(i // 4, sum(script.lengths[i // 4 * 4 : i])) for i in range(9)]
+    assert [(line["shard"], line["row"]) for line in lines(whole)] == firsts
     assert [line["path"] for line in lines(whole)] == list(script.names)
     assert not script.bad(whole) and said["weights_sha256"] == sha256_of([model / "model.safetensors"])
-    assert (said[script.per_shard], said["batch_size"], said["cpu_threads"]) == (4, 3, 1)
+    assert (said[script.per_shard], said.get("batch_size"), said["cpu_threads"]) == (4, script.batch_size, 1)
 
 
 def test_loader_workers_change_nothing(script, whole, model, source, tmp_path):
@@ -72,7 +86,7 @@ def test_a_bad_file_is_left_out_and_named_and_changes_no_other_row(script, whole
         np.testing.assert_array_equal(row, exact[other])
     (bad,) = script.bad(folder)
     assert bad["path"] == name and bad["reason"]
-    assert [shard["rows"] for shard in index(folder)["shards"]] == [3, 4, 1]
+    assert [shard["rows"] for shard in index(folder)["shards"]] == script.shard_rows(1)
 
 
 def test_a_shard_without_a_readable_item_is_empty_and_can_be_used(script, whole, model, source, tmp_path):
@@ -81,7 +95,7 @@ def test_a_shard_without_a_readable_item_is_empty_and_can_be_used(script, whole,
     empty, full = load_file(folder / file)[script.shards], load_file(whole / file)[script.shards]
     assert empty.shape == (0, *full.shape[1:]) and empty.dtype == full.dtype
     script.main([str(word) for word in script.use(model, folder, tmp_path / "images")])
-    if script is TOKENIZE:
+    if script in CODERS:
         assert len(files(tmp_path / "images")) == 8 + 1
 
 
@@ -133,6 +147,7 @@ def test_a_finished_folder_is_not_computed_again(script, whole, copied, model, s
     before = stamps(copied, f"{script.shards}-*")
     monkeypatch.setattr("data.images.sets.ImageFolder.load", None)
     monkeypatch.setattr("data.sounds.decoding.ClipDecoder.load", None)
+    monkeypatch.setattr("data.videos.decoding.ClipDecoder.frames", None)
     script.fill(model, source, copied)
     assert stamps(copied, f"{script.shards}-*") == before and files(copied) == files(whole)
 
@@ -162,7 +177,7 @@ def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(
         filling.write_atomically(path, content)
 
     on_write(write_and_signal)
-    later = ["--query", "not yet"] if script is EMBED else ["--report"]
+    later = {EMBED.name: ["--query", "not yet"], TOKENIZE.name: ["--report"]}.get(script.name, [])
     with pytest.raises(SystemExit) as raised:
         script.fill(model, source, tmp_path, *later)
     assert raised.value.code == 75
@@ -184,11 +199,13 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, mod
 
 
 OTHER_FLAGS = [
-    (BOTH, "per_shard", 5, "_per_shard was 4 and is now 5"),
-    (BOTH, "batch_size", 4, "batch_size was 3 and is now 4"),
-    (BOTH, "precision", "bf16", 'precision was "fp32" and is now "bf16"'),
-    (BOTH, "cpu_threads", 2, "cpu_threads was 1 and is now 2"),
-    ([TOKENIZE], "image_size", 20, "image_size was 16 and is now 20"),
+    (ALL, "per_shard", 5, "_per_shard was 4 and is now 5"),
+    ([TOKENIZE, EMBED], "batch_size", 4, "batch_size was 3 and is now 4"),
+    (ALL, "precision", "bf16", 'precision was "fp32" and is now "bf16"'),
+    (ALL, "cpu_threads", 2, "cpu_threads was 1 and is now 2"),
+    (CODERS, "image_size", 20, "image_size was 16 and is now 20"),
+    ([TOKENIZE_VIDEOS], "fps", 5, "fps was null and is now 5.0"),
+    ([TOKENIZE_VIDEOS], "frame_stride", 2, "frame_stride was 1 and is now 2"),
     ([TOKENIZE], "format", "npy", "format was"),
     ([EMBED], "max_clips", 2, "max_clips was 6 and is now 2"),
 ]
@@ -252,24 +269,36 @@ def shard_of(value: int, shape: tuple[int, ...], dtype: Any) -> Callable[[Path, 
 
 
 DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
-    "no index": (BOTH, lambda f, name: (f / "index.json").unlink(), "did not finish"),
-    "no folder": (BOTH, lambda f, name: shutil.rmtree(f), "no such folder"),
-    "half an index": (BOTH, lambda f, name: (f / "index.json").write_text('{"shards": ['), "cannot read"),
-    "an empty index": (BOTH, lambda f, name: (f / "index.json").write_text("[]"), "cannot read"),
-    "other lines": (BOTH, lambda f, name: (f / "index.jsonl").write_text(""), "index.jsonl: its checksum"),
-    "a shard elsewhere": (BOTH, lambda f, name: change_index(f, shards=[{"file": "../x", "rows": 3}] * 3), "'../x'"),
-    "a changed shard": (BOTH, lambda f, name: (f / f"{name}-00000.safetensors").write_bytes(b""), "checksum"),
-    "no shard": (BOTH, lambda f, name: (f / f"{name}-00001.safetensors").unlink(), "-00001.safetensors: No such file"),
+    "no index": (ALL, lambda f, name: (f / "index.json").unlink(), "did not finish"),
+    "no folder": (ALL, lambda f, name: shutil.rmtree(f), "no such folder"),
+    "half an index": (ALL, lambda f, name: (f / "index.json").write_text('{"shards": ['), "cannot read"),
+    "an empty index": (ALL, lambda f, name: (f / "index.json").write_text("[]"), "cannot read"),
+    "other lines": (ALL, lambda f, name: (f / "index.jsonl").write_text(""), "index.jsonl: its checksum"),
+    "a shard elsewhere": (ALL, lambda f, name: change_index(f, shards=[{"file": "../x", "rows": 3}] * 3), "'../x'"),
+    "a changed shard": (ALL, lambda f, name: (f / f"{name}-00000.safetensors").write_bytes(b""), "checksum"),
+    "no shard": (ALL, lambda f, name: (f / f"{name}-00001.safetensors").unlink(), "-00001.safetensors: No such file"),
     "another kind of index": ([EMBED], lambda f, name: change_index(f, task="encode"), "something else"),
     "embeddings of another shape": ([EMBED], shard_of(0, (4, 9), np.float32), "not float32 (4, 8)"),
     "embeddings of another dtype": ([EMBED], shard_of(0, (4, 8), np.float64), "float64"),
-    "a path that leaves": ([TOKENIZE], lambda f, name: damage_first_line(f, path="../a.png"), "'../a.png'"),
-    "an absolute path": ([TOKENIZE], lambda f, name: damage_first_line(f, path="/tmp/a.png"), "'/tmp/a.png'"),
-    "a row twice": ([TOKENIZE], lambda f, name: damage_first_line(f, row=1), "not in order"),
-    "a shard that is not there": ([TOKENIZE], lambda f, name: damage_first_line(f, shard=7), "cannot read"),
+    "a path that leaves": (CODERS, lambda f, name: damage_first_line(f, path="../a.png"), "'../a.png'"),
+    "an absolute path": (CODERS, lambda f, name: damage_first_line(f, path="/tmp/a.png"), "'/tmp/a.png'"),
+    "a row twice": (CODERS, lambda f, name: damage_first_line(f, row=1), "not in order"),
+    "a shard that is not there": (CODERS, lambda f, name: damage_first_line(f, shard=7), "cannot read"),
     "codes outside the codebook": ([TOKENIZE], shard_of(512, (4, 4, 4), np.uint16), "outside"),
     "negative codes": ([TOKENIZE], shard_of(-1, (4, 4, 4), np.int32), "outside [0, 512)"),
     "codes of another shape": ([TOKENIZE], shard_of(0, (4, 4), np.uint16), "not codes (4, 4, 4)"),
+    "video codes outside the codebook": ([TOKENIZE_VIDEOS], shard_of(512, (9, 4, 4), np.uint16), "outside"),
+    "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not codes (9, 4, 4)"),
+    "a video without codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, code_frames=0), "has 0 rows"),
+    "more codes than there are": (
+        [TOKENIZE_VIDEOS],
+        lambda f, name: damage_first_line(f, code_frames=10**9),
+        "not in order",
+    ),
+    "more frames than codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
+    "no frames": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=None), "has None frames"),
+    "no rate": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, fps=None), "None frames per second"),
+    "a rate of 0": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, fps=0), "0 frames per second"),
     "fractional codes": ([TOKENIZE], shard_of(0, (4, 4, 4), np.float32), "float32"),
 }
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import data
 import tokenize_images
 from data.stores.codes import code_dtype, read_codes
-from data.stores.pngs import png_names
+from data.stores.pngs import output_names
 from models import VQGAN, DiscreteVAE
 from training.measures.averages import code_statistics
 
@@ -195,9 +195,9 @@ def test_decoding_goes_on_with_the_images_that_are_missing_or_cut_short(codes, m
 
 
 def test_images_of_one_stem_do_not_meet():
-    assert png_names(["a.jpg", "b.webp", "a.webp", "x/a.png"]) == ["a.jpg.png", "b.png", "a.webp.png", "x/a.png"]
+    assert output_names(["a.jpg", "b.webp", "a.webp", "x/a.png"]) == ["a.jpg.png", "b.png", "a.webp.png", "x/a.png"]
     # a.jpg and a.webp would become a.jpg.png, which is taken
-    assert png_names(["a.jpg", "a.webp", "a.jpg.bmp"]) == ["a.jpg.png", "a.webp.png", "a.jpg.bmp.png"]
+    assert output_names(["a.jpg", "a.webp", "a.jpg.bmp"]) == ["a.jpg.png", "a.webp.png", "a.jpg.bmp.png"]
 
 
 def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):

@@ -1,13 +1,19 @@
-"""The codes of an image folder on the disk: shards of a fixed number of images, and an index of each row's image.
+"""The codes of a folder of images or videos on the disk: shards of a fixed number of items, and an index of the rows.
 
     codes/codes-00000.safetensors    "codes" (n, h, w), uint8, uint16 or int32: the smallest that holds the codebook
     codes/index.jsonl                {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per image, in order
-    codes/index.json                 settings, shards and unreadable images; for the other files see shards.py
+    codes/index.json                 settings, shards and unreadable files; for the other files see shards.py
 
 Loading needs no code of this repository:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # or numpy.load("codes-00000.npy")
     paths = [json.loads(line)["path"] for line in open("codes/index.jsonl")]       # row by row, shard after shard
+
+A row is the codes of an image, or of a frame of codes of a video, which has several rows; its line says how many, and
+further the number of frames before encoding and how many are shown in a second (null: an image):
+
+    {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
+    line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .output import OutputFolder
-from .shards import LINES_FILE, Array, ShardWriter, explained, read_index, read_shard, shard_sizes
+from .shards import COUNT, LINES_FILE, Array, ShardWriter, explained, read_index, read_shard, shard_sizes
 
 CODES = "codes"
 _DTYPES = (np.uint8, np.uint16, np.int32)
@@ -35,18 +41,20 @@ def code_dtype(num_codes: int) -> np.dtype:
 
 
 def code_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
-    """A writer of the shards of the codes (n, h, w) of images; `names` are the relative paths of all images, in order.
-    The settings hold "num_codes", "grid" ([h, w]), "images_per_shard" and "format" ("safetensors" or "npy")."""
+    """A writer of the shards of the codes (n, h, w) of images or videos; `names` are the relative paths of all files,
+    in order. The settings hold "num_codes", "grid" ([h, w]), "images_per_shard" or "videos_per_shard", and "format"
+    ("safetensors" or "npy")."""
     settings = output.settings
     empty = np.zeros((0, *settings["grid"]), code_dtype(settings["num_codes"]))
-    sizes = shard_sizes(len(names), settings["images_per_shard"])
+    sizes = shard_sizes(len(names), settings.get("images_per_shard") or settings["videos_per_shard"])
     return ShardWriter(output, empty, sizes, names, name=CODES, ending=settings["format"], paths_in_records=False)
 
 
 def write_code_index(shards: ShardWriter) -> None:
     """Write index.jsonl, then index.json, which marks the codes as complete. All shards must exist."""
     lines = shards.lines()
-    head = {"coded_images": len(lines), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
+    coded = "coded_images" if "images_per_shard" in shards.output.settings else "coded_videos"
+    head = {coded: len(lines), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
     shards.write_index({**head, "shards": shards.entries(), "bad": shards.bad()})
 
 
@@ -57,7 +65,17 @@ class StoredCodes:
     folder: Path
     index: Mapping[str, Any]  # index.json
     sha256: str  # of index.json, which holds the checksums of everything else
-    paths: Sequence[Sequence[str]]  # relative paths of the images, by shard and row
+    lines: Sequence[Sequence[Mapping[str, Any]]]  # index.jsonl, by shard
+
+    @property
+    def paths(self) -> list[list[str]]:
+        """Relative paths of the originals, by shard."""
+        return [[line["path"] for line in of_shard] for of_shard in self.lines]
+
+    def require_model(self, weights_sha256: str, folder: str) -> None:
+        """Raise ValueError, in one line, unless the codes were made by these weights, those in `folder`."""
+        if self.index.get("weights_sha256") != weights_sha256:
+            raise ValueError(f"the codes in {self.folder} are not those of {folder}: give the model that made them")
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each code occurs in shards, (num_codes,)."""
@@ -80,7 +98,7 @@ class StoredCodes:
         entry = self.index["shards"][shard]
         with explained(self.folder / entry["file"]):
             codes = read_shard(self.folder, entry, CODES)
-            expected = (len(self.paths[shard]), *self.index["grid"])
+            expected = (sum(line.get(COUNT, 1) for line in self.lines[shard]), *self.index["grid"])
             if codes.shape != expected or codes.dtype not in _DTYPES:
                 raise ValueError(f"it holds {codes.dtype} {codes.shape}, not codes {expected}")
             if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
@@ -97,9 +115,19 @@ def read_codes(folder: str | Path) -> StoredCodes:
         text = (folder / LINES_FILE).read_bytes()
         if hashlib.sha256(text).hexdigest() != index["lines_sha256"]:
             raise ValueError("its checksum is not that of the index")
-        paths: list[list[str]] = [[] for _ in index["shards"]]
+        lines: list[list[dict[str, Any]]] = [[] for _ in index["shards"]]
+        rows = [0] * len(lines)
         for line in map(json.loads, text.decode().splitlines()):
-            if line["row"] != len(paths[line["shard"]]):
+            if line["row"] != rows[line["shard"]]:
                 raise ValueError(f"it is not in order at {line['path']!r}")
-            paths[line["shard"]].append(line["path"])
-    return StoredCodes(folder, index, sha256, paths)
+            lines[line["shard"]].append(line)
+            rows[line["shard"]] += _count(line)
+    return StoredCodes(folder, index, sha256, lines)
+
+
+def _count(line: Mapping[str, Any]) -> int:
+    """The number of rows of a line. Raises ValueError if that cannot be."""
+    count = line.get(COUNT, 1)
+    if type(count) is not int or count < 1:
+        raise ValueError(f"{line['path']!r} has {count!r} rows")
+    return count

@@ -21,8 +21,8 @@ _END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
 def png_files(folder: Path, paths: Sequence[Sequence[str]]) -> list[list[Path]]:
-    """Relative paths of the originals, by shard and row -> files below the folder, see `png_names`."""
-    names = iter(png_names([path for shard in paths for path in shard]))
+    """Relative paths of the originals, by shard and row -> files below the folder, see `output_names`."""
+    names = iter(output_names([path for shard in paths for path in shard]))
     return [[folder / next(names) for _ in shard] for shard in paths]
 
 
@@ -41,15 +41,15 @@ def decode_shard(
     device. Raises ValueError, in one line, if the codes are damaged.
     """
     for rows, batch in codes.batches(shard, batch_size):
-        if missing := [row for row in rows if not _is_complete(files[row])]:
-            images = _to_pixels(function(torch.from_numpy(batch)))
+        if missing := [row for row in rows if not is_complete(files[row])]:
+            images = to_pixels(function(torch.from_numpy(batch)))
             with ThreadPoolExecutor(num_threads) as pool:
-                list(pool.map(_save, [files[row] for row in missing], images[[r - rows[0] for r in missing]]))
+                list(pool.map(save, [files[row] for row in missing], images[[r - rows[0] for r in missing]]))
 
 
-def _save(path: Path, pixels: Tensor) -> None:
+def save(path: Path, pixels: Tensor) -> None:
     """Write an image whole or not at all, even if the process is killed. The file is not synced, which would take most
-    of the time; after a power cut, the next start finds incomplete files by `_is_complete`."""
+    of the time; after a power cut, the next start finds incomplete files by `is_complete`."""
     content = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(content, "png")
     temporary = path.with_name(f".{path.name}.tmp")
@@ -59,24 +59,32 @@ def _save(path: Path, pixels: Tensor) -> None:
         os.replace(temporary, path)
 
 
-def _to_pixels(images: Tensor) -> Tensor:
+def to_pixels(images: Tensor) -> Tensor:
     """Images (b, c, h, w) in [0, 1], c = 3 (RGB) or 4 (RGBA) -> uint8 (b, h, w, c): round(255 x) after clamping."""
     return (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).contiguous().cpu()
 
 
-def png_names(paths: Sequence[str]) -> list[str]:
-    """The file name for the image of each path: its ending becomes .png. If two would get one name (a.jpg and a.webp),
-    .png is appended instead; no two names are equal. Raises ValueError, in one line, if a path would leave the folder.
-    """
+def output_names(paths: Sequence[str], endings: Sequence[str] | None = None) -> list[str]:
+    """The file name for what is made of each path: its ending becomes the one given (.png if none are). If two would
+    get one name (a.jpg and a.webp), the new ending is appended instead, and if need be, as for two parts of one file,
+    the place in the list before it; no two names are equal. Raises ValueError, in one line, if a path would leave the
+    folder."""
     if outside := [path for path in paths if not stays_inside(path)]:
         raise ValueError(f"the index names {outside[0]!r}, which is no path below a folder")
-    names = [str(PurePosixPath(path).with_suffix(".png")) for path in paths]
+    items = list(zip(paths, endings or [".png"] * len(paths), strict=True))
+    names = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in items]
     counts = Counter(names)
-    names = [name if counts[name] == 1 else f"{path}.png" for name, path in zip(names, paths, strict=True)]
-    return names if len(set(names)) == len(names) else [f"{path}.png" for path in paths]
+    names = [
+        name if counts[name] == 1 else f"{path}{ending}" for name, (path, ending) in zip(names, items, strict=True)
+    ]
+    if len(set(names)) < len(names):
+        names = [f"{path}{ending}" for path, ending in items]
+    if len(set(names)) < len(names):
+        names = [f"{path}-{place}{ending}" for place, (path, ending) in enumerate(items)]
+    return names
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether a PNG exists and has its end mark as its last bytes."""
     try:
         with path.open("rb") as file:

@@ -2,7 +2,7 @@
 
 codes-00000.safetensors   the rows of the items that could be read, in order; or codes-00000.npy
 codes-00000.json          rows, checksum, and unreadable items; written after the shard
-index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per row, in order
+index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per item, in order; row: its first
 index.json                settings and checksums; written last: if it exists, all other files are complete
 """
 
@@ -33,8 +33,11 @@ _DAMAGES = (
 )  # fmt: skip
 
 Array = npt.NDArray[Any]
-# Shards -> for each shard, in order, its rows (n, ...) in parts, and the items that could not be read.
-Compute = Callable[[Sequence[int]], Iterator[tuple[Sequence[npt.ArrayLike], list[BadSample]]]]
+COUNT = "code_frames"  # key of the number of rows of an item that has several
+
+# Shards -> for each shard, in order, its rows (n, ...) in parts, and the items that could not be read; and, if items
+# have several rows, what their lines in the index say of each item that could be read, COUNT among it.
+Compute = Callable[[Sequence[int]], Iterator[tuple[Any, ...]]]
 
 
 class Filled(NamedTuple):
@@ -98,8 +101,8 @@ class ShardWriter:
             bad: list[BadSample] = []
             with processes.agreement():
                 if shard is not None:
-                    parts, bad = next(results)
-                    self._write(shard, parts, bad)
+                    parts, bad, *about = next(results)
+                    self._write(shard, parts, bad, *about)
             self._report(log, bad, stop_at_bad)
         seconds = time.perf_counter() - started
         if not self.output.shards_left:
@@ -109,12 +112,14 @@ class ShardWriter:
         return Filled(self.output.shards_left, sum(len(self.items[k]) for k in todo), log.count, seconds)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Path, shard and row of each row, in order. All shards must exist."""
+        """Path, shard and first row of each item, and what else is known of it, in order. All shards must exist."""
         lines = []
         for shard in range(len(self)):
             left_out = {sample.index for sample in self._bad(shard)}
             paths = [self._names[index] for index in self.items[shard] if index not in left_out]
-            lines += [{"path": path, "shard": shard, "row": row} for row, path in enumerate(paths)]
+            about = self._record(shard).get("items") or [{}] * len(paths)
+            firsts = itertools.accumulate((each.get(COUNT, 1) for each in about), initial=0)
+            lines += [{"path": p, "shard": shard, "row": n, **a} for p, n, a in zip(paths, firsts, about, strict=False)]
         return lines
 
     def bad(self) -> list[dict[str, str]]:
@@ -136,21 +141,32 @@ class ShardWriter:
         """Write index.json: the settings of the folder, then `index`."""
         self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **index}))
 
-    def _write(self, shard: int, parts: Sequence[npt.ArrayLike], bad: Sequence[BadSample]) -> None:
+    def _write(
+        self,
+        shard: int,
+        parts: Sequence[npt.ArrayLike],
+        bad: Sequence[BadSample],
+        about: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         arrays = [np.asarray(part) for part in (self._empty, *parts)]
         rows = np.concatenate(arrays, dtype=self._empty.dtype, casting="unsafe")
-        assert len(rows) + len(bad) == len(self.items[shard]), (len(rows), len(bad), shard)
+        n_items = len(rows) if about is None else len(about)
+        n_rows = len(rows) if about is None else sum(each[COUNT] for each in about)
+        assert (n_items + len(bad), n_rows) == (len(self.items[shard]), len(rows)), (n_items, len(bad), n_rows, shard)
         content = _to_bytes(rows, self._name, self._ending)
         self.output.write(self._file(shard), content)
         unreadable = [[b.index, *([self._names[b.index]] if self._paths_in_records else []), b.reason] for b in bad]
         record = {"rows": len(rows), "sha256": hashlib.sha256(content).hexdigest(), "bad": unreadable}
-        self.output.write(self._file(shard, "json"), json_bytes(record))
+        self.output.write(
+            self._file(shard, "json"), json_bytes(record if about is None else {**record, "items": about})
+        )
 
     def _is_finished(self, shard: int) -> bool:
         """Whether the shard has a record, and its file has the checksum of the record."""
         try:
             record = self._record(shard)
-            is_whole = record["rows"] + len(record["bad"]) == len(self.items[shard])
+            n_items = len(record["items"]) if "items" in record else record["rows"]
+            is_whole = n_items + len(record["bad"]) == len(self.items[shard])
             return is_whole and record["sha256"] == sha256_of([self.output.path / self._file(shard)])
         except _DAMAGES:
             return False

@@ -85,16 +85,24 @@ class ClipDecoder:
                 frames = self._clip(video, source, share, augment and self.clip_starts == "keyframe")
         return self._filled(frames)
 
-    def frames(self, source: Source) -> Iterator[Tensor]:
+    def frames(self, source: Source) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
-        (3, image_size, image_size), at the fps or frame_stride of clips. Raises what `load` raises."""
+        (3, image_size, image_size), at the fps or frame_stride of clips; beside each the frames per second up to it:
+        those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
+        Raises what `load` raises."""
         if source.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._image(source)
+            yield self._image(source), None
             return
         with _opened(source) as video:
             begin, end = video.part(source)
-            for picture in self._pictures(video, begin, end):
-                yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
+            step, first, is_steady = self._step(video), math.nan, True
+            for number, (time, picture) in enumerate(self._pictures(video, begin, end)):
+                first = time if number == 0 else first
+                passed = time - first
+                is_steady = is_steady and abs(passed - number * step) < step / 2
+                ticks = step if is_steady or passed <= 0 else passed / number
+                fps = self.fps or video.ticks_per_second / ticks
+                yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
 
     def _image(self, source: Source) -> Tensor:
         with open_source(source) as file, io.BufferedReader(file) as buffered:
@@ -109,7 +117,7 @@ class ClipDecoder:
         if at_keyframe:
             start = max(begin, video.keyframe_before(start))
         for tries in itertools.count(1):
-            frames = list(itertools.islice(self._pictures(video, start, end), self.num_frames))
+            frames = [picture for _, picture in itertools.islice(self._pictures(video, start, end), self.num_frames)]
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
                 return frames
@@ -121,15 +129,15 @@ class ClipDecoder:
         """Ticks from one frame of a clip to the next."""
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
-    def _pictures(self, video: _Video, start: float, end: float) -> Iterator[Picture]:
-        """The frames from time `start` to before `end`, in ticks, as (image_size, image_size, 3)."""
+    def _pictures(self, video: _Video, start: float, end: float) -> Iterator[tuple[float, Picture]]:
+        """The frames from time `start` to before `end`, in ticks, as (image_size, image_size, 3), with their times."""
         convert = _Converter(self.image_size, video.pixel_width)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
                 if number and frame.pts >= end:
                     return
                 if number % self.frame_stride == 0:
-                    yield convert(frame)
+                    yield frame.pts, convert(frame)
             return
         step = self._step(video)
         times = (start + number * step for number in itertools.count())
@@ -138,13 +146,13 @@ class ClipDecoder:
             picture = None
             while shown is not None and time + _HALF_TICK < min(frame.pts, end):
                 picture = convert(shown) if picture is None else picture
-                yield picture
+                yield time, picture
                 time = next(times)
             shown = frame
         picture = None
         while shown is not None and time + _HALF_TICK < min(shown.pts + (shown.duration or video.ticks_per_frame), end):
             picture = convert(shown) if picture is None else picture
-            yield picture
+            yield time, picture
             time = next(times)
 
     def _filled(self, frames: list[Picture]) -> Tensor:
@@ -207,6 +215,8 @@ class _Video:
             raise ValueError("it holds no video")
         self._container, self._stream = container, streams[0]
         codec = self._stream.codec_context
+        if codec is None:
+            raise ValueError("FFmpeg has no decoder for it")
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
         shape = self._stream.sample_aspect_ratio  # of a pixel: width over height
         width = shape.numerator / shape.denominator if shape else 1.0

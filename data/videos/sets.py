@@ -184,6 +184,8 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
         return open_videos(args.video_folder, **alike, **{name: getattr(args, name) for name in names})
 
     def open_second() -> Samples:
+        if args.image_every == 1:
+            raise ValueError("--image_every 1 leaves no update for the videos: give 2 or more")
         return OneFrameClips(open_images(args.image_folder, **alike))
 
     return Feed(

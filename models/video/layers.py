@@ -107,6 +107,9 @@ def check_options(arguments: Mapping[str, Any]) -> None:
     size = arguments["patch_size"]
     if size < 1 or size & (size - 1):
         raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
+    kernel, side = max(arguments["input_kernel"], arguments["output_kernel"]), arguments["image_size"] // size
+    if arguments["pad_mode"] == "reflect" and kernel // 2 >= side:
+        raise ValueError(f"a kernel of {kernel} is too large for pad_mode 'reflect' at {side} x {side}; use 'constant'")
     sizes = ("channels", "init_dim", "max_dim", "dim_cond", "heads", "dim_head", "linear_heads", "linear_dim_head")
     for name in (*sizes, "time_window"):
         if arguments[name] is not None and arguments[name] < 1:
@@ -145,7 +148,7 @@ def make_layers(
     names = [layer.name for layer in layers]
     for index, (name, number) in enumerate(layers):
         if name.startswith("cond_") and options.dim_cond is None:
-            raise ValueError(f"layer {name!r} needs a condition: give dim_cond, its width")
+            raise ValueError(f"layer {name!r} needs a condition, and there is none: leave it out, or give dim_cond")
         if name.startswith("compress_"):
             wide = min(number or 2 * dim, max_dim or number or 2 * dim)
             kernel, stride = ((1, 3, 3), (1, 2, 2)) if name == "compress_space" else ((3, 1, 1), (2, 1, 1))

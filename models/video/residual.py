@@ -38,9 +38,9 @@ class RMSNorm(nn.Module):
         """(b, c, ...) -> the same shape and dtype; the mean is computed in fp32 or fp64."""
         gain = self.to_gain(context.cond) if hasattr(self, "to_gain") else self.gain
         gain = gain.view(*gain.shape, *[1] * (x.dim() - 2))
-        # A node of its own, where the two gradients from here are summed, before x's gradients from elsewhere come in.
-        # ZeRO 3 has such a node there in any case, and the order of a sum decides its last bit.
-        y = at_least_fp32(x.view_as(x))
+        # The view adds the two gradients of y before x gets them. Otherwise a third one, of what else uses x, would be
+        # added before, between or after them, depending on whether hooks at this module's border (ZeRO 3) part them.
+        y = at_least_fp32(x).view_as(x)
         return (y * (y.square().mean(dim=1, keepdim=True) + _EPSILON).rsqrt() * gain).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of tokenize_images.py and embed.py share: tiny models, inputs, and folders that the scripts fill."""
+"""What the tests of the scripts that fill folders share: tiny models, inputs, and folders that the scripts fill."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from safetensors.numpy import load_file
 
 import embed
 import tokenize_images
+import tokenize_videos
 import training.files
-from models import VQGAN, MuLaN
+from models import VQGAN, MuLaN, VideoTokenizer
+from tests.data.videos.files import write_video
 
 SIZE = 16
 RATE, CLIP = 4000, 2000  # half a second
@@ -27,6 +29,10 @@ IMAGES = ("a.png", "b.jpg", "cats/1.webp", "cats/2.png", "cats/old/3.jpeg", "d.b
 SOUNDS = {
     "a.wav": 0.5, "b.flac": 0.3, "dogs/1.ogg": 0.5, "dogs/2.wav": 0.8, "dogs/old/3.aiff": 0.5, "long.wav": 5.0,
     "quiet.au": 0.5, "z/long.wav": 1.9, "z/y.wav": 0.5,
+}  # fmt: skip
+VIDEOS = {
+    "a.mp4": 5, "b.mkv": 4, "cats/1.mov": 3, "cats/2.png": 1, "cats/old/3.m4v": 6, "d.bmp": 1, "e.mp4": 20,
+    "z/f.mkv": 2, "z/g.mp4": 7,
 }  # fmt: skip
 write_atomically = training.files.write_atomically
 
@@ -47,12 +53,31 @@ def mulan(seed: int = 0, **options: Any) -> MuLaN:
     return MuLaN(**{**sizes, **hearing, "patch_size": 8, "max_text_tokens": 16, "dim_latent": 8, **options}).eval()
 
 
+def video_tokenizer(seed: int = 0, **options: Any) -> VideoTokenizer:
+    sizes = {"init_dim": 4, "input_kernel": 3, "patch_size": 2, "norm": "rms", "codebook_size": 512}
+    layers = "residual,compress_space:8,compress_time:8"
+    torch.manual_seed(seed)
+    return VideoTokenizer(**{"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
+
+
 def write_images(folder: Path) -> None:
     """Write images of noise, so that codes differ from place to place."""
     for seed, name in enumerate(IMAGES):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), np.uint8)
         Image.fromarray(pixels).save(folder / name)
+
+
+def write_videos(folder: Path) -> None:
+    """Write frames of noise, as videos of 25 frames per second and as images."""
+    for seed, (name, frames) in enumerate(VIDEOS.items()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(seed).integers(0, 256, (frames, 20, 24, 3), np.uint8)
+        if frames == 1:
+            Image.fromarray(pixels[0]).save(folder / name)
+        else:
+            write_video(folder / name, frames, pictures=pixels)
+    (folder / "notes.txt").write_text("no video")
 
 
 def write_sounds(folder: Path) -> None:
@@ -79,13 +104,16 @@ class Script:
     model: Callable[..., Any]  # makes the model from a seed
     write_inputs: Callable[[Path], None]
     use: Callable[[Path, Path, Path], list[Any]]  # flags that read a folder: model, folder, another folder
+    batch_size: int | None = 3  # None: it has no batches
+    lengths: tuple[int, ...] = (1,) * 9  # rows of each input
 
     def __str__(self) -> str:
         return self.name
 
     def flags(self, model: Path, source: Path | str, output: Path, *more: Any) -> list[str]:
         said = ["--model", model, self.source, source, "--output", output, f"--{self.per_shard}", 4]
-        return [str(word) for word in (*said, "--batch_size", 3, "--num_workers", 0, *more)]
+        sizes = ["--batch_size", self.batch_size] if self.batch_size else []
+        return [str(word) for word in (*said, *sizes, "--num_workers", 0, *more)]
 
     def fill(self, model: Path, source: Path | str, output: Path, *more: Any) -> Path:
         self.main(self.flags(model, source, output, *more))
@@ -102,9 +130,15 @@ class Script:
         return line
 
     def rows(self, folder: Path) -> dict[str, np.ndarray]:
-        """Rows by path, read as the documentation of the store's module describes."""
+        """Row or rows by path, read as the documentation of the store's module describes."""
         shards = [load_file(path)[self.shards] for path in sorted(folder.glob(f"{self.shards}-*.safetensors"))]
-        return {line["path"]: shards[line["shard"]][line["row"]] for line in lines(folder)}
+        said = [(line, shards[line["shard"]][line["row"] :]) for line in lines(folder)]
+        return {line["path"]: rows[: line["code_frames"]] if "code_frames" in line else rows[0] for line, rows in said}
+
+    def shard_rows(self, *left_out: int) -> list[int]:
+        """The rows of the three shards, without those of some inputs."""
+        kept = [0 if place in left_out else length for place, length in enumerate(self.lengths)]
+        return [sum(kept[first : first + 4]) for first in (0, 4, 8)]
 
     def bad(self, folder: Path) -> list[dict[str, str]]:
         """What the folder records about inputs that could not be read."""
@@ -117,6 +151,12 @@ class Script:
 TOKENIZE = Script(
     "tokenize_images.py", tokenize_images.main, "--image_folder", "images_per_shard", "codes", IMAGES, 2, vqgan,
     write_images, lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
+)  # fmt: skip
+TOKENIZE_VIDEOS = Script(
+    "tokenize_videos.py", tokenize_videos.main, "--video_folder", "videos_per_shard", "codes", tuple(VIDEOS), 2,
+    video_tokenizer, write_videos,
+    lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
+    batch_size=None, lengths=tuple(1 + frames // 2 for frames in VIDEOS.values()),
 )  # fmt: skip
 EMBED = Script(
     "embed.py", embed.main, "--audio", "files_per_shard", "embeddings", tuple(SOUNDS), 3, mulan,

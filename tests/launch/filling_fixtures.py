@@ -1,4 +1,4 @@
-"""Fixtures of the tests of tokenize_images.py and embed.py; the test module's fixture `script` selects the script."""
+"""Fixtures of the tests of the scripts in `filling`; the test module's fixture `script` selects the script."""
 
 from __future__ import annotations
 

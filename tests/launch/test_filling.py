@@ -1,4 +1,4 @@
-"""tokenize_images.py and embed.py under real launchers: the same bytes for any number of processes, after any death."""
+"""The scripts that fill folders under real launchers: the same bytes for any number of processes, after any death."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from filling import Script, files
 from launching import Launcher, finish, run, start, worker_pids
 from PIL import Image
 
-from models import VQGAN, MuLaN
+from models import VQGAN, MuLaN, VideoTokenizer
+from tests.data.videos.files import write_video
 
 ONE, TWO = Launcher("python"), Launcher("torchrun", 2)
 N_ITEMS, PER_SHARD, RATE = 42, 3, 8000
@@ -36,8 +37,18 @@ def write_sound(path: Path, seed: int) -> None:
     soundfile.write(path, np.random.default_rng(seed).uniform(-0.5, 0.5, RATE * (1 + seed % 7)), RATE)
 
 
+def write_noise(path: Path, seed: int) -> None:
+    frames = 1 + 8 * (1 + seed % 7)
+    write_video(path, frames, pictures=np.random.default_rng(seed).integers(0, 256, (frames, 64, 70, 3), np.uint8))
+
+
 def vqgan() -> VQGAN:
     return VQGAN(image_size=64, dim=16, num_layers=2, codebook_size=1024)
+
+
+def video_tokenizer() -> VideoTokenizer:
+    layers = "residual,compress_space:32,residual,compress_time:32,residual"
+    return VideoTokenizer(image_size=64, layers=layers, init_dim=16, patch_size=2, norm="rms", codebook_size=1024)
 
 
 def mulan() -> MuLaN:
@@ -56,25 +67,33 @@ class Job:
 
     script: Script
     ending: str  # extension of the input files
-    make_model: Callable[[], VQGAN | MuLaN]
+    make_model: Callable[[], VQGAN | VideoTokenizer | MuLaN]
     write_item: Callable[[Path, int], None]
     more: Callable[[Path], list[str]]  # flags of a further stage, given a folder
     n_files: int  # number of files that all stages leave
+    said_once: str  # in what all stages print
 
     def __str__(self) -> str:
         return self.script.name
 
     def command(self, inputs: Path, output: Path, *more: str) -> list[str]:
-        sizes = [f"--{self.script.per_shard}", PER_SHARD, "--batch_size", 2]
+        sizes = [f"--{self.script.per_shard}", PER_SHARD, *(["--batch_size", 2] if self.script.batch_size else [])]
         return self.script.flags(inputs / "model", inputs / "source", output, *sizes, *more)
 
 
-TOKENIZE = Job(filling.TOKENIZE, "png", vqgan, write_image, lambda folder: ["--report"], 2 * N_SHARDS + 3)
+TOKENIZE = Job(
+    filling.TOKENIZE, "png", vqgan, write_image, lambda folder: ["--report"], 2 * N_SHARDS + 3,
+    "of 1024 codes used, perplexity",
+)  # fmt: skip
+TOKENIZE_VIDEOS = Job(
+    filling.TOKENIZE_VIDEOS, "mp4", video_tokenizer, write_noise, lambda folder: [], 2 * N_SHARDS + 3,
+    f"41 videos in {N_SHARDS} shards of codes",
+)  # fmt: skip
 N_FILES = 2 * N_SHARDS + 4 + 2 * N_SHARDS + 2 + 3  # the index; its codes; the quantizer
-EMBED = Job(filling.EMBED, "wav", mulan, write_sound, quantizing, N_FILES)
+EMBED = Job(filling.EMBED, "wav", mulan, write_sound, quantizing, N_FILES, "codes of 41 sounds:")
 
 
-@pytest.fixture(scope="module", params=[TOKENIZE, EMBED], ids=str)
+@pytest.fixture(scope="module", params=[TOKENIZE, TOKENIZE_VIDEOS, EMBED], ids=str)
 def job(request) -> Job:
     return request.param
 
@@ -122,15 +141,14 @@ def test_two_processes_write_the_bytes_of_one(launcher, job, inputs, of_one_proc
     finished = run(launcher, job.script.name, job.command(inputs, tmp_path / "output", "--num_workers", "1", *more))
     assert finished.returncode == 0, finished.output
     assert len(re.findall(rf"cannot read \S*040\.{job.ending}", finished.output)) == 1, finished.output
-    once = "of 1024 codes used, perplexity" if job is TOKENIZE else "codes of 41 sounds:"
-    assert finished.output.count(once) == 1, finished.output
+    assert finished.output.count(job.said_once) == 1, finished.output
     assert files(tmp_path) == files(of_one_process)
     assert len(files(of_one_process)) == job.n_files
 
 
 def test_two_processes_use_a_folder_as_one_does(job, inputs, of_one_process, tmp_path, capsys):
     command = ["--model", str(inputs / "model")]
-    if job is TOKENIZE:
+    if job is not EMBED:
         command += ["--decode", str(of_one_process / "output"), "--output"]
         finished = run(TWO, job.script.name, [*command, str(tmp_path / "two")])
         job.script.main([*command, str(tmp_path / "one")])

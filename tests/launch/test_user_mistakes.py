@@ -23,10 +23,10 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def folder_of(path: Path, make: Callable[[Path], None], count: int = 40) -> str:
+def folder_of(path: Path, make: Callable[[Path], None], ending: str = ".jpg", count: int = 40) -> str:
     path.mkdir()
     for index in range(count):
-        make(path / f"{index}.jpg")
+        make(path / f"{index}{ending}")
     return str(path)
 
 
@@ -66,7 +66,7 @@ MISTAKES: dict[str, Callable[[Path], tuple[list[str], str]]] = {
 
 
 def lines_of_error(output: str) -> list[str]:
-    return [line for line in output.splitlines() if re.search(r"train_vae\.py: error: ", line)]
+    return [line for line in output.splitlines() if re.search(r"train_\w+\.py: error: ", line)]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -92,6 +92,35 @@ def test_the_root_of_two_processes_speaks_alone(mistake: str, tmp_path: Path) ->
     assert [rank.returncode for rank in ranks] == [2, 2], ranks[0].output
     errors = lines_of_error(ranks[0].output)
     assert len(errors) == 1 and expected in errors[0] and "Traceback" not in ranks[0].output, ranks[0].output
+
+
+TINY_TOKENIZER = ["--image_size", "16", "--layers", "compress_time,compress_time", "--init_dim", "4",
+                  "--discr_layers", "1", "--max_steps", "1", "--num_workers", "0"]  # fmt: skip
+# Those of videos: found by all processes, and by their loaders.
+VIDEOS = {
+    "num_frames 16": lambda tmp: (
+        ["--num_frames", "16"],
+        "16 frames must be 1 + 4 n, as 4 frames share a code; use 13",
+    ),
+    "folder of broken videos": lambda tmp: (["--video_folder", folder_of(tmp / "b", broken, ".mp4")], "could be read"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "launcher"),
+    [
+        ("num_frames 16", Launcher("torchrun", 2)),
+        *(("folder of broken videos", Launcher(name, 2)) for name in ("torchrun", "horovodrun")),
+    ],
+    ids=str,
+)
+def test_the_root_alone_speaks_of_videos(mistake: str, launcher: Launcher, tmp_path: Path) -> None:
+    flags, expected = VIDEOS[mistake](tmp_path)
+    finished = run(launcher, "train_tokenizer.py", [*TINY_TOKENIZER, "--output_dir", str(tmp_path / "run"), *flags])
+    assert finished.returncode != 0, finished.output
+    errors = lines_of_error(finished.output)
+    assert len(errors) == 1 and expected in errors[0], finished.output
+    assert 'train_tokenizer.py", line' not in finished.output
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, re
 
 
 def add_computation_arguments(
-    parser: argparse.ArgumentParser, *, batch_size: int, unit: str, num_workers_help: str
+    parser: argparse.ArgumentParser, *, batch_size: int | None = None, unit: str = "", num_workers_help: str
 ) -> None:
-    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"."""
+    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"; no batch_size: no batches."""
     # fmt: off
     add = parser.add_argument_group("computation").add_argument
-    add("--batch_size", type=positive_int, default=batch_size, metavar=unit, help="per forward pass of a process")
+    if batch_size is not None:
+        add("--batch_size", type=positive_int, default=batch_size, metavar=unit, help="per forward pass of a process")
     add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32",
         help="precision of the forward pass")
     add("--num_workers", type=non_negative_int, default=2, metavar="N", help=num_workers_help)

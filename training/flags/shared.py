@@ -148,7 +148,7 @@ def add_adversary_arguments(
 
     add = parser.add_argument_group("adversary").add_argument
     add("--discr_dim", type=positive_int, metavar="DIM",
-        help="channels of the discriminator's first layer (default: --dim)")
+        help="channels of the discriminator's first layer (default: as many as the generator's)")
     add("--discr_layers", type=positive_int, default=4, metavar="N",
         help="times that the discriminator halves the image, whose side must be at least 4 x 2^N pixels")
     add("--discr_start_step", "--discr_start_after_step", type=non_negative_int, default=0, metavar="UPDATES",

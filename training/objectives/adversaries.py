@@ -108,6 +108,7 @@ class AdversarialTraining:
         quantizer: Quantizer of the generator's model.
         last_layer_gradient: (features, gradient of a loss with respect to the reconstruction) -> the gradient of the
             loss with respect to the weight of the generator's last convolution, summed over the batch.
+        seed: Seed of the run, for the quantizer.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
         heads: Number of heads of the discriminator, which gives a list of logits if there are several. The last ones
@@ -122,6 +123,7 @@ class AdversarialTraining:
         processes: Processes,
         *,
         quantizer: Quantizer,
+        seed: int,
         last_layer_gradient: Callable[[Tensor, Tensor], Tensor],
         images: Callable[[Mapping[str, Any]], Tensor],
         reconstruction_loss: ReconstructionLoss,
@@ -131,25 +133,20 @@ class AdversarialTraining:
         given: Given = lambda micro, step: {},
     ) -> None:
         self.generator, self.discriminator, self._processes = generator, discriminator, processes
-        self._quantizer, self._images, self._weights, self._log = quantizer, images, weights, log
-        self._reconstruction_loss = reconstruction_loss
+        self._quantizer, self._seed, self._weights, self._log = quantizer, seed, weights, log
+        self._images, self._reconstruction_loss = images, reconstruction_loss
         self._last_layer_gradient, self._heads, self._given = last_layer_gradient, heads, given
         self._loss = ADVERSARIAL_LOSSES[weights.gan_loss]
         self.lecam = LeCam(weights.lecam_decay, heads).to(processes.device)
 
     def generator_step(
-        self,
-        batch: Mapping[str, Any],
-        *,
-        code_weights: Mapping[str, float],
-        is_adversarial: bool,
-        step: int,
-        seed: int,
+        self, batch: Mapping[str, Any], code_weights: Mapping[str, float], step: int, *, is_adversarial: bool
     ) -> tuple[Any, list[Tensor], list[Tensor]]:
         """One update of the generator: reconstruct, stay near the codes, and deceive the unchanged discriminator.
 
         Args:
             code_weights: Weight of each loss that the quantizer may have, by name; fsq has none.
+            step: Number of the update.
             is_adversarial: Whether the discriminator takes part yet; if not, the adversarial loss is not computed.
 
         Returns:
@@ -175,11 +172,11 @@ class AdversarialTraining:
             reconstructions.append(out.reconstruction.detach())
             codes.append(out.codes)
         update = self.generator.step()
-        self._quantizer.after_update(step, seed, update.skipped)
+        self._quantizer.after_update(step, self._seed, update.skipped)
         return update, reconstructions, codes
 
     def discriminator_step(
-        self, batch: Mapping[str, Any], reconstructions: Sequence[Tensor], *, step: int, with_penalty: bool
+        self, batch: Mapping[str, Any], reconstructions: Sequence[Tensor], step: int, *, with_penalty: bool
     ) -> Any:
         """One update of the discriminator, on the same images and their reconstructions. Returns the Update."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must

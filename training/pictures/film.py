@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -72,34 +75,50 @@ def _enlarged(frames: Tensor, side: int) -> Tensor:
     return frames.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
 
 
-def to_gif(frames: np.ndarray, fps: float) -> bytes:
-    """The content of a GIF file that repeats for ever, of frames (f, h, w, 3), uint8. GIF counts hundredths of a second
-    and has 256 colours a frame."""
+def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:
+    """The content of a GIF file that repeats for ever, of frames (h, w, 3), uint8, of which all are in memory at once.
+    GIF counts hundredths of a second and has 256 colours a frame; equal frames in succession become one."""
     first, *others = (Image.fromarray(frame) for frame in frames)
     content = io.BytesIO()
-    duration = max(20, round(100 / fps) * 10)  # in ms; viewers slow down what is shorter
-    first.save(content, "gif", save_all=True, append_images=others, duration=duration, loop=0)
+    stamps = [round(100 * number / fps) for number in range(len(others) + 2)]
+    durations = [10 * max(2, end - begin) for begin, end in itertools.pairwise(stamps)]  # ms; viewers slow down shorter
+    first.save(content, "gif", save_all=True, append_images=others, duration=durations, loop=0)
     return content.getvalue()
 
 
 def to_mp4(frames: np.ndarray, fps: float) -> bytes | None:
     """The content of an MP4 file with H.264 of almost no loss, of frames (f, h, w, 3), uint8, at a whole number of
     frames per second; None if PyAV is not installed or has no encoder for it."""
+    if not can_write_mp4():
+        return None
+    content = io.BytesIO()
+    write_mp4(content, frames, max(1, round(fps)))
+    return content.getvalue()
+
+
+def can_write_mp4() -> bool:
+    """Whether PyAV is installed and has an encoder for H.264."""
     try:
         import av
     except ImportError:
-        return None
-    if "libx264" not in av.codecs_available:
-        return None
-    content = io.BytesIO()
+        return False
+    return "libx264" in av.codecs_available
+
+
+def write_mp4(file: BinaryIO, frames: Iterable[np.ndarray], fps: float) -> None:
+    """Write the frames (h, w, 3), uint8, one by one: a film of any length takes the same memory. `fps` becomes a
+    fraction with a denominator of at most 1001, as of 30000/1001. See `to_mp4`."""
+    import av
+
+    rate = max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001))
     # The file depends on the frames alone: one thread, and no mbtree, which in some builds reads memory that it has not
     # written. Full colour keeps small things sharp.
     options = {"crf": "10", "threads": "1", "x264-params": "mbtree=0"}
-    with av.open(content, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=max(1, round(fps)), options=options)
-        stream.height, stream.width = frames.shape[1:3]
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=rate, options=options)
         stream.pix_fmt = "yuv444p"
-        for frame in frames:
+        for number, frame in enumerate(frames):
+            if number == 0:
+                stream.height, stream.width = frame.shape[:2]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    return content.getvalue()

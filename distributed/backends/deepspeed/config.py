@@ -181,6 +181,9 @@ def resolve(
     zero["stage"] = zero_stage
     if zero_stage == 1:
         zero["overlap_comm"] = False  # nothing to overlap: gradients are reduced once, in step()
+    if options.plan.batch_parts:
+        # ZeRO 3 would replace F.linear in the whole process by one that sums a bias's gradient in another order.
+        zero["memory_efficient_linear"] = False
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         # DeepSpeed's default buffers hold 500 million elements, however small the model is.
         if bucket not in zero:

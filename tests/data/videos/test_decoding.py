@@ -78,14 +78,18 @@ def test_a_clip_holds_exactly_the_frames_that_its_times_demand(name, speed, file
 @pytest.mark.parametrize("name", FILES)
 def test_the_frames_of_a_file_are_read_one_after_the_other(name, files):
     stamps = FILES[name].get("stamps", REGULAR)
-    assert [number_of(frame) for frame in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))] == list(range(N))
-    slower = [number_of(frame) for frame in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))]
+    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))] == list(range(N))
+    slower = [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))]
     assert slower == expected([stamp - stamps[0] for stamp in stamps], 0, len(slower), 7.0)
     assert len(slower) == pytest.approx((stamps[-1] - stamps[0]) * 7 / TICKS, abs=2)
+    rates = [rate for _, rate in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))]
+    mean = (N - 1) * TICKS / (stamps[-1] - stamps[0])
+    assert rates[-1] == pytest.approx(RATE if "stamps" not in FILES[name] else mean, rel=1e-3)
+    assert {rate for _, rate in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))} == {7.0}
     part = Source(
         str(files[name]), start_seconds=(stamps[7] - stamps[0]) / 1000, end_seconds=(stamps[11] - stamps[0]) / 1000
     )
-    assert [number_of(frame) for frame in ClipDecoder(SIDE, 5).frames(part)] == [7, 8, 9, 10]
+    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(part)] == [7, 8, 9, 10]
 
 
 def test_training_begins_anywhere_and_validation_in_the_middle(files):
@@ -289,6 +293,12 @@ def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
     assert text == "the file is empty" if kind == "empty" else text.startswith("FFmpeg cannot read it: ")
     with pytest.raises(FileNotFoundError):
         ClipDecoder(SIDE, 5).load(Source(str(tmp_path / "none.mp4")), 0)
+
+
+def test_a_video_of_an_unknown_coding_is_refused(tmp_path):
+    whole = write_video(tmp_path / "a.mkv", 3).read_bytes()
+    (tmp_path / "b.mkv").write_bytes(whole.replace(b"V_MPEG4/ISO/AVC", b"V_NOBODYKNOWSIT"))
+    assert one_line(ClipDecoder(SIDE, 5).load, Source(str(tmp_path / "b.mkv")), 0) == "FFmpeg has no decoder for it"
 
 
 def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):

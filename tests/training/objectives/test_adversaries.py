@@ -67,6 +67,7 @@ def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, 
         g,
         d,
         quantizer=generator.quantizer,
+        seed=0,
         last_layer_gradient=partial(last_layer_gradient, weight_shape=tuple(generator.last_layer.weight.shape)),
         images=lambda micro: micro["x"],
         reconstruction_loss=l1,
@@ -83,15 +84,13 @@ CODE_WEIGHTS = {"commitment": 0.5, "entropy": 0.5}
 
 
 def generator_step(game: Logged, images: Tensor, *, is_adversarial: bool, step: int = 0) -> Any:
-    return game.generator_step(
-        {"x": images}, code_weights=CODE_WEIGHTS, is_adversarial=is_adversarial, step=step, seed=0
-    )
+    return game.generator_step({"x": images}, CODE_WEIGHTS, step, is_adversarial=is_adversarial)
 
 
 def play(game: Logged, images: Tensor, *, with_penalty: bool = True, step: int = 0) -> dict[str, Tensor]:
     game.means = {}
     _, fakes, _ = generator_step(game, images, is_adversarial=True, step=step)
-    game.discriminator_step({"x": images}, fakes, step=step, with_penalty=with_penalty)
+    game.discriminator_step({"x": images}, fakes, step, with_penalty=with_penalty)
     return game.means
 
 
@@ -186,7 +185,7 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
     g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
     d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
     game = Logged(
-        backend, g, d, quantizer=SimpleNamespace(needs_observation=False, after_update=lambda *_: None),
+        backend, g, d, quantizer=SimpleNamespace(needs_observation=False, after_update=lambda *_: None), seed=0,
         last_layer_gradient=generator.last_layer_gradient, images=lambda micro: micro["x"], heads=3,
         given=lambda micro, step: {"frames": (micro["positions"] + step) % micro["x"].shape[2]},
         reconstruction_loss=of_frames,
@@ -197,8 +196,8 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
         x = torch.rand(BATCH, 3, length, 16, 16, generator=torch.Generator().manual_seed(step))
         batch, frames = {"x": x, "positions": torch.arange(BATCH)}, (torch.arange(BATCH) + step) % length
         game.means = {}
-        _, fakes, _ = game.generator_step(batch, code_weights=CODE_WEIGHTS, is_adversarial=True, step=step, seed=0)
-        game.discriminator_step(batch, fakes, step=step, with_penalty=step < 2)
+        _, fakes, _ = game.generator_step(batch, CODE_WEIGHTS, step, is_adversarial=True)
+        game.discriminator_step(batch, fakes, step, with_penalty=step < 2)
 
         fake = plain_g(x).reconstruction
         nll = of_frames(fake, x, frames)[0]

@@ -1,0 +1,363 @@
+"""tokenize_videos.py: the codes are those of the whole clips, and the videos are the codes'. What all scripts that fill
+folders do is in test_filled_folders.py."""
+
+# ruff: noqa: F811  (fixtures are imported)
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import filling
+import numpy as np
+import pytest
+import torch
+from filling import SIZE, TOKENIZE_VIDEOS, VIDEOS, files, index, lines, saved, stamps, video_tokenizer, vqgan
+from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
+from PIL import Image, ImageSequence
+from torch import Tensor
+
+import data
+from data.source import Source
+from data.videos.decoding import ClipDecoder
+from data.videos.moving import Moving
+from models import VideoTokenizer
+from tests.data.videos.files import write_video
+from training.pictures.film import write_mp4
+
+FILMS = [name for name, frames in VIDEOS.items() if frames > 1]
+
+
+@pytest.fixture(scope="module")
+def script() -> filling.Script:
+    return TOKENIZE_VIDEOS
+
+
+@pytest.fixture
+def codes(whole) -> Path:
+    return whole
+
+
+def clip(path: Path, frames: int, **speed: Any) -> Tensor:
+    """A whole file (1, 3, f, h, w) in [0, 1]; its last frame is held until the frames fill the codes of 1 + 2 n."""
+    n = frames + (1 - frames) % 2
+    decoder = ClipDecoder(SIZE, n + 2, short_clips="hold", **speed)  # longer than the file, so from its beginning
+    return data.to_unit_range(decoder.load(Source(str(path)), 0))[None, :, :n]
+
+
+def decode(model: Path, codes: Path, output: Path, *more: str) -> Path:
+    TOKENIZE_VIDEOS.main([*map(str, TOKENIZE_VIDEOS.use(model, codes, output)), *more])
+    return output
+
+
+def pixels(codes: np.ndarray, frames: int) -> np.ndarray:
+    """The frames (f, h, w, 3) that the model decodes from the codes of a video, at once."""
+    videos = video_tokenizer().decode(torch.from_numpy(codes.astype(np.int64))[None])[0, :, :frames]
+    return (videos.clamp(0, 1) * 255).round().byte().permute(1, 2, 3, 0).numpy()
+
+
+def shown(path: Path) -> tuple[list[float], np.ndarray]:
+    """The times of the frames of a video in seconds, counted from the first, and the frames (f, h, w, 3)."""
+    with av.open(str(path)) as container:
+        frames = list(container.decode(video=0))
+    return [f.time - frames[0].time for f in frames], np.stack([f.to_ndarray(format="rgb24") for f in frames])
+
+
+# Encoding.
+
+
+def test_codes_are_those_of_the_whole_clips(codes, source):
+    found = TOKENIZE_VIDEOS.rows(codes)
+    assert list(found) == list(VIDEOS)
+    for name, frames in VIDEOS.items():
+        expected = video_tokenizer().encode(clip(source / name, frames))[0].numpy()
+        assert found[name].dtype == np.uint16 and len(np.unique(expected)) > 8
+        np.testing.assert_array_equal(found[name], expected, name)
+    assert (index(codes)["coded_videos"], index(codes)["videos"], index(codes)["num_codes"]) == (9, 9, 512)
+
+
+def test_the_index_says_how_many_frames_and_how_fast(codes):
+    for line in lines(codes):
+        frames = VIDEOS[line["path"]]
+        assert (line["frames"], line["code_frames"]) == (frames, 1 + frames // 2), line
+        assert line["fps"] == (None if frames == 1 else 25.0), line
+
+
+@pytest.mark.parametrize(("flag", "speed", "frames", "fps"), [
+    ("--fps", {"fps": 10.0}, 8, 10.0), ("--frame_stride", {"frame_stride": 3}, 7, 8.333333),
+])  # fmt: skip
+def test_frames_are_taken_by_rate_or_stride(flag, speed, frames, fps, model, source, tmp_path):
+    folder = TOKENIZE_VIDEOS.fill(model, source, tmp_path / "codes", flag, *speed.values())
+    line = lines(folder)[6]
+    assert (line["path"], line["frames"], line["fps"]) == ("e.mp4", frames, fps)  # of 20 frames in 0.8 s
+    expected = video_tokenizer().encode(clip(source / "e.mp4", frames, **speed))[0].numpy()
+    np.testing.assert_array_equal(TOKENIZE_VIDEOS.rows(folder)["e.mp4"], expected)
+    assert lines(folder)[5]["frames"] == 1
+
+
+def test_another_image_size_has_another_grid(model, source, tmp_path):
+    folder = TOKENIZE_VIDEOS.fill(model, source, tmp_path / "codes", "--image_size", "20")
+    assert {rows.shape[1:] for rows in TOKENIZE_VIDEOS.rows(folder).values()} == {(5, 5)}
+
+
+def test_parts_of_one_file_in_a_manifest_are_videos_of_their_own(model, source, tmp_path):
+    manifest = tmp_path / "parts.csv"
+    shutil.copy(source / "e.mp4", tmp_path)
+    manifest.write_text("path,start_seconds,end_seconds\ne.mp4,0,0.2\ne.mp4,0.2,\n")
+    folder = TOKENIZE_VIDEOS.fill(model, manifest, tmp_path / "codes")
+    assert [line["frames"] for line in lines(folder)] == [5, 15]
+    videos = decode(model, folder, tmp_path / "videos")
+    assert sorted(files(videos)) == ["e.mp4-0.mp4", "e.mp4-1.mp4", "settings.json"]
+
+
+def test_another_part_of_a_file_is_another_listing(model, source, tmp_path, capsys):
+    shutil.copy(source / "e.mp4", tmp_path)
+    manifest = tmp_path / "parts.csv"
+    for end in (0.2, 0.4):
+        manifest.write_text(f"path,end_seconds\ne.mp4,{end}\n")
+        if end == 0.2:
+            TOKENIZE_VIDEOS.fill(model, manifest, tmp_path / "codes")
+    flags = TOKENIZE_VIDEOS.flags(model, manifest, tmp_path / "codes")
+    assert "names_sha256 was" in TOKENIZE_VIDEOS.refused(capsys, *flags)
+
+
+def test_a_file_that_breaks_off_is_left_out_whole(codes, model, source, tmp_path):
+    broken = shutil.copytree(source, tmp_path / "source")
+    noise = np.random.default_rng(0).integers(0, 256, (60, 20, 24, 3), np.uint8)
+    write_video(broken / "e.mp4", 60, pictures=noise, container_options={"movflags": "faststart"})
+    (broken / "e.mp4").write_bytes((broken / "e.mp4").read_bytes()[:-20_000])
+    assert sum(1 for _ in take(ClipDecoder(SIZE, 1).frames(Source(str(broken / "e.mp4"))))) > 20
+    folder = TOKENIZE_VIDEOS.fill(model, broken, tmp_path / "codes", "--num_workers", "3")
+    found, exact = TOKENIZE_VIDEOS.rows(folder), TOKENIZE_VIDEOS.rows(codes)
+    assert list(found) == [name for name in VIDEOS if name != "e.mp4"]
+    for name, rows in found.items():
+        np.testing.assert_array_equal(rows, exact[name])
+
+
+def take(frames: Any) -> Any:
+    """What comes before an error."""
+    try:
+        yield from frames
+    except ValueError:
+        return
+
+
+def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
+    (tmp_path / "films").mkdir()
+    write_video(tmp_path / "films" / "long.mp4", 300, pictures=np.zeros((300, 16, 16, 3), np.uint8))
+    read, given, waiting = [0], [0], [0]
+    frames, encode_next = ClipDecoder.frames, VideoTokenizer.encode_next
+
+    def counted(self: Any, source: Source) -> Any:
+        for frame in frames(self, source):
+            read[0] += 1
+            yield frame
+
+    def encode(self: Any, videos: Tensor, state: Any) -> Tensor:
+        waiting.append(read[0] - given[0])
+        given[0] += videos.shape[2]
+        return encode_next(self, videos, state)
+
+    monkeypatch.setattr(ClipDecoder, "frames", counted)
+    monkeypatch.setattr(VideoTokenizer, "encode_next", encode)
+    TOKENIZE_VIDEOS.fill(model, tmp_path / "films", tmp_path / "codes")
+    assert read[0] == 300 and given[0] == 301 and max(waiting) <= 2 * 16 + 1
+
+
+def test_a_slow_file_holds_up_no_other_and_keeps_its_place(codes, model, source, tmp_path, monkeypatch):
+    frames, others_done = ClipDecoder.frames, threading.Event()
+
+    def waiting(self: Any, source: Source) -> Any:
+        if source.path.endswith("a.mp4"):
+            assert others_done.wait(60)
+        yield from frames(self, source)
+        if source.path.endswith("2.png"):  # the last of the first shard
+            others_done.set()
+
+    monkeypatch.setattr(ClipDecoder, "frames", waiting)
+    TOKENIZE_VIDEOS.fill(model, source, tmp_path / "codes", "--num_workers", "2")
+    assert files(tmp_path / "codes") == files(codes)
+
+
+def test_the_demonstration_needs_no_pyav(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    folder = TOKENIZE_VIDEOS.fill(model, "demo:moving:2", tmp_path / "codes")
+    assert [(line["path"], line["frames"], line["fps"]) for line in lines(folder)] == [
+        (f"demo:moving[{i}]", 41, 24.0) for i in range(2)
+    ]
+    scene = Moving(2, image_size=SIZE, num_frames=41).load(1)
+    expected = video_tokenizer().encode(data.to_unit_range(scene)[None])[0].numpy()
+    np.testing.assert_array_equal(TOKENIZE_VIDEOS.rows(folder)["demo:moving[1]"], expected)
+    assert len(files(decode(model, folder, tmp_path / "gifs", "--format", "gif"))) == 2 + 1
+
+
+# Decoding.
+
+
+def test_pngs_are_the_reconstructions_to_8_bits(codes, model, tmp_path):
+    folder = decode(model, codes, tmp_path / "videos", "--format", "png", "--num_workers", "3")
+    n_files = 0
+    for name, rows in TOKENIZE_VIDEOS.rows(codes).items():
+        frames = VIDEOS[name]
+        place = (folder / name).with_suffix(".png" if frames == 1 else ".frames")
+        paths = [place] if frames == 1 else [place / f"{number:06d}.png" for number in range(frames)]
+        found = np.stack([np.asarray(Image.open(path)) for path in paths])
+        np.testing.assert_array_equal(found, pixels(rows, frames), name)
+        assert len(np.unique(found)) > 20
+        n_files += frames
+    assert len(files(folder)) == n_files + 1
+
+
+def test_videos_have_the_frames_of_the_codes_at_the_times_of_the_originals(codes, model, source, tmp_path):
+    folder = decode(model, codes, tmp_path / "videos")
+    outputs = {name: Path(name).with_suffix(".mp4" if name in FILMS else ".png") for name in VIDEOS}
+    assert sorted(files(folder)) == sorted([*map(str, outputs.values()), "settings.json"])
+    for name in FILMS:
+        (times, _), (found, frames) = shown(source / name), shown(folder / outputs[name])
+        assert found == pytest.approx(times, abs=1e-6), name
+        exact = pixels(TOKENIZE_VIDEOS.rows(codes)[name], VIDEOS[name])
+        assert frames.shape == exact.shape and np.abs(frames.astype(int) - exact).mean() < 4  # H.264 of little loss
+
+
+@pytest.mark.parametrize("rate", ["30000/1001", "uneven"])
+def test_other_rates_are_kept(rate, model, tmp_path):
+    """A variable rate becomes its mean, so that the film keeps its length."""
+    (tmp_path / "films").mkdir()
+    steps = np.random.default_rng(0).integers(20, 80, 200)
+    times = np.cumsum(steps) if rate == "uneven" else np.round(np.arange(200) * 1001 / 30)
+    write_video(
+        tmp_path / "films" / "a.mkv", stamps=times.astype(int).tolist(), pictures=np.zeros((200, 16, 16, 3), "u1")
+    )
+    folder = decode(model, TOKENIZE_VIDEOS.fill(model, tmp_path / "films", tmp_path / "codes"), tmp_path / "videos")
+    found, _ = shown(folder / "a.mp4")
+    seconds = (times - times[0]) / 1000
+    assert len(found) == 200 and found[-1] == pytest.approx(seconds[-1], abs=0.02)
+    if rate != "uneven":
+        assert found == pytest.approx(seconds, abs=0.02)
+
+
+def test_gifs_show_every_frame_at_its_time(codes, model, tmp_path):
+    folder = decode(model, codes, tmp_path / "videos", "--format", "gif")
+    for name in FILMS:
+        exact = pixels(TOKENIZE_VIDEOS.rows(codes)[name], VIDEOS[name])
+        with Image.open((folder / name).with_suffix(".gif")) as gif:
+            frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(gif)]
+            assert (len(frames), gif.info["duration"]) == (VIDEOS[name], 40)
+            assert np.abs(np.stack(frames).astype(int) - exact).mean() < 8, name  # 256 colours
+
+
+@pytest.mark.parametrize(("form", "damaged"), [("mp4", "e.mp4"), ("png", "e.frames/000007.png")])
+def test_decoding_goes_on_with_what_is_missing(form, damaged, codes, model, tmp_path):
+    folder = decode(model, codes, tmp_path / "videos", "--format", form)
+    expected, before = files(folder), stamps(folder, "**/*.*")
+    (folder / damaged).unlink()
+    (folder / "d.png").write_bytes(expected["d.png"][:-5])
+    decode(model, codes, folder, "--format", form)
+    after = stamps(folder, "**/*.*")
+    assert files(folder) == expected
+    written = {name for name in before if before[name] != after[name]}
+    assert written == {"settings.json", ".lock", "d.png", Path(damaged).name, *Path(damaged).parts[:-1]} & {*written}
+    assert {"d.png", Path(damaged).name} <= written
+
+
+def test_a_film_is_written_whole_or_not_at_all(codes, model, tmp_path, monkeypatch, capsys):
+    whole = files(decode(model, codes, tmp_path / "whole"))
+    decode_next, left = VideoTokenizer.decode_next, [4]
+
+    def dying(self: Any, codes: Tensor, state: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise filling.Killed
+        return decode_next(self, codes, state)
+
+    monkeypatch.setattr(VideoTokenizer, "decode_next", dying)
+    with pytest.raises(filling.Killed):
+        decode(model, codes, tmp_path / "videos")
+    partly = files(tmp_path / "videos")
+    assert all(whole[name] == content for name, content in partly.items() if not name.endswith(".tmp"))
+    assert 1 < len(partly) < len(whole)
+    monkeypatch.undo()
+    assert files(decode(model, codes, tmp_path / "videos")) == whole
+
+
+def test_a_full_disk_is_one_line(codes, model, tmp_path, monkeypatch, capsys):
+    def full(file: Any, frames: Any, fps: float) -> None:
+        write_mp4(FullDisk(file), frames, fps)
+
+    monkeypatch.setattr("training.pictures.film.write_mp4", full)
+    said = TOKENIZE_VIDEOS.refused(capsys, *TOKENIZE_VIDEOS.use(model, codes, tmp_path / "videos"))
+    assert "a.mp4: No space left on device; mend that, and the same command goes on" in said
+
+
+class FullDisk:
+    """A file that cannot be written."""
+
+    def __init__(self, file: Any) -> None:
+        self.seek, self.tell = file.seek, file.tell
+
+    def write(self, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):
+    other = saved(tmp_path / "model", video_tokenizer(seed=1))
+    said = TOKENIZE_VIDEOS.refused(capsys, *TOKENIZE_VIDEOS.use(other, codes, tmp_path / "videos"))
+    assert "the model that made them" in said
+
+
+# Mistakes.
+
+
+def a_text(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "a.mp4").write_text("no video")
+    return folder
+
+
+def conditional() -> VideoTokenizer:
+    return video_tokenizer(layers="residual,cond_residual,compress_space:8", dim_cond=4)
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
+    "a model of images": (lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "a VQGAN, not a VideoTokenizer"),
+    "a conditional model": (lambda tmp: {"--model": saved(tmp / "m", conditional())}, "needs a condition"),
+    "a model of RGBA": (lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(channels=4))}, "has 4 channels"),
+    "no folder": (lambda tmp: {"--video_folder": tmp / "nowhere"}, "nowhere"),
+    "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
+    "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18 must be a multiple of 4"),
+    "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "exclude each other"),
+    "two sources": (lambda tmp: {"--decode": tmp}, "not allowed with"),
+    "a flag of encoding": (lambda tmp: {"--video_folder": None, "--decode": tmp, "--fps": 5}, "is for encoding"),
+    "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format is for --decode"),
+    "a flag of batches": (lambda tmp: {"--batch_size": 2}, "--batch_size"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gives_one_line(mistake, model, source, tmp_path, capsys):
+    make, expected = MISTAKES[mistake]
+    said = {"--model": model, "--video_folder": source, "--output": tmp_path / "codes", **make(tmp_path)}
+    argv = [word for flag, value in said.items() if value is not None for word in (flag, value)]
+    assert expected in TOKENIZE_VIDEOS.refused(capsys, *argv)
+    assert not (tmp_path / "codes").exists()
+
+
+def test_a_text_called_mp4_is_named(model, tmp_path, capsys):
+    flags = TOKENIZE_VIDEOS.flags(model, a_text(tmp_path / "texts"), tmp_path / "codes", "--on_bad_sample", "error")
+    assert "a.mp4: FFmpeg cannot read it" in TOKENIZE_VIDEOS.refused(capsys, *flags)
+
+
+def test_without_pyav_folders_and_mp4s_are_refused_in_one_line(codes, model, source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "av", None)
+    for flags in (
+        TOKENIZE_VIDEOS.flags(model, source, tmp_path / "codes"), TOKENIZE_VIDEOS.use(model, codes, tmp_path / "videos")
+    ):  # fmt: skip
+        assert "needs the package av (PyAV)" in TOKENIZE_VIDEOS.refused(capsys, *flags)
+    assert len(files(decode(model, codes, tmp_path / "videos", "--format", "png"))) == sum(VIDEOS.values()) + 1
+    assert json.loads((tmp_path / "videos" / "settings.json").read_text())["format"] == "png"

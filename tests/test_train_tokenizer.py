@@ -1,0 +1,333 @@
+"""train_tokenizer.py: its schedules, what it trains and validates, its flags; tiny models, generated clips."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import data
+import train_tokenizer
+from models import VideoDiscriminator, VideoTokenizer
+from tests.scripts import (
+    VIDEO_TOKENIZER,
+    Script,
+    assert_same_bits,
+    assert_same_run,
+    checkpoint,
+    final_weights,
+    metrics,
+    write_videos,
+)
+from training.measures.reconstruction import ssim
+from training.noise import Noise
+from training.objectives.adversaries import AdversarialTraining
+
+ALTERNATING = ["--image_folder", "demo:shapes:64", "--image_every", "3"]
+
+# Schedules and names.
+
+
+def test_the_learning_rate_warms_up_and_stays_or_falls_along_a_cosine_to_0() -> None:
+    args = VIDEO_TOKENIZER.parsed("--warmup_steps", "10")
+    shares = [train_tokenizer.learning_rate(step, 110, args) for step in range(111)]
+    assert shares[:10] == pytest.approx([0.1 * (n + 1) for n in range(10)]) and set(shares[10:]) == {1.0}
+    args.lr_cosine = True
+    shares = [train_tokenizer.learning_rate(step, 110, args) for step in range(111)]
+    assert shares[9:11] == [1.0, 1.0] and shares[60] == pytest.approx(0.5) and shares[110] == pytest.approx(0.0)
+    assert shares[35] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
+
+
+def test_the_entropy_loss_starts_stronger_and_ends_at_its_weight() -> None:
+    said = ["--entropy_loss_weight", "0.1", "--entropy_anneal_factor", "3", "--entropy_anneal_steps", "200"]
+    args = VIDEO_TOKENIZER.parsed(*said)
+    weights = [train_tokenizer.entropy_loss_weight(step, args) for step in (0, 100, 200, 5000)]
+    assert weights == pytest.approx([0.3, 0.2, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("public", "ours"),
+    [
+        ("dataset_folder", "video_folder"), ("num_train_steps", "max_steps"), ("grad_accum_every", "grad_accum_steps"),
+        ("valid_frac", "valid_fraction"), ("random_split_seed", "split_seed"), ("checkpoints_folder", "output_dir"),
+        ("results_folder", "output_dir"), ("discr_start_after_step", "discr_start_step"),
+        ("apply_gradient_penalty_every", "apply_grad_penalty_every"), ("warmup_steps", "lr_warmup_steps"),
+        ("validate_every_step", "validate_every_n_steps"), ("checkpoint_every_step", "save_every_n_steps"),
+    ],
+)  # fmt: skip
+def test_the_public_trainers_names_are_understood(public: str, ours: str, tmp_path: Path) -> None:
+    value = "0.5" if public == "valid_frac" else "3"
+    args = VIDEO_TOKENIZER.parsed(f"--{public}", value)
+    assert str(getattr(args, ours)) == value and args == VIDEO_TOKENIZER.parsed(f"--{ours}", value)
+    (tmp_path / "public.yaml").write_text(f"{public}: {value}")
+    assert getattr(VIDEO_TOKENIZER.parsed("--config", str(tmp_path / "public.yaml")), ours) == getattr(args, ours)
+
+
+# A run and what it leaves.
+
+
+@pytest.fixture(scope="module")
+def finished(run_of_eight: Callable[[Script], Path]) -> Path:
+    """Eight updates with a codebook, each third one on images, the discriminator from the fourth on. Tests only look
+    at it."""
+    return run_of_eight(VIDEO_TOKENIZER)
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """What each update of this test's runs was given: of the generator its batch, of the discriminator its rate."""
+    seen: list[SimpleNamespace] = []
+    of_generator, of_discriminator = AdversarialTraining.generator_step, AdversarialTraining.discriminator_step
+
+    def generator_step(self: Any, batch: Any, *args: Any, **more: Any) -> Any:
+        seen.append(SimpleNamespace(shape=batch["videos"].shape, ids=batch["ids"], lr=self.generator.lr, discr_lrs=[]))
+        return of_generator(self, batch, *args, **more)
+
+    def discriminator_step(self: Any, *args: Any, **more: Any) -> Any:
+        seen[-1].discr_lrs.append(self.discriminator.lr)
+        return of_discriminator(self, *args, **more)
+
+    monkeypatch.setattr(AdversarialTraining, "generator_step", generator_step)
+    monkeypatch.setattr(AdversarialTraining, "discriminator_step", discriminator_step)
+    return seen
+
+
+def test_after_the_warm_up_the_rate_is_what_was_asked_for_and_the_discriminator_follows_once_per_update(
+    updates: list[SimpleNamespace], tmp_path: Path
+) -> None:
+    """The public trainer divides the rate by the warm-up's length for ever, makes two updates of the discriminator in
+    each iteration, and never advances its schedule."""
+    run = VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "4", "--learning_rate", "4e-4", "--discr_learning_rate",
+                                "2e-4", "--save_every_n_steps", "4")  # fmt: skip
+    assert [line["lr"] for line in metrics(run)] == pytest.approx([2e-4, 4e-4, 4e-4, 4e-4])
+    assert [update.discr_lrs for update in updates] == [pytest.approx([rate]) for rate in (1e-4, 2e-4, 2e-4, 2e-4)]
+    state = json.loads((run / "checkpoints" / "step_00000004" / "state.json").read_text())["parts"]
+    assert state["discriminator"]["optimizer"]["step"] == state["generator"]["optimizer"]["step"] == 4
+
+
+def test_the_log_tells_every_loss_and_the_discriminator_starts_at_its_step(finished: Path) -> None:
+    """The public trainer logs neither the quantizer's losses, nor weights, rates and codes."""
+    always = {"recon_loss", "commitment", "codes_used", "perplexity", "entropy_loss_weight"}
+    later = {"gan_loss", "gan_weight", "discr_loss", "discr_real", "discr_fake", "discr_grad_norm", "lecam_loss"}
+    for line in metrics(finished):
+        assert always <= line.keys()
+        assert later & line.keys() == (later if line["step"] >= 4 else set())
+
+
+def test_the_penalty_comes_first_and_then_as_often_as_asked(finished: Path, tmp_path: Path) -> None:
+    assert [line["step"] for line in metrics(finished) if "gradient_penalty" in line] == [5]
+    run = VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "4", "--apply_gradient_penalty_every", "2")
+    assert [line["step"] for line in metrics(run) if "gradient_penalty" in line] == [1, 3]
+
+
+def test_weights_decay_and_biases_and_scales_do_not(tmp_path: Path) -> None:
+    """A decay that leaves nothing of a weight but the optimizer's first step, which is the learning rate."""
+    run = VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "1", "--lr_warmup_steps", "0", "--weight_decay", "1000",
+                                "--norm", "rms", "--save_every_n_steps", "1")  # fmt: skip
+    weights = {name: t for name, t in checkpoint(run, 1).items() if "weights/" in name and "quantizer" not in name}
+    decayed = {name for name, t in weights.items() if t.ndim >= 2}
+    assert {name.partition(":")[0] for name in decayed} == {"generator", "discriminator"}
+    for name in decayed:
+        assert weights[name].abs().max() < 1.01e-3, name
+    for name in weights.keys() - decayed:
+        if name.endswith(("gain", "layers.1.1.weight")):  # scales start as 1
+            assert weights[name].min() > 0.99, name
+
+
+def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the_same(
+    updates: list[SimpleNamespace], tmp_path: Path
+) -> None:
+    """Only updates on clips train the heads that judge clips."""
+    whole = VIDEO_TOKENIZER.train(tmp_path / "whole", *ALTERNATING, "--max_steps", "7", "--save_every_n_steps", "1",
+                                  "--weight_decay", "0", "--keep_n_checkpoints", "9")  # fmt: skip
+    expected, updates[:] = list(updates), []
+    assert [update.shape[2] for update in expected] == [5, 5, 1, 5, 5, 1, 5]
+    of_images = [set(update.ids) for update in expected if update.shape[2] == 1]
+    assert min(of_images[0] | of_images[1]) >= 64 and not of_images[0] & of_images[1]
+    first, second = ({n: t for n, t in checkpoint(whole, step).items() if n.startswith("discriminator: weights/clip")}
+                     for step in (1, 2))  # fmt: skip
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+
+    flags = [*ALTERNATING, "--max_steps", "7", "--save_every_n_steps", "1", "--weight_decay", "0"]
+    VIDEO_TOKENIZER.train_stopped(1, tmp_path / "run", *flags)  # before an update on images
+    VIDEO_TOKENIZER.train_stopped(2, tmp_path / "run", *flags)  # after it
+    VIDEO_TOKENIZER.train(tmp_path / "run", *flags)
+    assert [(u.shape, u.ids, u.lr) for u in updates] == [(u.shape, u.ids, u.lr) for u in expected]
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("accumulation", ["1", "2"])
+def test_the_frame_that_is_judged_depends_on_seed_update_and_position_alone(
+    accumulation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is the same for all losses of an update, however the batch is cut."""
+    seen: list[list[int]] = []
+    forward = VideoDiscriminator.forward
+
+    def noted(self: Any, videos: Tensor, frames: Tensor) -> list[Tensor]:
+        seen.append(frames.tolist())
+        return forward(self, videos, frames)
+
+    monkeypatch.setattr(VideoDiscriminator, "forward", noted)
+    VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "2", "--seed", "5", "--penalty_weight", "0", "--gan_weight", "0.1",
+                          "--grad_accum_steps", accumulation)  # fmt: skip
+    expected = []
+    for step in range(2):
+        frames = (Noise(5, "frame").uniform(step, range(8), ()) * 5).long().tolist()
+        parts = [frames] if accumulation == "1" else [frames[:4], frames[4:]]
+        expected += [*parts, *(2 * part for part in parts)]  # of the generator, and of real and reconstructed clips
+    assert seen == expected
+    assert len({frame for part in seen for frame in part}) == 5
+
+
+def validation_clips(args: argparse.Namespace) -> Tensor:
+    """The validation split, float32 in [0, 1], in order."""
+    clips = data.open_videos(args.video_folder, image_size=args.image_size, num_frames=args.num_frames, seed=args.seed)
+    _, split = data.split(len(clips), args.valid_fraction, args.split_seed, at_least=args.batch_size)
+    return torch.stack([data.to_unit_range(clips.load(split[i])) for i in range(len(split))])
+
+
+def test_the_weights_and_the_average_have_the_quality_that_was_validated(finished: Path) -> None:
+    """The public trainer validates no average beyond its loss, and the trained model in train mode."""
+    clips = validation_clips(VIDEO_TOKENIZER.arguments_of(finished))
+    average = VideoTokenizer.from_pretrained(finished / "model")
+    trained = VideoTokenizer.from_pretrained(finished / "model")
+    last = checkpoint(finished, 8)
+    trained.load_state_dict({name: last[f"generator: weights/{name}"] for name in trained.state_dict()})
+    for model, prefix in ((trained, "valid/"), (average, "valid/ema/")):
+        with torch.no_grad():
+            codes = model.encode(clips)
+            fakes = model.decode(codes)
+        shown = fakes.clamp(0, 1)
+        error = (shown - clips).double()
+        of_frames = -10 * error.square().mean(dim=(1, 3, 4)).log10()
+        change = error[:, :, 1:] - error[:, :, :-1]
+        halves = error[:, :, 1:].square().mean(dim=(1, 2, 3, 4)) + error[:, :, :-1].square().mean(dim=(1, 2, 3, 4))
+        counts = codes.flatten().bincount().double()
+        shares = counts[counts > 0] / counts.sum()
+        expected = {
+            "recon_loss": (fakes - clips).square().mean(),
+            "psnr": of_frames.mean(), "psnr_first": of_frames[:, 0].mean(), "psnr_rest": of_frames[:, 1:].mean(),
+            "dpsnr": (-10 * change.square().mean(dim=(1, 2, 3, 4)).log10()).mean(),
+            "flicker": (change.square().mean(dim=(1, 2, 3, 4)) / halves).mean(),
+            "ssim": torch.stack([ssim(clips[:, :, t], fakes[:, :, t]) for t in range(clips.shape[2])]).mean(),
+            "codes_used": (counts > 0).sum(), "perplexity": (-(shares * shares.log()).sum()).exp(),
+        }  # fmt: skip
+        for name, value in expected.items():
+            # fp32 values of 13 clips, here in fp64 and added in another order.
+            assert metrics(finished)[-1][prefix + name] == pytest.approx(float(value), rel=1e-5), prefix + name
+
+
+def test_beside_each_picture_lies_a_film_of_the_original_and_both_models(finished: Path) -> None:
+    """The public trainer writes videos black."""
+    with Image.open(finished / "samples" / "step_00000004.gif") as film:
+        assert film.n_frames == 5 and film.width > 3 * 128  # type: ignore[attr-defined]
+        pixels = torch.frombuffer(bytearray(film.convert("RGB").tobytes()), dtype=torch.uint8)
+    assert 30 < pixels.float().mean() < 225
+    assert (finished / "samples" / "step_00000004.mp4").stat().st_size > 0
+
+
+def test_without_pyav_a_film_is_a_gif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "1")
+    assert sorted(path.suffix for path in (tmp_path / "samples").iterdir()) == [".gif", ".png"]
+
+
+def test_clips_of_one_frame_train_and_have_no_motion_to_measure(tmp_path: Path) -> None:
+    last = metrics(VIDEO_TOKENIZER.train(tmp_path, "--num_frames", "1", "--max_steps", "2"))[-1]
+    assert "valid/psnr" in last and not {"valid/psnr_rest", "valid/dpsnr", "valid/flicker"} & last.keys()
+    assert [path.suffix for path in (tmp_path / "samples").iterdir()] == [".png"]
+
+
+# Starting from weights.
+
+
+@pytest.mark.parametrize("quantizer", ["lfq", "vq"])
+def test_the_decoder_alone_can_be_trained(quantizer: str, tmp_path: Path) -> None:
+    first = VIDEO_TOKENIZER.train(tmp_path / "first", "--quantizer", quantizer, "--max_steps", "2")
+    flags = ["--quantizer", quantizer, "--init_from", str(first / "model"), "--train_decoder_only", "--max_steps", "3",
+             "--weight_decay", "1"]  # fmt: skip
+    whole = VIDEO_TOKENIZER.train(tmp_path / "run", *flags, *ALTERNATING, "--grad_accum_steps", "2")
+    before, after = final_weights(first), final_weights(whole)
+    assert before.keys() == after.keys()
+    of_decoder = {name for name in before if name.startswith("decoder.")}
+    of_decoder -= {"decoder.layers.1.gate.to_weights.bias"}  # what is added to all inputs of a softmax changes nothing
+    kept = [name for name in before if not name.startswith("decoder.")]
+    assert_same_bits({name: after[name] for name in kept}, {name: before[name] for name in kept})
+    assert [name for name in of_decoder if torch.equal(after[name], before[name])] == []
+
+
+def test_a_model_of_images_is_inflated_to_one_of_videos_that_starts_frame_by_frame(tmp_path: Path) -> None:
+    images = VIDEO_TOKENIZER.train(tmp_path / "images", "--num_frames", "1", "--max_steps", "2")
+    start = ["--init_from", str(images / "model"), "--learning_rate", "1e-30", "--max_steps", "1"]
+    clips = torch.rand(2, 3, 5, 16, 16, generator=torch.Generator().manual_seed(0))
+    for how in ([], ["--inflate"]):
+        run = VIDEO_TOKENIZER.train(tmp_path / f"run{len(how)}", *start, *how)
+        slices = {name: t[:, :, :-1] for name, t in final_weights(run).items() if t.ndim == 5}
+        assert all(not t.abs().gt(1e-20).any() for t in slices.values()) == bool(how)
+        model = VideoTokenizer.from_pretrained(run / "model")
+        # Of this model, a code comes from every second frame alone.
+        frame_by_frame = torch.stack([model.encode(clips[:, :, frame]) for frame in (0, 2, 4)], dim=1)
+        assert torch.equal(model.encode(clips), frame_by_frame) == bool(how)
+
+
+# Flags.
+
+
+def test_every_mistake_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, pictures, empty = (tmp_path / name for name in ("texts", "pictures", "empty"))
+    for folder in (texts, empty):
+        folder.mkdir()
+    for number in range(20):
+        (texts / f"{number}.mp4").write_text("no video")
+    write_videos(pictures, 20)
+    images = ["--image_folder", "demo:shapes:64"]
+    mistakes: list[tuple[list[str], str]] = [
+        (["--video_folder", str(empty)], f"no video in '{empty}'"),
+        (["--video_folder", str(texts)], "none of 12 clips could be read"),
+        (["--video_folder", str(pictures), "--num_frames", "7", "--short_clips", "skip"], "could be read"),
+        (["--num_frames", "16", "--layers", "compress_time,compress_time"], "use 13 or 17"),
+        (["--num_frames", "4"], "4 frames must be 1 + 2 n, as 2 frames share a code; use 3 or 5"),
+        (["--image_size", "17"], "image_size 17 must be a multiple of 2, the side of a code in pixels; use 16 or 18"),
+        (["--layers", "residual,compres_space"], "layer 'compres_space' is unknown; use some of residual,"),
+        (["--layers", "residual,cond_residual"], "layer 'cond_residual' needs a condition, and there is none"),
+        (["--layers", "consecutive_residual"], "give consecutive_residual:N"),
+        (["--image_every", "2"], "--image_every has no effect with --image_folder None"),
+        ([*images, "--image_every", "1"], "--image_every 1 leaves no update for the videos"),
+        ([*images, "--image_every", "0"], "above 0"),
+        (["--image_folder", "nowhere"], "nowhere"),
+        (["--train_decoder_only"], "--train_decoder_only has no effect with --init_from None"),
+        (["--inflate"], "--inflate has no effect with --init_from None"),
+        (["--fps", "8", "--frame_stride", "2"], "exclude each other"),
+        (["--patch_size", "3"], "power of two"),
+        (["--patch", "pixels"], "--patch has no effect with --patch_size 1"),
+        (["--vq_decay", "0.5"], "--vq_decay has no effect with --quantizer lfq"),
+        (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
+        (["--discr_layers", "4"], "too small for a discriminator of 4 layers"),
+        (["--fvd_weights", "nowhere.pt"], "cannot read nowhere.pt"),
+        (["--fvd_weights", "x.pt", "--valid_fraction", "0"], "--fvd_weights has no effect with --valid_fraction 0"),
+    ]
+    for number, (said, text) in enumerate(mistakes):
+        assert text in VIDEO_TOKENIZER.refused(tmp_path / f"run{number}", *said), said
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert "pip install" in VIDEO_TOKENIZER.refused(tmp_path / "run", "--video_folder", str(pictures))
+
+
+@pytest.mark.parametrize("name", ["demo", "base", "ucf101_128"])
+def test_every_config_builds_its_models(name: str) -> None:
+    args = VIDEO_TOKENIZER.parsed("--config", str(VIDEO_TOKENIZER.configs / f"{name}.yaml"))
+    with torch.device("meta"):  # shapes alone
+        model = train_tokenizer.build_model(args)
+        assert train_tokenizer.build_discriminator(args).num_heads == 3
+    # FSQ's published levels make a few codes less or more than --codebook_size.
+    assert model.num_codes == pytest.approx(args.codebook_size, rel=0.05)
