@@ -56,7 +56,7 @@ def video_loading(rounds: int, video_folder: str | None) -> Iterator[Row]:
 
 
 def write_videos(folder: Path, n: int = _N_GENERATED, seconds: int = _SECONDS, *, keyframe_every: int) -> None:
-    """Write H.264 of 480 x 360 pixels at 25 frames per second: a camera that moves over shapes with grain, and noise."""
+    """Write H.264 of 640 x 360 pixels, 25 frames per second: a camera that moves over shapes with grain, and noise."""
     import av
 
     shapes = data.open_images(f"demo:shapes:{n}", image_size=2 * _WIDTH)

@@ -12,7 +12,7 @@ from torch.nn.attention import sdpa_kernel
 
 from ..attention import SDPA_KERNELS, at_least_fp32
 from .causal import Context
-from .residual import RMSNorm, each_row
+from .residual import RMSNorm
 
 _MEMORIES = 4  # learned keys and values of each head, visible to every query
 
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """(n, t, dim) -> (n, t, dim)."""
-        qkv = rearrange(each_row(self.to_qkv, tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
+        qkv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
         q, kv, visible = qkv[0], qkv[1:], None
         if self.is_causal:
             kv = self._with_past(kv, context)
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         k, v = torch.cat([memory, kv], dim=3)
         with sdpa_kernel(SDPA_KERNELS):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        return each_row(self.to_out, rearrange(out, "n h t d -> n t (h d)"))
+        return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
 
     def _with_past(self, kv: Tensor, context: Context) -> Tensor:
         past = context.past(self.stream_name)
@@ -95,13 +95,13 @@ class TaylorAttention(nn.Module):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """(n, t, dim) -> (n, t, dim)."""
-        qkv = each_row(self.to_qkv, tokens)
+        qkv = self.to_qkv(tokens)
         with torch.autocast(tokens.device.type, enabled=False):
             parts = rearrange(at_least_fp32(qkv), "n t (part h d) -> part n h t d", part=3, h=self.heads)
             q, k, v = _taylor(parts[0] * self.scale), _taylor(parts[1]), parts[2]
             total = (q @ k.sum(dim=-2).unsqueeze(-1)).clamp_min(1e-5)
             out = rearrange(q @ (k.transpose(-1, -2) @ v) / total, "n h t d -> n t (h d)").to(qkv.dtype)
-        return each_row(self.to_out, out)
+        return self.to_out(out)
 
 
 class TokenShift(nn.Module):

@@ -13,14 +13,6 @@ _EPSILON = 1e-6  # added to a mean square
 _LEAST_SQUARE = 1e-8  # a squared norm is raised to this before division
 
 
-def each_row(linear: nn.Module, x: Tensor) -> Tensor:
-    """(a, b, i) -> (a, b, o), as a product of two matrices in the usual order of memory. ZeRO 3 has a linear layer of
-    its own, which in other cases may choose other kernels, and so other bits, than PyTorch's."""
-    a, b, _ = x.shape
-    out: Tensor = linear(x.reshape(a * b, -1).contiguous())
-    return out.view(a, b, -1)
-
-
 class RMSNorm(nn.Module):
     """x / sqrt(mean of x^2 over the channels) x gain, for each position by itself (Zhang & Sennrich 2019). The gain is
     learned, or a linear function of the condition that starts as 1."""
@@ -60,7 +52,7 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.to_weights(x).flatten(3).softmax(dim=-1).to(x.dtype)
         mean = torch.einsum("bcfn,bfn->bfc", x.flatten(3), weights.squeeze(1))
-        gate = 2 * torch.sigmoid(each_row(self.excite, F.leaky_relu(each_row(self.squeeze, mean), 0.1)))
+        gate = 2 * torch.sigmoid(self.excite(F.leaky_relu(self.squeeze(mean), 0.1)))
         return x * gate.transpose(1, 2)[..., None, None]
 
 
