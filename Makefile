@@ -37,8 +37,10 @@ bench: $(VENV)/.complete
 
 parity: $(VENV)/.complete
 	$(BIN)/python scripts/parity.py --processes 2 4
-	$(BIN)/python scripts/parity.py --processes 2 4 --script train_mulan.py
+	for script in vqgan mulan tokenizer; do \
+	    $(BIN)/python scripts/parity.py --processes 2 4 --script train_$$script.py || exit; done
 	$(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 $(if $(IMAGES),-- --image_folder $(IMAGES))
+	$(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 --script train_tokenizer.py
 
 MINUTES ?= 10
 torture: $(VENV)/.complete

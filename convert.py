@@ -47,8 +47,25 @@ def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with which train_vqgan.py builds a VQGAN of these arguments; ValueError if it cannot."""
     if config["channels"] != 3:
         raise ValueError(f"train_vqgan.py trains on 3 channels, this model has {config['channels']}")
-    flags = {name: value for name, value in config.items() if name != "channels" and value is not None}
-    return {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in flags.items()}
+    return as_flags({name: value for name, value in config.items() if name != "channels"})
+
+
+def tokenizer_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with which train_tokenizer.py builds a VideoTokenizer of these arguments; ValueError if it cannot."""
+    from inspect import signature
+
+    from models import VideoTokenizer
+    from train_tokenizer import GENERATOR
+
+    for name in sorted(config.keys() - set(GENERATOR)):
+        if config[name] != (usual := signature(VideoTokenizer).parameters[name].default):
+            raise ValueError(f"train_tokenizer.py trains with {name} {usual} alone, this model has {config[name]}")
+    return as_flags({name: config[name] for name in GENERATOR})
+
+
+def as_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists as flags have them: "1,2,3"."""
+    return {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,7 @@ class Script:
 SCRIPTS = (
     Script("train_vae", "DiscreteVAE", weights="engine", flags=vae_flags),
     Script("train_vqgan", "VQGAN", weights="generator", flags=vqgan_flags),
+    Script("train_tokenizer", "VideoTokenizer", weights="generator", flags=tokenizer_flags),
 )
 
 

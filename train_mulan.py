@@ -52,7 +52,8 @@ MODEL_ARGUMENTS = (
     "hierarchical_layers",
 )  # fmt: skip
 OTHER_MODEL_ARGUMENTS = (
-    "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias"
+    "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias",
+    "gradient_checkpointing",
 )  # fmt: skip
 PAIRS_SHOWN = 64  # in a picture of similarities
 
@@ -98,7 +99,7 @@ def build_parser() -> ArgumentParser:
         help="sentences with {} for the label, for zero-shot classification where the data has labels")
 
     add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
-        sample_every_n_steps=500, save_every_n_steps=1000, aliases=PUBLIC_NAMES)
+        sample_every_n_steps=500, save_every_n_steps=1000, aliases=PUBLIC_NAMES, is_deep=True)
     # fmt: on
     distributed.add_arguments(parser)
     return parser

@@ -88,8 +88,6 @@ def build_parser() -> ArgumentParser:
         help="attend_time looks back this number of latent frames (default: to the beginning)")
     add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
         help="lfq gets X tanh(z / X) instead of z; 0: z")
-    add("--gradient_checkpointing", action="store_true",
-        help="compute the layers' activations again in the backward pass: slower, and far less memory")
     add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
     add("--inflate", action="store_true",
         help="the model of --init_from was trained on images: frames begin as images, without memory of earlier ones")
@@ -108,7 +106,7 @@ def build_parser() -> ArgumentParser:
     add("--fvd_weights", metavar="FILE", help="report rFVD with these weights of an I3D (a plain state dict)")
     # fmt: on
     add_adversary_arguments(parser, penalty="zero_centred", perceptual_loss_weight=0.1)
-    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, aliases=PUBLIC_NAMES)
+    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, aliases=PUBLIC_NAMES, is_deep=True)
     distributed.add_arguments(parser)
     return parser
 

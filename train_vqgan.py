@@ -79,7 +79,7 @@ def build_parser() -> ArgumentParser:
     add("--fid_weights", metavar="FILE", help="report rFID with these Inception weights (pt_inception-2015-12-05)")
     # fmt: on
     add_adversary_arguments(parser)
-    add_run_arguments(parser, output_dir="runs/vqgan", ema_decay=0.995, save_every_n_steps=1000)
+    add_run_arguments(parser, output_dir="runs/vqgan", ema_decay=0.995, save_every_n_steps=1000, is_deep=True)
     distributed.add_arguments(parser)
     return parser
 
@@ -116,7 +116,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     torch.manual_seed(args.seed)
     names = (
         "image_size", "dim", "num_layers", "quantizer", "codebook_size", "codebook_dim", "diversity_gamma",
-        "inv_temperature", "fsq_levels", "vq_decay", "vq_cosine",
+        "inv_temperature", "fsq_levels", "vq_decay", "vq_cosine", "gradient_checkpointing",
     )  # fmt: skip
     first, *others = args.num_resnet_blocks  # one number is that of the coarsest level
     blocks = [first, *others] if others else first

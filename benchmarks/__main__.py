@@ -20,8 +20,9 @@ from .report import Row
 from .saving import saving
 from .starting import starting
 from .training import memory, scaling, training
+from .video_loading import video_loading
 
-BENCHMARKS = ("training", "gan", "loading", "scaling", "memory", "saving", "help")
+BENCHMARKS = ("training", "gan", "loading", "video_loading", "scaling", "memory", "saving", "help")
 
 
 def _names(text: str) -> list[str]:
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each comparison (default: 5)")
     parser.add_argument("--image_folder", metavar="DIR",
                         help="images for the loader (default: JPEGs of 500 x 375 pixels, generated)")  # fmt: skip
+    parser.add_argument("--video_folder", metavar="DIR", help="videos for the loader (default: H.264, generated)")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "latest.json", metavar="FILE",
                         help="where to write the results (default: benchmarks/results/latest.json)")  # fmt: skip
     return parser
@@ -54,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "training": lambda: training(args.rounds),
         "gan": lambda: gan(args.rounds),
         "loading": lambda: loading(args.rounds, args.image_folder),
+        "video_loading": lambda: video_loading(args.rounds, args.video_folder),
         "scaling": lambda: scaling(args.rounds),
         "memory": memory,
         "saving": lambda: saving(args.rounds),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 import data
+from data.stream import collate_images
 
 from . import machine
 from .report import Goal, Row
@@ -47,7 +48,7 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
         ours, reference = [], []
         for _ in range(rounds):
             ours.append(stream_rate(images, workers))
-            reference.append(pillow_rate(paths, workers))
+            reference.append(plain_rate(paths, workers, plain_decode))
         source = image_folder or "generated"
         note = f"{len(paths)} {source} images of {sum(n_bytes) / len(n_bytes) / 1000:.0f} kB, {workers} processes"
         yield Row(f"loader, {_IMAGE_SIZE} px", "images/s", ours, reference, _GOAL, note)
@@ -65,27 +66,27 @@ def write_photos(folder: Path, n: int = _N_GENERATED) -> None:
         Image.fromarray(noisy).save(folder / f"{index:03d}.jpg", quality=_QUALITY)
 
 
-def stream_rate(images: data.Images, workers: int) -> float:
-    """Images per second that come out of the training stream."""
-    subset, _ = data.split(len(images), 0.0, 0, at_least=1)
+def stream_rate(samples: Any, workers: int, collate: Any = collate_images) -> float:
+    """Samples per second that come out of the training stream."""
+    subset, _ = data.split(len(samples), 0.0, 0, at_least=1)
     loading = {"batch_size": _BATCH_SIZE, "rank": 0, "world_size": 1, "seed": 0, "num_workers": workers}
-    batches = iter(data.TrainingStream(images, subset, **loading))
+    batches = iter(data.TrainingStream(samples, subset, collate=collate, **loading))
     for _ in range(3 * workers):  # PyTorch's DataLoader prefetches two batches per worker
         next(batches)
     began = now = time.perf_counter()
     n = 0
     while now - began < _TURN_SECONDS:
-        n += len(next(batches)["images"])
+        n += len(next(batches)["positions"])
         now = time.perf_counter()
     return n / (now - began)
 
 
-def pillow_rate(paths: Sequence[str], workers: int) -> float:
-    """Images per second of ``workers`` processes together, each running a plain loop over its share of the files."""
+def plain_rate(paths: Sequence[str], workers: int, decode: Callable[[str], Any]) -> float:
+    """Files per second of ``workers`` processes together, each running a plain loop over its share of the files."""
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
     together, rates = context.Barrier(workers), context.SimpleQueue()
     processes = [
-        context.Process(target=_pillow_process, args=(paths[rank::workers] or paths, together, rates))
+        context.Process(target=_plain_process, args=(paths[rank::workers] or paths, decode, together, rates))
         for rank in range(workers)
     ]
     for process in processes:
@@ -93,18 +94,18 @@ def pillow_rate(paths: Sequence[str], workers: int) -> float:
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
-        raise ValueError("the plain Pillow loop could not read the images")
+        raise ValueError("the plain loop could not read the files")
     return sum(rates.get() for _ in processes)
 
 
-def _pillow_process(paths: Sequence[str], together: Any, rates: Any) -> None:
+def _plain_process(paths: Sequence[str], decode: Callable[[str], Any], together: Any, rates: Any) -> None:
     torch.set_num_threads(1)
-    plain_decode(paths[0])
+    decode(paths[0])
     together.wait()
     began = now = time.perf_counter()
     n = 0
     while now - began < _TURN_SECONDS:
-        plain_decode(paths[n % len(paths)])
+        decode(paths[n % len(paths)])
         n += 1
         now = time.perf_counter()
     rates.put(n / (now - began))

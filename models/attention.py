@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .recompute import recomputed
+
 # Factor of the logits, which are products of normalised queries and keys times their learned scales.
 LOGIT_SCALE = 8.0
 
@@ -77,12 +79,16 @@ class FeedForward(nn.Module):
 class Transformer(nn.Module):
     """``depth`` layers of attention and feed-forward, each with a residual; no norm at the end.
 
+    Args:
+        recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
+
     Raises:
         ValueError: a number that is not positive.
     """
 
-    def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64) -> None:
+    def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         if min(dim, depth, heads, dim_head) < 1:
             sizes = f"dim {dim}, depth {depth}, heads {heads} and dim_head {dim_head}"
             raise ValueError(f"a transformer of {sizes}: give numbers of at least 1")
@@ -93,7 +99,11 @@ class Transformer(nn.Module):
         """Tokens (b, n, dim) and the attention's bias -> the output (b, n, dim) of each layer, in order."""
         outputs = []
         for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
-            x = x + attention(x, bias)
-            x = x + feed_forward(x)
+            x = recomputed(_layer, attention, feed_forward, x, bias, when=self.recompute and self.training)
             outputs.append(x)
         return outputs
+
+
+def _layer(attention: nn.Module, feed_forward: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    x = x + attention(x, bias)
+    return x + feed_forward(x)

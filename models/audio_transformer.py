@@ -91,6 +91,7 @@ class AudioTransformer(nn.Module):
     def __init__(
         self, dim: int, depth: int, heads: int, dim_head: int,
         patch_size: int = 16, patch_dropout: float = 0.25, hierarchical_layers: int = 0,
+        recompute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % 4:
@@ -101,7 +102,7 @@ class AudioTransformer(nn.Module):
         self.outputs = hierarchical_layers + 1
         self.embed = PatchEmbedding(patch_size, dim)
         self.relative_bias = RelativePositionBias(heads, max(32, dim // 4))
-        self.transformer = Transformer(dim, depth, heads, dim_head)
+        self.transformer = Transformer(dim, depth, heads, dim_head, recompute)
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(self.outputs))
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:

@@ -92,7 +92,7 @@ class MuLaN(Pretrained):
 
     not_in_the_weights = frozenset({
         "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature",
-        "init_bias",
+        "init_bias", "gradient_checkpointing",
     })  # fmt: skip
 
     def __init__(
@@ -103,6 +103,7 @@ class MuLaN(Pretrained):
         audio_dim: int = 512, audio_depth: int = 6, text_dim: int = 512, text_depth: int = 6,
         heads: int = 8, dim_head: int = 64, vocab_size: int = 49408, max_text_tokens: int = 256,
         dim_latent: int = 128, hierarchical_layers: int = 0, init_temperature: float = 10.0, init_bias: float = -10.0,
+        gradient_checkpointing: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = constructor_arguments(locals())
@@ -113,9 +114,9 @@ class MuLaN(Pretrained):
         if self.frontend.bands < patch_size:
             raise ValueError(f"patch_size {patch_size} is larger than the {self.frontend.bands} bands of a spectrogram")
         audio = audio_dim, audio_depth, heads, dim_head
-        self.audio = AudioTransformer(*audio, patch_size, patch_dropout, hierarchical_layers)
+        self.audio = AudioTransformer(*audio, patch_size, patch_dropout, hierarchical_layers, gradient_checkpointing)
         text = text_dim, text_depth, heads, dim_head
-        self.text = TextTransformer(*text, vocab_size, max_text_tokens, hierarchical_layers)
+        self.text = TextTransformer(*text, vocab_size, max_text_tokens, hierarchical_layers, gradient_checkpointing)
         outputs = hierarchical_layers + 1
         self.audio_latents = Latents(outputs, audio_dim, dim_latent)
         self.text_latents = Latents(outputs, text_dim, dim_latent)

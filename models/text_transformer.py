@@ -23,13 +23,14 @@ class TextTransformer(nn.Module):
         vocab_size: int,
         max_tokens: int,
         hierarchical_layers: int,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.vocab_size, self.max_tokens = vocab_size, max_tokens
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))
-        self.transformer = Transformer(dim, depth, heads, dim_head)
+        self.transformer = Transformer(dim, depth, heads, dim_head, recompute)
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(hierarchical_layers + 1))
         for weight in (self.tokens.weight, self.positions.weight, self.cls):
             nn.init.normal_(weight, std=_INIT_STD)

@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import convert
+import train_tokenizer
 import train_vae
-from models import DiscreteVAE
+from models import DiscreteVAE, VideoTokenizer
 from models.files.dalle import HPARAMS
-from tests.models.helpers import assert_same_bits
+from tests.models.helpers import TOKENIZER, assert_same_bits
+from tests.scripts import VIDEO_TOKENIZER, words
 
 TINY = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--image_size", "16", "--num_layers", "2",
         "--num_resnet_blocks", "1", "--num_tokens", "16", "--emb_dim", "6", "--hidden_dim", "8"]  # fmt: skip
@@ -189,6 +191,29 @@ def test_what_a_pt_or_the_script_cannot_tell_of_is_refused(tmp_path: Path, refus
     (tmp_path / "config.yaml").write_text("")
     for folder in (tmp_path, tmp_path / "config.yaml"):
         assert "give a new folder" in refused("import", tmp_path / "model", folder)
+
+
+@pytest.mark.parametrize("given", [{}, {"quantizer": "fsq", "fsq_levels": "8,5", "max_dim": 6}], ids=["lfq", "fsq"])
+def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
+    given: dict[str, Any], tmp_path: Path, inspected: Any, refused: Any
+) -> None:
+    flags = {"fsq_levels": None, "max_dim": None, "time_window": None, **given}
+    run, new = tmp_path / "run", tmp_path / "new"
+    VIDEO_TOKENIZER.train(run, *words(given), "--max_steps", "2", "--ema_decay", "0.2")
+    converted("export", run, "--to", "model", tmp_path / "model")
+    assert contents(tmp_path / "model") == model_of(run)
+    assert inspected(run)["parts"]["generator"]["optimizer_step"] == 2
+    assert inspected(tmp_path / "model")["model"] == "VideoTokenizer"
+    converted("import", run, new)
+    settings = yaml.safe_load((new / "start.yaml").read_text())
+    assert settings.keys() == {*train_tokenizer.GENERATOR, "init_from", "output_dir"}
+    assert settings.items() >= flags.items()
+    args = train_tokenizer.build_parser().parse(["--config", str(new / "start.yaml"), "--num_frames", "5"])
+    assert_same_bits(train_tokenizer.build_model(args).state_dict(), saved(run, "ema"))
+    VideoTokenizer(**TOKENIZER, heads=4, channels=4).save_pretrained(tmp_path / "odd")
+    line = refused("import", tmp_path / "odd", tmp_path / "other")
+    assert "train_tokenizer.py trains with channels 3 alone, this model has 4" in line
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("source", ["", "model", "vae-final.pt"])
@@ -372,6 +397,6 @@ def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:
         assert callable(module.build_parser) and callable(module.build_model)
         model = module.build_model(module.build_parser().parse([]))
         assert type(model).__name__ == script.model
-        # The discriminator is no part of the model; fsq's levels are flags only where they were given.
-        asked = {name for name in module.MODEL_ARGUMENTS if not name.startswith("discr_")} - {"fsq_levels"}
+        # The discriminator is no part of the model.
+        asked = {name for name in module.MODEL_ARGUMENTS if not name.startswith("discr_")}
         assert asked <= script.flags(model.config).keys() <= vars(module.build_parser().parse([])).keys()

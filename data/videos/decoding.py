@@ -329,7 +329,7 @@ class _Converter:
         sides = image.width * self._pixel_width, image.height
         width, height = (max(self._side, round(side * self._side / min(sides))) for side in sides)
         method = "AREA" if min(sides) > self._side else "BICUBIC"
-        small = self._resize(image, width, height, "rgb24", interpolation=method, threads=1)
+        small = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
         picture: Picture = np.rot90(small.to_ndarray(), frame.image.rotation // 90)
         top, left = ((side - self._side) // 2 for side in picture.shape[:2])
         return picture[top : top + self._side, left : left + self._side]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from ..recompute import recomputed
 from .causal import CausalConv3d, Context
 from .patches import from_patches, to_patches
 from .residual import RMSNorm
@@ -63,12 +63,8 @@ class Stack(nn.ModuleList):
         self.recompute = recompute
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        recompute = self.recompute and self.training and torch.is_grad_enabled()
         for layer in self:
-            if recompute:
-                x = checkpoint(layer, x, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, context)
+            x = recomputed(layer, x, context, when=self.recompute and self.training)
         return x
 
 

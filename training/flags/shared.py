@@ -193,11 +193,13 @@ def add_run_arguments(
     sample_every_n_steps: int = 100,
     save_every_n_steps: int = 100,
     aliases: Mapping[str, str] | None = None,
+    is_deep: bool = False,
 ) -> None:
     """Add the flags that every script has.
 
     Args:
         parser: Gets the flags.
+        is_deep: Whether the model is deep enough to gain by --gradient_checkpointing.
         aliases: Second names of flags, as the public scripts call them: {"num_train_steps": "max_steps"}.
         output_dir: This and the other arguments are the defaults of the flags of the same names.
     """
@@ -233,6 +235,9 @@ def add_run_arguments(
     add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default=precision,
         help="precision of the forward and backward pass; weights and optimizer moments stay fp32")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    if is_deep:
+        add("--gradient_checkpointing", action="store_true",
+            help="compute the layers' activations again in the backward pass: slower, and far less memory")
 
     add = parser.add_argument_group("data loading").add_argument
     add("--num_workers", type=non_negative_int, default=num_workers, metavar="N",
