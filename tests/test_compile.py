@@ -13,11 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scripts import SCRIPTS, VQGAN, Script, without_clocks
+from tests.scripts import SCRIPTS, VAE, VQGAN, Script, without_clocks
 
 ADVERSARIAL = ("--lecam_weight", "0.1", "--max_grad_norm", "0.5")  # the discriminator takes part from the start
 RUNS: dict[str, tuple[Script, tuple[str, ...]]] = {
     **{name: (script, ()) for name, script in SCRIPTS.items() if script is not VQGAN},
+    **{
+        f"{name} recomputed": (script, ("--gradient_checkpointing",))
+        for name, script in SCRIPTS.items()
+        if script is not VAE
+    },
     **{name: (VQGAN, ("--quantizer", name, "--discr_start_step", "1", *ADVERSARIAL)) for name in ("lfq", "vq", "ibq")},
 }
 
