@@ -221,7 +221,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         adam = [make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
                 for model in (generator, discriminator)]  # fmt: skip
     feed = data.video_feed(args, backend)
-    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
+    run = Run(
+        args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS,
+        resolve=lambda said: {**said, "discr_dim": said.get("discr_dim") or said.get("init_dim")},
+    )  # fmt: skip
 
     generator.quantizer.connect(backend)
     ema, noise = make_ema(generator, args.ema_decay), Noise(args.seed, "frame")
