@@ -50,8 +50,7 @@ GENERATOR = (*LASTING, "image_size", "diversity_gamma", "inv_temperature", "vq_d
 MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers")
 LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
-    "compress_space,consecutive_residual:2,attend_space,compress_time,consecutive_residual:2,compress_time,"
-    "consecutive_residual:2,attend_time"
+    "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
 )
 PUBLIC_NAMES = {
     "results_folder": "output_dir", "checkpoints_folder": "output_dir", "num_train_steps": "max_steps",
