@@ -59,4 +59,4 @@ def trained(name: str, recompute: bool) -> tuple[dict[str, Tensor], int]:
 def test_gradients_have_the_same_bits_and_much_less_is_kept_for_them(name: str) -> None:
     (expected, all_of_it), (ours, kept) = trained(name, recompute=False), trained(name, recompute=True)
     assert_same_bits(ours, expected)
-    assert kept < 0.6 * all_of_it
+    assert kept < 0.4 * all_of_it  # of MuLaN 0.51 if one of the towers kept all
