@@ -56,7 +56,8 @@ def build_parser() -> ArgumentParser:
         help="frames per second, chosen by time stamps (default: all frames of the file)")
     add("--frame_stride", type=positive_int, default=1, metavar="N", help="take every N-th frame of the file")
     add("--image_size", type=positive_int, metavar="PIXELS", help="side of the centre crop (default: the model's)")
-    add("--videos_per_shard", type=positive_int, default=64, metavar="VIDEOS", help="videos whose codes share a file")
+    add("--videos_per_shard", type=positive_int, default=8, metavar="VIDEOS",
+        help="videos whose codes share a file, which one process makes; for long films 1")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
         help="where a file cannot be read: leave it out and name it in the index, or stop")
     add = parser.add_argument_group("decoding").add_argument

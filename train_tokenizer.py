@@ -47,7 +47,7 @@ LASTING = (
     "codebook_dim", "fsq_levels", "vq_cosine",
 )  # fmt: skip
 GENERATOR = (*LASTING, "image_size", "diversity_gamma", "inv_temperature", "vq_decay", "gradient_checkpointing")
-MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers")
+MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers", "train_decoder_only")
 LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -83,8 +83,8 @@ def build_parser() -> ArgumentParser:
     add("--patch", choices=("haar", "pixels"), default="haar",
         help="what a patch becomes: its Haar wavelet coefficients, or its pixels")
     add("--separate_first_frame", action="store_true", help="give the first frame convolutions of its own")
-    add("--time_window", type=positive_int, metavar="FRAMES",
-        help="attend_time looks back this number of latent frames (default: to the beginning)")
+    add("--time_window", type=positive_int, default=16, metavar="FRAMES",
+        help="attend_time looks back this number of latent frames, so that a stream needs no more memory")
     add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
         help="lfq gets X tanh(z / X) instead of z; 0: z")
     add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
@@ -191,12 +191,12 @@ def reconstructions(models: Mapping[str, VideoTokenizer], shown: VideoBatch, fps
 
 def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Networks by which validation measures reconstructions, if their weights are given."""
-    from models.i3d import load_i3d
+    from models.i3d import i3d_features
     from models.perceptual import load_perceptual
 
     kind = "lpips" if args.lpips_weights else "none"
     lpips = load_perceptual(kind, args.lpips_weights, device, side=args.image_size)
-    return {"lpips": lpips, "i3d": load_i3d(args.fvd_weights, device) if args.fvd_weights else None}
+    return {"lpips": lpips, "i3d": i3d_features(args.fvd_weights, args.num_frames, device)}
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -232,8 +232,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         """A frame of each clip, for the losses that judge single frames."""
-        shares = noise.uniform(step, micro["positions"], (), backend.device)
-        return {"frames": (shares * micro["videos"].shape[2]).long()}
+        shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
+        return {"frames": (shares * micro["videos"].shape[2]).long().to(backend.device, non_blocking=True)}
 
     adversaries = AdversarialTraining(
         engine, critic, backend, quantizer=generator.quantizer, last_layer_gradient=generator.last_layer_gradient,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypedDict, TypeVar, cast
 
@@ -78,10 +79,13 @@ class Feed(Generic[BatchType]):
             self.samples = open_samples()
             n = len(self.samples)
             self.train_set, self.valid_set = split(n, args.valid_fraction, split_seed, at_least=args.batch_size)
+            self.samples_per_epoch = len(self.train_set)
             self._order: dict[str, Any] = {"seed": args.seed}
             if open_second is not None:
                 second = open_second()
                 self.samples = Joined(self.samples, second)
+                # Until each sample of the first set was seen once, so many were seen of both.
+                self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
                 self._order["order"] = AlternatingOrder(
                     TrainingOrder(self.train_set, args.seed), TrainingOrder(range(len(second)), args.seed),
                     every=second_every, batch_size=args.batch_size, offset=n,

@@ -6,6 +6,7 @@ the network that was trained on Kinetics-400, as `i3d_pretrained_400.pt` holds i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -115,6 +116,17 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu") -> I3D:
     except ValueError as error:
         raise ValueError(f"the weights in {weights} are not those of I3D: {error}") from None
     return model.to(device)
+
+
+def i3d_features(
+    weights: str | Path | None, frames: int, device: torch.device | str = "cpu"
+) -> Callable[[Tensor], Tensor] | None:
+    """The features of I3D for RGB videos of so many frames, see `I3D.features`; None without a file of weights. Raises
+    ValueError, in one line, if I3D takes no such videos or the file does not hold it."""
+    if weights is None:
+        return None
+    check_shape(3, frames)
+    return load_i3d(weights, device).features
 
 
 class _Unit(nn.Module):

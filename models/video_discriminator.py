@@ -23,8 +23,8 @@ class VideoDiscriminator(nn.Module):
     to slow motion or to fast motion. No sample influences another's logits, and all operations can be differentiated
     twice, as a gradient penalty needs.
 
-    A clip head with time stride s judges clips of more than s frames and takes no part in an update on shorter ones. So
-    one-frame videos, which are images, are judged by the frame head alone.
+    A clip head with time stride s judges clips of more than s frames and gives no logits for shorter ones. So one-frame
+    videos, which are images, are judged by the frame head alone; the momentum of an optimizer still moves the others.
 
     Args:
         dim: Channels of the first layer of the frame head.

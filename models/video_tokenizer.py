@@ -314,6 +314,9 @@ class VideoTokenizer(Pretrained):
         return cond
 
     def _check_sides(self, videos: Tensor) -> None:
+        if videos.shape[1] != self.channels or not videos.is_floating_point():
+            found = f"{videos.dtype} videos of shape {tuple(videos.shape)}"
+            raise ValueError(f"{found}: give floating-point numbers (b, {self.channels}, frames, height, width)")
         for name, side in zip(("height", "width"), videos.shape[-2:], strict=True):
             check_side(name, side, self.pixels_per_code)
 

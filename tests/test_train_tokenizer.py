@@ -19,6 +19,7 @@ from torch import Tensor
 import data
 import train_tokenizer
 from models import VideoDiscriminator, VideoTokenizer
+from models.i3d import I3D, load_i3d
 from tests.scripts import (
     VIDEO_TOKENIZER,
     Script,
@@ -29,6 +30,7 @@ from tests.scripts import (
     metrics,
     write_videos,
 )
+from training.measures.fid import ReconstructionFID
 from training.measures.reconstruction import ssim
 from training.noise import Noise
 from training.objectives.adversaries import AdversarialTraining
@@ -147,7 +149,7 @@ def test_weights_decay_and_biases_and_scales_do_not(tmp_path: Path) -> None:
 def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the_same(
     updates: list[SimpleNamespace], tmp_path: Path
 ) -> None:
-    """Only updates on clips train the heads that judge clips."""
+    """On clips, every head of the discriminator learns."""
     whole = VIDEO_TOKENIZER.train(tmp_path / "whole", *ALTERNATING, "--max_steps", "7", "--save_every_n_steps", "1",
                                   "--weight_decay", "0", "--keep_n_checkpoints", "9")  # fmt: skip
     expected, updates[:] = list(updates), []
@@ -164,6 +166,19 @@ def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the
     VIDEO_TOKENIZER.train(tmp_path / "run", *flags)
     assert [(u.shape, u.ids, u.lr) for u in updates] == [(u.shape, u.ids, u.lr) for u in expected]
     assert_same_run(tmp_path / "run", whole)
+
+
+def test_rfvd_is_that_of_the_features_of_i3d(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    torch.save(I3D().state_dict(), tmp_path / "i3d.pt")
+    tiny = ["--video_folder", "demo:moving:12", "--batch_size", "2", "--valid_fraction", "0.1", "--max_steps", "1"]
+    run = VIDEO_TOKENIZER.train(tmp_path / "run", *tiny, "--num_frames", "9", "--fvd_weights", str(tmp_path / "i3d.pt"))
+    model, features = VideoTokenizer.from_pretrained(run / "model"), load_i3d(tmp_path / "i3d.pt").features
+    videos = validation_clips(VIDEO_TOKENIZER.arguments_of(run))
+    fvd = ReconstructionFID(features, dim=400)
+    fvd.add(videos, model(videos).reconstruction)
+    # The difference of two near matrices of 400 x 400; the network's sums depend on the number of clips in a batch.
+    assert metrics(run)[-1]["valid/rfvd"] == pytest.approx(fvd.result(), rel=1e-2)
 
 
 @pytest.mark.parametrize("accumulation", ["1", "2"])
@@ -293,6 +308,7 @@ def test_every_mistake_gives_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     write_videos(pictures, 20)
     images = ["--image_folder", "demo:shapes:64"]
     mistakes: list[tuple[list[str], str]] = [
+        (["--fvd_weights", str(tmp_path / "i3d.pt")], "at least 9 frames, not 3 channels and 5 frames"),
         (["--video_folder", str(empty)], f"no video in '{empty}'"),
         (["--video_folder", str(texts)], "none of 12 clips could be read"),
         (["--video_folder", str(pictures), "--num_frames", "7", "--short_clips", "skip"], "could be read"),
@@ -314,7 +330,7 @@ def test_every_mistake_gives_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--vq_decay", "0.5"], "--vq_decay has no effect with --quantizer lfq"),
         (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
         (["--discr_layers", "4"], "too small for a discriminator of 4 layers"),
-        (["--fvd_weights", "nowhere.pt"], "cannot read nowhere.pt"),
+        (["--fvd_weights", "nowhere.pt", "--num_frames", "9"], "cannot read nowhere.pt"),
         (["--fvd_weights", "x.pt", "--valid_fraction", "0"], "--fvd_weights has no effect with --valid_fraction 0"),
     ]
     for number, (said, text) in enumerate(mistakes):

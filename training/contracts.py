@@ -62,6 +62,7 @@ class Stateful(Protocol):
 class Feed(Protocol):
     noun: str
     train_set: Any
+    samples_per_epoch: int
     valid_set: Any
     bad_samples: Any
 

@@ -112,7 +112,7 @@ class ClipDecoder:
         """At most num_frames frames; fewer if the part of the video has no more."""
         begin, end = video.part(source)
         step = self._step(video)
-        room = (video.end if math.isinf(end) else end) - begin - (self.num_frames - 1) * step
+        room = min(end, video.end) - begin - (self.num_frames - 1) * step
         start = begin + max(0.0, room) * share
         if at_keyframe:
             start = max(begin, video.keyframe_before(start))
@@ -134,7 +134,9 @@ class ClipDecoder:
         convert = _Converter(self.image_size, video.pixel_width)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
-                if number and frame.pts >= end:
+                # Behind the last frame, where nothing is shown, `frames_from` gives that frame.
+                is_behind = frame.pts + (frame.duration or video.ticks_per_frame) + _HALF_TICK < start
+                if frame.pts >= end if number else is_behind:
                     return
                 if number % self.frame_stride == 0:
                     yield frame.pts, convert(frame)

@@ -94,7 +94,7 @@ class Moving:
 def _mover(draws: Draws) -> Mover:
     shape, colour = (list(choices)[draws.below(len(choices))] for choices in (SHAPES, COLOURS))
     x, y = (draws.uniform(_MARGIN, 1 - _MARGIN) for _ in range(2))
-    direction, speed = draws.uniform(0, 2 * math.pi), draws.uniform(0.03, 0.07)
+    direction, speed = draws.uniform(0, 2 * math.pi), draws.uniform(0.04, 0.07)
     item = Item(shape, colour, "", "", x, y, draws.uniform(0.2, 0.3), draws.uniform(0, 2 * math.pi))
     return Mover(item, speed * math.cos(direction), speed * math.sin(direction), draws.uniform(-0.06, 0.06))
 

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from .images import Sample, grid, to_pixels
 
-_CLIPS, _FRAMES = 3, 9  # at most, in a picture
+_FRAMES = 9  # at most, of a clip in a picture
+_HIGHEST_RATE = 1000  # frames per second that a film is played with
 _STRIP_SIDE, _FILM_SIDE = 64, 128  # pixels that a frame has at least
 _GAP_PIXELS = 4
 _ERROR_FACTOR = 4
@@ -46,7 +47,7 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
     videos = {"original": originals, **reconstructions}
     *_, last = videos
     clips = []
-    for clip in range(min(len(originals), _CLIPS)):
+    for clip in range(len(originals)):
         rows = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
         rows[f"|error| x {_ERROR_FACTOR}"] = (rows[last] - rows["original"]).abs() * _ERROR_FACTOR
         clips.append(grid({name: _enlarged(frames, _STRIP_SIDE) for name, frames in rows.items()}))
@@ -61,7 +62,7 @@ def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np
     """The frames of a film, uint8 (f, h', w', 3): a row for each of up to 3 clips, with the original on the left and
     the reconstructions beside it; small frames are enlarged. Arguments as for `film_strips`."""
     rows = []
-    for clip in range(min(len(originals), _CLIPS)):
+    for clip in range(len(originals)):
         of_clip = (video[clip].transpose(0, 1) for video in (originals, *reconstructions.values()))
         gap = (0, _GAP_PIXELS, 0, _GAP_PIXELS)  # white, on the right and below
         padded = [F.pad(_enlarged(frames, _FILM_SIDE), gap, value=1.0) for frames in of_clip]
@@ -81,7 +82,8 @@ def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:
     first, *others = (Image.fromarray(frame) for frame in frames)
     content = io.BytesIO()
     stamps = [round(100 * number / fps) for number in range(len(others) + 2)]
-    durations = [10 * max(2, end - begin) for begin, end in itertools.pairwise(stamps)]  # ms; viewers slow down shorter
+    # In ms. Viewers slow down what is shorter than 20, and GIF holds no more than 16 bits of hundredths.
+    durations = [10 * min(max(2, end - begin), 65535) for begin, end in itertools.pairwise(stamps)]
     first.save(content, "gif", save_all=True, append_images=others, duration=durations, loop=0)
     return content.getvalue()
 
@@ -92,7 +94,7 @@ def to_mp4(frames: np.ndarray, fps: float) -> bytes | None:
     if not can_write_mp4():
         return None
     content = io.BytesIO()
-    write_mp4(content, frames, max(1, round(fps)))
+    write_mp4(content, frames, max(1, round(min(fps, _HIGHEST_RATE))))
     return content.getvalue()
 
 
@@ -110,7 +112,7 @@ def write_mp4(file: BinaryIO, frames: Iterable[np.ndarray], fps: float) -> None:
     fraction with a denominator of at most 1001, as of 30000/1001. See `to_mp4`."""
     import av
 
-    rate = max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001))
+    rate = min(max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001)), Fraction(_HIGHEST_RATE))
     # The file depends on the frames alone: one thread, and no mbtree, which in some builds reads memory that it has not
     # written. Full colour keeps small things sharp.
     options = {"crf": "10", "threads": "1", "x264-params": "mbtree=0"}

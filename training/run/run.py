@@ -54,7 +54,7 @@ class Run:
             fresh = args.fresh and not processes.is_restart
             self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
             self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
-        size = len(feed.train_set)
+        size = feed.samples_per_epoch
         total_samples = total_samples_from(
             epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
         )

@@ -67,7 +67,7 @@ class Weights:
 class Numbers:
     """A feed whose batches are the numbers of their first samples."""
 
-    noun, train_set, valid_set = "number", range(16), range(4)
+    noun, train_set, valid_set, samples_per_epoch = "number", range(16), range(4), 16
 
     def __init__(self):
         self.bad_samples = SimpleNamespace(count=0, state_dict=dict, load_state_dict=lambda state: None)
