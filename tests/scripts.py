@@ -116,6 +116,7 @@ class Script:
         data: What it trains on.
         tiny: Flags of a tiny model.
         all_parts: Flags that put every part of the script's state into a checkpoint within 8 updates.
+        samples_per_epoch: With these flags.
         other_models: Flags and values that make another model; flag -> (its value in `tiny`, another value).
     """
 
@@ -125,6 +126,7 @@ class Script:
     tiny: Mapping[str, Any]
     other_models: Mapping[str, tuple[Any, Any]]
     all_parts: Mapping[str, Any] = field(default_factory=dict)
+    samples_per_epoch: int = N_TRAIN
 
     def __str__(self) -> str:
         return self.name
@@ -254,6 +256,7 @@ VIDEO_TOKENIZER = Script(
         "quantizer": "vq", "discr_start_step": 3, "lecam_weight": 0.1, "image_folder": "demo:shapes:64",
         "image_every": 3,
     },
+    samples_per_epoch=77,  # 51 clips and 26 images
     other_models={
         "codebook_size": (64, 128), "init_dim": (4, 8), "discr_dim": (None, 8),
         "layers": ("compress_space:8,residual,compress_time:8", "compress_space:8,compress_time:8"),

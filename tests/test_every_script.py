@@ -17,7 +17,6 @@ import yaml
 
 from tests.scripts import (
     EIGHT,
-    N_TRAIN,
     ROOT,
     RUN,
     SCRIPTS,
@@ -116,12 +115,12 @@ def test_environment_json_says_what_ran_where_and_how(finished: Path) -> None:
     assert resolved.items() <= environment.items()
 
 
-def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(finished: Path) -> None:
+def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(script: Script, finished: Path) -> None:
     lines = metrics(finished)
     assert [line["step"] for line in lines] == list(range(1, 9))
     for line in lines:
         assert line["samples"] == 8 * line["step"]
-        assert line["epoch"] == pytest.approx(line["samples"] / N_TRAIN, abs=1e-6)
+        assert line["epoch"] == pytest.approx(line["samples"] / script.samples_per_epoch, abs=1e-6)
         assert line.keys() >= {"loss", "lr", "grad_norm", "samples_per_second", "seconds"}
         assert line["skipped_updates"] == line["bad_samples"] == 0
 

@@ -134,9 +134,7 @@ class ClipDecoder:
         convert = _Converter(self.image_size, video.pixel_width)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
-                # Behind the last frame, where nothing is shown, `frames_from` gives that frame.
-                is_behind = frame.pts + (frame.duration or video.ticks_per_frame) + _HALF_TICK < start
-                if frame.pts >= end if number else is_behind:
+                if number and frame.pts >= end:
                     return
                 if number % self.frame_stride == 0:
                     yield frame.pts, convert(frame)
@@ -278,8 +276,8 @@ class _Video:
                 yield from frames
                 return
             shown = frame
-        if shown is not None:
-            yield shown
+        if shown is not None and time <= shown.pts + max(shown.duration, self.ticks_per_frame) + _HALF_TICK:
+            yield shown  # the last frame; behind its end nothing is shown
 
     def _seek(self, time: float) -> None:
         if time <= self.start and not self._moved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import math
 from pathlib import Path
 
 import av
@@ -309,3 +310,14 @@ def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
     clips = ClipDecoder(SIDE, 5)
     assert clips.load(Source(str(tmp_path / "b.mp4"), end_seconds=0.4), 0).shape == (3, 5, SIDE, SIDE)
     assert "FFmpeg" in one_line(clips.load, Source(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3), 0)
+
+
+@pytest.mark.parametrize("speed", [{}, {"fps": 10.0}], ids=str)
+def test_a_part_that_ends_or_lies_behind_the_video_has_what_is_there(speed, files):
+    clips = ClipDecoder(SIDE, 5, **speed)
+    unbounded, beyond = (Source(str(files["gop12.mp4"]), end_seconds=end) for end in (math.inf, 1000.0))
+    for epoch in range(4):
+        drawn = [clips.load(source, 0, epoch, augment=True) for source in (unbounded, beyond)]
+        assert torch.equal(*drawn)
+    behind = Source(str(files["gop12.mp4"]), start_seconds=500, end_seconds=510)
+    assert one_line(clips.load, behind, 0) == "it holds no frames"
