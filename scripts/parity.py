@@ -44,7 +44,7 @@ SMALL_MODELS = {
 }
 # Where rounding changes the sign of a latent, its code jumps, and that makes another run. Without equal bits, such
 # models are compared while they hardly move.
-STEADY = {name: ["--learning_rate", "1e-6"] for name in ("train_vqgan.py", "train_tokenizer.py")}
+STEADY = {name: ["--learning_rate", "1e-7"] for name in ("train_vqgan.py", "train_tokenizer.py")}
 SHARED = ["--batch_size", "8", "--max_steps", "20", "--epochs", "1000", "--seed", "0", "--log_every_n_steps", "1",
           "--save_every_n_steps", "0", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0",
           "--num_workers", "0"]  # fmt: skip
