@@ -47,7 +47,7 @@ LASTING = (
     "codebook_dim", "fsq_levels", "vq_cosine",
 )  # fmt: skip
 GENERATOR = (*LASTING, "image_size", "diversity_gamma", "inv_temperature", "vq_decay", "gradient_checkpointing")
-MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers", "train_decoder_only")
+MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers")
 LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -83,8 +83,8 @@ def build_parser() -> ArgumentParser:
     add("--patch", choices=("haar", "pixels"), default="haar",
         help="what a patch becomes: its Haar wavelet coefficients, or its pixels")
     add("--separate_first_frame", action="store_true", help="give the first frame convolutions of its own")
-    add("--time_window", type=positive_int, default=16, metavar="FRAMES",
-        help="attend_time looks back this number of latent frames, so that a stream needs no more memory")
+    add("--time_window", type=non_negative_int, default=16, metavar="FRAMES",
+        help="attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning")
     add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
         help="lfq gets X tanh(z / X) instead of z; 0: z")
     add("--init_from", metavar="DIR", help="start the generator from a model/ folder")

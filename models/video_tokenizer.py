@@ -73,7 +73,7 @@ class VideoTokenizer(Pretrained):
         dim_cond: Width of the condition of the layers ``cond_...``.
         heads, dim_head: Of attention.
         linear_heads, linear_dim_head: Of linear attention.
-        time_window: Frames, at its own resolution in time, that a frame sees in ``attend_time``; None: all before it.
+        time_window: Frames, at its own resolution in time, that a frame sees in ``attend_time``; 0: all before it.
         quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``; its options are those of `VQGAN`.
         soft_clamp: The latents x of lfq become s tanh(x / s) with this s; 0: they stay as they are.
         gradient_checkpointing: In training, compute each layer again in the backward pass instead of keeping what is
@@ -92,7 +92,7 @@ class VideoTokenizer(Pretrained):
         input_kernel: int = 7, output_kernel: int = 3, residual_kernel: int = 3, pad_mode: str = "constant",
         separate_first_frame: bool = False, norm: str = "none", patch_size: int = 1, patch: str = "haar",
         dim_cond: int | None = None, heads: int = 8, dim_head: int = 32, linear_heads: int = 16,
-        linear_dim_head: int = 8, time_window: int | None = None, quantizer: str = "lfq", codebook_size: int = 65536,
+        linear_dim_head: int = 8, time_window: int = 0, quantizer: str = "lfq", codebook_size: int = 65536,
         codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float = 100.0,
         fsq_levels: Sequence[int] | None = None, vq_decay: float = 0.8, vq_cosine: bool = False,
         soft_clamp: float = 10.0, gradient_checkpointing: bool = False,

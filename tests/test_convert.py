@@ -197,7 +197,7 @@ def test_what_a_pt_or_the_script_cannot_tell_of_is_refused(tmp_path: Path, refus
 def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
     given: dict[str, Any], tmp_path: Path, inspected: Any, refused: Any
 ) -> None:
-    flags = {"fsq_levels": None, "max_dim": None, "time_window": None, **given}
+    flags = {"fsq_levels": None, "max_dim": None, "time_window": 16, **given}
     run, new = tmp_path / "run", tmp_path / "new"
     VIDEO_TOKENIZER.train(run, *words(given), "--max_steps", "2", "--ema_decay", "0.2" if given else "0")
     converted("export", run, "--to", "model", tmp_path / "model")

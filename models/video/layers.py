@@ -111,9 +111,11 @@ def check_options(arguments: Mapping[str, Any]) -> None:
     if arguments["pad_mode"] == "reflect" and kernel // 2 >= side:
         raise ValueError(f"a kernel of {kernel} is too large for pad_mode 'reflect' at {side} x {side}; use 'constant'")
     sizes = ("channels", "init_dim", "max_dim", "dim_cond", "heads", "dim_head", "linear_heads", "linear_dim_head")
-    for name in (*sizes, "time_window"):
+    for name in sizes:
         if arguments[name] is not None and arguments[name] < 1:
             raise ValueError(f"{name} {arguments[name]}: give a number of at least 1")
+    if arguments["time_window"] < 0:
+        raise ValueError(f"time_window {arguments['time_window']}: give a number of frames, or 0 for all")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class LayerOptions:
     dim_head: int
     linear_heads: int
     linear_dim_head: int
-    time_window: int | None
+    time_window: int
 
 
 def make_layers(
@@ -176,7 +178,7 @@ def _maker(name: str, dim: int, options: LayerOptions) -> Callable[[], nn.Module
         return ResidualUnit(dim, ModulatedConv3d(dim, dim, kernel, dim_cond), nn.Identity(), options.norm)
 
     def attend(along: str) -> nn.Module:
-        window = options.time_window
+        window = options.time_window or None
         attention = Attention(dim, options.heads, options.dim_head, is_causal=along == "time", window=window)
         return Attend(dim, attention, along, dim_cond)
 

@@ -63,7 +63,7 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (tokenizer, {"quantizer": "pq"}, "lfq, vq, fsq, bsq, ibq"),
     (tokenizer, {"patch_size": 3}, "patch_size 3 must be a power of two"),
     *((tokenizer, {name: 4}, f"{name} 4 must be odd") for name in ("input_kernel", "output_kernel", "residual_kernel")),
-    *((tokenizer, {name: 0}, f"{name} 0") for name in ("patch_size", "channels", "init_dim", "heads", "time_window")),
+    *((tokenizer, {name: 0}, f"{name} 0") for name in ("patch_size", "channels", "init_dim", "heads", "dim_head")),
     *((Discriminator, {"dim": 4, **wrong}, "give numbers of at least 1")
       for wrong in ({"dim": 0}, {"layers": 0}, {"groups": -1}, {"channels": 0})),
     *((Transformer, {"dim": 8, "depth": 1, "heads": 1, "dim_head": 1, **wrong}, "at least 1")

@@ -104,7 +104,7 @@ def test_neither_eval_mode_nor_encode_learns() -> None:
     quantizer.eval()(some_embeddings())
     assert_same_bits(quantizer, before)
     with pytest.raises(RuntimeError, match="without a forward"):
-        quantizer.after_update(1, 0)
+        quantizer.train().after_update(1, 0)
 
 
 def test_dead_entries_are_replaced_by_other_embeddings_on_every_level_and_by_seed() -> None:
