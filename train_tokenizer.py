@@ -27,6 +27,7 @@ from training.flags.shared import (
     add_quantizer_arguments,
     add_run_arguments,
     add_video_arguments,
+    refuse_idle_quantizer_flags,
 )
 from training.run.folder import last_start
 
@@ -66,7 +67,7 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--layers", default=LAYERS, metavar="NAME[:N],...",
-        help="layers of the encoder, mirrored in the decoder: residual, consecutive_residual:NUMBER, "
+        help="layers of the encoder, mirrored in the decoder: residual, residual_space, consecutive_residual:NUMBER, "
         "compress_space[:CHANNELS], compress_time[:CHANNELS], attend_space, attend_time, linear_attend_space, "
         "gateloop_time, adaptive")
     add("--init_dim", type=positive_int, default=64, metavar="DIM", help="channels before the first layer")
@@ -267,8 +268,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="video_folder")
-    parser.refuse_idle(args, ["vq_decay", "vq_cosine"], "quantizer", "vq", args.quantizer == "vq")
-    parser.refuse_idle(args, ["fsq_levels"], "quantizer", "fsq", args.quantizer == "fsq")
+    refuse_idle_quantizer_flags(parser, args)
     parser.refuse_idle(args, ["patch"], "patch_size", "above 1", args.patch_size > 1)
     parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
     parser.refuse_idle(args, ["image_every"], "image_folder", "DIR", args.image_folder is not None)

@@ -31,6 +31,7 @@ from training.flags.shared import (
     add_image_arguments,
     add_quantizer_arguments,
     add_run_arguments,
+    refuse_idle_quantizer_flags,
 )
 from training.run.folder import last_start
 
@@ -249,8 +250,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    parser.refuse_idle(args, ["vq_decay", "vq_cosine"], "quantizer", "vq", args.quantizer == "vq")
-    parser.refuse_idle(args, ["fsq_levels"], "quantizer", "fsq", args.quantizer == "fsq")
+    refuse_idle_quantizer_flags(parser, args)
     parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
     distributed.launch(train, parser, args, last_start)
 

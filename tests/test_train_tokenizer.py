@@ -329,6 +329,7 @@ def test_every_mistake_gives_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--patch", "pixels"], "--patch has no effect with --patch_size 1"),
         (["--vq_decay", "0.5"], "--vq_decay has no effect with --quantizer lfq"),
         (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
+        (["--soft_clamp", "5", "--quantizer", "vq"], "--soft_clamp has no effect with --quantizer vq"),
         (["--discr_layers", "4"], "too small for a discriminator of 4 layers"),
         (["--fvd_weights", "nowhere.pt", "--num_frames", "9"], "cannot read nowhere.pt"),
         (["--fvd_weights", "x.pt", "--valid_fraction", "0"], "--fvd_weights has no effect with --valid_fraction 0"),
