@@ -117,7 +117,7 @@ def test_clips_may_begin_at_key_frames_only(files):
 
 
 def test_a_clip_is_found_where_a_header_states_too_long_a_video(files, monkeypatch):
-    monkeypatch.setattr("data.videos.decoding._Video.end", 60 * TICKS * 16)
+    monkeypatch.setattr("data.videos.container.Video.end", 60 * TICKS * 16)
     for name in ("gop12.mp4", "b_frames.mkv"):
         for speed in SPEEDS:
             found = numbers(ClipDecoder(SIDE, 5, **speed).load(Source(str(files[name])), 0))
