@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ..contracts import Samples
-from ..opening import demonstration_size, list_files, nothing_found
-from ..packed import PackedStrings
+from ..files.opening import demonstration_size, list_files, nothing_found
+from ..files.packed import PackedStrings
 from .decoding import decode_image, randomly_flipped
 from .shapes import Shapes
 
