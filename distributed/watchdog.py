@@ -75,7 +75,7 @@ class Watchdog:
         self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective)
 
     def meet(self) -> None:
-        """Return when every process has called this. Unlike a collective it has no time limit of its own: the others may
+        """Return when every process has called this. Unlike a collective it has no time limit: the others may
         have hours of work, and as long as they make progress the watchdog ends nobody."""
         if self._store is None:
             return

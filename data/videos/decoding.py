@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..bad_samples import Unsuitable
+from ..files.opening import missing_package
+from ..files.source import Source, open_source
 from ..hashing import Draws
 from ..images.decoding import decode_image_file
 from ..images.sets import ENDINGS as IMAGE_ENDINGS
-from ..files.opening import missing_package
-from ..files.source import Source, open_source
 from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")

@@ -14,14 +14,14 @@ from torch import Tensor
 from ..contracts import Processes, Samples
 from ..feed import Feed
 from ..files.find import FolderFiles, TarFiles, find_files
-from ..images.decoding import randomly_flipped
-from ..images.sets import ENDINGS as IMAGE_ENDINGS
-from ..images.sets import open_images
 from ..files.manifest import Columns, Parts, part_of, read_manifest
 from ..files.opening import demonstration_size, list_files, nothing_found
 from ..files.packed import PackedStrings
 from ..files.source import Source
 from ..files.tars import Members, Tars
+from ..images.decoding import randomly_flipped
+from ..images.sets import ENDINGS as IMAGE_ENDINGS
+from ..images.sets import open_images
 from .decoding import ENDINGS, ClipDecoder, require_decoder
 from .moving import FRAMES_PER_SECOND, Moving
 

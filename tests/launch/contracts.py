@@ -134,11 +134,10 @@ def patience(backend: Backend) -> float:
         entered.append(time.monotonic())
         return gather_objects(*args)
 
-    with patch.object(backend._collectives, "gather_objects", noted):
-        with backend.agreement():
-            if backend.rank == backend.world_size - 1:
-                time.sleep(0.5)
-            worked_until = time.monotonic()
+    with patch.object(backend._collectives, "gather_objects", noted), backend.agreement():
+        if backend.rank == backend.world_size - 1:
+            time.sleep(0.5)
+        worked_until = time.monotonic()
     times = backend.gather_objects([entered[0], worked_until])
     return max(0.0, max(worked for _, worked in times) - min(first for first, _ in times))
 

@@ -18,8 +18,8 @@ import webdataset
 
 import data.files.tars
 from data import open_sounds
-from data.sounds.tars import MEMBERS
 from data.files.tars import open_index, scan
+from data.sounds.tars import MEMBERS
 from tests.data.helpers import one_line
 
 RATE = 8000
