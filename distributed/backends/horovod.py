@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..base import Backend
@@ -75,23 +76,33 @@ class HorovodCommunicator:
         self.rank, self.world_size = hvd.rank(), hvd.size()
 
     def all_reduce_(self, tensor: Tensor, name: str) -> _HorovodHandle:
-        return _HorovodHandle(self._hvd, self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum))
+        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
+        return _HorovodHandle(self._hvd, handle, tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = self._hvd.allgather(tensor.contiguous().unsqueeze(0), name="all_gather")
-        return list(gathered.unbind(0))
+        handle = self._hvd.allgather_async(tensor.contiguous().unsqueeze(0), name="all_gather")
+        return list(_HorovodHandle(self._hvd, handle, tensor).wait().unbind(0))
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         to_each = [len(tensor) if rank == (self.rank + 1) % self.world_size else 0 for rank in range(self.world_size)]
-        arrived, _ = self._hvd.alltoall(tensor.contiguous(), to_each, name="shift")
+        handle = self._hvd.alltoall_async(tensor.contiguous(), to_each, name="shift")
+        arrived, _ = _HorovodHandle(self._hvd, handle, tensor).wait()
         return arrived.view(rows, *tensor.shape[1:])
 
 
 class _HorovodHandle:
-    def __init__(self, hvd: Any, handle: int) -> None:
-        self._hvd, self._handle, self._done = hvd, handle, False
+    def __init__(self, hvd: Any, handle: int, tensor: Tensor) -> None:
+        self._hvd, self._is_on_cpu = hvd, tensor.device.type == "cpu"
+        self._handle: int | None = handle
+        self._result: Any = None
 
-    def wait(self) -> None:
-        if not self._done:
-            self._hvd.synchronize(self._handle)
-            self._done = True
+    def wait(self) -> Any:
+        """What the collective returns. Horovod's own wait never sleeps; on CPUs it would take time from the processes
+        that it waits for, and from loader workers."""
+        if self._handle is not None:
+            pause = 1e-4  # seconds
+            while self._is_on_cpu and not self._hvd.poll(self._handle):
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+            self._result, self._handle = self._hvd.synchronize(self._handle), None
+        return self._result

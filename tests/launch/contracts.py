@@ -142,6 +142,16 @@ def patience(backend: Backend) -> float:
     return max(0.0, max(worked for _, worked in times) - min(first for first, _ in times))
 
 
+def seconds_of_waiting(backend: Backend) -> float:
+    """The most processor time that a process used while it waited half a second for the last one."""
+    backend.barrier()
+    began = time.thread_time()
+    if backend.rank == backend.world_size - 1:
+        time.sleep(0.5)
+    backend.sum({"any": 1.0})
+    return max(backend.gather_objects(time.thread_time() - began))
+
+
 def idle_parts(backend: Backend) -> dict[str, Any]:
     """Two heads, of which the second takes part in every other update; AdamW moves both in each. Every third update has
     a penalty on gradients."""
@@ -323,7 +333,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     }
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
-        result["patience"] = patience(backend)
+        result["patience"], result["seconds_of_waiting"] = patience(backend), seconds_of_waiting(backend)
     by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
     if backend.is_root:
