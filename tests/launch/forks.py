@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launching import ENVIRONMENT, HANG_SECONDS, ROOT, Finished, free_port
+from launching import ENVIRONMENT, HANG_SECONDS, ROOT, WITHOUT_COMPILER, Finished, free_port
 
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", "interrupted_worker"])
@@ -26,7 +26,7 @@ def fork(module: str, flags: Sequence[str], log: Path, processes: int = 1, threa
     ranks = []
     for rank in range(processes):
         of_rank = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-        arguments = (module, list(flags), {**ENVIRONMENT, **of_rank}, threads, log)
+        arguments = (module, list(flags), {**ENVIRONMENT, **WITHOUT_COMPILER, **of_rank}, threads, log)
         ranks.append(WARM.Process(target=_main, args=arguments))
     for process in ranks:
         process.start()

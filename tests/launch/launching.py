@@ -27,10 +27,15 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # sums must not depend on how many cores are free
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE / 'startup'}",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(HANG_SECONDS)),  # seconds to connect; the default is 30
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),  # seconds to end after torchrun got a signal; default 30
 }
+
+
+# DeepSpeed has functions of Muon compiled when it wraps a model. Nothing here uses them, and importing the compiler is
+# half of a start.
+WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Launcher:
         """The same launcher without the ZeRO stage, which is a flag of the script."""
         return replace(self, zero_stage=None)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return WITHOUT_COMPILER if self.name == "deepspeed" else {}
+
     def command(
         self, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = (), *, is_patient: bool = True
     ) -> list[str]:
@@ -64,8 +73,10 @@ class Launcher:
             stage = [] if self.zero_stage is None else ["--zero_stage", str(self.zero_stage)]
             return [str(tool("deepspeed")), "--num_gpus", n, *port, path, *flags, *stage]
         assert self.name == "horovodrun", self.name
-        horovodrun = [sys.executable, str(HERE / "horovodrun.py")] if is_patient else [str(tool("horovodrun"))]
-        return [*horovodrun, "-np", n, sys.executable, path, *flags]
+        if not is_patient:
+            return [str(tool("horovodrun")), "-np", n, sys.executable, path, *flags]
+        # Where --gloo does not say so, horovodrun imports PyTorch once more, to find out that there is no MPI.
+        return [sys.executable, str(HERE / "horovodrun.py"), "--gloo", "-np", n, sys.executable, path, *flags]
 
 
 ONE_PROCESS = Launcher("python")
@@ -169,7 +180,7 @@ def start(
 ) -> Job:
     """Start a job; ``is_patient`` is that of ``Launcher.command``."""
     command = launcher.command(script, flags, launcher_flags, is_patient=is_patient)
-    return Job(command, script)
+    return Job(command, script, **launcher.environment)
 
 
 def finish(job: Job, timeout_seconds: float = HANG_SECONDS) -> Finished:
