@@ -37,7 +37,7 @@ class Jobs:
 
     def output(self, launcher: Launcher, kind: str, name: str) -> Path:
         """The folder in which the task of this name left its output."""
-        folder = self._path(launcher, kind, name)
+        folder = self.path(launcher, kind, name)
         assert str(folder) in self._finished(launcher.bare, kind), self.said(launcher, kind)[-6000:]
         return folder
 
@@ -45,7 +45,8 @@ class Jobs:
         """The output of the whole job."""
         return (self.folder / f"{launcher.bare}-{kind}.log").read_text()
 
-    def _path(self, launcher: Launcher, kind: str, name: str) -> Path:
+    def path(self, launcher: Launcher, kind: str, name: str) -> Path:
+        """The folder in which the task of this name leaves its output."""
         return self.folder / kind / str(launcher) / name
 
     def _finished(self, launcher: Launcher, kind: str) -> list[str]:
@@ -71,7 +72,7 @@ class Jobs:
         tasks = {task.name: task for module in self._modules for task in module.tasks(launcher, kind, self)}
         listed = []
         for task in tasks.values():
-            folder = self._path(launcher, kind, task.name)
+            folder = self.path(launcher, kind, task.name)
             folder.mkdir(parents=True)
             listed.append({"do": task.do, "flags": [*task.flags, *stage], "output": str(folder), "more": task.more})
         return listed

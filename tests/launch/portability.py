@@ -1,7 +1,7 @@
-"""Trains the VAE for 10 updates, saves, and trains for 20 more; or loads a checkpoint of another job, and makes the
-same 20 updates.
+"""Trains the VAE for 8 updates, saves, and trains for 8 more; or loads a checkpoint of another job, and makes the
+same 8 updates.
 
-The root leaves a safetensors file per run: losses, gradient norms, and the whole state at update 10 and at the end.
+The root leaves a safetensors file per run: losses, gradient norms, and the whole state at update 8 and at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training.checkpoints.store import Checkpoints
 from training.ema import make_ema
 from training.noise import Noise
 
-SAVED_AT, END = 10, 30
+SAVED_AT, END = 8, 16
 
 
 def coarse_images(step: int, args: argparse.Namespace) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -18,7 +17,6 @@ from torch import Tensor
 KINDS = ["softmax", "decoupled", "sigmoid"]
 LAUNCHERS = [
     Launcher("torchrun", 2),
-    Launcher("torchrun", 3),
     Launcher("torchrun", 4),
     Launcher("horovodrun", 2),
     Launcher("horovodrun", 3),
@@ -133,10 +131,9 @@ def test_ragged_batches_have_the_loss_and_gradients_of_one_process(launcher: Lau
 def test_memory_of_the_sigmoid_loss_does_not_grow_with_the_number_of_processes(jobs: Jobs) -> None:
     """Largest tensor and peak memory, with 64 pairs on each process. Those of the gathered losses do grow, which shows
     that the measurement works."""
-    two, three, four = (measured(jobs, Launcher("torchrun", n), "contrastive-once")["memory"] for n in (2, 3, 4))
-    for (largest, peak), (next_largest, next_peak) in itertools.pairwise([m["sigmoid"] for m in (two, three, four)]):
-        assert next_largest == largest
-        assert next_peak <= 1.03 * peak  # besides the tensors there is one number per process
+    two, four = (measured(jobs, Launcher("torchrun", n), "contrastive-once")["memory"] for n in (2, 4))
+    assert four["sigmoid"][0] == two["sigmoid"][0]
+    assert four["sigmoid"][1] <= 1.06 * two["sigmoid"][1]  # besides the tensors there is one number per process
     for kind in ("softmax", "decoupled"):
         assert four[kind][0] >= 1.9 * two[kind][0] and four[kind][1] >= 1.8 * two[kind][1]
 

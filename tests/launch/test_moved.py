@@ -44,9 +44,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tasks = []
     for script, flags in SCRIPTS.items():
         folder = base / script
-        interrupted(script, folder, "SIGKILL@8", -9)
-        said = interrupted(script, folder, "SIGUSR1@13", 75, "--zero_stage", "3", "--last_alone")
-        assert "step_00000006" in said and "it was written by ddp on 2" in said, said
+        interrupted(script, folder, "SIGKILL@5", -9)
+        said = interrupted(script, folder, "SIGUSR1@8", 75, "--zero_stage", "3", "--last_alone")
+        assert "step_00000003" in said and "it was written by ddp on 2" in said, said
         assert "asked to stop: saved update" in said, said
         tasks.append({"do": script, "flags": [*flags, "--save_every_n_steps", "3"], "output": str(folder)})
     (base / "tasks.json").write_text(json.dumps(tasks))

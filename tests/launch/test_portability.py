@@ -9,6 +9,7 @@ import pytest
 import torch
 from jobs import Jobs, Task
 from launching import ONE_PROCESS, ZERO_STAGES, Launcher
+from portability import END, SAVED_AT
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,7 +28,7 @@ INSTALLED = [launcher for launcher in LAUNCHERS if launcher.name != "horovodrun"
 # The sizes of hardly any tensors are multiples of 2 or 3, so that ZeRO has to pad; the batch of 12 divides evenly among
 # 1, 2 and 3 processes.
 FLAGS = ["--image_size", "8", "--num_layers", "1", "--num_resnet_blocks", "0", "--num_tokens", "35", "--emb_dim", "7",
-         "--hidden_dim", "11", "--batch_size", "12", "--learning_rate", "3e-3", "--max_grad_norm", "0.05",
+         "--hidden_dim", "11", "--batch_size", "12", "--learning_rate", "3e-3", "--max_grad_norm", "0.15",
          "--ema_decay", "0.9"]  # fmt: skip
 
 # Sums in another order move a loss by 2e-7 and a gradient norm by 4e-7 in 20 updates (measured); moments that were
@@ -39,12 +40,20 @@ STATE_TOLERANCE = 1e-5
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
-    """The second job of every launcher reads the checkpoints that the first jobs of all launchers have written."""
+    """The second job of every launcher reads the checkpoints that the first jobs of all launchers have written. The
+    last launcher has nothing else for a second job: its first job reads what it and all others have written."""
     if launcher in LAUNCHERS and kind == "rounded":
         yield Task("portability", "portability.write", FLAGS)
-    elif launcher in LAUNCHERS:
-        writers = {str(writer): str(jobs.output(writer, "rounded", "portability")) for writer in INSTALLED}
+    if launcher in LAUNCHERS and kind == reading(launcher):
+        others = {writer: jobs.output(writer, "rounded", "portability") for writer in INSTALLED if writer != launcher}
+        own = jobs.path(launcher, "rounded", "portability")
+        writers = {str(writer): str(folder) for writer, folder in {**others, launcher: own}.items()}
         yield Task("portability-from", "portability.read", FLAGS, {"writers": writers})
+
+
+def reading(launcher: Launcher) -> str:
+    """The kind of the job that reads the checkpoints."""
+    return "rounded" if launcher == LAUNCHERS[-1] else "bits"
 
 
 def written(jobs: Jobs, launcher: Launcher) -> dict[str, Tensor]:
@@ -54,7 +63,7 @@ def written(jobs: Jobs, launcher: Launcher) -> dict[str, Tensor]:
 
 def continued(jobs: Jobs, launcher: Launcher, writer: Launcher) -> dict[str, Tensor]:
     """What the launcher's run from the writer's checkpoint recorded."""
-    return load_file(jobs.output(launcher, "bits", "portability-from") / f"{writer}.safetensors")
+    return load_file(jobs.output(launcher, reading(launcher), "portability-from") / f"{writer}.safetensors")
 
 
 def states(record: dict[str, Tensor], when: str) -> dict[str, Tensor]:
@@ -63,9 +72,10 @@ def states(record: dict[str, Tensor], when: str) -> dict[str, Tensor]:
 
 
 def assert_same(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
-    """Assert that the curves of the 20 updates after the save and the state at the end are equal but for rounding."""
+    """Assert that the curves of the updates after the save and the state at the end are equal but for rounding."""
+    after = slice(SAVED_AT - END, None)
     for curve in ("losses", "grad_norms"):
-        torch.testing.assert_close(ours[curve][-20:], reference[curve][-20:], rtol=CURVE_TOLERANCE, atol=0.0)
+        torch.testing.assert_close(ours[curve][after], reference[curve][after], rtol=CURVE_TOLERANCE, atol=0.0)
     reached, expected = states(ours, "end"), states(reference, "end")
     assert reached.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -75,8 +85,9 @@ def assert_same(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
 
 def test_the_run_clips_and_a_checkpoint_has_weights_moments_and_averages(jobs: Jobs) -> None:
     run = written(jobs, ONE_PROCESS)
-    assert run["grad_norms"].min() < 0.05 < run["grad_norms"].max()  # the run's --max_grad_norm
-    assert run["saved/engine/optimizer/step"] == run["saved/ema/updates"] == 10
+    after = run["grad_norms"][SAVED_AT:]
+    assert after.min() < 0.15 < after.max()  # the run's --max_grad_norm
+    assert run["saved/engine/optimizer/step"] == run["saved/ema/updates"] == SAVED_AT
     moments = "engine/optimizer/moments"
     parts = ["engine/weights", "ema/weights", f"{moments}/exp_avg", f"{moments}/exp_avg_sq"]
     names = [{name.removeprefix(f"saved/{part}/") for name in run if f"saved/{part}/" in name} for part in parts]
