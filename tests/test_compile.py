@@ -15,15 +15,20 @@ from torch import nn
 
 from tests.scripts import SCRIPTS, VAE, VQGAN, Script, without_clocks
 
+TRAINING_ALONE = ("--valid_fraction", "0")  # half of the tracing is that of the validation, which is shown without it
 ADVERSARIAL = ("--lecam_weight", "0.1", "--max_grad_norm", "0.5")  # the discriminator takes part from the start
 RUNS: dict[str, tuple[Script, tuple[str, ...]]] = {
     **{name: (script, ()) for name, script in SCRIPTS.items() if script is not VQGAN},
     **{
-        f"{name} recomputed": (script, ("--gradient_checkpointing",))
+        f"{name} recomputed": (script, ("--gradient_checkpointing", *TRAINING_ALONE))
         for name, script in SCRIPTS.items()
         if script is not VAE
     },
-    **{name: (VQGAN, ("--quantizer", name, "--discr_start_step", "1", *ADVERSARIAL)) for name in ("lfq", "vq", "ibq")},
+    "lfq": (VQGAN, ("--quantizer", "lfq", "--discr_start_step", "1", *ADVERSARIAL)),
+    **{
+        name: (VQGAN, ("--quantizer", name, "--discr_start_step", "1", *ADVERSARIAL, *TRAINING_ALONE))
+        for name in ("vq", "ibq")
+    },
 }
 
 

@@ -16,6 +16,9 @@ ENDLESS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--h
            "--num_resnet_blocks", "0", "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
            "--save_every_n_steps", "0", "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
 LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2), Launcher("horovodrun", 2)]
+# Ranks that are killed; the process that is left has the same watchdog under every launcher. Rank 0 is the one that all
+# others are connected to.
+VICTIMS = {"torchrun": [0, 1], "deepspeed": [1], "horovodrun": [0]}
 
 
 def start_training(launcher: Launcher, output_dir: Path, *flags: str, is_patient: bool = True) -> Job:
@@ -55,7 +58,7 @@ def test_signals_save_the_same_update_on_all_the_next_start_resumes_and_a_killed
         assert f"resumed from {tmp_path}/checkpoints/step_{step:08d}" in finished.output, finished.output
         step = assert_saved(finished, tmp_path)
 
-    for victim in range(launcher.processes if launcher.processes > 1 else 0):
+    for victim in VICTIMS.get(launcher.name, []):
         job = start_training(launcher, tmp_path)
         os.kill(worker_pids(job)[victim], signal.SIGKILL)
         finished = finish(job)
@@ -65,9 +68,7 @@ def test_signals_save_the_same_update_on_all_the_next_start_resumes_and_a_killed
         assert lost in finished.output, finished.output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "rank"), [(Launcher("torchrun", 2), 1), (Launcher("horovodrun", 2), 1), (Launcher("horovodrun", 2), 0)]
-)
+@pytest.mark.parametrize(("launcher", "rank"), [(Launcher("torchrun", 2), 1), (Launcher("horovodrun", 2), 0)], ids=str)
 def test_a_stalled_process_is_named_and_ends_the_job(launcher: Launcher, rank: int, tmp_path: Path) -> None:
     """The job must end after --timeout_minutes. On a slow machine the start alone may take longer than the timeout: try
     again with a longer timeout, below the minute after which a process without a heartbeat is given up anyway."""

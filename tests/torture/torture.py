@@ -73,7 +73,7 @@ def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_second
         return []
     ranks = job.ranks()
     until = UPDATES if blow.moment == "end" else min(newest + blow.after, UPDATES)
-    if not poll(job, lambda: max(trained_steps(job.output), default=0) >= until):
+    if not poll(job, lambda: max(trained_steps(job.output), default=0) >= until, pause=0.003):
         return []
     saved = checkpoint_steps(run)
     # A save takes only some milliseconds, so nothing else is checked while this waits for one.
