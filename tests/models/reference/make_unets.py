@@ -15,7 +15,14 @@ import torch
 from dalle2_pytorch import Decoder, Unet
 
 from tests.models.reference.unets import (
-    CASES, FILE, LONG_STRIDE, STRIDE, TIMESTEPS, inputs_of, public_config, weights_of,
+    CASES,
+    FILE,
+    LONG_STRIDE,
+    STRIDE,
+    TIMESTEPS,
+    inputs_of,
+    public_config,
+    weights_of,
 )  # fmt: skip
 
 PUBLIC_NAMES = {"lowres_image": "lowres_cond_img", "lowres_time": "lowres_noise_level"}
