@@ -300,5 +300,5 @@ def _errors_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError, RecursionError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a decoder of DALLE2-pytorch: {one_line(error)}") from None

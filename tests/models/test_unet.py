@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from models import Unet
@@ -129,14 +130,16 @@ def test_noise_levels_are_told_apart_in_bf16() -> None:
     inputs = {name: tensor[:1] for name, tensor in some_unet_inputs().items()}
     for kind in (torch.int64, torch.float32):
         outputs = [model(**{**inputs, "time": torch.tensor([level], dtype=kind)}) for level in (768, 769, 770)]
-        assert all(not torch.equal(*pair) for pair in zip(outputs, outputs[1:], strict=False))
+        assert all(not torch.equal(*pair) for pair in pairwise(outputs))
 
 
 def test_a_small_low_resolution_image_is_enlarged_by_repeating_its_pixels() -> None:
     model, inputs = unet(lowres_cond=True, lowres_noise_cond=True), some_unet_inputs(2)
     small, level = some(2, 3, 4, 4, seed=5), torch.tensor([7, 200])
     with torch.no_grad():
-        expected = model(**inputs, lowres_image=small.repeat_interleave(2, -1).repeat_interleave(2, -2), lowres_time=level)
+        expected = model(
+            **inputs, lowres_image=small.repeat_interleave(2, -1).repeat_interleave(2, -2), lowres_time=level
+        )
         assert torch.equal(model(**inputs, lowres_image=small, lowres_time=level), expected)
         assert not torch.equal(model(**inputs, lowres_image=small, lowres_time=level + 1), expected)
 
@@ -275,7 +278,7 @@ WRONG_INPUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "its noise": ({"lowres_cond": True, "lowres_noise_cond": True}, {"lowres_image": some(4, 3, 4, 4)}, "lowres_time"),
     "low resolution that is not asked for": ({}, {"lowres_image": some(4, 3, 4, 4)}, "without lowres_cond: leave"),
     "prediction that is not asked for": ({}, {"self_cond": some(4, 3, 8, 8)}, "built without self_cond"),
-    "prediction of another size": ({"self_cond": True}, {"self_cond": some(4, 3, 4, 4)}, r"self_cond .* \(4, 3, 8, 8\)"),
+    "prediction of another size": ({"self_cond": True}, {"self_cond": some(4, 3, 4, 4)}, r"give \(4, 3, 8, 8\)"),
 }  # fmt: skip
 
 

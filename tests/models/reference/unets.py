@@ -18,7 +18,7 @@ from torch import Tensor
 
 FILE = Path(__file__).with_name("unets.npz")
 SIDE = 16
-TIMESTEPS = 10  # of the decoder whose other tensors are stored too
+TIMESTEPS = 50  # of the decoder whose other tensors are stored too
 STRIDE, LONG_STRIDE = 2, 333
 
 BASE: dict[str, Any] = {
