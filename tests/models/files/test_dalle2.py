@@ -147,7 +147,11 @@ def test_a_version_is_skipped_and_none_of_its_code_runs(
 
 def test_files_of_one_unet_each_become_one_decoder(tmp_path: Path) -> None:
     """Each with a configuration of both, of which one part was never trained; in any order."""
-    first = laion(tmp_path / "1.pth", {**CONFIG, "beta_schedule": ["sigmoid", "cosine"], "predict_v": True}, of_unet(0))
+    first = laion(
+        tmp_path / "1.pth",
+        {**CONFIG, "beta_schedule": ["sigmoid", "cosine"], "predict_v": True, "predict_x_start": True},
+        of_unet(0),
+    )
     second = laion(
         tmp_path / "2.pth", {**CONFIG, "beta_schedule": ["cosine", "jsd"], "predict_x_start": True}, of_unet(1)
     )
