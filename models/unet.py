@@ -263,12 +263,12 @@ class Unet(Pretrained):
             x = recomputed(self.init_resnet_block, x, t, when=recompute)
         for down in self.downs:
             x, maps = down(x, t, outer, recompute)
-            skips += maps
+            skips.append(maps)
         x = recomputed(self.mid_block1, x, t, inner, when=recompute)
         x = attended(self.mid_attn, x, recompute)
         x = recomputed(self.mid_block2, x, t, inner, when=recompute)
         for up in self.ups:
-            x, output = up(x, skips, t, outer, recompute)
+            x, output = up(x, skips.pop(), t, outer, recompute)
             outputs.append(output)
         if self.upsample_combiner is not None:
             x = self.upsample_combiner(x, outputs)

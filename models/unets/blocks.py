@@ -56,7 +56,12 @@ class BlockOptions:
 
 
 class ResnetBlock(nn.Module):
-    """A block with FiLM by the noise level, cross-attention if it ``attends``, a second block; and the input, added."""
+    """A block with FiLM by the noise level, cross-attention if it ``attends``, a second block; and the input, added.
+
+    The views of what a module of the Unet uses more than once add up the gradients of these uses before what else uses
+    it adds its own. Sums in another order have other bits, and otherwise the order would depend on whether hooks at the
+    borders of modules (ZeRO 3) part the uses.
+    """
 
     def __init__(self, dim: int, dim_out: int, groups: int, options: BlockOptions, attends: bool = False) -> None:
         super().__init__()
@@ -77,6 +82,7 @@ class ResnetBlock(nn.Module):
             t: SiLU of the embedding of the noise level, (b, dim_time).
             context: For blocks that attend.
         """
+        x = x.view_as(x)
         scale, shift = self.time_mlp(t)[:, :, None, None].chunk(2, dim=1)
         h = self.block1(x, (scale, shift))
         if self.cross_attn is not None:

@@ -29,6 +29,10 @@ class Context(NamedTuple):
     keys_values: tuple[Tensor | None, ...] = ()
     """Of `Conditions`, for tokens that are not among these."""
 
+    def view(self) -> Context:
+        """The same, whose gradients add up here: see `ResnetBlock`."""
+        return Context(self.tokens.view_as(self.tokens), self.keys_values)
+
 
 class Sinusoids(nn.Module):
     """Numbers (b,) -> fp32 (b, dim): sines, then cosines of dim / 2 frequencies from 1 to 1 / 10000 (Vaswani et al.

@@ -27,6 +27,7 @@ class Down(nn.ModuleList):
     def forward(self, x: Tensor, t: Tensor, context: Context, recompute: bool) -> tuple[Tensor, list[Tensor]]:
         """The level's output, and the maps after each block and after the attention, for the way up."""
         before, first, blocks, attention, after = self
+        t, context = t.view_as(t), context.view()
         x = recomputed(first, before(x), t, when=recompute)
         skips = []
         for block in blocks:  # type: ignore[attr-defined]
@@ -47,13 +48,13 @@ class Up(nn.ModuleList):
         self.skip_scale = skip_scale
 
     def forward(
-        self, x: Tensor, skips: list[Tensor], t: Tensor, context: Context, recompute: bool
+        self, x: Tensor, skips: Sequence[Tensor], t: Tensor, context: Context, recompute: bool
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The level's output, and the map before its last part. Removes the maps that it uses from the end of
-        ``skips``."""
+        """The level's output, and the map before its last part. ``skips`` are the maps of the level on the way down."""
         first, blocks, attention, after = self
-        for block in (first, *blocks):  # type: ignore[misc]
-            x = recomputed(joined, block, x, skips.pop(), self.skip_scale, t, context, when=recompute)
+        t, context = t.view_as(t), context.view()
+        for block, skip in zip((first, *blocks), reversed(skips), strict=True):  # type: ignore[misc]
+            x = recomputed(joined, block, x, skip, self.skip_scale, t, context, when=recompute)
         x = attended(attention, x, recompute)
         return after(x), x
 
@@ -113,8 +114,8 @@ def attention_of(config: Mapping[str, Any], level: int, dim: int) -> nn.Module:
 
 
 def attended(attention: nn.Module, x: Tensor, recompute: bool) -> Tensor:
-    """``attention(x)``, computed again in the backward pass if there is any reason to."""
-    return recomputed(attention, x, when=recompute and not isinstance(attention, nn.Identity))
+    """``attention(x)``, or a view of x without attention: see `ResnetBlock`."""
+    return x.view_as(x) if isinstance(attention, nn.Identity) else recomputed(attention, x, when=recompute)
 
 
 def joined(block: nn.Module, x: Tensor, skip: Tensor, scale: float, t: Tensor, context: Context | None) -> Tensor:
