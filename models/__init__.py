@@ -6,12 +6,12 @@ from .discrete_vae import DiscreteVAE, VAEOutput
 from .discriminator import Discriminator
 from .mulan import MuLaN, MulanOutput
 from .quantizers.residual import ResidualQuantizer
+from .unet import Unet
 from .video_discriminator import VideoDiscriminator
 from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
 from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
-    "VQGAN", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "VAEOutput", "VQGANOutput",
-    "VideoDiscriminator",
-    "VideoTokenizer", "VideoTokenizerOutput",
+    "VQGAN", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "Unet", "VAEOutput",
+    "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput",
 ]  # fmt: skip

@@ -99,7 +99,7 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
         ValueError: one line, if there is no such config.json.
     """
     with _errors_of(folder):
-        config = _read_json(folder / CONFIG_FILE)
+        config = read_json(folder / CONFIG_FILE)
         model = config.pop("model", None)
         if not (isinstance(model, str) and model.isidentifier()):
             raise ValueError(f"its {CONFIG_FILE} names no model")
@@ -121,7 +121,12 @@ def read_headers(folder: Path) -> dict[str, Headers]:
     return headers
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a bounded size.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or holds something else.
+    """
     with regular(path).open("rb") as file:
         text = file.read(_LONGEST_JSON_BYTES + 1)
     if len(text) > _LONGEST_JSON_BYTES:
@@ -139,7 +144,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
     """The files of a folder's weights, each with the names of the tensors to read from it; an empty list means all."""
     if (folder / _WEIGHTS).exists() or not (folder / _INDEX).exists():
         return {folder / _WEIGHTS: []}
-    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    weight_map = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"its {_INDEX} has no weight_map")
     files: dict[Path, list[str]] = {}

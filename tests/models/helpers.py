@@ -26,6 +26,11 @@ MULAN: dict[str, Any] = {
     "clip_seconds": 0.5, "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4,
     "vocab_size": 40, "max_text_tokens": 10, "dim_latent": 6,
 }  # fmt: skip
+UNET: dict[str, Any] = {
+    "dim": 8, "dim_mults": [1, 2], "cond_dim": 12, "num_resnet_blocks": [1, 1], "attn_heads": 2, "attn_dim_head": 4,
+    "cross_attn_heads": 2, "cross_attn_dim_head": 4, "cond_on_image_embeds": True, "image_embed_dim": 5,
+    "cond_on_text_encodings": True, "text_embed_dim": 7, "max_text_len": 6,
+}  # fmt: skip
 
 
 def some(*shape: int, seed: int = 1) -> Tensor:
@@ -39,6 +44,14 @@ def some_images(batch: int = 2, channels: int = 3, size: int = 16, seed: int = 1
 
 def some_videos(batch: int = 2, frames: int = 5, height: int = 8, width: int = 8, seed: int = 1) -> Tensor:
     return torch.rand(batch, 3, frames, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def some_unet_inputs(batch: int = 4, side: int = 8) -> dict[str, Tensor]:
+    """For a model of UNET."""
+    return {
+        "x": some(batch, 3, side, side), "time": torch.arange(batch) * 300, "image_embed": some(batch, 5, seed=2),
+        "text_encodings": some(batch, 4, 7, seed=3),
+    }  # fmt: skip
 
 
 def in_rows(z: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models import VQGAN, DiscreteVAE, MuLaN, ResidualQuantizer, VideoTokenizer
+from models import VQGAN, DiscreteVAE, MuLaN, ResidualQuantizer, Unet, VideoTokenizer
 from models.files.dalle import save_dalle_file
 from models.files.pretrained import Pretrained
 from tests.models import helpers
@@ -82,6 +82,11 @@ CASES = {
         ResidualQuantizer, {"dim": 6, "num_quantizers": 4, "codebook_size": 5},
         lambda model: [model(IMAGES.view(-1, 6)).quantized, model.encode(IMAGES.view(-1, 6))], {"decay": 0.5},
         {"codebook_size": 7}, "levels.0.codebook should have shape (7, 6), not (5, 6)",
+    ),
+    "unet": Case(
+        Unet, {**helpers.UNET, "self_attn": [True, False], "image_embed_scale": 2.0, "channels_out": 6},
+        lambda model: [model(**helpers.some_unet_inputs())], {"gradient_checkpointing": True},
+        {"channels_out": 5}, "to_out.weight should have shape (5, 8, 1, 1), not (6, 8, 1, 1)",
     ),
 }  # fmt: skip
 all_models = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -1,0 +1,355 @@
+"""Decoders of DALLE2-pytorch: every layout is read, several files become one decoder, what goes out comes back, and
+files that were made to do harm are refused."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import packaging._structures
+import packaging.version
+import pytest
+import torch
+from torch import Tensor
+
+from models import Unet
+from models.files.dalle2 import (
+    build_unets,
+    check_is_public,
+    from_public,
+    read_public,
+    save_public,
+    to_public,
+)  # fmt: skip
+from models.files.dalle2_config import DECODER_WIDE, training_config
+from tests.models.helpers import Call, assert_same_bits, one_line_of
+from tests.models.reference.unets import (
+    BASE,
+    CASES,
+    LONG_STRIDE,
+    TEXT,
+    TIMESTEPS,
+    public_config,
+    stored,
+    stored_decoder,
+    weights_of,
+)  # fmt: skip
+
+CONFIG = public_config("lowres")  # of two unets
+SHAPES, OTHERS = stored_decoder()  # ... and the public state dict of it
+PUBLIC = {**{name: weight for name, weight in weights_of("two", SHAPES).items() if name.startswith("unets.")}, **OTHERS}
+UNUSED = {
+    "unets.0.null_text_embed", "unets.0.norm_cond.weight", "unets.0.norm_cond.bias", "unets.1.null_text_embed",
+    "unets.1.null_image_embed", "unets.1.null_image_hiddens",
+}  # fmt: skip
+VERSION = packaging.version.Version("1.10.5rc1")
+Decoder = dict[str, Any]
+
+
+def of_unet(index: int, state: dict[str, Tensor] = PUBLIC) -> dict[str, Tensor]:
+    """What is left of a state dict if the other unet was not trained."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(f"unets.{1 - index}.")}
+
+
+def laion(path: Path, config: Any = CONFIG, model: Any = PUBLIC, version: Any = "1.15.6", **more: Any) -> Path:
+    torch.save({"version": version, "config": {"decoder": config, "seed": 0}, "model": model, **more}, path)
+    return path
+
+
+def bare(path: Path, config: Any = CONFIG, model: Any = PUBLIC) -> Path:
+    torch.save(model, path)
+    path.with_name("decoder_config.json").write_text(json.dumps({"decoder": config, "train": {"lr": 1e-4}}))
+    return path
+
+
+def averages(factor: float) -> dict[str, Tensor]:
+    """The part "ema" of a checkpoint, whose averages are ``factor`` times the trained weights."""
+    found: dict[str, Tensor] = {"0.initted": torch.tensor(True), "0.step": torch.tensor(3)}
+    for name, tensor in PUBLIC.items():
+        if name.startswith("unets."):
+            number, weight = name.removeprefix("unets.").split(".", 1)
+            found |= {f"{number}.online_model.{weight}": tensor, f"{number}.ema_model.{weight}": factor * tensor}
+    return found
+
+
+def checkpoint(path: Path) -> Path:
+    moments = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1e-4}]}
+    return laion(path, optim0=moments, sched0={"last_epoch": 3}, optim1=None, steps=torch.tensor([3, 0]), epoch=1,
+                 next_task="train", validation_losses=[torch.tensor(0.5)], ema=averages(2.0))  # fmt: skip
+
+
+def expected(index: int, factor: float = 1.0) -> dict[str, Tensor]:
+    """Our weights of a unet of PUBLIC: 8 is the size of the heads."""
+    names = {name: tensor for name, tensor in of_unet(index).items() if name not in UNUSED and name not in OTHERS}
+    ours = {name.removeprefix(f"unets.{index}."): factor * tensor for name, tensor in names.items()}
+    return {name: tensor * 8**-0.5 if "fn.fn.to_q" in name else tensor for name, tensor in ours.items()}
+
+
+def old_version() -> Any:
+    """A version as packaging 21 made and pickled it, of classes that newer releases do not have in this form."""
+    objects = {}
+    for module, name in (("packaging.version", "Version"), ("packaging._structures", "NegativeInfinityType"),
+                         ("packaging._structures", "InfinityType")):  # fmt: skip
+        kind = type(name, (), {"__module__": module})
+        objects[name] = kind()
+    numbers = collections.namedtuple("_Version", "epoch release dev pre post local", module="packaging.version")
+    vars(objects["Version"]).update(
+        _version=numbers(0, (1, 10, 5), None, None, None, None),
+        _key=(0, (1, 10, 5), objects["InfinityType"], objects["NegativeInfinityType"]),
+    )
+    return objects["Version"]
+
+
+@pytest.mark.parametrize("layout", [laion, bare, checkpoint])
+def test_every_layout_gives_the_unets_and_what_is_around_them(layout: Any, tmp_path: Path) -> None:
+    found = read_public([layout(tmp_path / "latest.pth")])
+    factor = 2.0 if layout is checkpoint else 1.0
+    for index, (arguments, weights) in enumerate(found.unets):
+        assert_same_bits(weights, expected(index, factor))
+        assert arguments["lowres_cond"] is arguments["lowres_noise_cond"] is (index == 1)
+    assert found.settings == {
+        **DECODER_WIDE, "image_sizes": [8, 16], "timesteps": TIMESTEPS, "beta_schedule": ["cosine", "linear"],
+        "objective": ["noise", "noise"], "learned_variance": [False, False], "sample_timesteps": [None, None],
+        "random_crop_sizes": [None, None], "use_noise_for_lowres_cond": [False, True],
+        "use_blur_for_lowres_cond": [False, True], "p2_loss_weight_gamma": [0.0, 0.0],
+    }  # fmt: skip
+    assert [unet.config["dim_mults"] for unet in build_unets(found)] == [[1], [1, 2, 3]]
+
+
+def test_either_weights_of_a_checkpoint_are_taken(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoint.pth")
+    for which, factor in (("best", 2.0), ("ema", 2.0), ("online", 1.0)):
+        assert_same_bits(read_public([path], weights=which).unets[1][1], expected(1, factor))
+    plain = laion(tmp_path / "plain.pth")
+    assert "holds no moving average" in one_line_of(lambda path: read_public([path], weights="ema"), plain)
+
+
+@pytest.mark.parametrize("version", [VERSION, "old"], ids=str)
+def test_a_version_is_skipped_and_none_of_its_code_runs(
+    version: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if version == "old":
+        version = old_version()
+        for kind in (type(version), type(version._version), *map(type, version._key[2:])):
+            monkeypatch.setattr(sys.modules[kind.__module__], kind.__name__, kind, raising=False)
+    path = laion(tmp_path / "latest.pth", version=version)
+    monkeypatch.setitem(sys.modules, "packaging.version", types.ModuleType("packaging.version"))  # nothing in it
+    monkeypatch.setitem(sys.modules, "packaging._structures", types.ModuleType("packaging._structures"))
+    assert_same_bits(read_public([path]).unets[0][1], expected(0))
+
+
+def test_files_of_one_unet_each_become_one_decoder(tmp_path: Path) -> None:
+    """Each with a configuration of both, of which one part was never trained; in any order."""
+    first = laion(
+        tmp_path / "1.pth",
+        {**CONFIG, "beta_schedule": ["sigmoid", "cosine"], "predict_v": True, "predict_x_start": True},
+        of_unet(0),
+    )
+    second = laion(
+        tmp_path / "2.pth", {**CONFIG, "beta_schedule": ["cosine", "jsd"], "predict_x_start": True}, of_unet(1)
+    )
+    for paths in ([first, second], [second, first]):
+        found = read_public(paths)
+        for index, (_, weights) in enumerate(found.unets):
+            assert_same_bits(weights, expected(index))
+        assert found.settings["beta_schedule"] == ["sigmoid", "jsd"]
+        assert found.settings["objective"] == ["v", "x_start"]
+    assert len(read_public([first]).unets) == 1
+
+
+def test_files_that_make_no_decoder_together_are_refused(tmp_path: Path) -> None:
+    first, second, both = (laion(tmp_path / f"{index}.pth", model=model) for index, model in
+                           enumerate((of_unet(0), of_unet(1), PUBLIC)))  # fmt: skip
+    slow = laion(tmp_path / "slow.pth", {**CONFIG, "timesteps": 20}, of_unet(1))
+    large = laion(tmp_path / "large.pth", {**CONFIG, "image_sizes": [4, 16]}, of_unet(1))
+    for paths, numbers, complaint in (
+        ([second], None, "unet 1 is in none of the files; give the file that holds it too"),
+        ([first, both], None, f"unet 1 is in {first} and in {both}: say which to take from each"),
+        ([first, both], [[1], [3]], f"{both} holds no unet 3; it holds 1, 2"),
+        ([first, both], [[1]], "unet numbers are given for 1 files, and there are 2"),
+        ([first, slow], None, f"different timesteps: [20, {TIMESTEPS}]"),
+        ([first, large], None, "unet 2 enlarges images of [4], but the ones before make [8]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(complaint)):
+            read_public(paths, numbers=numbers)
+    assert_same_bits(read_public([first, both], numbers=[[1], [2]]).unets[1][1], expected(1))
+
+
+def test_what_the_public_package_would_load_strictly_is_written_and_comes_back(tmp_path: Path) -> None:
+    """All names and shapes, and all values but those that nothing uses. 8^-1/2 and back costs one rounding each."""
+    unets = build_unets(read_public([laion(tmp_path / "latest.pth")]))
+    angles = (torch.arange(TIMESTEPS + 1, dtype=torch.float64) / TIMESTEPS + 0.008) / 1.008 * math.pi / 2
+    cosine = (1 - (angles[1:].cos() / angles[:-1].cos()) ** 2).clamp(max=0.999)  # Nichol & Dhariwal 2021, equation 17
+    linear = torch.linspace(1e-4, 0.02, TIMESTEPS, dtype=torch.float64) * 1000 / TIMESTEPS
+    written = to_public(unets, [cosine, linear])
+    assert {name: list(tensor.shape) for name, tensor in written.items()} == SHAPES
+    for name in SHAPES.keys() - UNUSED - OTHERS.keys():
+        if "fn.fn.to_q" in name:
+            assert torch.allclose(written[name], PUBLIC[name], rtol=2**-23, atol=0)
+        else:
+            assert torch.equal(written[name], PUBLIC[name]), name
+    for name, tensor in OTHERS.items():
+        ours = written[name] if len(tensor) == len(written[name]) else written[name][::LONG_STRIDE]
+        assert torch.allclose(ours, tensor, rtol=2**-22, atol=1e-12), name  # fp64 there and here, rounded to fp32
+
+    settings = {"image_sizes": [8, 16], "timesteps": TIMESTEPS, "beta_schedule": ["cosine", "linear"]}
+    save_public(tmp_path / "ours.pth", unets, settings, [cosine, linear])
+    again = read_public([tmp_path / "ours.pth"])
+    for unet, other in zip(unets, build_unets(again), strict=True):
+        assert unet.config == other.config
+        assert all(
+            torch.allclose(a, b, rtol=2**-22, atol=0)
+            for a, b in zip(unet.parameters(), other.parameters(), strict=True)
+        )
+    assert again.settings["image_sizes"] == [8, 16] and again.settings["beta_schedule"] == ["cosine", "linear"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_unet_comes_back_from_the_public_form_bit_by_bit(case: str) -> None:
+    """Heads of size 16, because 1/4 is a number of fp32, and 8^-1/2 is none."""
+    arguments = public_config(case)["unets"][-1]
+    mine = Unet(**{**arguments, "attn_dim_head": 16, "cond_on_image_embeds": True, "lowres_cond": False})
+    public = {name.removeprefix("unets.0."): tensor for name, tensor in to_public([mine]).items()}
+    scaled = {**arguments, "attn_dim_head": 16, "cond_on_image_embeds": True}
+    assert_same_bits(from_public(scaled, public), mine.state_dict())
+    if not CASES[case].is_second and case not in ("unconditional", "self_cond"):
+        assert public.keys() == stored(case).shapes.keys()
+
+
+def test_a_scaled_embedding_is_written_as_larger_weights() -> None:
+    plain, scaled = ({**BASE, "cond_on_image_embeds": True, "image_embed_scale": scale} for scale in (1.0, 4.0))
+    weights = Unet(**plain).state_dict()
+    states = []
+    for arguments in (plain, scaled):
+        unet = Unet(**arguments)
+        unet.load_state_dict(weights)
+        states.append(to_public([unet]))
+    changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
+    assert changed == {"unets.0.image_to_tokens.0.weight", "unets.0.to_image_hiddens.0.weight"}
+    assert all(torch.equal(4 * states[0][name], states[1][name]) for name in changed)
+
+
+def test_names_of_before_1_15_and_half_precision_are_read(tmp_path: Path) -> None:
+    model = {name.replace(".cross_attn.", ".cross_attn.fn."): tensor.half() for name, tensor in PUBLIC.items()}
+    found = read_public([laion(tmp_path / "latest.pth", model=model)])
+    assert found.unets[1][1].keys() == expected(1).keys()
+    assert {tensor.dtype for _, weights in found.unets for tensor in weights.values()} == {torch.float32}
+    build_unets(found)
+
+
+def test_keys_without_any_effect_there_have_none_here(tmp_path: Path) -> None:
+    """As in the public package, whose README itself gives one that does nothing; CLIP's weights are left out."""
+    unet = {
+        **CONFIG["unets"][1],
+        "sparse_attn_window": 3,
+        "out_dim": 7,
+        "attend_at_middle": False,
+        "lowres_cond": False,
+    }
+    config = {**CONFIG, "unets": [CONFIG["unets"][0], unet], "colour": 1}
+    model = {**PUBLIC, "clip.clip.logit_scale": torch.ones(())}
+    found = read_public([laion(tmp_path / "latest.pth", config, model)])
+    assert found.unets[1][0] == read_public([laion(tmp_path / "plain.pth")]).unets[1][0]
+    assert_same_bits(found.unets[1][1], expected(1))
+
+
+def changed(**changes: Any) -> Decoder:
+    return {**CONFIG, **changes}
+
+
+def with_unet(**changes: Any) -> Decoder:
+    return {**CONFIG, "unets": [CONFIG["unets"][0], {**CONFIG["unets"][1], **changes}]}
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no unets": (lambda path: laion(path, changed(unets=[])), "has no list of unets"),
+    "unets of numbers": (lambda path: laion(path, changed(unets=[1, 2])), "has no list of unets"),
+    "one unet": (lambda path: laion(path, changed(unets=CONFIG["unets"][:1])), "holds unet 2, and its configuration"),
+    "no configuration": (lambda path: torch.save(PUBLIC, path), "there is no "),
+    "a configuration that is a list": (lambda path: laion(path, []), "no part about a decoder"),
+    "no decoder": (lambda path: torch.save({"config": 3, "model": PUBLIC}, path), "no part about a decoder"),
+    "sizes": (lambda path: laion(path, changed(image_sizes=[8])), "image_sizes [8] are not for 2 unets"),
+    "sizes as words": (lambda path: laion(path, changed(image_sizes=["8", "16"])), "are not for 2 unets"),
+    "schedule": (lambda path: laion(path, changed(beta_schedule="exp")), "['exp', 'exp'] is not of cosine"),
+    "schedules": (lambda path: laion(path, changed(beta_schedule=["cosine"])), "['cosine'] is not for 2"),
+    "another width": (lambda path: laion(path, with_unet(dim=16)), "unet 2 is not as its configuration says: "),
+    "more blocks": (lambda path: laion(path, with_unet(num_resnet_blocks=2)), "should have shape"),
+    "a huge width": (lambda path: laion(path, with_unet(dim=10**12)), "dim 1000000000000 is larger than any"),
+    "many blocks": (lambda path: laion(path, with_unet(num_resnet_blocks=4_000_000)), "many more weights"),
+    "a dict as a width": (lambda path: laion(path, with_unet(dim={})), "dim holds a dict"),
+    "groups": (lambda path: laion(path, with_unet(resnet_groups=3)), "resnet_groups 3 must divide"),
+    "heads of size 0": (lambda path: laion(path, with_unet(attn_dim_head=0)), "is not a decoder"),
+    "no weights": (lambda path: laion(path, model={"a": torch.ones(1)}), "holds no weights of unets"),
+    "a list of weights": (lambda path: laion(path, model=[1]), "its weights are no dict of names"),
+    "a word as a weight": (lambda path: laion(path, model={"unets.0.a": "b"}), "its unets.0.a is not a tensor"),
+    "a VQGAN": (lambda path: laion(path, model={**PUBLIC, "vaes.0.a": torch.ones(1)}), "work on the codes of a VQGAN"),
+    "stride 0": (
+        lambda path: laion(path, model={**PUBLIC, "unets.0.to_out.bias": torch.zeros(1).expand(10**9)}), "larger than"),
+    "code as the version": (lambda path: laion(path, version=Call(os.mkdir, "ran")), "calls for posix.mkdir"),
+    "code in the configuration": (lambda path: laion(path, Call(os.mkdir, "ran")), "calls for posix.mkdir"),
+    "code in the weights": (lambda path: laion(path, model=Call(os.system, "mkdir ran")), "calls for posix.system"),
+    "a function of packaging": (
+        lambda path: laion(path, version=Call(packaging.version.parse, "1.0")), "calls for packaging.version.parse"),
+    "10 GB": (lambda path: laion(path, version=Call(bytearray, 10**10)), "bytearray"),
+    "a version as weights": (lambda path: laion(path, model=VERSION), "no dict of names"),
+    "a version as a number": (lambda path: laion(path, with_unet(dim=VERSION)), "holds a Ignored"),
+    "cut short": (lambda path: path.write_bytes(laion(path).read_bytes()[:-100]), "not a zip file"),
+    "nothing": (lambda path: None, "cannot read"),
+    "a pipe": (os.mkfifo, "not a regular file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_decoder_is_refused_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    make, complaint = BROKEN[name]
+    path = tmp_path / "latest.pth"
+    make(path)
+    with pytest.raises(ValueError) as caught:
+        build_unets(read_public([path]))
+    line = str(caught.value)
+    assert complaint in line and "\n" not in line and (str(path) in line or line.startswith("unet "))
+    assert not (tmp_path / "ran").exists()
+
+
+PRIVATE: dict[str, tuple[int, dict[str, Any], str]] = {
+    "heads": (0, {"cross_attn_heads": 4}, "its unets have (8, 64) for cross_attn_heads and cross_attn_dim_head"),
+    "embedding": (0, {"cond_dim": 10}, "image_embed_dim must differ from cond_dim"),
+    "low resolution first": (0, {"lowres_cond": True}, "the first unet has no low-resolution image"),
+    "no low resolution": (1, {"cond_on_image_embeds": False}, "number 2: unets after the first have a low-resolution"),
+    "embedding later": (1, {"lowres_cond": True}, "unets after the first have no image embedding"),
+    "text alone": (0, {**TEXT, "cond_on_image_embeds": False}, "has an image embedding if it has a text"),
+    "output": (0, {"channels_out": 5}, "channels_out must be channels or twice as many"),
+    "first convolution": (0, {"init_dim": 16}, "init_dim must be dim"),
+    "first level": (0, {"dim_mults": [2, 2, 3]}, "dim_mults begin with 1"),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_unet_that_the_public_package_cannot_have_is_not_written(name: str) -> None:
+    index, changes, complaint = PRIVATE[name]
+    with pytest.raises(ValueError, match="DALLE2-pytorch has no such unet as number") as caught:
+        check_is_public(Unet(**{**BASE, "cond_on_image_embeds": True, **changes}).config, index)
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+    check_is_public(Unet(**BASE, cond_on_image_embeds=True).config, 0)
+    check_is_public(Unet(**BASE, lowres_cond=True).config, 1)
+
+
+def test_a_setting_that_the_public_package_does_not_know_is_not_written() -> None:
+    unets = [Unet(**BASE, cond_on_image_embeds=True).config]
+    for settings, complaint in (
+        ({"objective": ["flow"]}, "an objective for each of 1 unets, one of noise, x_start, v"),
+        ({"beta_schedule": ["flow"]}, "an beta_schedule for each"),
+        ({"image_sizes": [8, 16]}, r"image_sizes \[8, 16\]: there are 1 unets"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            training_config(unets, {"image_sizes": [8], **settings})
