@@ -4,8 +4,8 @@ Every prediction p of a noisy picture x is a linear form of the clean picture: x
 appendix D, for noise, x0 and v; Lipman et al. 2023 for flow). So an error of p is an error of x0 times b, and a weight
 of the squared error of x0 becomes, times b^2, the weight of the squared error of p.
 
-The preconditioning of Karras et al. 2022 for data of deviation 1 is "v" without a weight: with sigma / alpha for its
-sigma, c_in is alpha for pictures divided by alpha, c_skip x is alpha x, c_out is sigma, and its loss weight 1 / c_out^2.
+The preconditioning of Karras et al. 2022, for data of deviation 1, is "v" without a weight: its sigma is our sigma /
+alpha, its noisy picture our x / alpha, its network sees x, and the factor of its loss cancels that of its output.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ class LearnedVariance:
         difference = _rows(self._slope, t, fraction) * (x0 - x_start)
         ratio = _rows(self.log_small, t, fraction) - log_variance
         kl = (torch.expm1(ratio) - ratio + difference.square() * (-log_variance).exp()) / 2
-        # Far from x0 the likelihood underflows, and an infinite number that is not chosen has a NaN as its gradient.
-        surprise = -log_likelihood(x0, torch.where(is_first, x_start, x0), log_variance)
+        surprise = -log_likelihood(x0, x_start, log_variance)
         return torch.where(is_first, surprise, kl).flatten(1).mean(1) / math.log(2)
 
 
@@ -65,7 +64,8 @@ def log_likelihood(x0: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """Log probability of values k / 127.5 - 1, k in 0..255, under a normal distribution that is cut into 256 bins, of
     which the first and the last have no outer edge (Ho et al. 2020, eq. 13). Nats, elementwise; finite in far tails."""
     scale = (-log_variance / 2).exp()
-    # In fp32, torch's gradient of log_ndtr is wrong beyond some thousand standard deviations, and then infinite.
+    # In fp32, torch's gradient of log_ndtr is wrong beyond some thousand standard deviations, and then infinite; and an
+    # infinite number that nobody chooses has a NaN as its gradient.
     centre, half = ((x0 - mean) * scale).clamp(-2000, 2000), scale / 255
     is_first, is_last, is_above = x0 < -1 + 1 / 255, x0 > 1 - 1 / 255, centre > 0
     # Of the two tails the smaller one, in which probabilities do not cancel: above the mean, everything is mirrored.

@@ -105,15 +105,21 @@ def test_a_network_without_condition_runs_once_whatever_the_scale() -> None:
 
 
 def test_rescaling_returns_to_the_conditional_deviation_of_each_picture() -> None:
-    plain, whole, half = (guided(Network(), SCHEDULE, scale=3.0, rescale=r)(Z, 300, None).x_start for r in (0, 1, 0.5))
+    def passes(x: Tensor, t: int, previous: Tensor | None, blocks: tuple[bool, ...]) -> Denoised:
+        return Denoised(
+            torch.cat([part.tanh() if keeps else 0.1 * part for part, keeps in zip(x.chunk(2), blocks, strict=True)])
+        )
 
-    def deviation(x: Tensor) -> Tensor:
-        return x.flatten(1).std(1)
+    def guided_by(rescale: float, x: Tensor) -> Tensor:
+        return guided(passes, SCHEDULE, scale=3.0, rescale=rescale)(x, 300, None).x_start
 
-    torch.testing.assert_close(deviation(whole), deviation(WITH.estimate(Z, 300)), rtol=1e-12, atol=0)
+    x = Z * torch.tensor([0.2, 3.0]).view(2, 1, 1, 1)
+    plain, whole, half = (guided_by(rescale, x) for rescale in (0.0, 1.0, 0.5))
+    of_each = x.tanh().flatten(1).std(1)
+    assert (plain.flatten(1).std(1) > 1.2 * of_each).all()
+    torch.testing.assert_close(whole.flatten(1).std(1), of_each, rtol=1e-12, atol=0)
     torch.testing.assert_close(half, (plain + whole) / 2, rtol=1e-12, atol=1e-15)
-    alone = guided(Network(), SCHEDULE, scale=3.0, rescale=1.0)(Z[1:], 300, None).x_start
-    assert torch.equal(alone, whole[1:])
+    assert torch.equal(guided_by(1.0, x[1:]), whole[1:])
 
 
 @pytest.mark.parametrize("objective", ["noise", "x_start", "v"])

@@ -283,6 +283,21 @@ def test_repainting_runs_the_network_as_often_as_it_says() -> None:
     assert calls == [49] * 3 + [33] * 3 + [16] * 3 + [0]  # the last step ends clean: no noise comes again
 
 
+def test_after_noise_was_added_again_dpmpp_has_no_slope_to_continue() -> None:
+    schedule, z = Schedule("cosine", 50), normal(1, 1, 2, 2)
+    inpaint = Inpaint(z, torch.zeros(1, 2, 2, dtype=torch.bool), 2)
+    seen: dict[str, list[Tensor]] = {"ddim": [], "dpmpp_2m": []}
+    for sampler, inputs in seen.items():
+
+        def denoise(x: Tensor, t: int, previous: Tensor | None, inputs: list[Tensor] = inputs) -> Denoised:
+            inputs.append(x)
+            return Denoised(torch.full_like(x, len(inputs)))
+
+        sample(denoise, schedule, z, draw=lambda *_: z, sampler=sampler, steps=3, inpaint=inpaint)
+    # Levels 49, 49, 24, 24, 0: only the first step from 24 continues the one before it.
+    assert [torch.equal(*inputs) for inputs in zip(*seen.values(), strict=True)] == [True, True, True, False, False]
+
+
 @pytest.mark.parametrize(("name", "zero"), [("linear", False), ("cosine", False), ("cosine", True)])
 def test_karras_levels_are_the_nearest_to_equal_steps_of_the_seventh_root(name: str, zero: bool) -> None:
     schedule = Schedule(name, zero_terminal_snr=zero)

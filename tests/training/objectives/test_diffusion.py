@@ -43,10 +43,10 @@ def test_draws_are_the_same_however_the_batch_is_cut(parts: int) -> None:
 
 def test_draws_differ_between_seeds_networks_steps_and_positions_and_uses() -> None:
     draws = draws_of()
-    first = draws(3, range(32), 32, SHAPE, LOWRES)
+    first = draws(0, range(32), 32, SHAPE, LOWRES)
     others = [
-        draws_of(seed=1)(3, range(32), 32, SHAPE, LOWRES), draws_of("unet2")(3, range(32), 32, SHAPE, LOWRES),
-        draws(4, range(32), 32, SHAPE, LOWRES), draws_of().fixed(range(32), 32, SHAPE, LOWRES),
+        draws_of(seed=1)(0, range(32), 32, SHAPE, LOWRES), draws_of("unet2")(0, range(32), 32, SHAPE, LOWRES),
+        draws(1, range(32), 32, SHAPE, LOWRES), draws_of().fixed(range(32), 32, SHAPE, LOWRES),
     ]  # fmt: skip
     for name, draw in first.items():
         assert not any(torch.equal(draw, other[name]) for other in others), name
@@ -54,7 +54,7 @@ def test_draws_differ_between_seeds_networks_steps_and_positions_and_uses() -> N
     # 192 numbers a row: correlations of independent rows have deviation 0.072; 6 of them among 12720 pairs.
     correlation = torch.corrcoef(noise).fill_diagonal_(0)
     assert correlation.abs().max() < 6 / math.sqrt(192)
-    both = torch.stack([first["noise"][:, :, :4, :4].flatten(), first["lowres_noise"].flatten()])
+    both = torch.stack([first["noise"].flatten(1)[:, :48].flatten(), first["lowres_noise"].flatten()])
     assert torch.corrcoef(both)[0, 1].abs() < 5 / math.sqrt(both.shape[1])
 
 
@@ -99,12 +99,12 @@ def test_logit_normal_times_have_their_distribution(stratified: bool) -> None:
 
 
 def test_conditions_are_dropped_and_coins_are_thrown_for_each_picture() -> None:
-    drawn = draws_of()(0, range(2000), 2000, (1,), (1,))
+    drawn = draws_of(image_drop=0.4)(0, range(2000), 2000, (1,), (1,))
     blurred = drawn["blur_sigma"] > 0
     # Of 2000 draws with probability p, the fraction has deviation sqrt(p (1 - p) / 2000), at most 0.0112.
     for draw, probability in (
-        (drawn["keep_image"], 0.9), (drawn["keep_text"], 0.5), (drawn["self_cond"], 0.5), (blurred, 0.5),
-        (drawn["keep_image"] & drawn["keep_text"], 0.45), (drawn["keep_text"] & blurred, 0.25),
+        (drawn["keep_image"], 0.6), (drawn["keep_text"], 0.5), (drawn["self_cond"], 0.5), (blurred, 0.5),
+        (drawn["keep_image"] & drawn["keep_text"], 0.3), (drawn["keep_text"] & blurred, 0.25),
         (drawn["keep_text"] & drawn["self_cond"], 0.25),
     ):  # fmt: skip
         assert draw.float().mean().item() == pytest.approx(probability, abs=0.045)
