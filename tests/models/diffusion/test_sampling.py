@@ -165,16 +165,32 @@ def test_of_two_pictures_deterministic_samplers_choose_the_one_on_the_side_of_th
     assert (out - z.sign()).abs().max() < 1e-3  # 50 steps
 
 
-def mixture(pictures: Tensor, schedule: Schedule) -> Callable[[Tensor, int, Tensor | None], Denoised]:
-    """The best estimate if only the given pictures (k, c, h, w) exist."""
+def mixture(
+    pictures: Tensor, schedule: Schedule, deviation: float = 0.0
+) -> Callable[[Tensor, int, Tensor | None], Denoised]:
+    """The best estimate if there are only the given pictures (k, c, h, w), or normal clouds around them."""
 
     def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
         alpha, sigma = schedule.alpha[t], schedule.sigma[t]
-        distance = (x[:, None] - alpha * pictures).square().flatten(2).sum(2)
-        weight = (-distance / (2 * sigma**2)).softmax(1)
-        return Denoised((weight.view(*weight.shape, 1, 1, 1) * pictures).sum(1))
+        difference, variance = x[:, None] - alpha * pictures, (alpha * deviation) ** 2 + sigma**2
+        weight = (-difference.square().flatten(2).sum(2) / (2 * variance)).softmax(1)
+        estimates = pictures + alpha * deviation**2 / variance * difference
+        return Denoised((weight.view(*weight.shape, 1, 1, 1) * estimates).sum(1))
 
     return denoise
+
+
+@pytest.mark.parametrize("name", ["cosine", "flow"])
+def test_dpmpp_is_far_better_than_ddim_although_steps_grow_towards_the_end(name: str) -> None:
+    schedule, z = Schedule(name), normal(50, 3, 2, 2, seed=2)
+    denoise = mixture(normal(20, 3, 2, 2).clamp(-1, 1), schedule, deviation=0.3)
+    exact, ddim, dpmpp = (
+        sample(denoise, schedule, z, draw=no_draw, sampler=sampler, steps=steps)
+        for sampler, steps in (("heun", 500), ("ddim", 20), ("dpmpp_2m", 20))
+    )
+    assert (dpmpp - exact).square().mean() < (
+        ddim - exact
+    ).square().mean() / 25  # a fifth of the error; found: an eighth
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
