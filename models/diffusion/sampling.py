@@ -1,0 +1,242 @@
+"""Samplers: from noise to pictures along some of the noise levels.
+
+All are functions of an estimate D of the clean picture. The step from level t to the less noisy level s is, with
+r = SNR_t / SNR_s and the noise e = (x - alpha_t D) / sigma_t that D leaves in x,
+
+    x_s = alpha_s D + sqrt(sigma_s^2 - c^2) e + d z,    z standard normal,
+
+where c = d = eta sigma_s sqrt(1 - r) is DDIM (Song et al. 2021, eq. 12 and 16). With eta = 1 that is the posterior of
+DDPM, whose d may be larger (Ho et al. 2020, section 3.2). DPM-Solver++ replaces D by an extrapolation. The last step
+ends at the clean picture: s has alpha 1, sigma 0 and infinite SNR, so that x_s = D. Coefficients are Python's floats,
+and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .guidance import Denoise, Denoised
+from .schedule import Schedule
+
+SAMPLERS = ("ddpm", "ddim", "dpmpp_2m", "heun")
+SPACINGS = ("uniform", "karras")
+
+Draw = Callable[[str, int], Tensor]
+"""(name of the noise, number of the step) -> standard normal noise like x, from keys of the pictures alone."""
+
+
+class Level(NamedTuple):
+    """One noise level. The clean picture is a level without a number."""
+
+    number: int | None
+    alpha: float
+    sigma: float
+    log_snr: float
+
+
+CLEAN = Level(None, 1.0, 0.0, math.inf)
+
+# Below, sigma / alpha is above 100 or infinite, and there is no picture to see. Karras et al. start at 80.
+_LEAST_LOG_SNR = math.log(1e-4)
+
+
+@dataclass(frozen=True)
+class Inpaint:
+    """Parts of pictures that are kept (RePaint, Lugmayr et al. 2022).
+
+    image: (b, c, h, w) in the range of the network's pictures; mask: bool, (b, h, w) or (b, 1, h, w), True keeps;
+    resample_times: how often each step is made, with noise added again in between (Alg. 1's U), so that the new parts
+    fit the kept ones.
+    """
+
+    image: Tensor
+    mask: Tensor
+    resample_times: int = 5
+
+    def __post_init__(self) -> None:
+        b, _, *size = self.image.shape
+        if self.mask.dtype != torch.bool or tuple(self.mask.shape) not in ((b, *size), (b, 1, *size)):
+            raise ValueError(
+                f"a mask of {self.mask.dtype} {tuple(self.mask.shape)} does not fit pictures "
+                f"{tuple(self.image.shape)}: it has to be bool, {(b, *size)} or {(b, 1, *size)}, True where they stay"
+            )
+        if self.resample_times < 1:
+            raise ValueError(f"resample_times {self.resample_times} is below 1")
+
+    def keep(self, x: Tensor, level: Level, draw: Draw, count: int) -> Tensor:
+        """x with the kept parts as the image has them at this level."""
+        known = self.image.to(x)
+        if level.sigma:
+            known = level.alpha * known + level.sigma * draw("kept", count)
+        return torch.where(self.mask.view(len(x), 1, *x.shape[2:]), known, x)
+
+
+def sampling_levels(
+    schedule: Schedule, steps: int, *, start_at: int | None = None, spacing: str = "uniform"
+) -> list[Level]:
+    """The levels that sampling visits, from the noisiest, at which it starts, to level 0, and then the clean picture.
+
+    Args:
+        steps: Number of levels without the clean one; "karras" may give fewer, if it finds a level twice.
+        start_at: The first level, T - 1 by default: what a network trained to SNR 0 needs (Lin et al. 2023, 3.3).
+        spacing: "uniform" in the index; or "karras": sigma / alpha to the power 1/7 is uniform as far as there are such
+            levels (Karras et al. 2022, eq. 5), after the first level if its SNR is below 1e-4.
+
+    Raises:
+        ValueError: more steps than levels, no step, or an unknown level or spacing.
+    """
+    first = schedule.timesteps - 1 if start_at is None else start_at
+    if not 0 <= first < schedule.timesteps:
+        raise ValueError(f"noise level {first} does not exist: the schedule has 0 to {schedule.timesteps - 1}")
+    if not 1 <= steps <= first + 1:
+        raise ValueError(f"{steps} sampling steps cannot visit {first + 1} noise levels: choose 1 to {first + 1} steps")
+    if spacing not in SPACINGS:
+        raise ValueError(f"spacing {spacing!r} does not exist: choose one of {', '.join(SPACINGS)}")
+    log_snr = schedule.log_snr.cpu()
+    indices = torch.linspace(first, 0, steps, dtype=torch.float64).round().long().tolist()
+    if spacing == "karras":
+        before = [first] if steps > 1 and log_snr[first] < _LEAST_LOG_SNR else []
+        seen = log_snr[: first + 1]
+        root = (-(seen[seen >= _LEAST_LOG_SNR] if before else seen) / 14).exp()  # (sigma / alpha)^(1/7)
+        wanted = torch.linspace(root[-1].item(), root[0].item(), steps - len(before), dtype=torch.float64)
+        nearest = (wanted.log()[:, None] - root.log()).abs().argmin(1).tolist()
+        indices = list(dict.fromkeys([*before, *nearest]))
+    tables = (schedule.alpha.tolist(), schedule.sigma.tolist(), log_snr.tolist())
+    return [Level(index, *(table[index] for table in tables)) for index in indices] + [CLEAN]
+
+
+def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
+    """Divide each picture by the percentile, in (0, 1], of its absolute values if that is above 1, and clamp to
+    [-1, 1] (Saharia et al. 2022, section 2.3)."""
+    values = x_start.abs().flatten(1).sort(dim=1).values
+    place = percentile * (values.shape[1] - 1)
+    low, high = values[:, math.floor(place)], values[:, math.ceil(place)]
+    limit = torch.lerp(low, high, place - math.floor(place)).clamp_min(1).view(-1, *[1] * (x_start.ndim - 1))
+    return (x_start / limit).clamp(-1, 1)
+
+
+def add_noise_again(x: Tensor, now: Level, noisier: Level, noise: Tensor) -> Tensor:
+    """From a level to a noisier one, by the forward process: x of the marginal q of one level has that of the other."""
+    variance = -(noisier.sigma**2) * math.expm1(noisier.log_snr - now.log_snr)
+    return noisier.alpha / now.alpha * x + math.sqrt(variance) * noise
+
+
+class _Solver:
+    """The steps of one call of `sample`, and the estimates that they remember."""
+
+    def __init__(self, estimate: Callable[[Tensor, int, Tensor | None], Denoised], sampler: str, eta: float) -> None:
+        self._estimate, self._sampler = estimate, sampler
+        self._eta = 1.0 if sampler == "ddpm" else eta
+        self.x_start: Tensor | None = None  # the last estimate, for a network that sees its own
+        self._before: tuple[Tensor, float] | None = None  # the one before, and the step after it in half log SNR
+
+    def forget_slope(self) -> None:
+        """The next step continues no path: it is of first order."""
+        self._before = None
+
+    def step(self, x: Tensor, now: Level, then: Level, draw: Draw, count: int) -> Tensor:
+        assert now.number is not None
+        out = self._estimate(x, now.number, self.x_start)
+        self.x_start = target = out.x_start
+        if self._sampler == "dpmpp_2m":
+            target = self._extrapolated(target, now, then)
+        noise = (x - now.alpha * target) / now.sigma
+        if self._sampler == "heun" and then.number is not None and now.log_snr >= _LEAST_LOG_SNR:
+            return self._corrected(then.alpha * target + then.sigma * noise, noise, now, then)
+        if not self._eta or then.number is None:
+            return then.alpha * target + then.sigma * noise
+        renewed = -(self._eta**2) * math.expm1(now.log_snr - then.log_snr)  # c^2 / sigma_s^2
+        x = then.alpha * target + then.sigma * math.sqrt(1 - renewed) * noise
+        deviation: float | Tensor = then.sigma * math.sqrt(renewed)
+        if self._sampler == "ddpm" and out.variance_fraction is not None:
+            deviation = deviation * (now.sigma / then.sigma) ** out.variance_fraction  # beta / b~ is that ratio squared
+        return x + deviation * draw("step", count)
+
+    def _extrapolated(self, x_start: Tensor, now: Level, then: Level) -> Tensor:
+        """D of DPM-Solver++(2M), Lu et al. 2022, Alg. 2; first order at the first and the last step and after SNR 0.
+
+        A step that is longer than the one before it counts as no longer. Towards level 0 the steps grow, by a factor of
+        4 on the cosine schedule in 20 steps, where estimates hardly change any more: the line would overshoot."""
+        length = (then.log_snr - now.log_snr) / 2
+        before, self._before = self._before, (x_start, length)
+        if before is None or math.isinf(length) or math.isinf(before[1]):
+            return x_start
+        return x_start + min(length / before[1], 1.0) / 2 * (x_start - before[0])
+
+    def _corrected(self, guess: Tensor, noise: Tensor, now: Level, then: Level) -> Tensor:
+        """Heun's second evaluation, Karras et al. 2022, Alg. 1. There x / alpha changes by (change of sigma / alpha)
+        times the noise, here times the mean of the noise at both ends; the rest is already in the guess. There is no
+        correction where sigma / alpha is above 100: the change is as large, and would magnify errors of estimates."""
+        assert then.number is not None
+        self.x_start = self._estimate(guess, then.number, self.x_start).x_start
+        at_end = (guess - then.alpha * self.x_start) / then.sigma
+        change = then.sigma - then.alpha * now.sigma / now.alpha
+        return guess + change * (at_end - noise) / 2
+
+
+@torch.no_grad()
+def sample(
+    denoise: Denoise,
+    schedule: Schedule,
+    x: Tensor,
+    *,
+    draw: Draw,
+    sampler: str = "dpmpp_2m",
+    steps: int = 20,
+    spacing: str = "uniform",
+    eta: float = 0.0,
+    start_at: int | None = None,
+    threshold: Callable[[Tensor], Tensor] | None = None,
+    inpaint: Inpaint | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Clean pictures (b, c, h, w) from noise. No row depends on another one.
+
+    Args:
+        denoise: Estimates clean pictures: `guided`. It runs once a step; with "heun" twice, except for the last step.
+        x: Standard normal noise (b, c, h, w); or, with `start_at`, pictures at that level.
+        draw: Further noise, for ddpm, ddim with eta, and inpainting.
+        sampler: One of SAMPLERS.
+        steps, spacing, start_at: As in `sampling_levels`.
+        eta: In [0, 1]: noise of ddim, 0 for none.
+        threshold: Limits each estimate, such as `dynamic_threshold` or a clamp to [-1, 1].
+        inpaint: What to keep of given pictures.
+        on_step: Called with the number of steps made and that of all.
+
+    Raises:
+        ValueError: an unknown sampler, eta for another one than ddim, or as in `sampling_levels`.
+    """
+    if sampler not in SAMPLERS:
+        raise ValueError(f"sampler {sampler!r} does not exist: choose one of {', '.join(SAMPLERS)}")
+    if not 0 <= eta <= (sampler == "ddim"):
+        raise ValueError(f"eta {eta:g} does not fit sampler {sampler}: it is in 0 to 1 for ddim, 0 for the others")
+
+    def estimate(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        out = denoise(x, t, previous)
+        return out if threshold is None else out._replace(x_start=threshold(out.x_start))
+
+    solver = _Solver(estimate, sampler, eta)
+    levels = sampling_levels(schedule, steps, start_at=start_at, spacing=spacing)
+    count = 0
+    if inpaint:
+        x = inpaint.keep(x, levels[0], draw, count)
+    for done, (now, then) in enumerate(itertools.pairwise(levels), start=1):
+        again = inpaint.resample_times - 1 if inpaint and then.number is not None else 0
+        for left in range(again, -1, -1):
+            count += 1
+            x = solver.step(x, now, then, draw, count)
+            if inpaint:
+                x = inpaint.keep(x, then, draw, count)
+            if left:
+                x = add_noise_again(x, then, now, draw("again", count))
+                solver.forget_slope()
+        if on_step:
+            on_step(done, len(levels) - 1)
+    return x

@@ -1,0 +1,382 @@
+"""Samplers with the best network of pictures that are known: their results have closed forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.diffusion import SAMPLERS, SCHEDULES, Denoised, Inpaint, Schedule, dynamic_threshold, sample
+from models.diffusion.sampling import CLEAN, add_noise_again, sampling_levels
+from models.diffusion.variance import LearnedVariance
+from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, uniform_levels
+
+DETERMINISTIC = ("ddim", "dpmpp_2m", "heun")
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def shrunk(schedule: Schedule, deviation: float, sampler: str, steps: int) -> float:
+    """What a sampler makes of the noise 1."""
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    denoise = Gaussian(schedule, deviation).denoise
+    return sample(denoise, schedule, one, draw=no_draw, sampler=sampler, steps=steps).item()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("steps", "start_at"), [(50, None), (7, 300)])
+def test_ddim_is_the_linear_map_that_its_levels_give(name: str, steps: int, start_at: int | None) -> None:
+    schedule, z = Schedule(name), normal(2, 3, 4, 4)
+    pixels = Gaussian(schedule, 0.5, mean=0.3)
+    out = sample(pixels.denoise, schedule, z, draw=no_draw, sampler="ddim", steps=steps, start_at=start_at)
+    visited = uniform_levels(999 if start_at is None else start_at, steps)
+    centre = schedule.alpha[visited[0]] * 0.3
+    torch.testing.assert_close(out, 0.3 + pixels.shrinking(visited) * (z - centre), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("deviation", "steps", "expected"), [
+    (1.0, 50, 0.975287), (1.0, 250, 0.995068), (0.5, 50, 0.484538), (0.5, 250, 0.496879),
+])  # fmt: skip
+def test_ddim_on_the_cosine_schedule_has_the_known_results(deviation: float, steps: int, expected: float) -> None:
+    assert shrunk(Schedule("cosine"), deviation, "ddim", steps) == pytest.approx(expected, abs=1e-6)
+
+
+def test_ddim_with_equal_angles_from_snr_0_is_a_power_of_a_cosine() -> None:
+    for steps in (1, 4, 25):
+        angles = torch.arange(1, steps + 2).double() * math.pi / 2 / steps
+        log_snr = -2 * angles.tan().log()
+        log_snr[-2:] = torch.tensor([-math.inf, -math.inf])
+        schedule = Schedule.from_log_snr(log_snr[:-1]) if steps > 1 else Schedule("jsd", 2)
+        assert shrunk(schedule, 1.0, "ddim", steps) == pytest.approx(math.cos(math.pi / 2 / steps) ** steps, abs=1e-12)
+
+
+def error_of(schedule: Schedule, sampler: str, exact: float) -> float:
+    return abs(shrunk(schedule, 0.5, sampler, schedule.timesteps) / exact - 1)
+
+
+@pytest.mark.parametrize(("sampler", "errors"), [
+    ("ddim", (0.139, 0.072, 0.037)), ("dpmpp_2m", (0.0194, 0.0054, 0.0014)),
+])  # fmt: skip
+def test_errors_fall_with_the_steps_as_the_order_of_a_sampler_says(sampler: str, errors: tuple[float, ...]) -> None:
+    for steps, expected in zip((20, 40, 80), errors, strict=True):
+        schedule = Schedule.from_log_snr(torch.linspace(12, -12, steps + 1, dtype=torch.float64))
+        exact = 0.5 / Gaussian(schedule, 0.5).variance[-1].item() ** 0.5
+        assert error_of(schedule, sampler, exact) == pytest.approx(expected, rel=0.02)  # the digits given
+
+
+def test_heun_on_karras_levels_is_of_second_order() -> None:
+    for steps, expected in ((18, 0.0553), (36, 0.0122), (72, 0.00287)):
+        roots = torch.linspace(0.002 ** (1 / 7), 80 ** (1 / 7), steps, dtype=torch.float64)
+        schedule = Schedule.from_log_snr(-14 * roots.log())
+        exact = 0.5 / Gaussian(schedule, 0.5).variance[-1].item() ** 0.5
+        assert error_of(schedule, "heun", exact) == pytest.approx(expected, rel=0.005)
+
+
+def test_euler_steps_of_a_flow_are_of_first_order() -> None:
+    for steps, expected in ((10, 0.1384), (20, 0.0715), (40, 0.0364)):
+        assert error_of(Schedule("flow", steps), "ddim", 0.5) == pytest.approx(expected, rel=0.002)
+
+
+def test_without_a_slope_dpmpp_is_ddim() -> None:
+    schedule, z = Schedule("cosine"), normal(2, 3, 4, 4)
+    pixels = Gaussian(schedule, 0.5, mean=0.3)
+    for steps in (1, 2):
+        one, other = (
+            sample(pixels.denoise, schedule, z, draw=no_draw, sampler=sampler, steps=steps)
+            for sampler in ("ddim", "dpmpp_2m")
+        )
+        assert torch.equal(one, other)
+
+
+def spread(pixels: Gaussian, denoise: Callable, **options) -> float:
+    """Variance of the samples of N(0, 1) noise, exact: no sample is drawn."""
+    source = OnePixelEach(400)
+    out = sample(denoise, pixels.schedule, source.first, draw=source, **options)
+    assert len(set(source.asked)) == len(source.asked) <= source.draws, "no noise is used twice"
+    return out.square().sum().item()
+
+
+def test_the_variance_of_ddpm_is_that_of_its_recursion() -> None:
+    schedule = Schedule("linear", 20)
+    pixels, beta, signal = Gaussian(schedule, 0.5), schedule.betas, schedule.alpha**2
+    variance = 1.0
+    for t in range(19, 0, -1):
+        # Ho et al. 2020, eq. 7, with the estimate gain x in place of x0.
+        of_x0 = signal[t - 1].sqrt() * beta[t] / (1 - signal[t])
+        of_x = (1 - beta[t]).sqrt() * (1 - signal[t - 1]) / (1 - signal[t])
+        small = (1 - signal[t - 1]) / (1 - signal[t]) * beta[t]
+        variance = ((of_x0 * pixels.gain[t] + of_x) ** 2 * variance + small).item()
+    expected = pixels.gain[0].item() ** 2 * variance
+    assert spread(pixels, pixels.denoise, sampler="ddpm", steps=20) == pytest.approx(expected, rel=1e-12)
+    eta_1 = spread(pixels, pixels.denoise, sampler="ddim", eta=1.0, steps=20)
+    assert eta_1 == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("inpainted", [False, True])
+def test_ddpm_with_the_best_learned_variance_draws_from_the_distribution_itself(inpainted: bool) -> None:
+    """So it does if noise is added again and again for inpainting: that leads back to the level's own distribution."""
+    schedule = Schedule("linear", 40, zero_terminal_snr=True)
+    pixels, variance = Gaussian(schedule, 0.5), LearnedVariance(schedule)
+    fraction = (pixels.reverse_variance.log() - variance.log_small) / (variance.log_large - variance.log_small)
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        return Denoised(pixels.estimate(x, t), torch.full_like(x, fraction[t].item()))
+
+    options = {}
+    if inpainted:
+        size = OnePixelEach(400).first.shape
+        options = {"inpaint": Inpaint(torch.zeros(size), torch.zeros(size, dtype=torch.bool), resample_times=3)}
+    expected = pixels.gain[0].item() ** 2 * pixels.variance[0].item()  # the last step adds no noise
+    assert spread(pixels, denoise, sampler="ddpm", steps=40, **options) == pytest.approx(expected, rel=1e-12)
+
+
+def test_noise_is_added_again_as_in_the_forward_process() -> None:
+    pixels = Gaussian(Schedule("cosine"), 0.5)
+    levels = {level.number: level for level in sampling_levels(pixels.schedule, 1000)}
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    noise = add_noise_again(zero, levels[499], levels[500], one).item()
+    assert noise == pytest.approx(0.0562, abs=5e-5)
+    for less, more in ((499, 500), (0, 999), (900, 950)):
+        kept = add_noise_again(one, levels[less], levels[more], zero).item()
+        added = add_noise_again(zero, levels[less], levels[more], one).item()
+        variance = kept**2 * pixels.variance[less].item() + added**2
+        assert variance == pytest.approx(pixels.variance[more].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("sampler", DETERMINISTIC)
+@pytest.mark.parametrize("schedule", [
+    Schedule("cosine"), Schedule("flow"), Schedule("cosine", zero_terminal_snr=True),
+], ids=["cosine", "flow", "zero"])  # fmt: skip
+def test_of_two_pictures_deterministic_samplers_choose_the_one_on_the_side_of_the_noise(
+    sampler: str, schedule: Schedule
+) -> None:
+    z = normal(1, 1, 1, 1000)
+    z = z[z.abs() >= 0.05].view(1, 1, 1, -1)
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        return Denoised(torch.tanh(schedule.alpha[t] * x / schedule.sigma[t] ** 2))
+
+    out = sample(denoise, schedule, z, draw=no_draw, sampler=sampler, steps=50)
+    assert (out - z.sign()).abs().max() < 1e-3  # 50 steps
+
+
+def mixture(
+    pictures: Tensor, schedule: Schedule, deviation: float = 0.0
+) -> Callable[[Tensor, int, Tensor | None], Denoised]:
+    """The best estimate if there are only the given pictures (k, c, h, w), or normal clouds around them."""
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        alpha, sigma = schedule.alpha[t], schedule.sigma[t]
+        difference, variance = x[:, None] - alpha * pictures, (alpha * deviation) ** 2 + sigma**2
+        weight = (-difference.square().flatten(2).sum(2) / (2 * variance)).softmax(1)
+        estimates = pictures + alpha * deviation**2 / variance * difference
+        return Denoised((weight.view(*weight.shape, 1, 1, 1) * estimates).sum(1))
+
+    return denoise
+
+
+@pytest.mark.parametrize("name", ["cosine", "flow"])
+def test_dpmpp_is_far_better_than_ddim_although_steps_grow_towards_the_end(name: str) -> None:
+    schedule, z = Schedule(name), normal(50, 3, 2, 2, seed=2)
+    denoise = mixture(normal(20, 3, 2, 2).clamp(-1, 1), schedule, deviation=0.3)
+    exact, ddim, dpmpp = (
+        sample(denoise, schedule, z, draw=no_draw, sampler=sampler, steps=steps)
+        for sampler, steps in (("heun", 500), ("ddim", 20), ("dpmpp_2m", 20))
+    )
+    assert (dpmpp - exact).square().mean() < (
+        ddim - exact
+    ).square().mean() / 25  # a fifth of the error; found: an eighth
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_ends_on_the_pictures_of_a_mixture_and_reaches_all(sampler: str) -> None:
+    schedule = Schedule("cosine", zero_terminal_snr=True)
+    pictures, z = normal(3, 3, 2, 2).clamp(-1, 1), normal(60, 3, 2, 2, seed=2)
+    noise = iter(normal(200, 60, 3, 2, 2, seed=3))
+    out = sample(
+        mixture(pictures, schedule), schedule, z, draw=lambda name, step: next(noise), sampler=sampler, steps=50
+    )
+    distance = (out[:, None] - pictures).abs().flatten(2).amax(2)
+    assert distance.amin(1).max() < 1e-3 and set(distance.argmin(1).tolist()) == {0, 1, 2}
+
+
+def keyed(rows: list[int]) -> Callable[[str, int], Tensor]:
+    def draw(name: str, step: int) -> Tensor:
+        return torch.cat([normal(1, 3, 6, 6, seed=hash((row, step, len(name))) % 2**31) for row in rows])
+
+    return draw
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_picture_does_not_depend_on_the_others_of_its_batch(sampler: str) -> None:
+    schedule = Schedule("cosine", 100)
+    z = normal(3, 3, 6, 6)
+    image, mask = normal(3, 3, 6, 6, seed=7).clamp(-1, 1), normal(3, 6, 6, seed=8) > 0.5
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        x_start = 3 * torch.tanh(x * schedule.alpha[t]) + (0 if previous is None else 0.1 * previous)
+        return Denoised(x_start, 0.5 + 0.1 * torch.tanh(x))
+
+    def pictures(rows: list[int]) -> Tensor:
+        return sample(
+            denoise, schedule, z[rows], draw=keyed(rows), sampler=sampler, steps=10, eta=0.5 * (sampler == "ddim"),
+            threshold=lambda x: dynamic_threshold(x, 0.9), inpaint=Inpaint(image[rows], mask[rows], 2),
+        )  # fmt: skip
+
+    whole = pictures([0, 1, 2])
+    assert torch.equal(whole, torch.cat([pictures([row]) for row in (0, 1, 2)]))
+    assert whole.isfinite().all() and whole.abs().max() <= 1
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("resample_times", [1, 3])
+def test_inpainting_keeps_what_the_mask_says_and_draws_the_rest(sampler: str, resample_times: int) -> None:
+    schedule = Schedule("cosine", zero_terminal_snr=True)
+    pixels, image = Gaussian(schedule, 0.5), torch.full((2, 3, 6, 6), 0.25, dtype=torch.float64)
+    gap = torch.zeros(2, 6, 6, dtype=torch.bool)
+    gap[0, :, [0, 5]] = True
+    gap[1, 2:4] = True
+    for mask in (torch.ones_like(gap), gap, gap[:, None]):
+        out = sample(
+            pixels.denoise, schedule, normal(2, 3, 6, 6), draw=lambda name, step: normal(2, 3, 6, 6, seed=step),
+            sampler=sampler, steps=8, inpaint=Inpaint(image, mask, resample_times),
+        )  # fmt: skip
+        kept = mask.view(2, 1, 6, 6).expand_as(out)
+        assert torch.equal(out[kept], image[kept])
+        assert out.isfinite().all() and (out[~kept] != 0.25).all()
+
+
+def test_at_each_level_the_kept_parts_are_the_image_with_that_levels_noise() -> None:
+    schedule = Schedule("cosine", 100)
+    image, seen = torch.full((1, 3, 2, 2), 0.5, dtype=torch.float64), list[tuple[int, float]]()
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        seen.append((t, x.mean().item()))
+        return Denoised(x)
+
+    one = torch.ones_like(image)
+    inpaint = Inpaint(image, torch.ones(1, 2, 2, dtype=torch.bool), 1)
+    sample(denoise, schedule, 9 * one, draw=lambda name, step: one, sampler="ddim", steps=5, inpaint=inpaint)
+    for t, mean in seen:
+        assert mean == pytest.approx((0.5 * schedule.alpha[t] + schedule.sigma[t]).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_sampling_visits_the_last_level_first_and_each_level_once(sampler: str) -> None:
+    schedule, seen, told = Schedule("cosine"), list[int](), list[tuple[int, int]]()
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        assert (previous is None) == (not seen) and (previous is None or (previous == seen[-1]).all())
+        seen.append(t)
+        return Denoised(torch.full_like(x, t))
+
+    z = normal(1, 1, 2, 2)
+    out = sample(
+        denoise, schedule, z, draw=lambda *_: z, sampler=sampler, steps=5, on_step=lambda *step: told.append(step)
+    )
+    levels = [999, 749, 500, 250, 0]  # round(999 - 249.75 n)
+    # Heun looks at both ends of a step, unless there is no picture at its beginning or no level at its end.
+    assert seen == ([999, 749, 500, 500, 250, 250, 0, 0] if sampler == "heun" else levels)
+    assert (out == 0).all(), "the last estimate is the result"
+    assert told == [(n, 5) for n in range(1, 6)]
+
+
+def test_repainting_runs_the_network_as_often_as_it_says() -> None:
+    schedule, calls = Schedule("cosine", 50), list[int]()
+    z = normal(1, 1, 2, 2)
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        calls.append(t)
+        return Denoised(x)
+
+    inpaint = Inpaint(z, torch.zeros(1, 2, 2, dtype=torch.bool), 3)
+    sample(denoise, schedule, z, draw=lambda *_: z, sampler="dpmpp_2m", steps=4, inpaint=inpaint)
+    assert calls == [49] * 3 + [33] * 3 + [16] * 3 + [0]  # the last step ends clean: no noise comes again
+
+
+def test_after_noise_was_added_again_dpmpp_has_no_slope_to_continue() -> None:
+    schedule, z = Schedule("cosine", 50), normal(1, 1, 2, 2)
+    inpaint = Inpaint(z, torch.zeros(1, 2, 2, dtype=torch.bool), 2)
+    seen: dict[str, list[Tensor]] = {"ddim": [], "dpmpp_2m": []}
+    for sampler, inputs in seen.items():
+
+        def denoise(x: Tensor, t: int, previous: Tensor | None, inputs: list[Tensor] = inputs) -> Denoised:
+            inputs.append(x)
+            return Denoised(torch.full_like(x, len(inputs)))
+
+        sample(denoise, schedule, z, draw=lambda *_: z, sampler=sampler, steps=3, inpaint=inpaint)
+    # Levels 49, 49, 24, 24, 0: only the first step from 24 continues the one before it.
+    assert [torch.equal(*inputs) for inputs in zip(*seen.values(), strict=True)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(("name", "zero"), [("linear", False), ("cosine", False), ("cosine", True)])
+def test_karras_levels_are_the_nearest_to_equal_steps_of_the_seventh_root(name: str, zero: bool) -> None:
+    schedule = Schedule(name, zero_terminal_snr=zero)
+    levels = sampling_levels(schedule, 12, spacing="karras")
+    assert levels[0].number == 999 and levels[-2].number == 0 and levels[-1] == CLEAN and len(levels) == 13
+    noise = (schedule.sigma / schedule.alpha).log()
+    visited = levels[1:-1]  # the first one has no picture
+    high, low = ((it.sigma / it.alpha) ** (1 / 7) for it in (visited[0], visited[-1]))
+    assert high**7 == pytest.approx(100, rel=0.25)  # the nearest level of the cosine schedule has 79
+    for n, level in enumerate(visited):
+        wanted = 7 * math.log(high + n / (len(visited) - 1) * (low - high))
+        assert (noise - wanted).abs().argmin() == level.number
+
+
+@pytest.mark.parametrize("sampler", DETERMINISTIC)
+@pytest.mark.parametrize("zero", [False, True])
+def test_errors_of_the_estimates_are_not_magnified(sampler: str, zero: bool) -> None:
+    schedule = Schedule("cosine", zero_terminal_snr=zero)
+    pixels = Gaussian(schedule, 0.5)
+
+    def wrong(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        return Denoised(pixels.estimate(x, t) + 0.01 * (-1) ** len(calls.append(t) or calls))
+
+    calls, z = list[int](), normal(2, 3, 4, 4)
+    good, bad = (
+        sample(denoise, schedule, z, draw=no_draw, sampler=sampler, steps=20) for denoise in (pixels.denoise, wrong)
+    )
+    assert (good - bad).abs().max() < 0.1
+
+
+def test_the_threshold_is_a_percentile_of_each_picture_and_leaves_small_ones_alone() -> None:
+    x = normal(3, 3, 5, 5) * torch.tensor([0.1, 1.0, 5.0]).view(3, 1, 1, 1)
+    limits = x.abs().flatten(1).quantile(0.9, dim=1).clamp_min(1).view(3, 1, 1, 1)
+    torch.testing.assert_close(dynamic_threshold(x, 0.9), (x / limits).clamp(-1, 1), rtol=1e-12, atol=0)
+    assert torch.equal(dynamic_threshold(x, 0.9)[:1], x[:1])
+    assert dynamic_threshold(x, 1.0)[2].abs().max() == 1
+
+
+def test_samples_of_fp32_noise_are_fp32_and_near_those_of_fp64() -> None:
+    schedule, z = Schedule("cosine"), normal(2, 3, 4, 4)
+    pixels = Gaussian(schedule, 0.5)
+
+    def single(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        return Denoised(pixels.gain[t].item() * x)
+
+    for sampler in DETERMINISTIC:
+        exact, out = (sample(single, schedule, it, draw=no_draw, sampler=sampler) for it in (z, z.float()))
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)  # 20 steps that each round to 1e-7
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"sampler": "euler"}, "choose one of"), ({"steps": 11}, "1 to 10 steps"), ({"steps": 0}, "1 to 10 steps"),
+    ({"start_at": 10}, "0 to 9"), ({"sampler": "ddpm", "eta": 0.5}, "eta"), ({"sampler": "ddim", "eta": 1.5}, "eta"),
+    ({"spacing": "trailing"}, "choose one of"),
+])  # fmt: skip
+def test_what_cannot_be_sampled_is_refused(options: dict, match: str) -> None:
+    schedule = Schedule("cosine", 10)
+    with pytest.raises(ValueError, match=match):
+        sample(Gaussian(schedule, 1).denoise, schedule, normal(1, 1, 2, 2), draw=no_draw, **{"steps": 5, **options})
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 4, 5), torch.bool), ((2, 4, 4), torch.uint8), ((4, 4), torch.bool)])
+def test_a_mask_that_does_not_fit_is_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="True where they stay"):
+        Inpaint(torch.zeros(2, 3, 4, 4), torch.ones(shape, dtype=dtype))

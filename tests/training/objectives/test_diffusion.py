@@ -1,0 +1,161 @@
+"""Draws of the diffusion objectives: functions of the seed, the name, the step and the place in the global batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training.measures.test_averages import pooled
+from training.objectives.diffusion import DiffusionDraws, LossesByNoise, LowresDraws
+
+SHAPE, LOWRES = (3, 8, 8), (3, 4, 4)
+EVERYTHING = {
+    "image_drop": 0.1, "text_drop": 0.5, "self_cond": True,
+    "lowres": LowresDraws(1000, blur_sigma=(0.4, 0.8), blur_size=(3, 7)),
+}  # fmt: skip
+NAMES = {
+    "times", "noise", "keep_image", "keep_text", "self_cond", "lowres_time", "lowres_noise", "blur_sigma", "blur_size",
+}  # fmt: skip
+
+
+def draws_of(name: str = "unet1", seed: int = 0, timesteps: int = 1000, **options) -> DiffusionDraws:
+    return DiffusionDraws(seed, name, timesteps, **{**EVERYTHING, **options})
+
+
+def flat(draws: dict[str, Tensor]) -> Tensor:
+    return torch.cat(
+        [draw.double().flatten(1) if draw.ndim > 1 else draw.double()[:, None] for draw in draws.values()], 1
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_draws_are_the_same_however_the_batch_is_cut(parts: int) -> None:
+    draws = draws_of()
+    whole = draws(3, range(32), 32, SHAPE, LOWRES)
+    cut = [draws(3, range(first, first + 32 // parts), 32, SHAPE, LOWRES) for first in range(0, 32, 32 // parts)]
+    assert whole.keys() == NAMES
+    for name, draw in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in cut]), draw), name
+
+
+def test_draws_differ_between_seeds_networks_steps_and_positions_and_uses() -> None:
+    draws = draws_of()
+    first = draws(0, range(32), 32, SHAPE, LOWRES)
+    others = [
+        draws_of(seed=1)(0, range(32), 32, SHAPE, LOWRES), draws_of("unet2")(0, range(32), 32, SHAPE, LOWRES),
+        draws(1, range(32), 32, SHAPE, LOWRES), draws_of().fixed(range(32), 32, SHAPE, LOWRES),
+    ]  # fmt: skip
+    for name, draw in first.items():
+        assert not any(torch.equal(draw, other[name]) for other in others), name
+    noise = torch.stack([first["noise"], *(other["noise"] for other in others)]).flatten(0, 1).flatten(1)
+    # 192 numbers a row: correlations of independent rows have deviation 0.072; 6 of them among 12720 pairs.
+    correlation = torch.corrcoef(noise).fill_diagonal_(0)
+    assert correlation.abs().max() < 6 / math.sqrt(192)
+    both = torch.stack([first["noise"].flatten(1)[:, :48].flatten(), first["lowres_noise"].flatten()])
+    assert torch.corrcoef(both)[0, 1].abs() < 5 / math.sqrt(both.shape[1])
+
+
+@pytest.mark.parametrize("batch_size", [32, 50])
+def test_stratified_times_come_once_from_each_stratum_of_the_global_batch(batch_size: int) -> None:
+    draws, orders = draws_of(timesteps=10 * batch_size), set()
+    inside: list[Tensor] = []
+    for step in range(20):
+        times = torch.cat([
+            draws(step, positions, batch_size, SHAPE, LOWRES)["times"]
+            for positions in (range(batch_size // 2), range(batch_size // 2, batch_size))
+        ])  # fmt: skip
+        assert (times // 10).sort().values.tolist() == list(range(batch_size))
+        orders.add(tuple((times // 10).tolist()))
+        inside.append(times % 10)
+    assert len(orders) == 20
+    counts = torch.cat(inside).bincount(minlength=10)
+    assert (counts - 2 * batch_size).abs().max() < 5 * math.sqrt(2 * batch_size), "uniform in the stratum"
+
+
+def test_stratified_times_take_away_nearly_all_of_the_losses_noise() -> None:
+    def deviation(**options: bool) -> float:
+        draws = draws_of(lowres=None, **options)
+        times = torch.stack([draws(step, range(32), 32, (1,))["times"] for step in range(100)])
+        return (torch.cos(times / 1000 * math.pi / 2) ** 2).mean(1).std().item()
+
+    # The mean of 32 values of cos^2 of a uniform angle has deviation 1 / sqrt(8 * 32) = 0.0625; 100 give it to 7 %.
+    assert deviation(stratified=False) == pytest.approx(0.0625, rel=0.3)
+    assert deviation() == pytest.approx(0.0018, rel=0.3)
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_logit_normal_times_have_their_distribution(stratified: bool) -> None:
+    draws = draws_of(time_sampling="logit_normal", logit_mean=-0.5, logit_std=1.5, stratified=stratified, lowres=None)
+    times = draws(0, range(2000), 2000, (1,))["times"]
+    n = (((times + 0.5) / 1000).logit() + 0.5) / 1.5
+    quantiles = torch.linspace(0.05, 0.95, 19)
+    # 2000 independent numbers know a quantile's probability to 0.011; strata know it to 1 / 2000, levels to 0.001.
+    found = (n[:, None] < torch.special.ndtri(quantiles)).float().mean(0)
+    assert (found - quantiles).abs().max() < (0.003 if stratified else 0.045)
+    assert times.min() >= 0 and times.max() <= 999
+
+
+def test_conditions_are_dropped_and_coins_are_thrown_for_each_picture() -> None:
+    drawn = draws_of(image_drop=0.4)(0, range(2000), 2000, (1,), (1,))
+    blurred = drawn["blur_sigma"] > 0
+    # Of 2000 draws with probability p, the fraction has deviation sqrt(p (1 - p) / 2000), at most 0.0112.
+    for draw, probability in (
+        (drawn["keep_image"], 0.6), (drawn["keep_text"], 0.5), (drawn["self_cond"], 0.5), (blurred, 0.5),
+        (drawn["keep_image"] & drawn["keep_text"], 0.3), (drawn["keep_text"] & blurred, 0.25),
+        (drawn["keep_text"] & drawn["self_cond"], 0.25),
+    ):  # fmt: skip
+        assert draw.float().mean().item() == pytest.approx(probability, abs=0.045)
+    sigma = drawn["blur_sigma"][blurred]
+    assert 0.4 <= sigma.min() < 0.41 and 0.79 < sigma.max() <= 0.8
+    assert drawn["blur_size"].unique().tolist() == [3, 5, 7]
+    assert drawn["lowres_time"].min() < 10 and 990 <= drawn["lowres_time"].max() <= 999
+
+
+def test_only_what_the_network_has_is_drawn() -> None:
+    plain = DiffusionDraws(0, "unet1", 1000)(0, range(4), 4, SHAPE)
+    assert plain.keys() == {"times", "noise"}
+    assert plain["times"].dtype == torch.int64 and plain["noise"].shape == (4, *SHAPE)
+    sharp = DiffusionDraws(0, "unet2", 1000, lowres=LowresDraws(blur_prob=0.0))(0, range(4), 4, SHAPE, LOWRES)
+    assert sharp.keys() == {"times", "noise", "blur_sigma", "blur_size"} and (sharp["blur_sigma"] == 0).all()
+
+
+def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_nothing() -> None:
+    draws = draws_of(timesteps=400)
+    whole = draws.fixed(range(40), 40, SHAPE, LOWRES)
+    assert (whole["times"] // 10).sort().values.tolist() == list(range(40))
+    for name in ("keep_image", "keep_text", "self_cond"):
+        assert whole[name].all()
+    cut = [draws_of(timesteps=400).fixed(range(first, first + 10), 40, SHAPE, LOWRES) for first in range(0, 40, 10)]
+    assert all(torch.equal(torch.cat([part[name] for part in cut]), whole[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("time_sampling", ["uniform", "logit_normal"])
+def test_losses_are_pooled_by_quarters_that_are_equally_likely(time_sampling: str) -> None:
+    draws = draws_of(time_sampling=time_sampling, logit_mean=0.7, lowres=None)
+    times = draws(0, range(400), 400, (1,))["times"]
+    ranks = [draws.losses_by_noise() for _ in range(2)]
+    for first in range(0, 400, 50):
+        part = times[first : first + 50]
+        ranks[first % 100 // 50].add(part, part.float())
+    result = ranks[0].result(pooled(*(rank.result for rank in ranks)))
+    quarters = times.double().sort().values.view(4, 100).mean(1)
+    assert list(result) == ["q0", "q1", "q2", "q3"]
+    # A level on an edge belongs to one quarter, its pictures may be of two.
+    assert list(result.values()) == pytest.approx(quarters.tolist(), abs=1.0)
+
+
+def test_a_quarter_begins_at_its_edge_and_one_without_pictures_is_nan() -> None:
+    losses = LossesByNoise(torch.tensor([2, 4, 6]))
+    losses.add(torch.tensor([0, 1, 2, 6, 7]), torch.tensor([1.0, 3.0, 5.0, 7.0, 8.0]))
+    assert list(losses.result().values()) == pytest.approx([2.0, 5.0, math.nan, 7.5], nan_ok=True)
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"time_sampling": "cosine"}, "uniform or logit_normal"), ({"logit_std": 0.0}, "above 0"),
+])  # fmt: skip
+def test_draws_that_cannot_be_are_refused(options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        draws_of(**options)
