@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     refuse_idle_quantizer_flags(parser, args)
     parser.refuse_idle(args, ["patch"], "patch_size", "above 1", args.patch_size > 1)
     parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
-    parser.refuse_idle(args, ["image_every"], "image_folder", "DIR", args.image_folder is not None)
+    parser.refuse_idle(args, ["image_every"], "image_folder", "PATH", args.image_folder is not None)
     parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
     distributed.launch(train, parser, args, last_start)
 

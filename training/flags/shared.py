@@ -22,8 +22,9 @@ from .parser import ArgumentParser
 def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
     """Add the flags of every script that trains on images."""
     add = parser.add_argument_group("images").add_argument
-    add("--image_folder", metavar="DIR", default="demo:shapes",
-        help="folder of training images (jpg, png, webp, bmp), with subfolders; demo:shapes draws images itself")
+    add("--image_folder", metavar="PATH", default="demo:shapes",
+        help="folder of training images (jpg, png, webp, bmp), with subfolders; or webdataset tars; demo:shapes draws "
+        "images itself")
     add("--image_size", type=positive_int, default=image_size, metavar="PIXELS", help=image_size_help)
     add("--random_flip", action="store_true", help="mirror each training image with probability 1/2")
     add("--num_images_save", type=positive_int, default=4, metavar="N",
@@ -46,8 +47,9 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     add("--clip_starts", type=str.lower, choices=("anywhere", "keyframe"), default="anywhere",
         help="where clips begin in training: keyframe, the last key frame before a random time, is faster to read")
     add("--random_flip", action="store_true", help="mirror each training clip with probability 1/2")
-    add("--image_folder", metavar="DIR",
-        help="folder of images to train on as clips of one frame; demo:shapes draws images itself (default: none)")
+    add("--image_folder", metavar="PATH",
+        help="folder or webdataset tars of images to train on as clips of one frame; demo:shapes draws images itself "
+        "(default: none)")
     add("--image_every", type=positive_int, default=4, metavar="N",
         help="with --image_folder, every N-th update is one of images")
     add("--split_seed", "--random_split_seed", type=non_negative_int, default=42, metavar="INT",
