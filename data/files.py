@@ -72,7 +72,7 @@ def find_files(
             return ManifestFile(path)
         return TarFiles(_only_tars([path], what, manifests))
     if not os.path.exists(path) and (_RANGE.search(path) or glob.has_magic(path)):
-        return TarFiles(_only_tars(_expanded(path), what, manifests))
+        return TarFiles(_only_tars(expanded(path), what, manifests))
     listed = list_folder(path)
     tars = [name for name in listed if name.lower().endswith(".tar")]
     if tars and len(tars) < len(listed):
@@ -95,11 +95,11 @@ def _only_tars(paths: list[str], what: str, manifests: bool) -> list[str]:
     return paths
 
 
-def _expanded(pattern: str) -> list[str]:
+def expanded(pattern: str) -> list[str]:
     """Paths of `{000..010}` and `*`, in order."""
     paths = [pattern]
     while _RANGE.search(paths[0]):
-        paths = [expanded for path in paths for expanded in _counted(path)]
+        paths = [counted for path in paths for counted in _counted(path)]
     if glob.has_magic(pattern):
         found = sorted(match for path in paths for match in glob.glob(path))
         if not found:

@@ -116,7 +116,8 @@ def _parts_of(
     if n_train < at_least:
         taken = {name: size for name, size in sizes.items() if size} or {"validation": 0}
         arithmetic = " and ".join(
-            f"{name} takes " + (f"max(ceil({fractions[name]:g} x {n}), batch size {at_least}) = {size}" if size else "0")
+            f"{name} takes "
+            + (f"max(ceil({fractions[name]:g} x {n}), batch size {at_least}) = {size}" if size else "0")
             for name, size in taken.items()
         )
         left = " - ".join(map(str, (n, *taken.values())))
@@ -168,9 +169,7 @@ def split_shards(
 def _check_fractions(valid_fraction: float, test_fraction: float) -> None:
     for name, fraction in (("valid", valid_fraction), ("test", test_fraction)):
         if not 0 <= fraction < 1:
-            raise ValueError(
-                f"--{name}_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1"
-            )
+            raise ValueError(f"--{name}_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1")
     if valid_fraction + test_fraction > 1 - _TOLERANCE:
         said = f"--valid_fraction {valid_fraction:g} and --test_fraction {test_fraction:g}"
         raise ValueError(f"{said} leave nothing to train on: their sum has to be less than 1")

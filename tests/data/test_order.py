@@ -83,8 +83,10 @@ def test_split_by_what_is_no_fraction_is_refused(fraction):
     assert "no fraction" in one_line(split, 100, fraction, 0, at_least=1)
 
 
-@pytest.mark.parametrize("valid, test, sizes", [(0.15, 0.1, (75, 15, 10)), (0.07, 0.07, (86, 7, 7)), (0, 0.5, (50, 0, 50)),
-                                                (0.01, 0.0, (96, 4, 0)), (0.5, 0.4, (10, 50, 40))])  # fmt: skip
+@pytest.mark.parametrize("valid, test, sizes", [
+    (0.15, 0.1, (75, 15, 10)), (0.07, 0.07, (86, 7, 7)), (0, 0.5, (50, 0, 50)), (0.01, 0.0, (96, 4, 0)),
+    (0.5, 0.4, (10, 50, 40)),
+])  # fmt: skip
 def test_three_splits_are_disjoint_complete_and_of_the_sizes_asked_for(valid, test, sizes):
     parts = split_samples(100, valid, test, seed=3, at_least=4)
     assert tuple(map(len, parts)) == sizes

@@ -171,7 +171,13 @@ def test_an_empty_set_is_an_error_not_an_endless_loop(tmp_path, intact):
     assert "has no rows" in one_line(feed, tmp_path / "set.csv")
     assert "16 samples are too few" in one_line(feed, intact, batch_size=17)
     nothing, samples = split(16, 0.0, 0, 1)[1], captioned(intact)
-    options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "collate": collate_entries, "noun": "sounds"}
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "rank": 0,
+        "world_size": 1,
+        "collate": collate_entries,
+        "noun": "sounds",
+    }
     assert "no sounds to train on" in one_line(TrainingStream, samples, nothing, seed=0, **options)
     assert list(ValidationStream(samples, nothing, **options)) == []
 
