@@ -136,7 +136,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
     """Decode a folder of codes to a folder of videos; returns how many shards are left to do after a signal."""
-    from data.opening import missing_package
+    from data.files.opening import missing_package
     from data.stores.codes import read_codes
     from data.stores.films import FRAME_FOLDER, decode_films, film_files
     from data.stores.output import OutputFolder

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, positive_int
+from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import (
     add_adversary_arguments,
@@ -27,7 +28,6 @@ from training.flags.shared import (
     add_quantizer_arguments,
     add_run_arguments,
     add_video_arguments,
-    refuse_idle_quantizer_flags,
 )
 from training.run.folder import last_start
 
@@ -268,10 +268,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="video_folder")
-    refuse_idle_quantizer_flags(parser, args)
+    refuse_idle_flags(parser, args, "quantizer", "adversary", "videos")
+    parser.refuse_idle(args, ["time_window"], "layers", "with attend_time", "attend_time" in args.layers)
     parser.refuse_idle(args, ["patch"], "patch_size", "above 1", args.patch_size > 1)
     parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
-    parser.refuse_idle(args, ["image_every"], "image_folder", "PATH", args.image_folder is not None)
     parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
     distributed.launch(train, parser, args, last_start)
 

@@ -25,13 +25,13 @@ from training.flags.converters import (
     positive_int,
     whole_numbers,
 )
+from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import (
     add_adversary_arguments,
     add_image_arguments,
     add_quantizer_arguments,
     add_run_arguments,
-    refuse_idle_quantizer_flags,
 )
 from training.run.folder import last_start
 
@@ -250,7 +250,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    refuse_idle_quantizer_flags(parser, args)
+    refuse_idle_flags(parser, args, "quantizer", "adversary")
     parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
     distributed.launch(train, parser, args, last_start)
 

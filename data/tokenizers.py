@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .opening import missing_package
+from .files.opening import missing_package
 
 _NAME_OF_CLIP = "clip"
 FILE = "tokenizer.json"

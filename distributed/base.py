@@ -276,12 +276,14 @@ class Backend(ABC):
     @contextmanager
     def agreement(self) -> Iterator[None]:
         """For work that may fail on one process alone, such as opening files. A ValueError or OSError on any process
-        becomes the same UserMistake on all, so that none waits for one that has left. Call no collectives inside."""
+        becomes the same UserMistake on all, so that none waits for one that has left. The work may last longer on one
+        process than a collective would wait, if it calls ``mark`` now and then. Call no collectives inside."""
         mistake: str | None = None
         try:
             yield
         except (ValueError, OSError) as error:
             mistake = first_line(error)
+        self.watchdog.meet()
         for rank, text in enumerate(self.gather_objects(mistake)):
             if text is not None:
                 raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")

@@ -28,6 +28,7 @@ HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
 SILENT_SECONDS = 60.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
 _LONGEST_TEXT = 200
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.25  # between two looks at who has arrived
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._store: Any = None
         self._server: Any = None
+        self._meetings = 0
         if self._world_size > 1:
             self._connect(comm, device, launch)
             self._answered_at = time.monotonic()
@@ -71,6 +73,20 @@ class Watchdog:
         """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase."""
         last = self._mark
         self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective)
+
+    def meet(self) -> None:
+        """Return when every process has called this. Unlike a collective it has no time limit: the others may
+        have hours of work, and as long as they make progress the watchdog ends nobody."""
+        if self._store is None:
+            return
+        self._meetings += 1
+        self.mark("waiting for the other processes", collective=True)
+        everybody, pause = self._meetings * self._world_size, _SHORTEST_PAUSE_SECONDS
+        arrived = self._store.add("arrived", 1)
+        while arrived < everybody:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            arrived = self._store.add("arrived", 0)
 
     def stop(self) -> None:
         """End the heartbeats, because this process leaves on purpose."""

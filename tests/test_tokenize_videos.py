@@ -23,7 +23,7 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 import data
-from data.source import Source
+from data.files.source import Source
 from data.videos.decoding import ClipDecoder
 from data.videos.moving import Moving
 from models import VideoTokenizer

@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..files import Folder, FolderFiles, TarFiles, expanded, find_files
-from ..opening import list_files, nothing_found
-from ..packed import PackedStrings
-from ..tars import Members, Tars
+from ..files.find import Folder, FolderFiles, TarFiles, expanded, find_files
+from ..files.opening import list_files, nothing_found
+from ..files.packed import PackedStrings
+from ..files.tars import Members, Tars
 from .embeddings import IMAGE, KINDS, TEXT, Embeddings, Kind, embeddings_beside, embeddings_by_row, number_of
 from .sets import ENDINGS, ImageFiles, Images
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..contracts import Processes
 from ..feed import Feed
-from ..opening import demonstration_size
+from ..files.opening import demonstration_size
 from ..order import Split, split_samples, split_shards
 from ..stream import collate_entries
 from .captioned import ALL_SHARDS, Captioned, Shards, open_captioned

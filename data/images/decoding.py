@@ -12,8 +12,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from ..files.source import Source, open_source
 from ..hashing import derive_key
-from ..source import Source, open_source
 
 # Formats are recognised by content, not by name. Not all of Pillow's are allowed: PostScript would start Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..bad_samples import Incomplete, reason_of
-from ..files import expanded
-from ..tars import Tars, stem_of
-from .arrays import Array, StoredArray, find_array
+from ..files.arrays import Array, StoredArray, find_array
+from ..files.find import expanded
+from ..files.tars import Tars, stem_of
 
 _DIGITS = re.compile(r"(\d+)$")
 

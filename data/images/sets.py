@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..contracts import Samples
-from ..files import Folder, FolderFiles, TarFiles, find_files
-from ..opening import demonstration_size, list_files, nothing_found
-from ..source import Places
-from ..tars import Members, Tars
+from ..files.find import Folder, FolderFiles, TarFiles, find_files
+from ..files.opening import demonstration_size, list_files, nothing_found
+from ..files.source import Places
+from ..files.tars import Members, Tars
 from .decoding import decode_source, randomly_flipped
 from .shapes import Shapes
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ..files.opening import missing_package
+from ..files.source import FileWindow, Source
 from ..hashing import Draws
-from ..opening import missing_package
-from ..source import FileWindow, Source
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..bad_samples import BadSample, reason_of
-from ..opening import list_files
-from ..packed import PackedStrings
+from ..files.opening import list_files
+from ..files.packed import PackedStrings
 from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..manifest import Columns, Part, Parts, part_of, read_manifest
-from ..packed import PackedStrings
+from ..files.manifest import Columns, Part, Parts, part_of, read_manifest
+from ..files.packed import PackedStrings
 from .decoding import ClipDecoder
 from .sidecars import NO_CAPTION, Texts, texts_of_object
 

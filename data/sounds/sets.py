@@ -6,8 +6,8 @@ import os
 from typing import Protocol
 
 from ..contracts import Samples
-from ..files import ManifestFile, TarFiles, find_files
-from ..opening import demonstration_size
+from ..files.find import ManifestFile, TarFiles, find_files
+from ..files.opening import demonstration_size
 from .decoding import ClipDecoder, require_decoders
 from .manifest import Manifest
 from .sidecars import SoundFolder, Texts, list_sounds

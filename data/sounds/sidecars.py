@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..opening import list_files, nothing_found
-from ..packed import PackedStrings
+from ..files.opening import list_files, nothing_found
+from ..files.packed import PackedStrings
 from .decoding import ENDINGS, ClipDecoder, Source
 
 TEXT_ENDINGS = (".json", ".txt")  # if a sound has both, the first is read

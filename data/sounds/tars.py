@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .. import tars
+from ..files import tars
 from .decoding import ENDINGS, ClipDecoder
 from .sidecars import NO_CAPTION, TEXT_ENDINGS, Texts, read_texts
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..source import Source, open_source
+from ..files.source import Source, open_source
 
 # FFmpeg knows the format by content; others, such as lists of files and addresses to read instead, are refused.
 _FORMATS = "mov,matroska,avi,gif"

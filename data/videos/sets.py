@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..contracts import Processes, Samples
 from ..feed import Feed
-from ..files import Folder, FolderFiles, TarFiles, find_files
+from ..files.find import Folder, FolderFiles, TarFiles, find_files
+from ..files.manifest import Columns, Parts, part_of, read_manifest
+from ..files.opening import demonstration_size, list_files, nothing_found
+from ..files.source import Places
+from ..files.tars import Members, Tars
 from ..images.decoding import randomly_flipped
 from ..images.sets import ENDINGS as IMAGE_ENDINGS
 from ..images.sets import open_images
-from ..manifest import Columns, Parts, part_of, read_manifest
-from ..opening import demonstration_size, list_files, nothing_found
-from ..source import Places
-from ..tars import Members, Tars
 from .decoding import ENDINGS, ClipDecoder, require_decoder
 from .moving import FRAMES_PER_SECOND, Moving
 

@@ -17,7 +17,7 @@ from benchmarks.bare import VARIANTS, bare_loop
 from benchmarks.gan import GAMES, _bare, _ours
 from benchmarks.loading import plain_decode, write_photos
 from benchmarks.video_loading import plain_clip, write_videos
-from data.source import Source
+from data.files.source import Source
 from data.videos.decoding import ClipDecoder
 from models import DiscreteVAE
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +122,24 @@ def by_items(backend: Backend) -> dict[str, Any]:
             engine.backward(engine(x).square().mean(), items=len(x), total=total)
         updates.append(engine.step())
     return record(engine, updates, [])
+
+
+def patience(backend: Backend) -> float:
+    """The last process works in an agreement while the others have nothing to do. Returns by how many seconds one of
+    them began to wait in a collective, which has a time limit, before that work was done."""
+    entered = []
+    gather_objects = backend._collectives.gather_objects
+
+    def noted(*args: Any) -> Any:
+        entered.append(time.monotonic())
+        return gather_objects(*args)
+
+    with patch.object(backend._collectives, "gather_objects", noted), backend.agreement():
+        if backend.rank == backend.world_size - 1:
+            time.sleep(0.5)
+        worked_until = time.monotonic()
+    times = backend.gather_objects([entered[0], worked_until])
+    return max(0.0, max(worked for _, worked in times) - min(first for first, _ in times))
 
 
 def idle_parts(backend: Backend) -> dict[str, Any]:
@@ -303,6 +323,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     }
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
+        result["patience"] = patience(backend)
     by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
     if backend.is_root:

@@ -130,6 +130,10 @@ def test_collectives_agree_with_closed_forms(ours: dict[str, Any]) -> None:
     assert all(ours["collectives"].values()), ours["collectives"]
 
 
+def test_no_collective_waits_while_a_process_works_in_an_agreement(ours: dict[str, Any]) -> None:
+    assert ours["patience"] == 0
+
+
 def test_resolved_configuration_is_complete(launcher: Launcher, ours: dict[str, Any]) -> None:
     description = ours["description"]
     assert description["world_size"] == launcher.processes

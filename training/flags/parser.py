@@ -131,7 +131,16 @@ class ArgumentParser(argparse.ArgumentParser):
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{nearest(flag, list(self._option_string_actions))}")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
+        self._refuse_two_names(sys.argv[1:] if argv is None else argv)
         return {dest: value for dest, value in vars(namespace).items() if dest not in unset or value is not unset[dest]}
+
+    def _refuse_two_names(self, argv: Sequence[str]) -> None:
+        """End with an error if one flag is given by two of its names: one of the values would be lost in silence."""
+        used = {token.split("=")[0] for token in argv}
+        for action in self._actions:
+            names = [name for name in action.option_strings if name in used]
+            if len(names) > 1 and not isinstance(action, argparse.BooleanOptionalAction):
+                self.error(f"{names[0]} and {names[1]} are two names of one flag; give one of them")
 
     def _from_config_file(self, path: str) -> dict[str, Any]:
         from .config_file import read_config

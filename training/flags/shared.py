@@ -14,7 +14,6 @@ from .converters import (
     two_fractions,
     whole_numbers,
 )
-from .parser import ArgumentParser
 
 # fmt: off
 
@@ -160,13 +159,6 @@ def add_quantizer_arguments(
         help="at the start, the entropy loss counts this many times --entropy_loss_weight")
     add("--entropy_anneal_steps", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates over which that factor falls to 1")
-
-
-def refuse_idle_quantizer_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """End with an error if a flag of another quantizer stands on the command line."""
-    parser.refuse_idle(args, ["vq_decay", "vq_cosine"], "quantizer", "vq", args.quantizer == "vq")
-    parser.refuse_idle(args, ["fsq_levels"], "quantizer", "fsq", args.quantizer == "fsq")
-    parser.refuse_idle(args, ["soft_clamp"], "quantizer", "lfq", args.quantizer == "lfq")
 
 
 def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weight_decay: float) -> None:

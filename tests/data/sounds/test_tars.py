@@ -16,10 +16,10 @@ import soundfile
 import torch
 import webdataset
 
-import data.tars
+import data.files.tars
 from data import open_sounds
+from data.files.tars import open_index, scan
 from data.sounds.tars import MEMBERS
-from data.tars import open_index, scan
 from tests.data.helpers import one_line
 
 RATE = 8000
@@ -97,7 +97,7 @@ def test_index_is_kept_beside_the_tar_and_made_once(tmp_path, monkeypatch):
     path = shard(tmp_path / "a.tar", samples(5))
     first = opened(path)
     assert (tmp_path / ".a.tar.index.npz").is_file()
-    monkeypatch.setattr(data.tars, "scan", lambda *_: pytest.fail("made a second time"))
+    monkeypatch.setattr(data.files.tars, "scan", lambda *_: pytest.fail("made a second time"))
     again = opened(path)
     assert [again.texts(i).captions for i in range(5)] == [first.texts(i).captions for i in range(5)]
     assert all(torch.equal(again.load(i), first.load(i)) for i in range(5))
@@ -130,7 +130,7 @@ def test_index_is_kept_in_the_cache_of_the_user_where_the_folder_takes_none(tmp_
     block(tmp_path / ".a.tar.index.npz")
     opened(path)
     assert len(list((own_cache / "tandem" / "tars").glob("*.npz"))) == 1
-    monkeypatch.setattr(data.tars, "scan", lambda *_: pytest.fail("made a second time"))
+    monkeypatch.setattr(data.files.tars, "scan", lambda *_: pytest.fail("made a second time"))
     assert len(opened(path)) == 5
 
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from data.bad_samples import Unsuitable
-from data.source import FileWindow, Source, open_source
+from data.files.source import FileWindow, Source, open_source
 from data.videos.decoding import ClipDecoder
 from tests.data.helpers import one_line
 from tests.data.videos.files import RATE, SIDE, TICKS, number_of, numbers, picture, write_video

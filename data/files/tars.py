@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .bad_samples import reason_of
+from ..bad_samples import reason_of
 from .packed import PackedStrings
 from .source import Source
 

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from .bad_samples import reason_of
+from ..bad_samples import reason_of
 from .packed import PackedStrings
 from .source import Source
 
