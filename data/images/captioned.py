@@ -7,6 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..files.find import Folder, FolderFiles, TarFiles, expanded, find_files
 from ..files.opening import list_files, nothing_found
 from ..files.packed import PackedStrings
@@ -20,6 +23,7 @@ _CAPTIONS, _FIRST_EMBEDDING = 1, 2  # kinds of members, after that of images
 _MEMBERS = Members("image", (ENDINGS, *_BESIDE), suffix=".captions", whole=True)
 _LONGEST_CAPTION = 1 << 16  # bytes
 
+Sizes = npt.NDArray[np.int64]
 Place = tuple[str, int, int | None]  # path, first byte, size; None: to the end of the file
 
 
@@ -64,7 +68,7 @@ class CaptionedFiles:
         self._places, self._shards = places, shards
         self.load, self.describe, self.name = images.load, images.describe, images.name
         self.shards = places.shards
-        self.has_captions = places.largest(_CAPTIONS) is not None
+        self.has_captions = bool((places.sizes(_CAPTIONS) >= 0).any())
 
     def __len__(self) -> int:
         return len(self._places)
@@ -80,8 +84,15 @@ class CaptionedFiles:
                 raise ValueError(f"{flag} is for tars; in a folder, put a {kind.endings[-1]} file beside each image")
             return embeddings_by_row(kind, self._places.tars, spec, flag, index_width=self._shards.index_width)
         number = _FIRST_EMBEDDING + KINDS.index(kind)
-        largest = self._places.largest(number)
-        return None if largest is None else embeddings_beside(kind, _Beside(self._places, number), largest)
+        # Texts are as long as the longest one; image embeddings have one size, but for a damaged one.
+        sizes = self._places.sizes(number)
+        example = int(sizes.argmax())
+        if sizes[example] < 0:
+            return None
+        if kind == IMAGE:
+            values, counts = np.unique(sizes[sizes >= 0], return_counts=True)
+            example = int((sizes == values[counts.argmax()]).argmax())
+        return embeddings_beside(kind, _Beside(self._places, number), example, self.describe(example))
 
 
 class _Beside:
@@ -106,11 +117,9 @@ class _InTars:
         found = self.tars.beside(index, number)
         return None if found is None else (self.tars.path(index), *found)
 
-    def largest(self, number: int) -> int | None:
-        """The index with the largest file of one kind, None if there is no such file."""
-        sizes = self.tars.table[:, 2 * number + 1]
-        index = int(sizes.argmax())
-        return index if sizes[index] >= 0 else None
+    def sizes(self, number: int) -> Sizes:
+        """Bytes of the file of one kind beside each image, -1 if there is none."""
+        return self.tars.table[:, 2 * number + 1]
 
 
 class _InFolder:
@@ -133,16 +142,15 @@ class _InFolder:
         name = self._names[number - 1][index]
         return (os.path.join(self._folder, name), 0, None) if name else None
 
-    def largest(self, number: int) -> int | None:
-        """As `_InTars.largest`."""
-        found = [index for index, name in enumerate(self._names[number - 1]) if name]
-        return max(found, key=lambda index: self._size(index, number), default=None)
+    def sizes(self, number: int) -> Sizes:
+        """As `_InTars.sizes`."""
+        return np.array([self._size(name) for name in self._names[number - 1]], np.int64)
 
-    def _size(self, index: int, number: int) -> int:
+    def _size(self, name: str) -> int:
         try:
-            return os.path.getsize(os.path.join(self._folder, self._names[number - 1][index]))
+            return os.path.getsize(os.path.join(self._folder, name)) if name else -1
         except OSError:
-            return -1
+            return 0
 
 
 def open_captioned(

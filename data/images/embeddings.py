@@ -101,19 +101,20 @@ class Beside:
 
 
 def embeddings_beside(
-    kind: Kind, place: Callable[[int], tuple[str, int, int | None] | None], largest: int
+    kind: Kind, place: Callable[[int], tuple[str, int, int | None] | None], example: int, name: str
 ) -> StoredEmbeddings:
-    """Embeddings in files beside the images, see `Beside`; `largest` is the index of the largest file.
+    """Embeddings in files beside the images, see `Beside`. The shape is that of the image with the index `example`,
+    which messages call `name`.
 
-    Raises ValueError, in one line, if the largest cannot be read.
+    Raises ValueError, in one line, if that embedding cannot be read.
     """
-    found = place(largest)
+    found = place(example)
     assert found is not None
     try:
         array = _without_ones(find_array(*found).read(), kind.dimensions)
+        _check_dimensions(kind, array.shape)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the {kind.noun} in {found[0]!r}: {reason_of(error)}") from None
-    _check_dimensions(kind, found[0], array.shape, kind.dimensions)
+        raise ValueError(f"cannot read the {kind.noun} of {name!r}: {reason_of(error)}") from None
     return StoredEmbeddings(kind, array.shape, Beside(place))
 
 
@@ -152,9 +153,9 @@ def embeddings_by_row(kind: Kind, tars: Tars, spec: str, flag: str, *, index_wid
     for number in wanted:
         try:
             arrays.append(find_array(files[number]))
+            _check_dimensions(kind, arrays[-1].shape[1:])
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the {kind.noun} in {files[number]!r}: {reason_of(error)}") from None
-        _check_dimensions(kind, files[number], arrays[-1].shape[1:], kind.dimensions)
+            raise ValueError(f"cannot read the {kind.noun}s in {files[number]!r}: {reason_of(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
             ours, theirs = (f"{array.shape[1:]} in {array.path!r}" for array in (arrays[-1], arrays[0]))
             raise ValueError(f"{kind.noun}s have the shape {ours}, but {theirs}")
@@ -164,9 +165,10 @@ def embeddings_by_row(kind: Kind, tars: Tars, spec: str, flag: str, *, index_wid
     return StoredEmbeddings(kind, arrays[0].shape[1:], Rows(tars, arrays, index_width))
 
 
-def _check_dimensions(kind: Kind, path: str, shape: tuple[int, ...], dimensions: int) -> None:
-    if len(shape) != dimensions or 0 in shape:
-        raise ValueError(f"the {kind.noun} of an image in {path!r}: shape {shape}, not {dimensions}-dimensional")
+def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:
+    if len(shape) != kind.dimensions or 0 in shape:
+        needed = {1: "(d,)", 2: "(tokens, d)"}[kind.dimensions]
+        raise ValueError(f"that of one image has the shape {shape}, not {needed}")
 
 
 def row_of(name: str, index_width: int, tar: str = "") -> int:

@@ -9,9 +9,8 @@ from .parser import ArgumentParser
 
 
 def refuse_idle_flags(parser: ArgumentParser, args: argparse.Namespace, *groups: str) -> None:
-    """End with an error if a flag of these groups ("quantizer", "adversary", "videos", "conditioned images")
-    stands on the command line and
-    has no effect beside the other flags."""
+    """End with an error if a flag of these groups ("quantizer", "adversary", "videos", "conditioned images") stands on
+    the command line and has no effect beside the other flags."""
     for group in groups:
         _GROUPS[group](parser, args)
 
