@@ -161,10 +161,8 @@ def open_captioned(
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     path = os.path.expanduser(spec)
-    if "{}" in path:
-        files = TarFiles(_numbered(path, shards))
-    else:
-        files = find_files(path, "images", _listed, manifests=False)
+    by_number = "{}" in path
+    files = TarFiles(_numbered(path, shards)) if by_number else find_files(path, "images", _listed, manifests=False)
     places: _InTars | _InFolder
     if isinstance(files, TarFiles):
         places = _InTars(_within(files.paths, shards))

@@ -152,6 +152,13 @@ def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_d
     }, "number 9 is an array (1, 6)"
 
 
+def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):
+    """Seven tokens in fp16 take less than five in fp32."""
+    but = {2: {**members(2), "text.npy": npy(np.ones((7, TEXT_WIDTH), np.float16))}}
+    found = opened(write_tars(tmp_path / "tars", "text.npy", but=but), image=False)
+    assert one_line(found.load, 2) == "its text encoding: shape (7, 4), where others have (5, 4)"
+
+
 def test_a_header_that_claims_more_than_its_file_holds_is_refused_before_memory_is_taken(tmp_path):
     header = npy(embedding(0)).replace(b"(6,), ", b"(6000000000000,), ")[:128]
     but = {5: {**members(5), "npy": header + bytes(12)}}
