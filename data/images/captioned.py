@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..files.find import Folder, FolderFiles, TarFiles, expanded, find_files
+from ..files.find import Folder, FolderFiles, TarFiles, find_files
 from ..files.opening import list_files, nothing_found
 from ..files.packed import PackedStrings
 from ..files.tars import Members, Tars
@@ -161,8 +161,7 @@ def open_captioned(
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     path = os.path.expanduser(spec)
-    by_number = "{}" in path
-    files = TarFiles(_numbered(path, shards)) if by_number else find_files(path, "images", _listed, manifests=False)
+    files = find_files(_numbered(path, shards), "images", _listed, manifests=False)
     places: _InTars | _InFolder
     if isinstance(files, TarFiles):
         places = _InTars(_within(files.paths, shards))
@@ -185,14 +184,16 @@ def _listed(folder: str) -> list[str]:
     return names if images and not tars else [*images, *tars]  # what stands beside tars is no caption of an image
 
 
-def _numbered(path: str, shards: Shards) -> list[str]:
-    """Tars of a path with `{}`."""
+def _numbered(path: str, shards: Shards) -> str:
+    """The pattern or range that a path with `{}` stands for; another path as it is."""
+    if "{}" not in path:
+        return path
     if shards.last is None:
-        return expanded(path.replace("{}", "[0-9]" * shards.width))
+        return path.replace("{}", "[0-9]" * shards.width)
     if shards.last < shards.first:
         raise ValueError(f"--end_shard {shards.last} is smaller than --start_shard {shards.first}")
     first, last = (f"{number:0{shards.width}d}" for number in (shards.first, shards.last))
-    return expanded(path.replace("{}", f"{{{first}..{last}}}"))
+    return path.replace("{}", f"{{{first}..{last}}}")
 
 
 def _within(paths: list[str], shards: Shards) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..hashing import Draws
 from .decoding import randomly_flipped
 from .embeddings import IMAGE, Kind
-from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, draw_scene, placed
+from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, cover_of, draw_scene, placed
 
 TOKENS, TOKEN_DIM = 8, 32  # of an encoded caption: "a small red circle on the left" has 7 words
 
@@ -44,6 +44,14 @@ def is_held_out(triple: Triple) -> bool:
 
 _SEEN = [triple for triple in TRIPLES if not is_held_out(triple)]
 _HELD_OUT = [triple for triple in TRIPLES if is_held_out(triple)]
+
+
+def drawing() -> dict[str, Any]:
+    """How pictures are drawn, as a reader of their attributes has to know it: the names of the shapes, the colours and
+    places by name, the radii, and the function that draws a cover."""
+    return {
+        "shapes": _SHAPES, "colours": COLOURS, "places": PLACES, "radii": list(SIZES.values()), "cover": cover_of
+    }  # fmt: skip
 
 
 def attributes(items: Sequence[Item]) -> Tensor:

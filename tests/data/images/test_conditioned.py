@@ -255,6 +255,7 @@ def test_flags_that_contradict_one_another_are_refused(tmp_path):
     assert "have 0 to 2" in one_line(opened, tars, shards=Shards(first=7))
     assert "smaller than --start_shard" in one_line(opened, tars / "{}.tar", shards=Shards(2, 1, 5))
     assert "00003.tar" in one_line(opened, tars / "{}.tar", shards=Shards(0, 3, 5))
+    assert "no file is named like" in one_line(opened, tars / "{}.tar", shards=Shards(width=6))
     assert "has no shards" in one_line(opened, "demo:shapes", shards=Shards(first=2))
     (tmp_path / "loose").mkdir()
     (tmp_path / "loose" / "a.png").write_bytes(picture(0))

@@ -13,6 +13,7 @@ import torch
 
 from data import decoder_feed
 from data.feed import Feed
+from data.images.scenes import is_held_out, triples_of
 from tests.data.helpers import Process, assert_same, ids, joined, on_all, one_line
 from tests.data.images.conditions import (
     WIDTH,
@@ -116,7 +117,7 @@ def test_a_feed_without_a_test_split_tests_nothing(tars):
     assert list(feed.test()) == [] and len(feed.train_set) == 68
 
 
-def test_splits_that_cannot_be_are_refused(tars, tmp_path):
+def test_splits_that_cannot_be_are_refused(tars):
     assert "at least 3 are needed" in one_line(feed_of, tars / "{00000..00001}.tar", split_by="shard")
     assert "--split_by shard splits by tars" in one_line(feed_of, "demo:shapes:40", split_by="shard", text=False)
 
@@ -166,6 +167,9 @@ def test_the_demonstration_has_embeddings_encodings_and_captions():
     batch = feed_of("demo:shapes:64").start(0)
     assert batch["image_embed"].shape == (4, 180) and batch["text_encodings"].shape == (4, 8, 32)
     assert all(len(caption.split()) >= 5 for caption in batch["captions"])
+    unseen = feed_of("demo:shapes:64", text=False).samples.held_out(9)
+    assert len(unseen) == 9 and unseen.load(8).keys() == {"images", "captions", "image_embed"}
+    assert all(is_held_out(t) for t in triples_of(torch.stack([unseen.load(i)["image_embed"] for i in range(9)])))
     assert feed_of("demo:shapes:64", text=False).samples.widths == {"image_embed": 180, "text_encodings": None}
 
 
