@@ -15,6 +15,7 @@ EXTRAS = {
     "fid": ["torch-fidelity>=0.4"],
     "audio": ["soundfile>=0.13", "soxr>=1.0", "open_clip_torch>=3.0", "tokenizers>=0.21"],
     "video": ["av>=17"],
+    "clip": ["open_clip_torch>=3.0"],
     "lion": ["lion-pytorch>=0.2.5"],
     "test": [
         "pytest>=8",
@@ -37,8 +38,8 @@ EXTRAS = {
         "types-psutil",
     ],
 }
-EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["video"] + EXTRAS["lion"]
-ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "lion")
+EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["video"] + EXTRAS["clip"] + EXTRAS["lion"]
+ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "clip", "lion")
 EXTRAS["all"] = [needed for extra in ALL for needed in EXTRAS[extra]]
 
 setup(

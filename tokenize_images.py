@@ -35,14 +35,15 @@ ENCODING_ONLY = ("image_size", "images_per_shard", "format", "on_bad_sample", "r
 def build_parser() -> ArgumentParser:
     text = "Write the codes of a folder of images with a trained tokenizer, or make images of codes."
     parser = ArgumentParser("tokenize_images.py", text, is_root=distributed.launched_as_root)
-    parser.usage = "%(prog)s --model DIR (--image_folder DIR | --decode DIR) --output DIR [flags]"
+    parser.usage = "%(prog)s --model DIR (--image_folder PATH | --decode DIR) --output DIR [flags]"
     # fmt: off
     group = parser.add_argument_group("from and to")
     group.add_argument("--model", required=True, metavar="DIR",
         help="model/ folder of a run of train_vae.py or train_vqgan.py")
     source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--image_folder", metavar="DIR",
-        help="encode this folder of jpg, png, webp, bmp, nested as you like; demo:shapes draws its own")
+    source.add_argument("--image_folder", metavar="PATH",
+        help="encode this folder of jpg, png, webp, bmp, nested as you like, or webdataset tars; demo:shapes draws its "
+        "own")
     source.add_argument("--decode", metavar="DIR", help="make PNG images of the codes in this folder")
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
 

@@ -12,11 +12,13 @@ _LISTED = 20
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be read: its dataset index, the path of its file and the reason, in one line."""
+    """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
+    that is `Incomplete`."""
 
     index: int
     path: str
     reason: str
+    is_incomplete: bool = False
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -26,25 +28,39 @@ class Unsuitable(ValueError):
     """A sample can be read, but is none that the user wants: another takes its place, and it does not count as bad."""
 
 
+class Incomplete(Unsuitable):
+    """A sample lacks a part that others have, such as its embedding: it is counted, but not named one by one."""
+
+
 class BadSampleLog:
     """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
         self._samples: dict[int, BadSample] = {}
+        self._incomplete: set[int] = set()
 
     @property
     def count(self) -> int:
-        """Number of different bad samples so far."""
+        """Number of different bad samples so far, without the incomplete ones."""
         return len(self._samples)
+
+    @property
+    def count_incomplete(self) -> int:
+        """Number of different incomplete samples so far."""
+        return len(self._incomplete)
 
     def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
         """Remember `samples`; returns those that were not known before, each once."""
         new = []
         for sample in samples:
-            if sample.index not in self._samples:
+            if sample.index in self._samples or sample.index in self._incomplete:
+                continue
+            if sample.is_incomplete:
+                self._incomplete.add(sample.index)
+            else:
                 self._samples[sample.index] = sample
-                new.append(sample)
+            new.append(sample)
         return new
 
     def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
@@ -64,13 +80,15 @@ class BadSampleLog:
             f"passed over; repair or remove them: {listed}{rest}"
         )
 
-    def state_dict(self) -> dict[str, list[list[int | str]]]:
+    def state_dict(self) -> dict[str, list[Any]]:
         """What a checkpoint keeps, as plain JSON."""
-        return {"samples": [list(astuple(sample)) for sample in self._samples.values()]}
+        samples = [[sample.index, sample.path, sample.reason] for sample in self._samples.values()]
+        return {"samples": samples, **({"incomplete": sorted(self._incomplete)} if self._incomplete else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the known bad samples by those of `state`."""
         self._samples = {index: BadSample(index, path, reason) for index, path, reason in state["samples"]}
+        self._incomplete = set(state.get("incomplete", []))
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .bad_samples import BadSample, BadSampleLog
 from .contracts import Processes, Samples
 from .images.sets import open_images
-from .order import AlternatingOrder, TrainingOrder, split
+from .order import AlternatingOrder, Split, TrainingOrder, split_samples
 from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
@@ -54,6 +54,8 @@ class Feed(Generic[BatchType]):
         open_samples: Opens the set. It may raise ValueError on some processes only.
         args: batch_size, valid_fraction, seed (of the order), num_workers and on_bad_sample.
         split_seed: Seed of the split into training and validation.
+        divide: Splits the set into training, validation and test; without it, there is no test split. It may raise
+            ValueError.
         noun: What messages call one sample, such as "image".
         open_second: Opens a second set, to train on in every update whose number (from 1) divides by `second_every`;
             none of it is for validation. Its indices follow those of the first set.
@@ -73,12 +75,14 @@ class Feed(Generic[BatchType]):
         collate: Collate,
         open_second: Callable[[], Samples] | None = None,
         second_every: int = 1,
+        divide: Callable[[Any], Split] | None = None,
     ) -> None:
         self._processes, self.noun = processes, noun
         with processes.agreement():
             self.samples = open_samples()
-            n = len(self.samples)
-            self.train_set, self.valid_set = split(n, args.valid_fraction, split_seed, at_least=args.batch_size)
+            n, by_seed = len(self.samples), (split_seed, args.batch_size)
+            parts = divide(self.samples) if divide else split_samples(n, args.valid_fraction, 0.0, *by_seed)
+            self.train_set, self.valid_set, self.test_set = parts
             self.samples_per_epoch = len(self.train_set)
             self._order: dict[str, Any] = {"seed": args.seed}
             if open_second is not None:
@@ -97,11 +101,14 @@ class Feed(Generic[BatchType]):
         }  # fmt: skip
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
+        self._said_incomplete = 0
 
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
-        self._validation = ValidationStream(self.samples, self.valid_set, **self._loading)
+        self._validation, self._test = (
+            ValidationStream(self.samples, part, **self._loading) for part in (self.valid_set, self.test_set)
+        )
         order = {**self._order, "start_samples": start_samples}
         self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
@@ -121,6 +128,10 @@ class Feed(Generic[BatchType]):
     def validation(self) -> Iterator[BatchType]:
         """This process's part of one pass over the validation split."""
         return map(self._received, self._processes.each("validation data", self._validation))
+
+    def test(self) -> Iterator[BatchType]:
+        """This process's part of one pass over the test split, as `validation`."""
+        return map(self._received, self._processes.each("test data", self._test))
 
     def preview(self, count: int) -> BatchType:
         """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
@@ -150,7 +161,12 @@ class Feed(Generic[BatchType]):
         """Say which files any process could not read since the last call, each file once. Raises UserMistake if they
         are too many to continue. Collective."""
         for sample in self.bad_samples.share(self._unreported, self._processes.gather_objects):
-            say(f"cannot read {sample}; the next {self.noun} takes its place")
+            if not sample.is_incomplete:
+                say(f"cannot read {sample}; the next {self.noun} takes its place")
+            elif self.bad_samples.count_incomplete >= 2 * self._said_incomplete:  # not at every report
+                self._said_incomplete = self.bad_samples.count_incomplete
+                n = f"{self._said_incomplete} {self.noun}{'' if self._said_incomplete == 1 else 's'} so far"
+                say(f"left out {n}, such as {sample}")
         self._unreported.clear()
         with self._processes.agreement():
             self.bad_samples.check()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from .hashing import derive_key, mix64
 
 _FEISTEL_ROUNDS = 8
+_TOLERANCE = 1e-9
 
 
 class Permutation:
@@ -56,31 +61,129 @@ class Subset:
         return self._permutation(self._start + i)
 
 
-def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Subset]:
-    """Divide a data set of n samples by seed into (train, valid), disjoint and together complete.
+class Ranges:
+    """The dataset indices of several ranges, one range after the other; `ranges[i]` takes O(log(number of ranges))."""
 
-    valid holds max(ceil(fraction * n), at_least) samples, none if fraction is 0; `at_least` is the global batch size.
-    Raises ValueError if fraction is not in [0, 1) or fewer than `at_least` samples remain to train on.
+    def __init__(self, ranges: Sequence[range]) -> None:
+        self._ranges = list(ranges)
+        self._ends = list(itertools.accumulate(map(len, self._ranges)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, i: int) -> int:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        which = bisect.bisect_right(self._ends, i)
+        return self._ranges[which][i - self._ends[which]]  # counted from the range's end
+
+
+Indices = Subset | Ranges | range
+
+
+class Split(NamedTuple):
+    """Disjoint parts of a data set that are together complete."""
+
+    train: Indices
+    valid: Indices
+    test: Indices
+
+
+def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Subset]:
+    """Divide a data set of n samples by seed into (train, valid): `split_samples` without a test split."""
+    train, valid, _ = _parts_of(n, fraction, 0.0, seed, at_least)
+    return train, valid
+
+
+def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int, at_least: int) -> Split:
+    """Divide a data set of n samples by seed.
+
+    valid holds max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
+    the global batch size. Raises ValueError if a fraction is not in [0, 1), they leave nothing, or fewer than
+    `at_least` samples remain to train on.
     """
-    if not 0 <= fraction < 1:
-        raise ValueError(f"--valid_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1")
-    share = math.ceil(fraction * n - 1e-9)  # 0.07 * 100 is 7.000000000000001, which must give 7
-    n_valid = max(share, at_least) if fraction > 0 else 0
-    n_train = n - n_valid
+    return Split(*_parts_of(n, valid_fraction, test_fraction, seed, at_least))
+
+
+def _parts_of(
+    n: int, valid_fraction: float, test_fraction: float, seed: int, at_least: int
+) -> tuple[Subset, Subset, Subset]:
+    _check_fractions(valid_fraction, test_fraction)
+    fractions = {"validation": valid_fraction, "test": test_fraction}
+    sizes = {name: max(_share(n, f), at_least) if f > 0 else 0 for name, f in fractions.items()}
+    n_valid, n_test = sizes.values()
+    n_train = n - n_valid - n_test
     if n_train < at_least:
-        arithmetic = f"max(ceil({fraction:g} x {n}), batch size {at_least}) = {n_valid}" if n_valid else "0"
+        taken = {name: size for name, size in sizes.items() if size} or {"validation": 0}
+        arithmetic = " and ".join(
+            f"{name} takes "
+            + (f"max(ceil({fractions[name]:g} x {n}), batch size {at_least}) = {size}" if size else "0")
+            for name, size in taken.items()
+        )
+        left = " - ".join(map(str, (n, *taken.values())))
+        flags = " and ".join(f"--{'valid' if name == 'validation' else name}_fraction 0" for name in taken)
         raise ValueError(
-            f"{n} samples are too few: validation takes {arithmetic}, which leaves {n} - {n_valid} = {max(n_train, 0)} "
-            f"to train on, less than one batch of {at_least}: add data, lower --batch_size or set --valid_fraction 0"
+            f"{n} samples are too few: {arithmetic}, which leaves {left} = {n_train if n >= n_valid + n_test else 0} "
+            f"to train on, less than one batch of {at_least}: add data, lower --batch_size or set {flags}"
         )
     permutation = Permutation(n, "split", seed)
-    return Subset(permutation, 0, n_train), Subset(permutation, n_train, n_valid)
+    return (
+        Subset(permutation, 0, n_train),
+        Subset(permutation, n_train, n_valid),
+        Subset(permutation, n_train + n_valid, n_test),
+    )
+
+
+def split_shards(
+    shards: Sequence[range], valid_fraction: float, test_fraction: float, seed: int, at_least: int
+) -> Split:
+    """Divide a data set by whole shards, each the range of its indices, by seed; empty shards are left out.
+
+    valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
+    ValueError if a fraction is not in [0, 1), no shard remains to train on, or a split is smaller than `at_least`
+    samples, the global batch size.
+    """
+    _check_fractions(valid_fraction, test_fraction)
+    filled = [shard for shard in shards if len(shard)]
+    n, n_valid, n_test = len(filled), _share(len(filled), valid_fraction), _share(len(filled), test_fraction)
+    if n <= n_valid + n_test:
+        needed = next(m for m in itertools.count(1) if m > _share(m, valid_fraction) + _share(m, test_fraction))
+        raise ValueError(
+            f"{n} shards are too few: validation takes {n_valid} of them and test {n_test}, which leaves none to train "
+            f"on: at least {needed} are needed; add shards, or use --split_by sample"
+        )
+    permutation = Permutation(n, "split shards", seed)
+    order = [filled[permutation(i)] for i in range(n)]
+    n_train = n - n_valid - n_test
+    parts = (order[:n_train], order[n_train : n_train + n_valid], order[n_train + n_valid :])
+    found = Split(*map(Ranges, parts))
+    for name, part, indices in zip(("training", "validation", "test"), parts, found, strict=True):
+        if part and len(indices) < at_least:
+            raise ValueError(
+                f"the {name} split has {len(part)} of {n} shards and {len(indices)} samples, less than one batch of "
+                f"{at_least}: lower --batch_size, or use --split_by sample"
+            )
+    return found
+
+
+def _check_fractions(valid_fraction: float, test_fraction: float) -> None:
+    for name, fraction in (("valid", valid_fraction), ("test", test_fraction)):
+        if not 0 <= fraction < 1:
+            raise ValueError(f"--{name}_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1")
+    if valid_fraction + test_fraction > 1 - _TOLERANCE:
+        said = f"--valid_fraction {valid_fraction:g} and --test_fraction {test_fraction:g}"
+        raise ValueError(f"{said} leave nothing to train on: their sum has to be less than 1")
+
+
+def _share(n: int, fraction: float) -> int:
+    """ceil(fraction * n), where rounding errors do not count: 0.07 * 100 is 7.000000000000001, which must give 7."""
+    return math.ceil(fraction * n - _TOLERANCE)
 
 
 class TrainingOrder:
     """The endless order of training: every epoch is another shuffle of the subset, given by (seed, epoch) only."""
 
-    def __init__(self, subset: Subset | range, seed: int) -> None:
+    def __init__(self, subset: Indices, seed: int) -> None:
         self._subset, self._seed = subset, seed
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
@@ -101,7 +204,7 @@ class TrainingOrder:
 class ValidationOrder:
     """Every sample of the subset once, always in the same order; the epoch is always 0."""
 
-    def __init__(self, subset: Subset) -> None:
+    def __init__(self, subset: Indices) -> None:
         self._subset = subset
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample, Unsuitable, reason_of
+from .bad_samples import BadSample, Incomplete, Unsuitable, reason_of
 from .contracts import Samples
-from .order import AlternatingOrder, Subset, TrainingOrder, ValidationOrder
+from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
 from .workers import Loader
 
 Order = TrainingOrder | AlternatingOrder | ValidationOrder
@@ -40,6 +40,12 @@ def collate_images(images: Sequence[Tensor]) -> dict[str, Any]:
     return {"images": torch.stack(list(images))}
 
 
+def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Samples with equal keys -> the entries of a batch: tensors are stacked, other values become lists."""
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
+    return {key: torch.stack(part) if isinstance(part[0], Tensor) else part for key, part in columns.items()}
+
+
 class TrainingStream:
     """This rank's part of every global batch, endlessly: each epoch is another shuffle of the subset.
 
@@ -58,7 +64,7 @@ class TrainingStream:
     def __init__(
         self,
         samples: Samples,
-        subset: Subset,
+        subset: Indices,
         *,
         batch_size: int,
         rank: int,
@@ -95,7 +101,7 @@ class ValidationStream:
     def __init__(
         self,
         samples: Samples,
-        subset: Subset,
+        subset: Indices,
         *,
         batch_size: int,
         rank: int,
@@ -169,9 +175,10 @@ class _BatchLoader:
             try:
                 return self.samples.load(index, epoch, self.augment), index
             except (OSError, ValueError) as error:
-                failure = BadSample(index, self.samples.describe(index), reason_of(error))
+                is_incomplete = isinstance(error, Incomplete)
+                failure = BadSample(index, self.samples.describe(index), reason_of(error), is_incomplete)
                 is_bad = not isinstance(error, Unsuitable)
-            if is_bad:
+            if is_bad or is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
                 raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")

@@ -145,7 +145,7 @@ def test_killed_at_any_write_and_started_again_gives_the_same_files(script, whol
 
 def test_a_finished_folder_is_not_computed_again(script, whole, copied, model, source, monkeypatch):
     before = stamps(copied, f"{script.shards}-*")
-    monkeypatch.setattr("data.images.sets.ImageFolder.load", None)
+    monkeypatch.setattr("data.images.sets.ImageFiles.load", None)
     monkeypatch.setattr("data.sounds.decoding.ClipDecoder.load", None)
     monkeypatch.setattr("data.videos.decoding.ClipDecoder.frames", None)
     script.fill(model, source, copied)

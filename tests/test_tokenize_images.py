@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,15 @@ def test_npy_files_hold_the_same_codes(codes, model, source, tmp_path):
     for path in codes.glob("*.safetensors"):
         np.testing.assert_array_equal(np.load(other / f"{path.stem}.npy"), load_file(path)["codes"])
     assert read_codes(other).load(2).shape == (1, 4, 4)
+
+
+def test_images_in_tars_get_the_codes_of_their_folder(codes, model, source, tmp_path):
+    """Members have the folder's relative paths, so that even the bytes are the same, apart from the source's name."""
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        for name in IMAGES:
+            tar.add(source / name, name)
+    from_tar = TOKENIZE.fill(model, tmp_path / "all.tar", tmp_path / "codes")
+    assert files(from_tar) == files(codes)
 
 
 def test_the_demonstration_is_encoded_without_a_folder(model, tmp_path):

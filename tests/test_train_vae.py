@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from functools import cache
 from math import exp
@@ -27,6 +28,7 @@ from models import DiscreteVAE
 from tests.scripts import (
     ROOT,
     VAE,
+    VQGAN,
     Script,
     assert_same_bits,
     checkpoint,
@@ -281,6 +283,24 @@ def test_init_from_does_not_translate_a_path(finished: Path, tmp_path: Path) -> 
 def test_init_from_a_model_with_alpha_says_that_it_is_transparent(tmp_path: Path, trained: Callable[..., Path]) -> None:
     model = trained("--transparent") / "model"
     assert "; they need --transparent, " in VAE.refused(tmp_path / "run", "--init_from", str(model))
+
+
+# Tars.
+
+
+@pytest.mark.parametrize("script", [VAE, VQGAN], ids=str)
+def test_images_in_tars_train_the_same_model_as_in_a_folder(script: Script, tmp_path: Path) -> None:
+    folder, tars = script.data.write(tmp_path / "photos", 24), tmp_path / "tars"
+    tars.mkdir()
+    for shard in range(2):
+        with tarfile.open(tars / f"{shard:05d}.tar", "w") as tar:
+            for image in sorted(folder.iterdir())[12 * shard : 12 * (shard + 1)]:
+                tar.add(image, image.name)
+    runs = [
+        script.train(tmp_path / f"run{n}", "--image_folder", str(spec), "--max_steps", "2", "--random_flip")
+        for n, spec in enumerate((folder, tars / "{00000..00001}.tar"))
+    ]
+    assert_same_bits(*map(final_weights, runs))
 
 
 # The flags of the loss, each against the formula written out on the first batch.

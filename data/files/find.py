@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .manifest import ENDINGS as MANIFEST_ENDINGS
+from .packed import PackedStrings
+from .source import Source
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -31,22 +33,46 @@ class FolderFiles(NamedTuple):
     names: list[str]
 
 
-def find_files(path: str, what: str, list_folder: Callable[[str], list[str]]) -> ManifestFile | TarFiles | FolderFiles:
+class Folder:
+    """The files of a folder, numbered in the order of their relative paths, `names`."""
+
+    def __init__(self, folder: str, names: list[str]) -> None:
+        self._folder, self._names = folder, PackedStrings(names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def source(self, index: int) -> Source:
+        return Source(self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self._folder, self._names[index])
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+
+def find_files(
+    path: str, what: str, list_folder: Callable[[str], list[str]], *, manifests: bool = True
+) -> ManifestFile | TarFiles | FolderFiles:
     """What a path stands for: a manifest, one .tar, a folder of files or of tars, a pattern of tars (`tars/*.tar`) or a
     range of them (`{000..010}.tar`).
 
     Args:
         what: What messages call the samples, in the plural.
         list_folder: Lists a folder: the relative paths of the files of samples and of .tar files, in order.
+        manifests: Whether a manifest is allowed.
 
     Raises ValueError, in one line, if there is nothing of the kind.
     """
+    if "://" in path or path.startswith("pipe:"):
+        raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
     if os.path.isfile(path):
-        if path.lower().endswith(MANIFEST_ENDINGS):
+        if manifests and path.lower().endswith(MANIFEST_ENDINGS):
             return ManifestFile(path)
-        return TarFiles(_only_tars([path], what))
+        return TarFiles(_only_tars([path], what, manifests))
     if not os.path.exists(path) and (_RANGE.search(path) or glob.has_magic(path)):
-        return TarFiles(_only_tars(_expanded(path), what))
+        return TarFiles(_only_tars(expanded(path), what, manifests))
     listed = list_folder(path)
     tars = [name for name in listed if name.lower().endswith(".tar")]
     if tars and len(tars) < len(listed):
@@ -58,21 +84,22 @@ def find_files(path: str, what: str, list_folder: Callable[[str], list[str]]) ->
     return TarFiles([os.path.join(path, name) for name in tars]) if tars else FolderFiles(listed)
 
 
-def _only_tars(paths: list[str], what: str) -> list[str]:
+def _only_tars(paths: list[str], what: str, manifests: bool) -> list[str]:
     for path in paths:
         if not path.lower().endswith(".tar"):
-            hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {what}, or tars"
+            manifest = f"a manifest ({' '.join(MANIFEST_ENDINGS)}), " if manifests else ""
+            hint = f"give {manifest}a folder of {what}, or tars"
             if path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
                 hint = "decompress it first: a compressed tar cannot be read at random"
             raise ValueError(f"{path!r} is no set of {what}: {hint}")
     return paths
 
 
-def _expanded(pattern: str) -> list[str]:
+def expanded(pattern: str) -> list[str]:
     """Paths of `{000..010}` and `*`, in order."""
     paths = [pattern]
     while _RANGE.search(paths[0]):
-        paths = [expanded for path in paths for expanded in _counted(path)]
+        paths = [counted for path in paths for counted in _counted(path)]
     if glob.has_magic(pattern):
         found = sorted(match for path in paths for match in glob.glob(path))
         if not found:

@@ -7,7 +7,7 @@ import io
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Source(NamedTuple):
@@ -25,6 +25,15 @@ class Source(NamedTuple):
     def name(self) -> str:
         """The name of the file, by whose ending its kind is known."""
         return self.member or self.path
+
+
+class Places(Protocol):
+    """Where the samples of a set are. `name` is the path of a file in its folder, or of a member in its tar."""
+
+    def __len__(self) -> int: ...
+    def source(self, index: int) -> Source: ...
+    def describe(self, index: int) -> str: ...
+    def name(self, index: int) -> str: ...
 
 
 class FileWindow(io.RawIOBase):

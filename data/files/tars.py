@@ -29,12 +29,20 @@ class Members(NamedTuple):
 
     noun: what messages call a sample;
     kinds: the endings of each kind of member; one of the first kind makes a sample, the others stand beside it;
-    suffix: a part of the names of the files that keep the index, if it is not the index of sounds.
+    suffix: a part of the names of the files that keep the index, if it is not the index of sounds;
+    whole: whether an ending has to be all of a name after its first dot, so that "0.mask.png" is no ".png".
     """
 
     noun: str
     kinds: tuple[tuple[str, ...], ...]
     suffix: str = ""
+    whole: bool = False
+
+    def kind(self, base: str, stem: str) -> int | None:
+        """The kind of a member, by its name without folders and by that name up to its first dot; None if of none."""
+        ending, name = base[len(stem) :].lower(), base.lower()
+        found = (k for k, ends in enumerate(self.kinds) if name.endswith(ends) and (not self.whole or ending in ends))
+        return None if base.startswith(".") else next(found, None)
 
 
 class TarIndex(NamedTuple):
@@ -81,9 +89,22 @@ class Tars:
         offset, size = self.table[index, 2 * kind : 2 * kind + 2].tolist()
         return (offset, size) if size >= 0 else None
 
+    @property
+    def paths(self) -> Sequence[str]:
+        return self._paths
+
+    @property
+    def shards(self) -> list[range]:
+        """The indices of the samples in each tar."""
+        return [range(int(first), int(end)) for first, end in itertools.pairwise(self._firsts)]
+
+    def shard(self, index: int) -> int:
+        """The place of the tar that holds a sample."""
+        return int(np.searchsorted(self._firsts, index, side="right")) - 1
+
     def path(self, index: int) -> str:
         """The tar that holds a sample."""
-        return self._paths[int(np.searchsorted(self._firsts, index, side="right")) - 1]
+        return self._paths[self.shard(index)]
 
     def name(self, index: int) -> str:
         """The name of a sample's first member."""
@@ -91,6 +112,11 @@ class Tars:
 
     def describe(self, index: int) -> str:
         return f"{self.path(index)}/{self._names[index]}"
+
+
+def stem_of(name: str) -> str:
+    """The name of a member without folders, up to its first dot: the key of a sample."""
+    return name.rpartition("/")[2].partition(".")[0]
 
 
 def open_index(path: str, members: Members) -> TarIndex:
@@ -126,15 +152,16 @@ def scan(path: str, members: Members) -> TarIndex:
     n_columns = 2 * len(members.kinds)
     for name, offset, size in _members(path):
         folder, _, base = name.rpartition("/")
-        stem, _, _ = base.partition(".")
-        lower = base.lower()
-        kind = next((kind for kind, endings in enumerate(members.kinds) if lower.endswith(endings)), None)
-        if kind is None or base.startswith("."):
+        stem = stem_of(base)
+        kind = members.kind(base, stem)
+        if kind is None:
             continue
         key = f"{folder}/{stem}"
         first, places = samples.get(key, ("", [-1] * n_columns))
-        if kind == 0 and places[1] >= 0:
-            raise ValueError(f"the tar {path!r} holds two {members.noun}s of one name, {first!r} and {name!r}")
+        if (kind == 0 or members.whole) and places[2 * kind + 1] >= 0:
+            of_one_name = f"{members.noun}s of one name, {first!r} and {name!r}"
+            beside_one = f"files like {name!r} for one {members.noun}"
+            raise ValueError(f"the tar {path!r} holds two {beside_one if kind else of_one_name}")
         places[2 * kind : 2 * kind + 2] = offset, size
         samples[key] = (name if kind == 0 else first, places)
     found = [(name, places) for name, places in samples.values() if name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from typing import BinaryIO
@@ -11,11 +12,13 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from ..files.source import Source, open_source
 from ..hashing import derive_key
 
 # Formats are recognised by content, not by name. Not all of Pillow's are allowed: PostScript would start Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 _EXIF_ORIENTATION = 0x0112
+_BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -39,6 +42,19 @@ def decode_image(path: str, image_size: int, channels: int) -> Tensor:
     """
     with open(path, "rb") as file:
         return decode_image_file(file, image_size, channels)
+
+
+def decode_source(source: Source, image_size: int, channels: int) -> Tensor:
+    """`decode_image` of a file, or of the part of a tar that holds one."""
+    if source.size is None:
+        return decode_image(source.path, image_size, channels)
+    with open_source(source) as file, io.BufferedReader(file, _BUFFER) as buffered:
+        try:
+            return decode_image_file(buffered, image_size, channels)
+        except ValueError:
+            if file.error:  # Pillow saw the end of the file instead
+                raise file.error from None
+            raise
 
 
 def decode_image_file(file: BinaryIO, image_size: int, channels: int) -> Tensor:

@@ -1,16 +1,18 @@
-"""The image sets a script can train on: a folder of files, or the built-in demonstration."""
+"""The image sets a script can train on: a folder of files, tars, or the built-in demonstration."""
 
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..contracts import Samples
+from ..files.find import Folder, FolderFiles, TarFiles, find_files
 from ..files.opening import demonstration_size, list_files, nothing_found
-from ..files.packed import PackedStrings
-from .decoding import decode_image, randomly_flipped
+from ..files.source import Places
+from ..files.tars import Members, Tars
+from .decoding import decode_source, randomly_flipped
 from .shapes import Shapes
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -20,49 +22,58 @@ class Images(Samples, Protocol):
     """A numbered set of images, uint8 (channels, image_size, image_size)."""
 
     def name(self, index: int) -> str:
-        """The name of the image in an index: its path relative to the folder, with '/' between the parts."""
+        """The name of the image in an index: its path relative to the folder or in its tar, with '/' between the
+        parts."""
         ...
 
 
-class ImageFolder:
-    """Every image below a folder, flat or nested, in the order of the relative path. See `Images` for the methods.
+class ImageFiles:
+    """Images in files or in tars. See `Images` for the methods."""
 
-    Raises ValueError, in one line, if the folder is missing, no folder, not readable or holds no image.
-    """
-
-    def __init__(self, folder: str, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0) -> None:
-        self.folder = folder
+    def __init__(
+        self, places: Places, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0
+    ) -> None:
+        self.places, self.describe, self.name = places, places.describe, places.name
         self.image_size, self.channels, self.flip, self.seed = image_size, channels, flip, seed
-        images, n_others = list_files(folder, ENDINGS, "images", "demo:shapes")
-        if not images:
-            raise nothing_found("image", folder, n_others, ENDINGS)
-        self._names = PackedStrings(images)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.places)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        image = decode_image(self.describe(index), self.image_size, self.channels)
+        image = decode_source(self.places.source(index), self.image_size, self.channels)
         return randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image
-
-    def describe(self, index: int) -> str:
-        return os.path.join(self.folder, self._names[index])
-
-    def name(self, index: int) -> str:
-        return self._names[index]
 
 
 def open_images(
     spec: str | None, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0
-) -> ImageFolder | Shapes:
-    """Open `demo:shapes` (also None), `demo:shapes:<number of images>` or a folder of images.
+) -> ImageFiles | Shapes:
+    """Open a set of images by its name:
 
-    channels: 3 (RGB) or 4 (RGBA). flip: half of the augmented images are mirrored left to right.
-    Raises ValueError, in one line, if there is no such set.
+    - `demo:shapes` (also None), `demo:shapes:<number of images>`;
+    - a folder of images, flat or nested, in the order of the relative path;
+    - webdataset tars: one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`).
+
+    channels: 3 (RGB) or 4 (RGBA). flip: half of the augmented images are mirrored left to right. No image is opened.
+    Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     if channels not in (3, 4):
         raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {channels}")
     spec = "demo:shapes" if spec is None else spec
+    alike: dict[str, Any] = {"image_size": image_size, "channels": channels, "flip": flip, "seed": seed}
     if (n := demonstration_size(spec, "shapes", "images")) is not None:
-        return Shapes(n, image_size=image_size, channels=channels, flip=flip, seed=seed)
-    return ImageFolder(os.path.expanduser(spec), image_size=image_size, channels=channels, flip=flip, seed=seed)
+        return Shapes(n, **alike)
+    return ImageFiles(_find(os.path.expanduser(spec)), **alike)
+
+
+def _find(path: str) -> Places:
+    def listed(folder: str) -> list[str]:
+        names, n_others = list_files(folder, (*ENDINGS, ".tar"), "images", "demo:shapes")
+        if not names:
+            raise nothing_found("image", folder, n_others, (*ENDINGS, ".tar"))
+        return names
+
+    files = find_files(path, "images", listed, manifests=False)
+    if isinstance(files, TarFiles):
+        return Tars(files.paths, Members("image", (ENDINGS,), suffix=".images"))
+    assert isinstance(files, FolderFiles)
+    return Folder(path, files.names)

@@ -94,10 +94,7 @@ class Shapes:
         return self.n
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        picture = _background(self.image_size, Draws("background", self.seed, index))
-        for item in self.items(index):
-            paint(picture, item)
-        image = torch.from_numpy(np.rint(picture).astype(np.uint8))
+        image = draw_scene(self.image_size, self.items(index), Draws("background", self.seed, index))
         if self.channels == 4:
             image = torch.cat([image, torch.full_like(image[:1], 255)])
         return randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image
@@ -121,8 +118,21 @@ class Shapes:
         return [_item(place, draws) for place in arrangements[draws.below(len(arrangements))]]
 
 
+def draw_scene(size: int, items: list[Item], draws: Draws) -> Tensor:
+    """Shapes on a background that `draws` determines, uint8 (3, size, size)."""
+    picture = _background(size, draws)
+    for item in items:
+        paint(picture, item)
+    return torch.from_numpy(np.rint(picture).astype(np.uint8))
+
+
 def _item(place: str, draws: Draws) -> Item:
     shape, colour, size = (list(choices)[draws.below(len(choices))] for choices in (SHAPES, COLOURS, SIZES))
+    return placed(shape, colour, size, place, draws)
+
+
+def placed(shape: str, colour: str, size: str, place: str, draws: Draws) -> Item:
+    """A shape near the middle of its place, about as large as its size says, turned a little."""
     x, y = (centre + draws.uniform(-0.02, 0.02) for centre in PLACES[place])
     return Item(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
 
@@ -146,14 +156,27 @@ def _background(size: int, draws: Draws) -> Array:
 
 def paint(picture: Array, item: Item) -> None:
     """Lay one shape over picture (3, size, size), in place; its edge is one pixel wide."""
-    size = picture.shape[-1]
+    rows, columns, cover = _cover(picture.shape[-1], item)
+    colour = np.array(COLOURS[item.colour], np.float32)[:, None, None]
+    region = picture[:, rows, columns]
+    region += cover * (colour - region)
+
+
+def cover_of(size: int, shape: str, x: float, y: float, radius: float) -> Array:
+    """Which part of each pixel a shape covers that is not turned, float32 (size, size) in [0, 1]; x, y and radius as in
+    `Item`."""
+    whole = np.zeros((size, size), np.float32)
+    rows, columns, cover = _cover(size, Item(shape, "", "", "", x, y, radius, 0.0))
+    whole[rows, columns] = cover
+    return whole
+
+
+def _cover(size: int, item: Item) -> tuple[slice, slice, Array]:
+    """The rows and columns that a shape reaches, and which part of each pixel there it covers."""
     reach = 1.05 * item.radius + 1 / size
     columns, rows = (slice(max(0, int((c - reach) * size)), int((c + reach) * size) + 1) for c in (item.x, item.y))
     grid = (np.arange(size, dtype=np.float32) + 0.5) / size
     x, y = (grid[None, columns] - item.x) / item.radius, (grid[rows, None] - item.y) / item.radius
     cos, sin = math.cos(item.angle), math.sin(item.angle)
     distance = SHAPES[item.shape](cos * x + sin * y, cos * y - sin * x)
-    cover = np.clip(0.5 - distance * (item.radius * size), 0, 1)
-    colour = np.array(COLOURS[item.colour], np.float32)[:, None, None]
-    region = picture[:, rows, columns]
-    region += cover * (colour - region)
+    return rows, columns, np.clip(0.5 - distance * (item.radius * size), 0, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..contracts import Processes
 from ..feed import Feed
 from ..hashing import Draws, derive_key
+from ..stream import collate_entries
 from ..tokenizers import Tokenizer
 from .sets import Sounds, open_sounds
 
@@ -64,12 +64,6 @@ class CaptionedSounds:
         return self.sounds.describe(index)
 
 
-def collate_sounds(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Samples -> the entries of a `SoundBatch` that come from them."""
-    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
-    return {key: torch.stack(part) if isinstance(part[0], Tensor) else part for key, part in columns.items()}
-
-
 def caption_id(caption: str) -> int:
     """A caption -> 64 bits in [-2^63, 2^63)."""
     return derive_key("caption", caption) - (1 << 63)
@@ -86,4 +80,4 @@ def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokeni
         hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds}
         return CaptionedSounds(open_sounds(args.audio_data, **hearing, seed=args.seed), tokenizer, args.seed)
 
-    return Feed(open_set, args, processes, split_seed=args.split_seed, noun="sound", collate=collate_sounds)
+    return Feed(open_set, args, processes, split_seed=args.split_seed, noun="sound", collate=collate_entries)

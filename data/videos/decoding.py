@@ -7,7 +7,6 @@ puts one into every second).
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from ..bad_samples import Unsuitable
 from ..files.opening import missing_package
-from ..files.source import Source, open_source
+from ..files.source import Source
 from ..hashing import Draws
-from ..images.decoding import decode_image_file
+from ..images.decoding import decode_source
 from ..images.sets import ENDINGS as IMAGE_ENDINGS
 from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
 
@@ -92,8 +91,7 @@ class ClipDecoder:
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
 
     def _image(self, source: Source) -> Tensor:
-        with open_source(source) as file, io.BufferedReader(file) as buffered:
-            return decode_image_file(buffered, self.image_size, 3)
+        return decode_source(source, self.image_size, 3)
 
     def _clip(self, video: Video, source: Source, share: float, at_keyframe: bool) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..contracts import Processes, Samples
 from ..feed import Feed
-from ..files.find import FolderFiles, TarFiles, find_files
+from ..files.find import Folder, FolderFiles, TarFiles, find_files
 from ..files.manifest import Columns, Parts, part_of, read_manifest
 from ..files.opening import demonstration_size, list_files, nothing_found
-from ..files.packed import PackedStrings
-from ..files.source import Source
+from ..files.source import Places
 from ..files.tars import Members, Tars
 from ..images.decoding import randomly_flipped
 from ..images.sets import ENDINGS as IMAGE_ENDINGS
@@ -41,19 +40,10 @@ class Videos(Samples, Protocol):
         ...
 
 
-class _Places(Protocol):
-    """Where the videos of a set are."""
-
-    def __len__(self) -> int: ...
-    def source(self, index: int) -> Source: ...
-    def describe(self, index: int) -> str: ...
-    def name(self, index: int) -> str: ...
-
-
 class VideoFiles:
     """Videos and images in files, of which clips are cut when they are loaded. See `Videos` for the methods."""
 
-    def __init__(self, places: _Places, clips: ClipDecoder, *, flip: bool = False, seed: int = 0) -> None:
+    def __init__(self, places: Places, clips: ClipDecoder, *, flip: bool = False, seed: int = 0) -> None:
         self._places, self.clips, self._flip, self._seed = places, clips, flip, seed
         self.source, self.describe, self.name = places.source, places.describe, places.name
 
@@ -63,23 +53,6 @@ class VideoFiles:
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         clip = self.clips.load(self.source(index), index, epoch, augment)
         return randomly_flipped(clip, self._seed, epoch, index) if self._flip and augment else clip
-
-
-class _Folder:
-    def __init__(self, folder: str, names: list[str]) -> None:
-        self._folder, self._names = folder, PackedStrings(names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def source(self, index: int) -> Source:
-        return Source(self.describe(index))
-
-    def describe(self, index: int) -> str:
-        return os.path.join(self._folder, self._names[index])
-
-    def name(self, index: int) -> str:
-        return self._names[index]
 
 
 def open_videos(
@@ -121,7 +94,7 @@ def open_videos(
     return VideoFiles(_find(os.path.expanduser(spec), endings), clips, flip=flip, seed=seed)
 
 
-def _find(path: str, endings: tuple[str, ...]) -> _Places:
+def _find(path: str, endings: tuple[str, ...]) -> Places:
     def listed(folder: str) -> list[str]:
         names, n_others = list_files(folder, (*endings, ".tar"), "videos", "demo:moving")
         if not names:
@@ -132,7 +105,7 @@ def _find(path: str, endings: tuple[str, ...]) -> _Places:
     if isinstance(files, TarFiles):
         return Tars(files.paths, Members("video", (ENDINGS,), suffix=".videos"))
     if isinstance(files, FolderFiles):
-        return _Folder(path, files.names)
+        return Folder(path, files.names)
     parts = Parts(files.path)
     for part in read_manifest(files.path, _COLUMNS, functools.partial(part_of, noun="video")):
         parts.append(part)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import webdataset
 from torch import Tensor
 
 from data import TrainingStream, split
@@ -70,6 +71,15 @@ def on_all(world_size: int, work: Callable[[Process], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(caught, range(world_size)))
+
+
+def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
+    """A webdataset tar: {"000": {"jpg": content, "txt": content}}."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path), encoder=False) as writer:
+        for key, members in samples.items():
+            writer.write({"__key__": key, **members})
+    return path
 
 
 def stream(samples: Any, batch_size: int = 8, rank: int = 0, world_size: int = 1, **options: Any) -> TrainingStream:

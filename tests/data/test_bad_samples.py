@@ -43,3 +43,14 @@ def test_state_survives_json():
     restored.load_state_dict(json.loads(json.dumps(log.state_dict())))
     assert restored.count == 3
     assert restored.add(bad(4)) == bad(4)[3:]
+
+
+def test_incomplete_samples_are_counted_once_and_never_too_many():
+    log, restored = BadSampleLog(100), BadSampleLog(100)
+    incomplete = [BadSample(i, f"{i}.jpg", "no embedding", is_incomplete=True) for i in range(60)]
+    assert log.add([*bad(2), *incomplete[10:], *incomplete[10:20]]) == [*bad(2), *incomplete[10:]]
+    log.check()
+    restored.load_state_dict(json.loads(json.dumps(log.state_dict())))
+    for known in (log, restored):
+        assert (known.count, known.count_incomplete) == (2, 50)
+        assert known.add([*bad(2), *incomplete]) == incomplete[2:10], "the first two are known to be bad"

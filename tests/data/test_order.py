@@ -9,7 +9,15 @@ import pytest
 
 from data import split
 from data.hashing import Draws, mix64
-from data.order import AlternatingOrder, Permutation, TrainingOrder, ValidationOrder
+from data.order import (
+    AlternatingOrder,
+    Permutation,
+    Ranges,
+    TrainingOrder,
+    ValidationOrder,
+    split_samples,
+    split_shards,
+)
 from tests.data.helpers import one_line
 
 
@@ -73,6 +81,66 @@ def test_split_that_leaves_less_than_a_batch_shows_the_arithmetic(n, fraction, n
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0, float("nan")])
 def test_split_by_what_is_no_fraction_is_refused(fraction):
     assert "no fraction" in one_line(split, 100, fraction, 0, at_least=1)
+
+
+@pytest.mark.parametrize("valid, test, sizes", [
+    (0.15, 0.1, (75, 15, 10)), (0.07, 0.07, (86, 7, 7)), (0, 0.5, (50, 0, 50)), (0.01, 0.0, (96, 4, 0)),
+    (0.5, 0.4, (10, 50, 40)),
+])  # fmt: skip
+def test_three_splits_are_disjoint_complete_and_of_the_sizes_asked_for(valid, test, sizes):
+    parts = split_samples(100, valid, test, seed=3, at_least=4)
+    assert tuple(map(len, parts)) == sizes
+    assert sorted(itertools.chain(*parts)) == list(range(100))
+    assert [list(part) for part in split_samples(100, valid, test, 3, 4)] == [list(part) for part in parts]
+    assert list(split_samples(100, valid, test, 4, 4).train) != list(parts.train)
+
+
+def test_a_split_without_a_test_split_is_the_one_of_two():
+    assert [*map(list, split(50, 0.2, 7, 4))] == [*map(list, split_samples(50, 0.2, 0.0, 7, 4))][:2]
+
+
+def test_splits_that_leave_nothing_to_train_on_are_refused():
+    text = one_line(split_samples, 20, 0.2, 0.1, 0, at_least=8)
+    assert "validation takes max(ceil(0.2 x 20), batch size 8) = 8 and test takes" in text
+    assert "20 - 8 - 8 = 4 to train on" in text and "--valid_fraction 0 and --test_fraction 0" in text
+    assert "--test_fraction is 1.5, which is no fraction" in one_line(split_samples, 20, 0.1, 1.5, 0, 1)
+    assert "leave nothing to train on" in one_line(split_samples, 20, 0.7, 0.3, 0, 1)
+
+
+def test_ranges_are_their_numbers_one_after_the_other():
+    parts = [range(5, 8), range(0), range(2), range(20, 21)]
+    ranges = Ranges(parts)
+    assert list(ranges) == [5, 6, 7, 0, 1, 20] and len(ranges) == 6
+    for outside in (-1, 6):
+        with pytest.raises(IndexError):
+            ranges[outside]
+    assert list(Ranges([])) == []
+
+
+def shards_of(n: int, each: int = 7) -> list[range]:
+    """n shards with as many samples as the number says, and an empty one between."""
+    shards = [range(i * each, (i + 1) * each) for i in range(n)]
+    return [*shards[:1], range(each, each), *shards[1:]]
+
+
+@pytest.mark.parametrize("n, sizes", [(3, (1, 1, 1)), (4, (2, 1, 1)), (10, (7, 2, 1)), (100, (75, 15, 10))])
+def test_a_split_by_shards_takes_whole_shards_by_seed(n, sizes):
+    parts = split_shards(shards_of(n), 0.15, 0.1, seed=0, at_least=7)
+    assert tuple(len(part) // 7 for part in parts) == sizes
+    assert sorted(itertools.chain(*parts)) == list(range(7 * n))
+    homes = [{index // 7 for index in part} for part in parts]
+    assert [len(home) for home in homes] == list(sizes), "no shard is cut"
+    assert n < 10 or [*split_shards(shards_of(n), 0.15, 0.1, 1, 7).valid] != [*parts.valid]
+
+
+def test_too_few_or_too_small_shards_are_refused_with_the_number_that_is_needed():
+    assert "at least 3 are needed" in one_line(split_shards, shards_of(2), 0.15, 0.1, 0, 1)
+    assert "at least 2 are needed" in one_line(split_shards, shards_of(1), 0.15, 0.0, 0, 1)
+    assert "at least 11 are needed" in one_line(split_shards, shards_of(10), 0.45, 0.45, 0, 1)
+    assert len(split_shards(shards_of(11), 0.45, 0.45, 0, 1).train) == 7
+    text = one_line(split_shards, shards_of(10), 0.15, 0.1, 0, at_least=8)
+    assert text.startswith("the test split has 1 of 10 shards and 7 samples, less than one batch of 8")
+    assert len(split_shards(shards_of(1), 0.0, 0.0, 0, 1).train) == 7
 
 
 def test_every_epoch_and_seed_has_another_permutation_of_the_subset():

@@ -9,8 +9,8 @@ from .parser import ArgumentParser
 
 
 def refuse_idle_flags(parser: ArgumentParser, args: argparse.Namespace, *groups: str) -> None:
-    """End with an error if a flag of these groups ("quantizer", "adversary", "videos") stands on the command line and
-    has no effect beside the other flags."""
+    """End with an error if a flag of these groups ("quantizer", "adversary", "videos", "conditioned images") stands on
+    the command line and has no effect beside the other flags."""
     for group in groups:
         _GROUPS[group](parser, args)
 
@@ -30,11 +30,21 @@ def _adversary(parser: ArgumentParser, args: argparse.Namespace) -> None:
 def _videos(parser: ArgumentParser, args: argparse.Namespace) -> None:
     of_files = ["short_clips", "clip_starts"]
     parser.refuse_idle(args, of_files, "video_folder", "PATH", not args.video_folder.startswith("demo:"))
-    parser.refuse_idle(args, ["image_every"], "image_folder", "DIR", args.image_folder is not None)
+    parser.refuse_idle(args, ["image_every"], "image_folder", "PATH", args.image_folder is not None)
+
+
+def _conditioned_images(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    by_row = args.image_embeddings is not None or args.text_embeddings is not None
+    parser.refuse_idle(args, ["shard_width"], "image_folder", "with {} for the number", "{}" in args.image_folder)
+    parser.refuse_idle(args, ["index_width"], "image_embeddings", "PATH", by_row)
+    parser.refuse_idle(args, ["clip_weights"], "clip", "NAME", args.clip is not None)
+    if args.clip is not None and args.clip_weights is None:
+        parser.error(f"--clip {args.clip} needs the file of its weights: give --clip_weights; nothing is downloaded")
 
 
 _GROUPS: dict[str, Callable[[ArgumentParser, argparse.Namespace], None]] = {
     "quantizer": _quantizer,
     "adversary": _adversary,
     "videos": _videos,
+    "conditioned images": _conditioned_images,
 }

@@ -21,12 +21,48 @@ from .converters import (
 def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
     """Add the flags of every script that trains on images."""
     add = parser.add_argument_group("images").add_argument
-    add("--image_folder", metavar="DIR", default="demo:shapes",
-        help="folder of training images (jpg, png, webp, bmp), with subfolders; demo:shapes draws images itself")
+    add("--image_folder", metavar="PATH", default="demo:shapes",
+        help="folder of training images (jpg, png, webp, bmp), with subfolders; or webdataset tars; demo:shapes draws "
+        "images itself")
     add("--image_size", type=positive_int, default=image_size, metavar="PIXELS", help=image_size_help)
     add("--random_flip", action="store_true", help="mirror each training image with probability 1/2")
     add("--num_images_save", type=positive_int, default=4, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
+
+
+def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every script that trains on images with captions and embeddings."""
+    add = parser.add_argument_group("images").add_argument
+    add("--image_folder", "--webdataset_base_url", metavar="PATH", default="demo:shapes",
+        help="webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for the "
+        "number; or a folder of images with .txt and .npy files beside them; demo:shapes draws captioned images itself")
+    add("--start_shard", type=non_negative_int, default=0, metavar="N", help="number of the first tar")
+    add("--end_shard", type=non_negative_int, metavar="N", help="number of the last tar (default: of all)")
+    add("--shard_width", type=positive_int, default=6, metavar="DIGITS",
+        help="digits of the number that {} in --image_folder stands for")
+    add("--random_flip", action="store_true",
+        help="mirror each training image with probability 1/2; only without captions and stored embeddings")
+    add("--num_images_save", "--n_sample_images", type=positive_int, default=6, metavar="N",
+        help="images in a sample grid; at most a batch of them if there is no validation split")
+
+    add = parser.add_argument_group("embeddings").add_argument
+    add("--image_embeddings", "--img_embeddings_url", metavar="PATH",
+        help="image embeddings, a .npy of rows (n, d) for each tar, such as img_emb_0012.npy: a folder, *.npy, "
+        "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)")
+    add("--text_embeddings", "--text_embeddings_url", metavar="PATH",
+        help="text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)")
+    add("--index_width", type=positive_int, default=4, metavar="DIGITS",
+        help="digits at the end of an image's key that are the number of its row")
+    add("--clip", metavar="NAME",
+        help="compute embeddings from images and texts with this model of open_clip, such as ViT-L-14-quickgelu, or "
+        "the path of its open_clip_config.json")
+    add("--clip_weights", metavar="FILE", help="weights for --clip: safetensors or a plain state dict")
+
+    add = parser.add_argument_group("splits").add_argument
+    add("--test_fraction", type=fraction, default=0.1, metavar="FRACTION",
+        help="fraction of the data that is held out for a test, beside --valid_fraction; 0: none")
+    add("--split_by", type=str.lower, choices=("sample", "shard"), default="sample",
+        help="what is held out: single images, or whole tars")
 
 
 def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
@@ -45,8 +81,9 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     add("--clip_starts", type=str.lower, choices=("anywhere", "keyframe"), default="anywhere",
         help="where clips begin in training: keyframe, the last key frame before a random time, is faster to read")
     add("--random_flip", action="store_true", help="mirror each training clip with probability 1/2")
-    add("--image_folder", metavar="DIR",
-        help="folder of images to train on as clips of one frame; demo:shapes draws images itself (default: none)")
+    add("--image_folder", metavar="PATH",
+        help="folder or webdataset tars of images to train on as clips of one frame; demo:shapes draws images itself "
+        "(default: none)")
     add("--image_every", type=positive_int, default=4, metavar="N",
         help="with --image_folder, every N-th update is one of images")
     add("--split_seed", "--random_split_seed", type=non_negative_int, default=42, metavar="INT",

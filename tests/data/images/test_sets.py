@@ -57,7 +57,7 @@ def test_what_is_no_set_of_images_is_named(tmp_path):
     text = one_line(open_images, str(tmp_path / "loop"), image_size=8)
     assert text.startswith(f"cannot read the folder {str(tmp_path / 'loop')!r}: ")
     touch(tmp_path / "a.jpg")
-    assert "is a file, not a folder" in one_line(open_images, str(tmp_path / "a.jpg"), image_size=8)
+    assert "give a folder of images, or tars" in one_line(open_images, str(tmp_path / "a.jpg"), image_size=8)
     assert "not 1" in one_line(open_images, "demo:shapes", channels=1, image_size=8)
 
 

@@ -16,7 +16,8 @@ import torch
 
 from data import Feed, SoundBatch, TrainingStream, ValidationStream, open_sounds, open_tokenizer, sound_feed, split
 from data.order import TrainingOrder
-from data.sounds.captioned import CaptionedSounds, caption_id, collate_sounds
+from data.sounds.captioned import CaptionedSounds, caption_id
+from data.stream import collate_entries
 from tests.data.helpers import WORLDS_AND_WORKERS, Process, assert_same, global_batches, joined, one_line
 
 RATE = 8000
@@ -60,7 +61,7 @@ def captioned(folder: Path, seconds: float = 0.5, seed: int = 0) -> CaptionedSou
 
 
 def batches(folder: Path, n: int, seed: int = 0, **options: Any) -> list[dict]:
-    return global_batches(captioned(folder, seed=seed), n, seed=seed, collate=collate_sounds, noun="sounds", **options)
+    return global_batches(captioned(folder, seed=seed), n, seed=seed, collate=collate_entries, noun="sounds", **options)
 
 
 def test_batch_is_what_the_contract_says(intact):
@@ -158,7 +159,7 @@ def test_text_without_a_token_is_a_bad_sample(intact, tmp_path):
 
 def test_no_length_of_a_sound_cuts_the_tokens_of_its_caption(intact):
     """A public loader curtails every tensor of a batch to its shortest, waveforms and tokens alike."""
-    short, long = (collate_sounds([captioned(intact, s).load(i) for i in (0, 15)]) for s in (0.001, 9))
+    short, long = (collate_entries([captioned(intact, s).load(i) for i in (0, 15)]) for s in (0.001, 9))
     assert short["waveforms"].shape == (2, 8)
     assert short["tokens"].shape == (2, 24) and short["lengths"] == TOKENIZER.encode(short["captions"])[1]
     assert torch.equal(long["tokens"], short["tokens"])
@@ -170,7 +171,13 @@ def test_an_empty_set_is_an_error_not_an_endless_loop(tmp_path, intact):
     assert "has no rows" in one_line(feed, tmp_path / "set.csv")
     assert "16 samples are too few" in one_line(feed, intact, batch_size=17)
     nothing, samples = split(16, 0.0, 0, 1)[1], captioned(intact)
-    options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "collate": collate_sounds, "noun": "sounds"}
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "rank": 0,
+        "world_size": 1,
+        "collate": collate_entries,
+        "noun": "sounds",
+    }
     assert "no sounds to train on" in one_line(TrainingStream, samples, nothing, seed=0, **options)
     assert list(ValidationStream(samples, nothing, **options)) == []
 

@@ -1,0 +1,64 @@
+"""Numpy arrays of floats inside files: looked up by their headers, and read by as many bytes as are needed."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+
+_LONGEST_HEADER = 4096  # bytes; numpy writes 128 for arrays of plain numbers
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+class StoredArray(NamedTuple):
+    """An array of floats in a file: the first byte of its numbers, its shape and their type."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> Array:
+        """All of it. Raises OSError if the file cannot be read."""
+        return self._numbers(0, self.shape)
+
+    def row(self, index: int) -> Array:
+        """Entry `index` of the first dimension; nothing else is read. Raises OSError if the file cannot be read."""
+        assert 0 <= index < self.shape[0], (index, self.shape)
+        return self._numbers(index, self.shape[1:])
+
+    def _numbers(self, index: int, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape) * self.dtype.itemsize
+        with open(self.path, "rb", buffering=0) as file:
+            content = os.pread(file.fileno(), size, self.offset + index * size)
+        if len(content) < size:
+            raise ValueError(f"{self.path} was cut off after it was opened")
+        return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
+
+
+def find_array(path: str, offset: int = 0, size: int | None = None) -> StoredArray:
+    """The array of a .npy file, or of the `size` bytes from `offset` of a file. Only its header is read.
+
+    Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
+    is cut off.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size - offset if size is None else size
+        header = io.BytesIO(os.pread(file.fileno(), min(size, _LONGEST_HEADER), offset))
+    try:
+        shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
+    except Exception:  # a damaged header can raise anything
+        raise ValueError("it is no numpy array (.npy)") from None
+    if dtype.kind != "f" or is_fortran:
+        kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
+        raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")
+    needed = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or header.tell() + needed > size:
+        raise ValueError(f"it is cut off: an array of shape {shape} takes {needed} bytes")
+    return StoredArray(path, offset + header.tell(), shape, dtype)

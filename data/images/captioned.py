@@ -1,0 +1,220 @@
+"""Images with captions, and with embeddings that were computed beforehand: in tars, or in a folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..files.find import Folder, FolderFiles, TarFiles, find_files
+from ..files.opening import list_files, nothing_found
+from ..files.packed import PackedStrings
+from ..files.tars import Members, Tars
+from .embeddings import IMAGE, KINDS, TEXT, Embeddings, Kind, embeddings_beside, embeddings_by_row, number_of
+from .sets import ENDINGS, ImageFiles, Images
+
+_CAPTION = (".txt",)
+_BESIDE = (_CAPTION, IMAGE.endings, TEXT.endings)
+_CAPTIONS, _FIRST_EMBEDDING = 1, 2  # kinds of members, after that of images
+_MEMBERS = Members("image", (ENDINGS, *_BESIDE), suffix=".captions", whole=True)
+_LONGEST_CAPTION = 1 << 16  # bytes
+
+Sizes = npt.NDArray[np.int64]
+Place = tuple[str, int, int | None]  # path, first byte, size; None: to the end of the file
+
+
+class Captioned(Images, Protocol):
+    """A numbered set of images with captions. `shards`: the indices of each tar; None if there are no tars."""
+
+    shards: Sequence[range] | None
+    has_captions: bool
+
+    def caption(self, index: int) -> str:
+        """The caption, "" if there is none. Raises OSError or ValueError, in one line, if it cannot be read."""
+        ...
+
+    def embeddings(self, kind: Kind) -> Embeddings | None:
+        """The embeddings of one kind, None if the set has none. Raises ValueError, in one line, if they do not fit."""
+        ...
+
+
+class Shards(NamedTuple):
+    """Which tars are used, and where their embeddings are.
+
+    first, last: numbers of the first tar and of the last one, which is included; None: no limit;
+    width: digits of the number that `{}` stands for in the path of tars;
+    index_width: digits at the end of an image's key that are the number of its row;
+    embeddings: flag and files of each kind of embedding that has files of rows.
+    """
+
+    first: int = 0
+    last: int | None = None
+    width: int = 6
+    index_width: int = 4
+    embeddings: dict[str, tuple[str, str]] = {}  # noqa: RUF012  (nothing changes it)
+
+
+ALL_SHARDS = Shards()
+
+
+class CaptionedFiles:
+    """Images in tars or in a folder, with what stands beside them. See `Captioned` for the methods."""
+
+    def __init__(self, places: _InTars | _InFolder, images: ImageFiles, shards: Shards) -> None:
+        self._places, self._shards = places, shards
+        self.load, self.describe, self.name = images.load, images.describe, images.name
+        self.shards = places.shards
+        self.has_captions = bool((places.sizes(_CAPTIONS) >= 0).any())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def caption(self, index: int) -> str:
+        place = self._places.beside(index, _CAPTIONS)
+        return "" if place is None else _read_text(*place)
+
+    def embeddings(self, kind: Kind) -> Embeddings | None:
+        if kind.key in self._shards.embeddings:
+            flag, spec = self._shards.embeddings[kind.key]
+            if not isinstance(self._places, _InTars):
+                raise ValueError(f"{flag} is for tars; in a folder, put a {kind.endings[-1]} file beside each image")
+            return embeddings_by_row(kind, self._places.tars, spec, flag, index_width=self._shards.index_width)
+        number = _FIRST_EMBEDDING + KINDS.index(kind)
+        # Texts are as long as the longest one; image embeddings have one size, but for a damaged one.
+        sizes = self._places.sizes(number)
+        example = int(sizes.argmax())
+        if sizes[example] < 0:
+            return None
+        if kind == IMAGE:
+            values, counts = np.unique(sizes[sizes >= 0], return_counts=True)
+            example = int((sizes == values[counts.argmax()]).argmax())
+        return embeddings_beside(kind, _Beside(self._places, number), example, self.describe(example))
+
+
+class _Beside:
+    """Where the file of one kind beside each image is. A class, because loader processes may get a copy of it."""
+
+    def __init__(self, places: _InTars | _InFolder, number: int) -> None:
+        self._places, self._number = places, number
+
+    def __call__(self, index: int) -> Place | None:
+        return self._places.beside(index, self._number)
+
+
+class _InTars:
+    def __init__(self, paths: list[str]) -> None:
+        self.tars = self.images = Tars(paths, _MEMBERS)
+        self.shards: Sequence[range] | None = self.tars.shards
+
+    def __len__(self) -> int:
+        return len(self.tars)
+
+    def beside(self, index: int, number: int) -> Place | None:
+        found = self.tars.beside(index, number)
+        return None if found is None else (self.tars.path(index), *found)
+
+    def sizes(self, number: int) -> Sizes:
+        """Bytes of the file of one kind beside each image, -1 if there is none."""
+        return self.tars.table[:, 2 * number + 1]
+
+
+class _InFolder:
+    shards: Sequence[range] | None = None
+
+    def __init__(self, folder: str, listed: list[str]) -> None:
+        images = [name for name in listed if name.lower().endswith(ENDINGS)]
+        self._folder, self.images = folder, Folder(folder, images)
+        stems = [os.path.splitext(name)[0] for name in images]
+        self._names = []
+        for endings in _BESIDE:
+            # Of several endings the first counts, so it comes last.
+            found = {name[: -len(end)]: name for end in reversed(endings) for name in listed if name.endswith(end)}
+            self._names.append(PackedStrings(found.get(stem, "") for stem in stems))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def beside(self, index: int, number: int) -> Place | None:
+        name = self._names[number - 1][index]
+        return (os.path.join(self._folder, name), 0, None) if name else None
+
+    def sizes(self, number: int) -> Sizes:
+        """As `_InTars.sizes`."""
+        return np.array([self._size(name) for name in self._names[number - 1]], np.int64)
+
+    def _size(self, name: str) -> int:
+        try:
+            return os.path.getsize(os.path.join(self._folder, name)) if name else -1
+        except OSError:
+            return 0
+
+
+def open_captioned(
+    spec: str, *, image_size: int, shards: Shards = ALL_SHARDS, flip: bool = False, seed: int = 0
+) -> CaptionedFiles:
+    """Open a set of images with captions: a folder, or tars, named as for `open_images`, or by a path with `{}`.
+
+    Raises ValueError, in one line, if there is no such set or nothing in it.
+    """
+    path = os.path.expanduser(spec)
+    files = find_files(_numbered(path, shards), "images", _listed, manifests=False)
+    places: _InTars | _InFolder
+    if isinstance(files, TarFiles):
+        places = _InTars(_within(files.paths, shards))
+    else:
+        assert isinstance(files, FolderFiles)
+        if shards.first or shards.last is not None:
+            raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} is a folder of images")
+        places = _InFolder(path, files.names)
+    images = ImageFiles(places.images, image_size=image_size, flip=flip, seed=seed)
+    return CaptionedFiles(places, images, shards)
+
+
+def _listed(folder: str) -> list[str]:
+    beside = tuple(itertools.chain(*_BESIDE))
+    names, n_others = list_files(folder, (*ENDINGS, *beside, ".tar"), "images", "demo:shapes")
+    images = [name for name in names if name.lower().endswith(ENDINGS)]
+    tars = [name for name in names if name.lower().endswith(".tar")]
+    if not images and not tars:
+        raise nothing_found("image", folder, len(names) + n_others, (*ENDINGS, ".tar"))
+    return names if images and not tars else [*images, *tars]  # what stands beside tars is no caption of an image
+
+
+def _numbered(path: str, shards: Shards) -> str:
+    """The pattern or range that a path with `{}` stands for; another path as it is."""
+    if "{}" not in path:
+        return path
+    if shards.last is None:
+        return path.replace("{}", "[0-9]" * shards.width)
+    if shards.last < shards.first:
+        raise ValueError(f"--end_shard {shards.last} is smaller than --start_shard {shards.first}")
+    first, last = (f"{number:0{shards.width}d}" for number in (shards.first, shards.last))
+    return path.replace("{}", f"{{{first}..{last}}}")
+
+
+def _within(paths: list[str], shards: Shards) -> list[str]:
+    if not shards.first and shards.last is None:
+        return paths
+    numbers = [number_of(path, "--image_folder") for path in paths]
+    last = max(numbers) if shards.last is None else shards.last
+    chosen = [path for path, number in zip(paths, numbers, strict=True) if shards.first <= number <= last]
+    if not chosen:
+        raise ValueError(
+            f"no tar has a number from --start_shard {shards.first} to --end_shard {last}: they have {min(numbers)} to "
+            f"{max(numbers)}"
+        )
+    return chosen
+
+
+def _read_text(path: str, offset: int, size: int | None) -> str:
+    """The text in a file or a part of one, with single spaces; at most 64 KiB are read."""
+    with open(path, "rb", buffering=0) as file:
+        content = os.pread(file.fileno(), min(_LONGEST_CAPTION if size is None else size, _LONGEST_CAPTION), offset)
+    try:
+        return " ".join(content.decode("utf-8-sig").split())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"its caption is no UTF-8 text ({error.reason})") from None

@@ -1,0 +1,155 @@
+"""demo:shapes for models that are conditioned: pictures of one shape, each with a caption, and with what the caption
+says as numbers, an embedding that nobody has to learn.
+
+One in ten combinations of shape, colour and place is held out: no picture of the set has it, though every pair out of
+the three occurs. So it can be measured whether a model combines what it has only seen apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..hashing import Draws
+from .decoding import randomly_flipped
+from .embeddings import IMAGE, Kind
+from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, cover_of, draw_scene, placed
+
+TOKENS, TOKEN_DIM = 8, 32  # of an encoded caption: "a small red circle on the left" has 7 words
+
+_SHAPES, _COLOURS, _SIZES, _PLACES = (list(table) for table in (SHAPES, COLOURS, SIZES, PLACES))
+_PER_PLACE = 1 + len(_SHAPES) + len(_COLOURS) + len(_SIZES)
+WIDTH = len(_PLACES) * _PER_PLACE  # 180
+
+
+class Triple(NamedTuple):
+    shape: str
+    colour: str
+    place: str
+
+
+TRIPLES = [Triple(*triple) for triple in itertools.product(_SHAPES, _COLOURS, _PLACES)]
+
+
+def is_held_out(triple: Triple) -> bool:
+    """True for 58 of the 576 triples, of which no two have two attributes in common."""
+    shape, colour, place = _SHAPES.index(triple.shape), _COLOURS.index(triple.colour), _PLACES.index(triple.place)
+    return (shape + 3 * colour + 7 * place) % 10 == 0
+
+
+_SEEN = [triple for triple in TRIPLES if not is_held_out(triple)]
+_HELD_OUT = [triple for triple in TRIPLES if is_held_out(triple)]
+
+
+def drawing() -> dict[str, Any]:
+    """How pictures are drawn, as a reader of their attributes has to know it: the names of the shapes, the colours and
+    places by name, the radii, and the function that draws a cover."""
+    return {
+        "shapes": _SHAPES, "colours": COLOURS, "places": PLACES, "radii": list(SIZES.values()), "cover": cover_of
+    }  # fmt: skip
+
+
+def attributes(items: Sequence[Item]) -> Tensor:
+    """Shapes -> float32 (180,) of zeros and ones: for each of nine places 20 numbers, whether a shape is there, then
+    which of the 8 shapes, 8 colours and 3 sizes it has."""
+    vector = torch.zeros(len(_PLACES), _PER_PLACE)
+    for item in items:
+        of_place = vector[_PLACES.index(item.place)]
+        of_place[0] = 1
+        of_place[1 + _SHAPES.index(item.shape)] = 1
+        of_place[1 + len(_SHAPES) + _COLOURS.index(item.colour)] = 1
+        of_place[1 + len(_SHAPES) + len(_COLOURS) + _SIZES.index(item.size)] = 1
+    return vector.flatten()
+
+
+def triples_of(embeddings: Tensor) -> list[Triple]:
+    """Embeddings (b, 180) of scenes of one shape -> its shape, colour and place."""
+    places = embeddings.cpu().unflatten(1, (len(_PLACES), _PER_PLACE))
+    chosen = places[:, :, 0].argmax(1)
+    rows = places[torch.arange(len(places)), chosen]
+    _, shapes, colours, _ = (part.argmax(1) for part in rows.split([1, len(_SHAPES), len(_COLOURS), len(_SIZES)], 1))
+    return [
+        Triple(_SHAPES[shape], _COLOURS[colour], _PLACES[place])
+        for shape, colour, place in zip(shapes.tolist(), colours.tolist(), chosen.tolist(), strict=True)
+    ]
+
+
+def encoded(caption: str) -> Tensor:
+    """A caption as a text encoder might give it, without one: float32 (8, 32), for each word a fixed random vector plus
+    one of its place in the sentence, with variance 1; zeros after the end."""
+    rows = [
+        [(a + b) / 2**0.5 for a, b in zip(_vector("word", word), _vector("position", place), strict=True)]
+        for place, word in enumerate(caption.split())
+    ]
+    return torch.tensor(rows + [[0.0] * TOKEN_DIM] * (TOKENS - len(rows)))
+
+
+@functools.lru_cache(maxsize=256)
+def _vector(*key: int | str) -> list[float]:
+    """Uniform numbers with mean 0 and variance 1."""
+    draws = Draws("caption", *key)
+    return [draws.uniform(-(3**0.5), 3**0.5) for _ in range(TOKEN_DIM)]
+
+
+class Scenes:
+    """`n` pictures of one shape each, with captions and embeddings; each depends only on (seed, index). Methods: see
+    `Captioned`.
+
+    Args:
+        held_out: Draw the combinations of shape, colour and place that are held out, and no others.
+    """
+
+    shards: Sequence[range] | None = None
+    has_captions = True
+
+    def __init__(self, n: int, *, image_size: int, flip: bool = False, seed: int = 0, held_out: bool = False) -> None:
+        self.n, self.image_size, self.flip, self.seed = n, image_size, flip, seed
+        self._triples, self._kind = (_HELD_OUT, "held out") if held_out else (_SEEN, "seen")
+
+    def held_out(self, n: int) -> Scenes:
+        """Scenes of the combinations that this set never shows."""
+        return Scenes(n, image_size=self.image_size, seed=self.seed, held_out=True)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+        draws = Draws("scene background", self._kind, self.seed, index)
+        image = draw_scene(self.image_size, [self.item(index)], draws)
+        return randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image
+
+    def item(self, index: int) -> Item:
+        """The shape of scene `index`."""
+        if not 0 <= index < self.n:
+            raise IndexError(index)
+        draws = Draws("scene", self._kind, self.seed, index)
+        shape, colour, place = self._triples[draws.below(len(self._triples))]
+        return placed(shape, colour, _SIZES[draws.below(len(_SIZES))], place, draws)
+
+    def caption(self, index: int) -> str:
+        return str(self.item(index))
+
+    def embeddings(self, kind: Kind) -> _OfScenes:
+        return _OfScenes(self, kind)
+
+    def describe(self, index: int) -> str:
+        return f"demo:shapes[{index}]"
+
+    name = describe
+
+
+class _OfScenes:
+    """`Embeddings` of scenes: of images their attributes, of texts their encoded captions."""
+
+    def __init__(self, scenes: Scenes, kind: Kind) -> None:
+        self._scenes, self._is_of_images = scenes, kind == IMAGE
+        self.shape: tuple[int, ...] = (WIDTH,) if self._is_of_images else (TOKENS, TOKEN_DIM)
+
+    def load(self, index: int) -> Tensor:
+        item = self._scenes.item(index)
+        return attributes([item]) if self._is_of_images else encoded(str(item))

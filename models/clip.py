@@ -1,0 +1,166 @@
+"""CLIP (Radford et al. 2021), frozen: embeddings of images and encodings of texts, for models conditioned on them.
+
+The network is open_clip's. Its weights come from a file on this machine; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .files.building import build_with_weights
+from .files.errors import one_line
+from .files.published import read_state_dict
+
+# Of OpenAI's training images, in [0, 1]; other weights state theirs in their open_clip_config.json.
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+class Clip(nn.Module):
+    """Both towers of a CLIP. They stay in eval mode, have no gradients, and compute in fp32 unless under autocast;
+    results are fp32. Made by `from_file`.
+
+    Attributes:
+        embed_dim: Width d of embeddings of images and of texts.
+        text_shape: (L, text_dim): tokens of a text, and the width of the encoding of a token.
+        tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
+    """
+
+    _mean: Tensor
+    _std: Tensor
+
+    def __init__(
+        self, network: Any, tokenize: Any, embed_dim: int, mean: Sequence[float] = _MEAN, std: Sequence[float] = _STD
+    ) -> None:
+        super().__init__()
+        self.network, self.tokenize, self.embed_dim = network, tokenize, embed_dim
+        for name, values in (("_mean", mean), ("_std", std)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+        size = network.visual.image_size
+        self._side: int = size if isinstance(size, int) else size[0]
+        self.text_shape = (int(network.context_length), int(self._last_norm.normalized_shape[0]))
+        self.requires_grad_(False)
+        self.eval()
+
+    @classmethod
+    def from_file(cls, name: str, weights: str | Path, device: torch.device | str = "cpu") -> Clip:
+        """The model with weights from this machine's disk.
+
+        Args:
+            name: A model of open_clip, such as "ViT-L-14-quickgelu" (OpenAI's weights need "quickgelu"), whose images
+                are normalised as OpenAI's; or the path of an open_clip_config.json, which may say it differently.
+            weights: A .safetensors file or a plain state dict (.pt, .pth, .bin).
+
+        Raises:
+            ValueError: one line, if open_clip is missing, the model is unknown or has no tokens, or the weights are
+                missing, damaged, hostile or of another model.
+        """
+        with _needing_open_clip():
+            import open_clip
+        config, preprocessing = _configuration(name)
+        text = config.get("text_cfg") or {}
+        _check_text(name, config, text)
+        tokenizer = _tokenizer(text)
+        kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+        try:
+            with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
+                network = build_with_weights(lambda: kind(**copy.deepcopy(config)), read_state_dict(Path(weights)))
+        except ValueError as error:
+            raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
+        if (vocabulary := text.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
+            raise ValueError(f"--clip {name} knows {vocabulary} tokens, but its tokenizer {tokenizer.vocab_size}")
+        mean, std = (preprocessing.get(key) or default for key, default in (("mean", _MEAN), ("std", _STD)))
+        return cls(network, tokenizer, config["embed_dim"], mean, std).to(device)
+
+    @property
+    def _last_norm(self) -> nn.LayerNorm:
+        norm: nn.LayerNorm = getattr(self.network, "text", self.network).ln_final  # open_clip has two kinds of models
+        return norm
+
+    def train(self, mode: bool = True) -> Clip:
+        """Ignore ``mode`` and stay in eval mode."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def embed_images(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w) of any size, uint8 or in [0, 1] -> unit vectors (b, d)."""
+        return F.normalize(self.network.encode_image(self.preprocess(images)).float(), dim=-1)
+
+    def preprocess(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w), uint8 or in [0, 1] -> as the network takes them: resized to its own side, smaller ones
+        too, by antialiased bicubic interpolation, and normalised."""
+        x = images.float() / 255 if images.dtype == torch.uint8 else images.float()
+        if x.shape[-2:] != (self._side, self._side):
+            x = F.interpolate(x, size=(self._side, self._side), mode="bicubic", antialias=True).clamp(0, 1)
+        return (x - self._mean) / self._std
+
+    @torch.no_grad()
+    def embed_text(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (b, L) -> unit vectors (b, d), and the encodings of all tokens after the last LayerNorm,
+        (b, L, text_dim), zeros after the token that ends the text."""
+        outputs: list[Tensor] = []
+        hook = self._last_norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            embeddings = self.network.encode_text(tokens)
+        finally:
+            hook.remove()
+        is_end = tokens == self.tokenize.eot_token_id
+        is_after = is_end.cumsum(1) - is_end.long() > 0
+        encodings = outputs[-1].float().masked_fill(is_after[..., None], 0)
+        return F.normalize(embeddings.float(), dim=-1), encodings
+
+
+@contextlib.contextmanager
+def _needing_open_clip() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        package = "open_clip_torch" if error.name == "open_clip" else error.name
+        raise ValueError(f'--clip needs the package {package}: pip install -e ".[clip]"') from None
+
+
+def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of open_clip's model, and how its images are normalised. Raises ValueError, in one line."""
+    if name.lower().endswith(".json"):
+        try:
+            content = json.loads(Path(name).read_text(encoding="utf-8"))
+            config, preprocessing = content.get("model_cfg", content), content.get("preprocess_cfg", {})
+            if not {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys():
+                raise ValueError("it has not all of embed_dim, vision_cfg and text_cfg")
+        except OSError as error:
+            raise ValueError(f"cannot read --clip {name}: {error.strerror}") from None
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"--clip {name} is no configuration of open_clip: {one_line(error)}") from None
+        return config, preprocessing
+    import open_clip
+
+    known = open_clip.list_models()
+    if (cleaned := name.replace("/", "-")) not in known:
+        near = difflib.get_close_matches(cleaned, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "give one of its names, or an open_clip_config.json"
+        raise ValueError(f"open_clip has no model {name!r}: {hint}")
+    return open_clip.get_model_config(cleaned), {}
+
+
+def _tokenizer(text: dict[str, Any]) -> Any:
+    """CLIP's tokenizer with the options of a text tower."""
+    import open_clip
+
+    return open_clip.SimpleTokenizer(context_length=text.get("context_length", 77), **text.get("tokenizer_kwargs", {}))
+
+
+def _check_text(name: str, config: dict[str, Any], text: dict[str, Any]) -> None:
+    """Raise ValueError, in one line, unless the text tower is one with CLIP's tokens and an encoding for each."""
+    if "hf_model_name" in text or "hf_tokenizer_name" in text or "siglip" in name.lower():
+        raise ValueError(f"the tokenizer of --clip {name} is not in open_clip: use a model with CLIP's own tokenizer")
+    if "multimodal_cfg" in config or text.get("embed_cls"):
+        raise ValueError(f"--clip {name} is no plain CLIP: use a model without embed_cls and multimodal_cfg")

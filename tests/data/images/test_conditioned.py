@@ -1,0 +1,305 @@
+"""Images with captions and embeddings: in tars, with files of rows beside them, in folders; and what does not fit."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.bad_samples import Incomplete
+from data.images.captioned import Shards
+from data.images.conditioned import ConditionedImages, open_conditioned
+from data.images.embeddings import number_of, row_of
+from tests.data.helpers import one_line, write_tar
+from tests.data.images.conditions import (
+    TEXT_WIDTH,
+    TOKENS,
+    WIDTH,
+    embedding,
+    encodings,
+    members,
+    npy,
+    padded,
+    picture,
+    write_rows,
+    write_tars,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> ConditionedImages:
+    return open_conditioned(str(spec), image_size=8, takes_image=image, takes_text=text, **options)
+
+
+def by_row(folder: Path, **options: Any) -> Shards:
+    files = {"image_embed": ("--image_embeddings", str(folder / "img_emb_*.npy"))}
+    if [*folder.glob("text_emb_*")]:
+        files["text_encodings"] = ("--text_embeddings", str(folder / "text_emb_{}.npy"))
+    return Shards(embeddings=files, **options)
+
+
+def assert_images_are(found: ConditionedImages, numbers: range, with_text: bool = True) -> None:
+    """Every sample is the image of its number, with its caption and embeddings."""
+    assert len(found) == len(numbers)
+    for index, number in enumerate(numbers):
+        sample = found.load(index)
+        assert sample["captions"] == f"image {number}"
+        assert sample["images"].shape == (3, 8, 8) and sample["images"][0, 0, 0] == number
+        np.testing.assert_array_equal(sample["image_embed"], embedding(number).astype(np.float32))
+        assert sample["image_embed"].dtype == torch.float32
+        if with_text:
+            np.testing.assert_array_equal(sample["text_encodings"], padded(encodings(number)))
+
+
+WIDTHS = {"image_embed": WIDTH, "text_encodings": (TOKENS, TEXT_WIDTH)}
+
+
+@pytest.mark.parametrize("kinds", [("img_emb.npy", "text_emb.npy"), ("npy", "text.npy", "depth.npy", "mask.png")])
+def test_embeddings_beside_the_images_are_read_from_tars_and_folders(tmp_path, kinds):
+    tars = write_tars(tmp_path / "tars", "txt", "json", *kinds)
+    for path in sorted(tars.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            tar.extractall(tmp_path / "loose", filter="data")
+    if "mask.png" in kinds:
+        for mask in (tmp_path / "loose").glob("*.mask.png"):
+            mask.unlink()  # in a folder, it is an image of its own
+    for spec in (tars, tars / "*.tar", tmp_path / "loose"):
+        found = opened(spec)
+        assert found.widths == WIDTHS
+        assert_images_are(found, range(12))
+    assert opened(tars).describe(5) == f"{tars}/00001.tar/000010001.png"
+
+
+def test_embeddings_in_files_of_rows_are_found_by_the_number_of_the_tar_and_the_end_of_the_key(tmp_path):
+    tars, rows = write_tars(tmp_path / "tars", "txt", "npy"), write_rows(tmp_path / "emb")
+    write_rows(rows, prefix="text_emb_")
+    found = opened(tars, shards=by_row(rows))
+    assert found.widths == WIDTHS
+    assert_images_are(found, range(12))
+    for path in rows.glob("img*"):
+        np.save(path, np.load(path)[::-1])
+    ranges = Shards(embeddings={"image_embed": ("--image_embeddings", str(rows / "img_emb_{0000..0002}.npy"))})
+    for shards in (by_row(rows), ranges):
+        found = opened(tars, text="text_encodings" in shards.embeddings, shards=shards)
+        np.testing.assert_array_equal(found.load(4)["image_embed"], embedding(7).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "spec, shards, numbers",
+    [("{}.tar", {"width": 5}, range(12)), ("{}.tar", {"width": 5, "first": 1}, range(4, 12)),
+     ("{}.tar", {"width": 5, "first": 0, "last": 1}, range(8)), ("*.tar", {"first": 1, "last": 1}, range(4, 8)),
+     ("", {"last": 1}, range(8)), ("{00001..00002}.tar", {"first": 2}, range(8, 12))],
+)  # fmt: skip
+def test_tars_are_selected_by_their_numbers_the_last_one_included(tmp_path, spec, shards, numbers):
+    tars = write_tars(tmp_path / "tars", "txt", "npy")
+    assert_images_are(opened(tars / spec, text=False, shards=Shards(**shards)), numbers, with_text=False)
+
+
+def test_only_what_the_model_takes_is_read(tmp_path):
+    tars = write_tars(tmp_path / "tars", "txt", "img_emb.npy", "text_emb.npy")
+    for image in (False, True):
+        for text in (False, True):
+            found = opened(tars, text, image)
+            assert found.widths == {key: WIDTHS[key] if on else None for key, on in zip(WIDTHS, (image, text))}  # noqa: B905
+            expected = {"images", "captions"} | {key for key, on in zip(WIDTHS, (image, text), strict=True) if on}
+            assert found.load(0).keys() == expected
+
+
+def test_an_image_without_a_caption_has_an_empty_one(tmp_path):
+    tars = write_tars(tmp_path / "tars", "txt", "npy", but={1: members(1, "npy")})
+    found = opened(tars, text=False)
+    assert [found.load(i)["captions"] for i in range(3)] == ["image 0", "", "image 2"]
+
+
+def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_damaged(tmp_path):
+    nan = embedding(5)
+    nan[2] = np.nan
+    odd = {
+        1: np.zeros(WIDTH, np.float32), 2: embedding(2)[:-1], 3: np.ones((2, WIDTH), np.float32), 4: nan,
+        5: np.ones(WIDTH, np.int64), 6: np.asfortranarray(np.ones((2, WIDTH), np.float32)),
+    }  # fmt: skip
+    contents = {number: npy(array) for number, array in odd.items()}
+    contents |= {7: b"no array", 8: npy(embedding(8))[:-1], 9: npy(embedding(9)[None])}
+    but = {number: {**members(number), "npy": content} for number, content in contents.items()} | {0: members(0)}
+    found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
+    reasons = {}
+    for index in range(12):
+        try:
+            found.load(index)
+        except Incomplete as error:
+            reasons[index] = f"missing: {error}"
+        except ValueError as error:
+            reasons[index] = str(error)
+    assert reasons == {
+        0: "missing: it has no image embedding",
+        1: "missing: its image embedding: zeros only, which stand for none",
+        2: "its image embedding: shape (5,), where others have (6,)",
+        3: "its image embedding: shape (2, 6), where others have (6,)",
+        4: "its image embedding: not all numbers are finite",
+        5: "it holds numbers of the type int64: save it as float16 or float32 in C order",
+        6: "it holds an array in Fortran order: save it as float16 or float32 in C order",
+        7: "it is no numpy array (.npy)",
+        8: "it is cut off: an array of shape (6,) takes 12 bytes",
+    }, "number 9 is an array (1, 6)"
+
+
+def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):
+    """Seven tokens in fp16 take less than five in fp32."""
+    but = {2: {**members(2), "text.npy": npy(np.ones((7, TEXT_WIDTH), np.float16))}}
+    found = opened(write_tars(tmp_path / "tars", "text.npy", but=but), image=False)
+    assert one_line(found.load, 2) == "its text encoding: shape (7, 4), where others have (5, 4)"
+
+
+def test_a_header_that_claims_more_than_its_file_holds_is_refused_before_memory_is_taken(tmp_path):
+    header = npy(embedding(0)).replace(b"(6,), ", b"(6000000000000,), ")[:128]
+    but = {5: {**members(5), "npy": header + bytes(12)}}
+    found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
+    assert "it is cut off" in one_line(found.load, 5)
+
+
+def test_rows_are_read_one_by_one_and_not_mapped(tmp_path):
+    """Beside a file of 64 MiB, a sample costs a row: the process grows by far less than the file."""
+    tars, rows = write_tars(tmp_path / "tars", "txt", shards=1), tmp_path / "emb"
+    rows.mkdir()
+    big = np.lib.format.open_memmap(rows / "img_emb_0000.npy", "w+", np.float32, (8192, 2048))
+    big[:4] = np.arange(1, 5)[:, None]
+    big.flush()
+    del big
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    if sys.platform != "linux":
+        pytest.skip("the kernel counts the pages")
+    before = resident_bytes()
+    found = opened(tars, text=False, shards=by_row(rows))
+    assert [found.load(i)["image_embed"].mean().item() for i in range(4)] == [1, 2, 3, 4]
+    assert resident_bytes() - before < 8 * 2**20
+
+
+def test_a_row_beyond_the_file_is_named(tmp_path):
+    tars, rows = write_tars(tmp_path / "tars", "txt"), write_rows(tmp_path / "emb")
+    np.save(rows / "img_emb_0001.npy", np.load(rows / "img_emb_0001.npy")[:2])
+    found = opened(tars, text=False, shards=by_row(rows))
+    assert one_line(found.load, 6) == f"it is row 2 of {rows}/img_emb_0001.npy, which has only 2"
+    assert found.load(5)["captions"] == "image 5"
+
+
+def spoil(tmp: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """A set with one mistake."""
+    tars, rows = write_tars(tmp / "tars", "txt"), write_rows(tmp / "emb")
+    shards = by_row(rows)
+    if name == "a tar without rows":
+        (rows / "img_emb_0001.npy").unlink()
+    if name == "another width":
+        np.save(rows / "img_emb_0002.npy", np.ones((4, 7), np.float32))
+    if name == "rows of text for images":
+        np.save(rows / "img_emb_0000.npy", np.ones((4, 2, 7), np.float32))
+    if name == "rows of integers":
+        np.save(rows / "img_emb_0000.npy", np.ones((4, 6), np.int32))
+    if name == "rows without a number":
+        (rows / "img_emb_0001.npy").rename(rows / "img_emb_b.npy")
+    if name == "a tar without a number":
+        (tars / "00001.tar").rename(tars / "b.tar")
+    if name == "keys without a row":
+        write_tar(tars / "00001.tar", {"cat": members(1)})
+    if name == "rows for a folder":
+        (tmp / "loose").mkdir()
+        (tmp / "loose" / "a.png").write_bytes(picture(0))
+        return tmp / "loose", {"shards": shards}
+    if name == "no rows":
+        shards = Shards(embeddings={"image_embed": ("--image_embeddings", str(tmp / "nothing" / "*.npy"))})
+    return tars, {"shards": shards}
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("a tar without rows", "has no file for 1 of 3 tars, the first is"),
+    ("another width", "image embeddings have the shape (7,) in"),
+    ("rows of text for images", "that of one image has the shape (2, 7), not (d,)"),
+    ("rows of integers", "img_emb_0000.npy': it holds numbers of the type int32"),
+    ("rows without a number", "does not end with the number of its shard"),
+    ("a tar without a number", "does not end with the number of its shard"),
+    ("keys without a row", "the key 'cat' in"), ("rows for a folder", "--image_embeddings is for tars"),
+    ("no rows", "no file is named like"),
+])  # fmt: skip
+def test_files_of_rows_that_do_not_fit_are_named(tmp_path, name, expected):
+    spec, options = spoil(tmp_path, name)
+    assert expected in one_line(opened, spec, text=False, **options)
+
+
+def test_what_the_model_takes_and_the_set_lacks_is_said(tmp_path):
+    tars = write_tars(tmp_path / "tars", "txt")
+    text = one_line(opened, tars, text=False)
+    assert "the model takes image embeddings, and" in text and "KEY.img_emb.npy" in text and "--clip" in text
+    text = one_line(opened, tars, image=False)
+    assert "the model takes text encodings, and" in text and "--text_embeddings" in text
+    assert "no image (.jpg" in one_line(opened, write_tar(tmp_path / "a.tar", {"0": {"txt": b"text"}}))
+
+
+def test_flags_that_contradict_one_another_are_refused(tmp_path):
+    tars, rows = write_tars(tmp_path / "tars", "txt", "npy", "text.npy"), write_rows(tmp_path / "emb")
+    assert "does not take them" in one_line(opened, tars, image=False, shards=by_row(rows))
+    tokens = {"tokenize": lambda texts: torch.zeros(len(texts), 7, dtype=torch.int64)}
+    assert "--clip computes embeddings itself" in one_line(opened, tars, shards=by_row(rows), **tokens)
+    assert "--max_text_len 4" in one_line(opened, tars, longest_text=4)
+    assert opened(tars, longest_text=5).widths == WIDTHS
+    assert "have 0 to 2" in one_line(opened, tars, shards=Shards(first=7))
+    assert "smaller than --start_shard" in one_line(opened, tars / "{}.tar", shards=Shards(2, 1, 5))
+    assert "00003.tar" in one_line(opened, tars / "{}.tar", shards=Shards(0, 3, 5))
+    assert "no file is named like" in one_line(opened, tars / "{}.tar", shards=Shards(width=6))
+    assert "has no shards" in one_line(opened, "demo:shapes", shards=Shards(first=2))
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / "a.png").write_bytes(picture(0))
+    assert "select tars" in one_line(opened, tmp_path / "loose", shards=Shards(first=1))
+
+
+def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):
+    for kinds, taken in ((("txt",), False), (("npy",), True), (("txt", "npy"), True)):
+        tars = write_tars(tmp_path / "-".join(kinds), *kinds)
+        assert "--random_flip would make" in one_line(opened, tars, text=False, image=taken, flip=True)
+    assert "--random_flip would make" in one_line(opened, "demo:shapes", flip=True, image=False, text=False)
+    plain = opened(write_tars(tmp_path / "plain", "npy"), text=False, image=False, flip=True)
+    assert plain.load(0).keys() == {"images", "captions"}
+
+
+def test_tokens_replace_stored_embeddings(tmp_path):
+    tars = write_tars(tmp_path / "tars", "txt", "npy", "text.npy")
+    said: list[str] = []
+
+    def tokenize(texts):
+        said.extend(texts)
+        return torch.full((len(texts), 7), len(said))
+
+    found = opened(tars, tokenize=tokenize)
+    assert found.widths == {"image_embed": None, "text_encodings": None}
+    sample = found.load(3)
+    assert sample.keys() == {"images", "captions", "tokens"}
+    assert sample["tokens"].tolist() == [1] * 7 and said == ["image 3"]
+
+
+def test_two_files_of_one_kind_for_one_image_are_refused(tmp_path):
+    tars = write_tars(tmp_path / "tars", "txt", "npy", "img_emb.npy")
+    assert "two files like" in one_line(opened, tars)
+
+
+@pytest.mark.parametrize(
+    "name, width, row", [("a/00012/000120034.jpg", 4, 34), ("000120034.a.jpg", 5, 20034), ("7.jpg", 1, 7)]
+)
+def test_the_row_is_the_end_of_the_key(name, width, row):
+    assert row_of(name, width) == row
+
+
+def test_the_number_of_a_shard_is_the_end_of_its_name():
+    names = {"data/00012.tar": 12, "7.tar": 7, "img_emb_0031.npy": 31, "a_3/b00012.x.npy": 12}
+    assert {name: number_of(name, "--f") for name in names} == names
+    for name in ("a.tar", "12_a.tar"):
+        assert one_line(number_of, name, "--image_folder").startswith("--image_folder: the name of")

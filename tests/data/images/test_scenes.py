@@ -1,0 +1,102 @@
+"""demo:shapes for conditioned models: one shape each, what the numbers say, and what is held out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from data import open_images
+from data.images.embeddings import IMAGE, TEXT
+from data.images.scenes import TRIPLES, Scenes, Triple, attributes, encoded, is_held_out, triples_of
+from data.images.shapes import COLOURS, PLACES, SHAPES, SIZES, Item
+
+
+def scenes(n: int = 4000, **options) -> Scenes:
+    return Scenes(n, **{"image_size": 24, **options})
+
+
+def triple(item: Item) -> Triple:
+    return Triple(item.shape, item.colour, item.place)
+
+
+def test_a_tenth_of_the_combinations_is_held_out_of_which_no_two_share_a_pair():
+    held_out = [t for t in TRIPLES if is_held_out(t)]
+    assert (len(TRIPLES), len(held_out)) == (8 * 8 * 9, 58)
+    for a, b in itertools.combinations(held_out, 2):
+        assert sum(x == y for x, y in zip(a, b, strict=True)) <= 1
+    assert [len({t[i] for t in held_out}) for i in range(3)] == [8, 8, 9], "every attribute is asked for"
+
+
+def test_held_out_combinations_are_never_shown_and_all_others_are():
+    shown = scenes()
+    seen = {triple(shown.item(i)) for i in range(len(shown))}
+    assert seen == {t for t in TRIPLES if not is_held_out(t)}
+    unseen = shown.held_out(1000)
+    assert {triple(unseen.item(i)) for i in range(1000)} == {t for t in TRIPLES if is_held_out(t)}
+    assert unseen.load(3).shape == (3, 24, 24) and unseen.embeddings(IMAGE).load(3).sum() == 4
+
+
+def test_a_scene_depends_on_the_seed_and_its_index_alone():
+    few, many, other = scenes(20), scenes(1000), scenes(20, seed=1)
+    assert [few.caption(i) for i in range(3)] == [
+        "a large red square top right", "a large green cross at the top", "a cyan cross on the right"
+    ]  # fmt: skip
+    assert all(torch.equal(few.load(i), many.load(i)) for i in range(20))
+    assert [few.caption(i) for i in range(20)] != [other.caption(i) for i in range(20)]
+    assert len({few.load(i).numpy().tobytes() for i in range(20)}) == 20
+    with pytest.raises(IndexError):
+        few.load(20)
+
+
+def test_embeddings_say_where_which_shape_of_which_colour_and_size_is():
+    item = Item("ring", "cyan", "large", "in the centre", 0.5, 0.5, 0.2, 0.0)
+    vector = attributes([item]).reshape(9, 20)
+    place, shape, colour, size = (
+        list(table).index(name)
+        for table, name in ((PLACES, "in the centre"), (SHAPES, "ring"), (COLOURS, "cyan"), (SIZES, "large"))
+    )
+    assert vector.sum() == 4
+    assert vector[place, [0, 1 + shape, 9 + colour, 17 + size]].tolist() == [1, 1, 1, 1]
+    two = attributes([item, Item("star", "red", "", "top left", 0.25, 0.25, 0.17, 0.0)])
+    assert two.sum() == 8 and torch.equal(two.reshape(9, 20)[place], vector[place])
+
+
+def test_attributes_are_read_back_from_embeddings():
+    shown = scenes(200)
+    embeddings = torch.stack([shown.embeddings(IMAGE).load(i) for i in range(200)])
+    assert triples_of(embeddings) == [triple(shown.item(i)) for i in range(200)]
+
+
+def test_a_picture_shows_its_item_alone():
+    """Beside the background of the same scene nothing differs but the shape, which is where the item says."""
+    shown = scenes(30, image_size=32)
+    for index in range(30):
+        item, picture = shown.item(index), shown.load(index).float()
+        colour = torch.tensor(COLOURS[item.colour])[:, None, None]
+        near = ((picture - colour).abs().amax(0) < 25).nonzero().float()
+        centre = (near.mean(0) + 0.5) / 32
+        assert len(near) > 3
+        # A crescent's mass lies 0.3 radii beside its middle; the largest radius is 0.224.
+        assert (centre - torch.tensor([item.y, item.x])).abs().max() < 0.08, str(item)
+
+
+def test_encoded_captions_have_a_vector_for_each_word_at_each_place_and_zeros_behind():
+    one, other = encoded("a red ring top left"), encoded("a small red ring top left")
+    assert one.shape == other.shape == (8, 32)
+    assert [bool(row.any()) for row in one] == [True] * 5 + [False] * 3
+    assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[2]), "red, at another place"
+    # red - ring, at the same places in both sentences: the vectors of the places cancel
+    swapped = encoded("a ring red top left")
+    assert torch.allclose(one[1] - swapped[1], swapped[2] - one[2], atol=1e-6)  # rounding of fp32
+    rows = torch.cat([encoded(scenes().caption(i)) for i in range(100)])
+    rows = rows[rows.any(1)].unique(dim=0)
+    assert rows.mean().abs() < 0.1 and abs(rows.var() - 1) < 0.1  # about 4 standard errors of 50 rows of 32 numbers
+    shown = scenes(5)
+    assert torch.equal(shown.embeddings(TEXT).load(2), encoded(shown.caption(2)))
+
+
+def test_the_pictures_of_unconditioned_models_have_one_to_three_shapes():
+    images = open_images("demo:shapes:100", image_size=16)
+    assert {len(images.items(i)) for i in range(100)} == {1, 2, 3}
