@@ -16,6 +16,9 @@ from .errors import one_line
 # Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
 _HARMLESS_NUMBER = 1 << 22
 
+# More values than any model has arguments; a pickle of a hundred bytes can hold 2^60 of them, in lists of one list.
+_MOST_VALUES = 1 << 20
+
 # A model may have this many tensors more than its file, so that the first one that is missing can be named.
 _SPARE_TENSORS = 1000
 
@@ -23,8 +26,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Check that constructor arguments have JSON's types, and that no integer is larger than both 2^22 and the
-    largest dimension of the weights.
+    """Check that constructor arguments have JSON's types, at any depth of lists and mappings, and that no integer is
+    larger than both 2^22 and the largest dimension of the weights.
 
     Raises:
         ValueError: one line, naming the argument.
@@ -34,7 +37,9 @@ def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor])
     largest = max(_HARMLESS_NUMBER, *sizes, 0)
     for name, value in arguments.items():
         try:
-            for number in _plain_values(name, value):
+            for count, number in enumerate(_plain_values(name, value)):
+                if count == _MOST_VALUES:
+                    raise ValueError(f"{name} holds more than {_MOST_VALUES} values")
                 if isinstance(number, int) and abs(number) > largest:
                     raise ValueError(f"{name} {str(number)[:24]} is larger than any dimension of the weights")
         except RecursionError:
@@ -42,9 +47,17 @@ def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor])
 
 
 def _plain_values(name: str, value: Any) -> Iterator[Any]:
-    """The numbers, strings and so on in a value that may be a list of lists."""
+    """The numbers, strings and so on in a value, which may be a list or a mapping with string keys, of such values. A
+    list or a mapping itself counts as None, so that empty ones count too."""
+    if isinstance(value, (list, tuple, dict)):
+        yield None
     if isinstance(value, (list, tuple)):
         for item in value:
+            yield from _plain_values(name, item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{name} holds a dict whose keys are not all strings")
             yield from _plain_values(name, item)
     elif value is None or isinstance(value, (bool, int, float, str)):
         yield value

@@ -118,6 +118,20 @@ def in_itself() -> list[Any]:
     return ring
 
 
+def object_in_itself() -> dict[str, Any]:
+    ring: dict[str, Any] = {}
+    ring["a"] = [ring]
+    return ring
+
+
+def doubled(times: int) -> dict[str, Any]:
+    """2^times empty objects to whoever walks through them, of which one is in the file."""
+    value: dict[str, Any] = {}
+    for _ in range(times):
+        value = {"a": value, "b": value}
+    return value
+
+
 RAN = Path("ran")  # made by code that runs, in the folder of the test
 
 PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -154,6 +168,10 @@ PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor as a number": (lambda path: pt(path, {**HPARAMS, "hidden_dim": torch.tensor(5)}), "holds a Tensor"),
     "list as a number": (lambda path: pt(path, {**HPARAMS, "hidden_dim": [5]}), "does not hold a DiscreteVAE"),
     "list in itself": (lambda path: pt(path, {**HPARAMS, "hidden_dim": in_itself()}), "nested too deeply"),
+    "object in itself": (lambda path: pt(path, {**HPARAMS, "hidden_dim": object_in_itself()}), "too deeply"),
+    "2^60 objects": (lambda path: pt(path, {**HPARAMS, "hidden_dim": doubled(60)}), "more than 1048576 values"),
+    "tensor in an object": (lambda path: pt(path, {**HPARAMS, "hidden_dim": [{"a": torch.ones(5)}]}), "a Tensor"),
+    "object of numbers": (lambda path: pt(path, {**HPARAMS, "hidden_dim": {1: 5}}), "a dict whose keys are not all"),
     "whole numbers": (lambda path: pt(path, weights=cast(torch.int64)), "of the kind torch.float32, not torch.int64"),
     "complex weights": (lambda path: pt(path, weights=cast(torch.cfloat)), "calls for torch.ComplexFloatStorage"),
 }  # fmt: skip
@@ -224,7 +242,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "4 million channels": (lambda path: folder(path, channels=4_000_000), "should have shape"),
     "number of 5000 digits": (lambda path: folder(path, "[" + "9" * 5000 + "]"), "not a model folder"),
     "word": (lambda path: folder(path, hidden_dim="5" * 1000), "does not hold a DiscreteVAE"),
-    "object": (lambda path: folder(path, hidden_dim={"a": 5}), "hidden_dim holds a dict"),
+    "object": (lambda path: folder(path, hidden_dim={"a": 5}), "does not hold a DiscreteVAE"),
+    "10^15 in an object": (
+        lambda path: folder(path, hidden_dim=[1, {"a": [{"b": 10**15}]}]), "hidden_dim 1000000000000000 is larger"
+    ),
     "depth": (lambda path: folder(path, '{"a":' * 100_000), "nested too deeply"),
     "list": (lambda path: folder(path, "[]"), "holds no JSON object"),
     "empty config": (lambda path: folder(path, ""), "is not a model folder"),

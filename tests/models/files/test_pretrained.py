@@ -223,3 +223,23 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)):
         save_dalle_file(tmp_path / "vae.pt", {**model.config, "image_size": lambda: 16}, small_vae().state_dict())
     assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt"), model)
+
+
+class Stack(Pretrained):
+    """Layers that are described one by one."""
+
+    def __init__(self, layers: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.config = {"layers": layers}
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(*layer["sizes"], bias=layer["bias"]) for layer in layers)
+
+
+def test_arguments_may_hold_mappings(tmp_path: Path) -> None:
+    model = Stack([{"sizes": [2, 3], "bias": True}, {"sizes": [3, 4], "bias": False}])
+    model.save_pretrained(tmp_path)
+    loaded = Stack.from_pretrained(tmp_path)
+    assert loaded.config == model.config
+    assert_same_bits(loaded, model)
+    model.config["layers"][1]["sizes"] = [3, 5]
+    model.save_pretrained(tmp_path)
+    assert "layers.1.weight should have shape (5, 3), not (4, 3)" in one_line_of(Stack.from_pretrained, tmp_path)
