@@ -4,6 +4,7 @@
     python convert.py export PATH --to model DIR
     python convert.py export PATH --to dalle FILE.pt
     python convert.py import PATH RUN_DIR
+    python convert.py average RUN --ema_length 0.07 DIR
 
 PATH is a run folder (of which the newest checkpoint is taken), a checkpoint, a model folder or a .pt file. No code in
 it is run.
@@ -20,7 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from training.flags.converters import average_length
 from training.flags.parser import ArgumentParser
+
+# Part of the norm of a profile that an average of another length may miss.
+FARTHEST_PROFILE = 0.2
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
@@ -90,11 +95,14 @@ def build_parser() -> ArgumentParser:
     parser.usage = None  # None makes argparse generate the usage line
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(run: Callable[[argparse.Namespace], None], name: str, text: str) -> Callable[..., Any]:
+    def command(
+        run: Callable[[argparse.Namespace], None], name: str, text: str,
+        path: tuple[str, str] = ("PATH", "run folder, checkpoint, model folder or .pt file"),
+    ) -> Callable[..., Any]:  # fmt: skip
         sub = commands.add_parser(name, description=text, help=text)
         sub.usage = None
         sub.set_defaults(run=run)
-        sub.add_argument("path", metavar="PATH", help="run folder, checkpoint, model folder or .pt file")
+        sub.add_argument("path", metavar=path[0], help=path[1])
         return sub.add_argument
 
     # fmt: off
@@ -115,6 +123,13 @@ def build_parser() -> ArgumentParser:
     add = command(import_weights, "import", "Make a run folder from which a training starts with these weights.")
     add("run_dir", metavar="RUN_DIR", help="new folder")
     add("--weights", **weights)
+
+    add = command(average, "average", "Write a model folder with an average of the weights of another length.",
+                  ("RUN", "folder of a run with --ema_power"))
+    add("out", metavar="OUT", help="folder to write")
+    add("--ema_length", type=average_length, required=True, metavar="LENGTH",
+        help="standard deviation of the average's profile as a fraction of the run up to its last save, such as 0.07")
+    add("--force", action="store_true", help="replace OUT where it exists")
     # fmt: on
     return parser
 
@@ -173,24 +188,38 @@ def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
     raise ValueError(f"{path} is no config of {' or '.join(f'{script.module}.py' for script in SCRIPTS)}")
 
 
+def build(script: Script, args: argparse.Namespace, weights: Mapping[str, Any]) -> Any:
+    """The model that a script trains with these arguments, holding ``weights``; ValueError if they do not fit."""
+    from models.files.building import build_with_weights, check_arguments
+
+    module = importlib.import_module(script.module)
+    check_arguments({name: getattr(args, name) for name in module.MODEL_ARGUMENTS}, weights)
+    return build_with_weights(lambda: module.build_model(args), weights)
+
+
 def load_checkpoint(folder: Path, which: str) -> Any:
     """The model in a checkpoint, with the weights ``which``: "ema" (their moving average), "online" (as trained), or
     "best", which means the moving average if there is one, and else the weights as trained."""
-    from models.files.building import build_with_weights, check_arguments
     from models.files.errors import one_line
 
     script, args = arguments_of(Path(os.path.abspath(folder)).parent.parent)
-    module, parts = importlib.import_module(script.module), read(folder)[0]
+    parts = read(folder)[0]
     average = parts.get("ema")
     if which == "ema" and not average:
         raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
     try:
-        part = average if average and which != "online" else parts[script.weights]
-        weights = part["weights"]
-        check_arguments({name: getattr(args, name) for name in module.MODEL_ARGUMENTS}, weights)
-        return build_with_weights(lambda: module.build_model(args), weights)
+        part = kept_average(average) if average and which != "online" else parts[script.weights]
+        return build(script, args, part["weights"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} does not hold the model of its run: {one_line(error)}") from None
+
+
+def kept_average(part: Mapping[str, Any]) -> Any:
+    """Of a checkpoint's averages the one that the run keeps: the only one, or that of the first --ema_power."""
+    if not isinstance(part.get("powers"), dict):
+        return part
+    first = next(iter(part["powers"].values()), None)
+    return first if isinstance(first, dict) else {}
 
 
 def load_model(path: Path, which: str) -> Any:
@@ -240,7 +269,10 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
             checksums = f"do not hold: {error}"
     facts: dict[str, dict[str, Any]] = {}
     for name, part in sorted(parts.items()):
-        facts[name] = describe_weights(part["weights"]) if isinstance(part.get("weights"), dict) else {}
+        weights = kept_average(part).get("weights")
+        facts[name] = describe_weights(weights) if isinstance(weights, dict) else {}
+        if isinstance(powers := part.get("powers"), dict):
+            facts[name]["ema_power"] = ", ".join(powers)
         if isinstance(optimizer := part.get("optimizer"), dict):
             facts[name] |= {"optimizer": optimizer.get("type"), "optimizer_step": optimizer.get("step")}
     samples, batch_size = (parts.get("progress", {}).get(name) for name in ("samples", "batch_size"))
@@ -265,14 +297,21 @@ def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}: {f'{value:,}' if type(value) is int else value}"
 
 
+def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
+    """The path to write to, unless something is there that must stay."""
+    out = Path(args.out)
+    if out.exists() and out.is_dir() != is_folder:
+        raise ValueError(f"{out} is a {'file' if is_folder else 'folder'}; {kind} writes another kind")
+    if not args.force and (any(out.iterdir()) if out.is_dir() else out.exists()):
+        raise ValueError(f"{out} exists already; give another name, or --force to replace it")
+    return out
+
+
 def export(args: argparse.Namespace) -> None:
     from models import DiscreteVAE
 
-    out, is_folder = Path(args.out), args.to == "model"
-    if out.exists() and out.is_dir() != is_folder:
-        raise ValueError(f"{out} is a {'file' if is_folder else 'folder'}; --to {args.to} writes another kind")
-    if not args.force and (any(out.iterdir()) if out.is_dir() else out.exists()):
-        raise ValueError(f"{out} exists already; give another name, or --force to replace it")
+    is_folder = args.to == "model"
+    out = new_output(args, is_folder, f"--to {args.to}")
     model = load_model(Path(args.path), args.weights)
     if is_folder:
         model.save_pretrained(out)
@@ -282,7 +321,32 @@ def export(args: argparse.Namespace) -> None:
         model.save_dalle(out)
     else:
         raise ValueError(f"--to dalle is for a DiscreteVAE, and {args.path} holds a {type(model).__name__}")
-    print(f"wrote {out}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"wrote {out}: {described(model)}")
+
+
+def described(model: Any) -> str:
+    return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
+
+
+def average(args: argparse.Namespace) -> None:
+    """Write the model of a run with an average of its weights that is made of those in snapshots/. Buffers, which no
+    average averages, are those of the last save."""
+    from training.checkpoints.averages import AverageFiles
+
+    run, out = Path(args.path), new_output(args, is_folder=True, kind="average")
+    script, settings = arguments_of(run)
+    files = AverageFiles(run / "snapshots")
+    model = build(script, settings, files.newest("ema"))
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
+    weights, updates, distance = files.of_length("ema", args.ema_length, parameters)
+    if distance > FARTHEST_PROFILE:
+        raise ValueError(
+            f"the averages in {run / 'snapshots'} miss {distance:.0%} of the profile of length {args.ema_length}: "
+            "choose a length nearer to theirs, save more often, or train with several --ema_power"
+        )
+    model.load_state_dict(weights, strict=False)
+    model.save_pretrained(out)
+    print(f"wrote {out}: {described(model)}, averaged over {updates} updates; it misses {distance:.2%} of the profile")
 
 
 def import_weights(args: argparse.Namespace) -> None:

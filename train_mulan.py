@@ -193,13 +193,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     feed = data.sound_feed(args, backend, tokenizer)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
 
-    ema = make_ema(model, args.ema_decay)
+    ema = make_ema(model, args.ema_decay, args.ema_power)
     engine = backend.wrap(model, optimizer, name="mulan")
     contrastive = Contrastive(
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise = Noise(args.seed, "patches and masks")
-    compared = "valid/ema/r10" if args.ema_decay else "valid/r10"  # metric of the model that is kept
+    compared = "/".join(["valid", *list(ema.averages())[:1], "r10"])  # metric of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = functools.partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device)

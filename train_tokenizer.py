@@ -227,7 +227,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
 
     generator.quantizer.connect(backend)
-    ema, noise = make_ema(generator, args.ema_decay), Noise(args.seed, "frame")
+    ema, noise = make_ema(generator, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
     engine = backend.wrap(generator, adam[0], name="generator")
     critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
 

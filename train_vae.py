@@ -183,7 +183,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     feed = data.image_feed(args, backend, model.channels)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
 
-    ema = make_ema(model, args.ema_decay)
+    ema = make_ema(model, args.ema_decay, args.ema_power)
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     noise = Noise(args.seed, "gumbel")
     evaluation = Evaluation(

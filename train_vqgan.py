@@ -209,7 +209,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     quantizer, last_weight_shape = generator.quantizer, tuple(generator.last_layer.weight.shape)
     quantizer.connect(backend)
-    ema = make_ema(generator, args.ema_decay)
+    ema = make_ema(generator, args.ema_decay, args.ema_power)
     adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     engine = backend.wrap(generator, adam(generator.parameters()), name="generator")
     critic = backend.wrap(

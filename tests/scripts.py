@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +206,9 @@ class Script:
         """Train until the process is killed in update ``step`` (from 0)."""
         with self.in_update(step, kill), pytest.raises(KilledError):
             self.train(folder, *more)
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":  # would die with its process, and must not write beside the next start
+                thread.join()
 
     def train_stopped(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is asked to stop in update ``step`` (from 0), which it completes and saves."""

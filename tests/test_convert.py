@@ -20,10 +20,12 @@ from torch import Tensor
 import convert
 import train_tokenizer
 import train_vae
-from models import DiscreteVAE, VideoTokenizer
+from models import VQGAN, DiscreteVAE, VideoTokenizer
 from models.files.dalle import HPARAMS
 from tests.models.helpers import TOKENIZER, assert_same_bits
 from tests.scripts import VIDEO_TOKENIZER, words
+from tests.scripts import VQGAN as VQGAN_SCRIPT
+from training.profiles import Profile, coefficients, exponent_of
 
 TINY = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--image_size", "16", "--num_layers", "2",
         "--num_resnet_blocks", "1", "--num_tokens", "16", "--emb_dim", "6", "--hidden_dim", "8"]  # fmt: skip
@@ -229,6 +231,66 @@ def test_an_imported_run_starts_from_the_weights_with_the_flags_that_they_need(
     args = train_vae.build_parser().parse(["--config", str(tmp_path / "new" / "start.yaml")])
     assert args.output_dir == str(tmp_path / "new")
     assert_same_bits(train_vae.build_model(args).state_dict(), saved(run, "ema"))
+
+
+@pytest.fixture(scope="module")
+def powers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight updates of a model with buffers, and a save after every second one. Tests only look at it."""
+    folder = tmp_path_factory.mktemp("runs") / "powers"
+    said = "--quantizer vq --ema_power 0.1 0.05 --max_steps 8 --save_every_n_steps 2 --learning_rate 0.01"
+    return VQGAN_SCRIPT.train(folder, *said.split())
+
+
+def test_an_average_of_another_length_is_made_of_those_of_all_saves(powers: Path, tmp_path: Path) -> None:
+    converted("average", powers, "--ema_length", "0.07", tmp_path / "model")
+    model = VQGAN.from_pretrained(tmp_path / "model")
+    found, parameters = model.state_dict(), dict(model.named_parameters())
+    profiles = [Profile(step, exponent_of(length)) for step in (2, 4, 6, 8) for length in (0.05, 0.1)]
+    shares, _ = coefficients(profiles, Profile(8, exponent_of(0.07)))
+    snapshots = [load_file(path) for path in sorted((powers / "snapshots").iterdir())]
+    for name in found:
+        if name in parameters:
+            expected = sum(share * of[name].double() for share, of in zip(shares, snapshots, strict=True))
+            torch.testing.assert_close(found[name].double(), expected, rtol=1e-6, atol=1e-8)
+        else:
+            assert torch.equal(found[name], snapshots[-1][name]), "no average averages buffers"
+    assert (shares != 0).all() and found.keys() > parameters.keys()
+    assert not torch.equal(found["encoder.0.weight"], snapshots[-1]["encoder.0.weight"])
+
+
+@pytest.mark.parametrize("length", ["0.1", "0.05"])
+def test_an_average_of_a_length_that_is_stored_is_returned_as_it_is(length: str, powers: Path, tmp_path: Path) -> None:
+    converted("average", powers, "--ema_length", length, tmp_path / "model")
+    stored = load_file(powers / "snapshots" / f"step_00000008_ema_{length}.safetensors")
+    assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), stored)
+    converted("export", powers, "--to", "model", tmp_path / "best")
+    is_kept = contents(tmp_path / "best") == contents(tmp_path / "model")
+    assert is_kept == (length == "0.1"), "the run keeps the first length"
+
+
+def test_powers_are_described(powers: Path, inspected: Any) -> None:
+    parts = inspected(powers)["parts"]
+    assert parts["ema"]["ema_power"] == "0.1, 0.05"
+    assert parts["ema"]["parameters"] == parts["generator"]["parameters"]
+
+
+def test_an_average_that_cannot_be_made_is_one_line(powers: Path, run: Path, tmp_path: Path, refused: Any) -> None:
+    out = tmp_path / "model"
+    assert "holds no averages: only a run with --ema_power" in refused("average", run, "--ema_length", "0.07", out)
+    line = refused("average", powers, "--ema_length", "0.25", out)
+    assert "% of the profile of length 0.25: choose a length nearer" in line
+    assert "at most 0.2886" in refused("average", powers, "--ema_length", "0.3", out)
+    assert not out.exists()
+    out.mkdir()
+    (out / "mine").touch()
+    assert "--force" in refused("average", powers, "--ema_length", "0.07", out)
+    copied = shutil.copytree(powers, tmp_path / "copied")
+    newest = copied / "snapshots" / "step_00000008_ema_0.1.safetensors"
+    save_file({"a": torch.zeros(3)}, newest, metadata={"average": '{"updates": 8, "length": 0.1}'})
+    assert "should have shape" in refused("average", copied, "--ema_length", "0.07", tmp_path / "other")
+    (copied / "snapshots" / "step_00000009_ema_0.1.safetensors").write_bytes(b"\0" * 100)
+    assert "cannot read" in refused("average", copied, "--ema_length", "0.07", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_checkpoint_is_described(run: Path, inspected: Any) -> None:

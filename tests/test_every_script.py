@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests.scripts import (
     EIGHT,
@@ -157,6 +158,38 @@ def test_the_model_that_is_left_loads_and_is_the_average(script: Script, finishe
     assert_same_bits(left, {name: last[f"ema: weights/{name}"] for name in left})
     trained = {key.partition(": weights/")[2]: t for key, t in last.items() if not key.startswith("ema: ")}
     assert any(not torch.equal(left[name], trained[name]) for name in left)
+
+
+def test_power_averages_are_evaluated_kept_at_every_save_and_the_same_after_interruptions(
+    script: Script, tmp_path: Path
+) -> None:
+    """A run that is stopped between two saves, and killed after the next one."""
+    said = ["--ema_power", "0.1", "0.05", "--max_steps", "5", "--save_every_n_steps", "2"]
+    whole, run = script.train(tmp_path / "whole", *said), tmp_path / "run"
+    script.train_stopped(2, run, *said)
+    script.train_killed(4, run, *said)
+    (run / "snapshots" / "step_00000009_ema_0.1.safetensors").write_bytes(b"of a checkpoint that was damaged since")
+    script.train(run, *said)
+    assert_same_run(run, whole)
+    lengths = ("0.05", "0.1")
+    assert names(run / "snapshots") == [
+        f"step_{step:08d}_ema_{length}.safetensors" for step in (2, 4, 5) for length in lengths
+    ]
+    last, line = checkpoint(run, 5), metrics(run)[-1]
+    for length in lengths:
+        prefix = f"ema: powers/{length}/weights/"
+        assert_same_bits(
+            load_file(run / "snapshots" / f"step_00000005_ema_{length}.safetensors"),
+            {name.removeprefix(prefix): tensor for name, tensor in last.items() if name.startswith(prefix)},
+        )
+    left = dict(script.model.from_pretrained(run / "model").state_dict())
+    assert_same_bits(left, {name: last[f"ema: powers/0.1/weights/{name}"] for name in left})
+    online = {name for name in line if name.startswith("valid/") and "/ema" not in name}
+    assert {name for name in line if "/ema" in name} == {
+        name.replace("valid/", f"valid/ema_{length}/") for name in online for length in lengths
+    }
+    if (run / "best").exists():
+        assert json.loads((run / "best" / "best.json").read_text())["metric"].startswith("valid/ema_0.1/")
 
 
 def test_the_rate_in_the_log_counts_training_and_not_validation(

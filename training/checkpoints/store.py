@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..contracts import Processes
 from ..files import sync, write_atomically
 from .format import Tree, check_sums, damaged, read_checkpoint, write_folder
@@ -17,6 +19,9 @@ from .snapshot import Snapshot
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
 _NAME = re.compile(r"step_\d{8,}")
+
+# Writes something beside a checkpoint: (step, tensors by part and name, JSON values by part).
+Beside = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
 
 
 class Checkpoints:
@@ -42,7 +47,7 @@ class Checkpoints:
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any]) -> None:
+    def save(self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any], beside: Beside | None = None) -> None:
         """Start to write a checkpoint of this step, unless it exists already; then delete the oldest. Collective.
 
         Waits for the previous write, but not for this one: if this one fails, `failure` says so later, and the older
@@ -51,6 +56,8 @@ class Checkpoints:
         Args:
             parts: Nested dicts of tensors, JSON values, and functions that return a tensor. Only the root's values are
                 written, but every process calls the functions, because they are collective.
+            beside: Called on the root with the copy of the parts, by the thread that writes, before the checkpoint is
+                there. If it fails, the checkpoint does too.
         """
         self.join()
         self.requested_step = step
@@ -61,7 +68,7 @@ class Checkpoints:
         self._snapshot, self.failure = snapshot, None
         state = {"step": step, "meta": json.loads(json.dumps(meta)), "parts": snapshot.values}
         # Not a daemon thread: the interpreter then waits for the write, however the main thread ends.
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state, beside), name="checkpoint")
         self._thread.start()
         self._processes.before_update(self._wait_for_copy)
 
@@ -130,13 +137,15 @@ class Checkpoints:
 
     # Everything below runs in the thread that writes.
 
-    def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
+    def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], beside: Beside | None) -> None:
         began = time.monotonic()
         path = self._path(step)
         unfinished = self.folder / f"{_UNFINISHED}{path.name}"
         try:
             snapshot.finish()
             self._make_room()
+            if beside is not None:
+                beside(step, snapshot.tensors, snapshot.values)
             write_folder(unfinished, snapshot.tensors, state)
             self._commit(unfinished, path)
         except Exception as error:  # training goes on after any error, because the next save may succeed

@@ -40,6 +40,10 @@ non_negative_int = partial(_whole_number, minimum=0, expected="a whole number, 0
 positive_float = partial(_number, accepts=lambda number: number > 0, expected="a number above 0")
 non_negative_float = partial(_number, accepts=lambda number: number >= 0, expected="a number, 0 or more")
 fraction = partial(_number, accepts=lambda number: 0 <= number < 1, expected="a number from 0 to below 1")
+# 0.2886 is the length of the plain mean, see `training.profiles`.
+average_length = partial(
+    _number, accepts=lambda number: 0 < number <= 0.2886, expected="a number above 0 and at most 0.2886"
+)
 
 
 class Joined(Generic[T]):

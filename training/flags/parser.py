@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from .converters import Joined, Names, nearest
@@ -55,6 +55,7 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self._is_root = is_root
+        self._alternatives: list[dict[str, Any]] = []
 
     def error(self, message: str) -> NoReturn:
         """Print `prog: error: message` as one line on the root's stderr, and exit with code 2."""
@@ -88,7 +89,25 @@ class ArgumentParser(argparse.ArgumentParser):
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
+        for off in self._alternatives:
+            self._choose(args, off)
         return args
+
+    def add_alternatives(self, **off: Any) -> None:
+        """Declare flags of which only one can have an effect, each by its dest name with the value that it has then
+        beside another one. One on the command line wins over one in the config file, and either over a default; two in
+        the same place are an error."""
+        self._alternatives.append(off)
+
+    def _choose(self, args: argparse.Namespace, off: Mapping[str, Any]) -> None:
+        """Switch off all but one of some alternatives."""
+        on = [name for name, value in off.items() if getattr(args, name) != value]
+        places = ([name for name in on if name in said] for said in (args.on_command_line, args.explicit, on))
+        chosen, *others = next(filter(None, places), [None])
+        if others:
+            self.error(f"--{chosen} and --{others[0]} exclude one another; give one of them")
+        for name in set(on) - {chosen}:
+            setattr(args, name, off[name])
 
     def refuse_idle(
         self, args: argparse.Namespace, flags: Sequence[str], other: str, needed: str, is_met: bool

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from .converters import (
     Names,
+    average_length,
     fraction,
     non_negative_float,
     non_negative_int,
@@ -14,6 +15,7 @@ from .converters import (
     two_fractions,
     whole_numbers,
 )
+from .parser import ArgumentParser
 
 # fmt: off
 
@@ -216,7 +218,7 @@ def add_adversary_arguments(
 
 
 def add_run_arguments(
-    parser: argparse.ArgumentParser,
+    parser: ArgumentParser,
     *,
     output_dir: str,
     epochs: float = 20,
@@ -265,8 +267,13 @@ def add_run_arguments(
         help="clip the gradient to this 2-norm; 0: no clipping")
     add("--ema_decay", type=fraction, default=ema_decay, metavar="DECAY",
         help="decay per update of an exponential moving average of the weights; 0: no average")
+    add("--ema_power", type=average_length, nargs="+", metavar="LENGTH",
+        help="averages of the weights that grow with the run, instead of --ema_decay: the standard deviation of each "
+        "one's profile as a fraction of the run, such as 0.05 0.10; every save writes them to snapshots/ too, so that "
+        "convert.py average can choose another length afterwards; the run keeps the first one (default: none)")
     add("--max_skipped_updates", type=non_negative_int, default=20, metavar="UPDATES",
         help="updates that are skipped in a row, because loss or gradient is not finite, before the run stops")
+    parser.add_alternatives(ema_power=None, ema_decay=0.0)
 
     add = parser.add_argument_group("precision").add_argument
     add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default=precision,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from ..ema import ExponentialMovingAverage, NoAverage
+from ..ema import Average
 
 if TYPE_CHECKING:
     from ..contracts import Feed
@@ -28,33 +28,38 @@ class Evaluation:
 
     Args:
         validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
-            process, for the trained weights ("valid/psnr") and for their average ("valid/ema/psnr"). `step` is the
+            process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is the
             number of the newest update, from 0, as the loop yields it.
         draw: ({"online": model, "ema": average}, samples of `Feed.preview`, step) -> the picture for samples/, alone or
-            with further files (`Sample`). Called on the root alone. Without an average there is no "ema".
+            with further files (`Sample`). The averages have the names that `average.averages` gives them; there may be
+            none. Called on the root alone, where it must not contain collectives; see `drawn_together`.
         write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
             The first one also writes best/. The model is the average if there is one.
         best: Keeps the model of the best validation, if the script wants it.
         name: Distinguishes the metrics and pictures of several models; "" for one.
         picture_name: What the trackers call the picture.
+        drawn_together: Call `draw` on every process, so that it may share its work between them and contain
+            collectives. Only the root's picture is written.
     """
 
     engine: Any
-    average: ExponentialMovingAverage | NoAverage
+    average: Average
     validate: Callable[[Any, int], Mapping[str, Any]]
     draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
     write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
     best: BestModel | None = None
     name: str = ""
     picture_name: str = "reconstructions"
+    drawn_together: bool = False
 
     def __post_init__(self) -> None:
         assert self.write or not self.best, "best/ is written by the first function of `write`"
 
 
 def kept_model(models: Mapping[str, Any]) -> Any:
-    """Choose from the models that `Evaluation.draw` gets the one that the run keeps: the average if there is one."""
-    return models.get("ema", models["online"])
+    """Choose from the models that `Evaluation.draw` gets the one that the run keeps: the first average if there is
+    any."""
+    return next((model for name, model in models.items() if name != "online"), models["online"])
 
 
 def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
@@ -124,14 +129,15 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
     if run.due(run.args.sample_every_n_steps):
         for evaluation in evaluations:
             with evaluation.engine.gathered() as online, torch.no_grad():
-                if run.is_root:
+                if run.is_root or evaluation.drawn_together:
                     models = {"online": online, **evaluation.average.averages()}
                     picture = evaluation.draw(models, shown, run.progress.step - 1)
-                    run.log_sample(evaluation.picture_name, picture, evaluation.name)
+                    if run.is_root:
+                        run.log_sample(evaluation.picture_name, picture, evaluation.name)
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
-    """Validate the trained weights and their average, and keep the best model. Returns all values by name."""
+    """Validate the trained weights and their averages, and keep the best model. Returns all values by name."""
     values: dict[str, float] = {}
     valid = "/".join(filter(None, ["valid", evaluation.name]))
     with evaluation.engine.gathered() as online, torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from PIL import Image
 from torch import Tensor
 
+from ..checkpoints.averages import AverageFiles
 from ..checkpoints.store import Checkpoints
 from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import Sample, to_png
@@ -63,6 +64,7 @@ class Run:
         self._checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes, synced_first=metrics_file
         )
+        self._averages = AverageFiles(self.folder.path / "snapshots")
         self.deadline = Deadline(args.save_before_minutes)
         self._parts: dict[str, Stateful] = {}
         self._sums: dict[str, Tensor] = {}
@@ -114,6 +116,8 @@ class Run:
         with here.agreement():
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
+            if here.is_root and not self.is_complete:
+                self._averages.cut_back(self.progress.step)
         self.display = ProgressDisplay(self.progress, here.is_root)
         for line in news:
             self.say(line)
@@ -242,7 +246,9 @@ class Run:
         self._checkpoints.join()
         self._report_failure()
         states = {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
-        self._checkpoints.save(self.progress.step, states, self._processes.describe())
+        # A save that was only made because the run is stopped writes none, so that they do not depend on interruptions.
+        averages = self._averages.write if self.due(self.args.save_every_n_steps) else None
+        self._checkpoints.save(self.progress.step, states, self._processes.describe(), averages)
 
     def _failed(self) -> str | None:
         """What could not be written, or None; waits for the write that is under way. Collective."""

@@ -10,6 +10,7 @@ import yaml
 
 from training.flags.converters import (
     Names,
+    average_length,
     fraction,
     non_negative_float,
     non_negative_int,
@@ -76,6 +77,7 @@ NOT_FINITE = ["nan", "inf", "-inf", "x", "", "-1e-9", "-1e-300"]
         (positive_float, {"1e-300": 1e-300}, [*NOT_FINITE, "0"], "expected a number"),
         (non_negative_float, {"0": 0.0}, NOT_FINITE, "expected a number"),
         (fraction, {"0": 0.0}, [*NOT_FINITE, "1"], "expected a number"),
+        (average_length, {"1e-3": 1e-3, "0.2886": 0.2886}, [*NOT_FINITE, "0", "0.2887"], "at most 0.2886"),
     ],
 )
 def test_numbers_are_read_exactly_and_what_is_none_or_out_of_range_is_refused(convert, accepted, refused, expected):
@@ -150,6 +152,35 @@ def test_command_line_wins_over_config_wins_over_default(parser, config):
     args = parser.parse(["--config", path, "--batch_size", "32"])
     assert (args.batch_size, args.learning_rate, args.epochs) == (32, 1e-4, 20)
     assert args.explicit == {"config", "batch_size", "learning_rate"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "power", "decay"),
+    [
+        ("", "", None, 0.0),
+        ("--ema_power 0.05 .10", "", [0.05, 0.1], 0.0),
+        ("--ema_power 0.05", "ema_decay: 0.9", [0.05], 0.0),
+        ("--ema_decay 0.9", "ema_power: [0.05, 0.1]", None, 0.9),
+        ("--ema_decay 0", "ema_power: [0.05]", [0.05], 0.0),
+        ("--ema_decay 0 --ema_power 0.05", "ema_decay: 0.9", [0.05], 0.0),
+    ],
+)
+def test_of_flags_that_exclude_one_another_the_command_line_wins(parser, config, argv, text, power, decay):
+    args = parser.parse(["--config", config(text), *argv.split()])
+    assert (args.ema_power, args.ema_decay) == (power, decay)
+    again = parser.parse(["--config", config(yaml.safe_dump(parser.settings(args)))])
+    assert (again.ema_power, again.ema_decay) == (power, decay)
+
+
+def test_a_flag_beside_another_one_that_excludes_it_is_an_error_but_not_beside_a_default(config, capsys):
+    parser = ArgumentParser("train_vae.py")
+    add_run_arguments(parser, output_dir="runs/vae", ema_decay=0.999)
+    assert parser.parse([]).ema_decay == 0.999
+    for argv in (["--ema_power", "0.05"], ["--config", config("ema_power: [0.05]")]):
+        assert vars(parser.parse(argv)).items() >= {"ema_power": [0.05], "ema_decay": 0.0}.items()
+    both = "--ema_power and --ema_decay exclude one another; give one of them"
+    assert both in error_line(capsys, parser, "--ema_power", "0.05", "--ema_decay", "0.9")
+    assert both in error_line(capsys, parser, "--config", config("{ema_power: [0.05], ema_decay: 0.9}"))
 
 
 def test_config_values_become_what_the_command_line_would_make_of_them(parser, config):

@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 
 from tests.training.disk import failing
-from tests.training.processes import OneProcess
+from tests.training.processes import OneProcess, on_processes
 from training.checkpoints import store
 from training.checkpoints.store import Checkpoints
 from training.flags.converters import positive_int
@@ -499,8 +499,9 @@ def test_films_stand_beside_their_picture_and_a_full_disk_does_not_stop_the_run(
     assert "cannot write the picture of update 2: No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("drawn_together", [False, True])
 @pytest.mark.parametrize("is_root", [True, False])
-def test_a_picture_is_drawn_and_written_by_the_root_alone(tmp_path, is_root):
+def test_a_picture_is_written_by_the_root_alone_and_drawn_by_it_or_by_all(tmp_path, is_root, drawn_together):
     """The public VQGAN trainer had every rank write the same file at once."""
     train(tmp_path, "--max_steps", "1")
     shutil.rmtree(tmp_path / "samples")
@@ -508,9 +509,33 @@ def test_a_picture_is_drawn_and_written_by_the_root_alone(tmp_path, is_root):
     args, settings = parsed(tmp_path, "--max_steps", "2")
     run = Run(args, settings, here, Numbers(), model_arguments=())
     model = Weights()
-    draw = lambda *_: (events.append("drawn"), Image.new("RGB", (4, 4)))[1]  # noqa: E731
-    evaluation = Evaluation(model, model, lambda *_: {}, draw)
+    draw = lambda models, *_: (events.append(list(models)), Image.new("RGB", (4, 4)))[1]  # noqa: E731
+    evaluation = Evaluation(model, model, lambda *_: {}, draw, drawn_together=drawn_together)
     run.resume(model=model, best=BestModel(run.folder.path, True, metric="valid/ema/weight"))
     for _ in run.updates(evaluation, preview=1):
         here.is_root = is_root
-    assert events == ["drawn"] * is_root and (tmp_path / "samples").exists() == is_root
+    assert events == [["online", "ema"]] * (is_root or drawn_together)
+    assert (tmp_path / "samples").exists() == is_root
+
+
+def test_a_picture_that_is_drawn_together_may_hold_collectives(tmp_path):
+    """Each of two processes draws its part, and the root writes the whole."""
+
+    def work(threads):
+        here = OneProcess(is_root=threads.rank == 0)
+        here.broadcast_object = lambda value: threads.gather_objects(value)[0]
+        args, settings = parsed(tmp_path, "--max_steps", "1")
+        run = Run(args, settings, here, Numbers(), model_arguments=())
+        model = Weights()
+
+        def draw(models, shown, step):
+            rows = threads.gather(torch.full((2, 4, 3), 100 * (threads.rank + 1), dtype=torch.uint8))
+            return Image.fromarray(rows.numpy())
+
+        run.resume(model=model)
+        for _ in run.updates(Evaluation(model, model, lambda *_: {}, draw, drawn_together=True), preview=1):
+            model.step()
+
+    assert on_processes(2, work) == [None, None]
+    drawn = np.asarray(Image.open(tmp_path / "samples" / "step_00000001.png"))
+    assert drawn[:, 0, 0].tolist() == [100, 100, 200, 200]

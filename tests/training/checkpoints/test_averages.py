@@ -1,0 +1,144 @@
+"""The averages that every save keeps: whole files or none, those of the run's own past, and what is made of them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.training.disk import failing
+from training.checkpoints.averages import AverageFiles
+from training.checkpoints.store import Checkpoints
+from training.ema import PowerAverages, make_ema
+
+
+def trained(averages: PowerAverages, first: int, last: int) -> None:
+    """Updates first ... last, after which the weights are their number, and a buffer is, too."""
+    for update in range(first, last + 1):
+        model = made()
+        for tensor in model.state_dict().values():
+            tensor.fill_(float(update))
+        averages.update(partial(nullcontext, model))
+
+
+def made() -> nn.Module:
+    model = nn.Linear(2, 1)
+    model.register_buffer("count", torch.zeros(1))
+    return model
+
+
+def saved(checkpoints: Checkpoints, files: AverageFiles, steps: range) -> PowerAverages:
+    """Training with a save every so many updates; the averages have the name that a script gives them."""
+    averages = PowerAverages(made(), [0.05, 0.10])
+    at = 0
+    for step in steps:
+        trained(averages, at + 1, step)
+        at = step
+        other = make_ema(made(), 0.9)
+        checkpoints.save(step, {"ema_of.two": averages.state_dict(), "ema": other.state_dict()}, {}, files.write)
+        checkpoints.wait()
+    return averages
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_each_save_keeps_the_averages_beside_checkpoints_that_are_deleted(checkpoints, tmp_path):
+    files = AverageFiles(tmp_path / "snapshots")
+    averages = saved(checkpoints, files, range(10, 41, 10))
+    steps = [f"step_{step:08d}" for step in (10, 20, 30, 40)]
+    assert names(files.folder) == [
+        f"{step}_ema_of.two_{length}.safetensors" for step in steps for length in ("0.05", "0.1")
+    ]
+    assert names(checkpoints.folder) == ["latest", *steps[2:]]
+    newest = files.newest("ema_of.two")
+    assert newest.keys() == made().state_dict().keys() and newest["count"] == 40
+    for name, module in averages.averages().items():
+        length = float(name.removeprefix("ema_"))
+        found, updates, distance = files.of_length("ema_of.two", length, dict(made().named_parameters()))
+        assert updates == 40 and distance < 1e-6
+        assert found.keys() == {"weight", "bias"}
+        assert all(torch.equal(found[name], module.state_dict()[name]) for name in found), "the same bits"
+
+
+def test_an_average_of_another_length_is_the_one_that_training_would_have_made(checkpoints, tmp_path):
+    files = AverageFiles(tmp_path / "snapshots")
+    saved(checkpoints, files, range(20, 401, 20))
+    expected = PowerAverages(made(), [0.07])
+    trained(expected, 1, 400)
+    (module,) = expected.averages().values()
+    found, _, distance = files.of_length("ema_of.two", 0.07, dict(made().named_parameters()))
+    # The weights grow by 400; what is missed of the profile (by 0.25% of its norm) counts in both directions.
+    assert found["bias"].item() == pytest.approx(module.bias.item(), abs=0.02) and distance < 0.003
+    assert abs(load_file(sorted(files.folder.iterdir())[-1])["bias"].item() - module.bias.item()) > 5
+
+
+def test_what_a_lost_future_wrote_is_deleted_and_nothing_else(checkpoints, tmp_path):
+    files = AverageFiles(tmp_path / "snapshots")
+    files.cut_back(7)
+    assert not files.folder.exists()
+    saved(checkpoints, files, range(10, 41, 10))
+    (files.folder / "notes.txt").touch()
+    (files.folder / ".step_00000010_ema_0.1.safetensors.tmp").touch()
+    files.cut_back(20)
+    steps = [name[:13] for name in names(files.folder) if name.endswith("safetensors")]
+    assert steps == ["step_00000010", "step_00000010", "step_00000020", "step_00000020"]
+    assert len(names(files.folder)) == 5 and (files.folder / "notes.txt").exists()
+
+
+def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_killed(tmp_path, checkpoints, is_killed):
+    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(made(), [0.1])
+    trained(averages, 1, 3)
+
+    def save() -> None:
+        checkpoints.save(3, {"ema": averages.state_dict()}, {}, files.write)
+        checkpoints.wait()
+
+    stage = 0
+    while is_killed(stage, save, in_threads=True):
+        if checkpoints.latest() is not None:
+            assert files.newest("ema")["bias"].item() == averages.kept(None).bias.item()
+        for path in files.folder.glob("step_*"):
+            assert load_file(path).keys() == {"weight", "bias", "count"}, "a file is whole or not there"
+        stage += 3  # before an operation of the disk and after one by turns
+    assert stage > 30 and checkpoints.latest() is not None
+
+
+def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, checkpoints, monkeypatch):
+    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(made(), [0.1])
+    trained(averages, 1, 3)
+    with monkeypatch.context() as disk:
+        failing(disk, 2, ("fsync",), any_thread=True)  # the first one is of the folder of checkpoints
+        checkpoints.save(3, {"ema": averages.state_dict()}, {}, files.write)
+        checkpoints.wait()
+    assert "No space left on device" in checkpoints.failure and checkpoints.latest() is None
+    assert names(files.folder) == []
+
+
+def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
+    files = AverageFiles(tmp_path / "snapshots")
+    with pytest.raises(ValueError, match="only a run with --ema_power writes them"):
+        files.newest("ema")
+    saved(checkpoints, files, range(10, 21, 10))
+    with pytest.raises(ValueError, match="holds no averages"):
+        files.newest("ema")
+    like = {"weight": torch.zeros(1, 3)}
+    with pytest.raises(ValueError, match="average of another model: see its weight"):
+        files.of_length("ema_of.two", 0.07, like)
+    path = files.folder / "step_00000020_ema_of.two_0.05.safetensors"
+    whole = path.read_bytes()
+    for content in (b"", whole[:40], whole[:-1], whole.replace(b'pdates\\": 20', b'pdates\\": -1')):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot read .*_0\.05\.safetensors: .") as error:
+            files.of_length("ema_of.two", 0.07, dict(made().named_parameters()))
+        assert "\n" not in str(error.value)
+    path.unlink()
+    os.mkfifo(path)  # would hold up whoever opens it
+    files.of_length("ema_of.two", 0.1, dict(made().named_parameters()))

@@ -1,0 +1,144 @@
+"""The averages of a run's weights at all its saves, from which an average of another length is made afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..files import NEW_FILE_MODE, sync
+from ..profiles import Profile, coefficients, exponent_of
+from .format import Tree
+
+_NAME = re.compile(r"step_(\d{8,})_(\w[\w.-]*)_(\d[\d.e-]*)\.safetensors")
+_UNFINISHED = ".tmp"
+_HEADER = "average"
+
+
+class _Stored(NamedTuple):
+    path: Path
+    profile: Profile
+
+
+class AverageFiles:
+    """Files `step_00000100_ema_0.05.safetensors`: update, part of the checkpoint, and length of the average. They hold
+    its weights in fp32, and in their header the number of updates that it averages. None is ever replaced by a newer
+    one.
+
+    Args:
+        folder: Holds them; the first one creates it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], states: Mapping[str, Tree]) -> None:
+        """Write the files of one save, each atomically.
+
+        Args:
+            tensors: All tensors of the checkpoint by part and name, on the CPU, of which the averages are taken.
+            states: JSON values of the parts; those whose averages are wanted are states of `PowerAverages`.
+        """
+        for part, state in states.items():
+            for length in state.get("powers", ()):
+                prefix = f"powers/{length}/weights/"
+                weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
+                name = f"step_{step:08d}_{part}_{length}.safetensors"
+                self._write(name, weights, {"updates": state["updates"], "length": float(length)})
+        if self.folder.exists():
+            sync(self.folder)
+
+    def cut_back(self, step: int) -> None:
+        """Delete the files of later updates than `step`, which a run that goes on from there makes again, and those
+        that a killed run left unfinished."""
+        for path in self.folder.glob("*"):
+            found = _NAME.fullmatch(path.name)
+            if path.name.endswith(_UNFINISHED) or (found and int(found[1]) > step):
+                path.unlink()
+
+    def newest(self, part: str) -> dict[str, Tensor]:
+        """The weights of an average at the last save.
+
+        Raises:
+            ValueError: one line, if there is none or it is damaged.
+        """
+        return _read(self._stored(part)[-1].path)
+
+    def of_length(self, part: str, length: float, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int, float]:
+        """The average of another length, up to the update of the last save.
+
+        Args:
+            part: Name of the averages in the checkpoint.
+            length: Relative length, as for `training.profiles.exponent_of`.
+            like: The tensors to average, by name; only their shapes matter.
+
+        Returns:
+            fp32 tensors by name; the number of updates; and how far the profile is from the one that was asked for, see
+            `training.profiles.coefficients`. A profile that is stored returns the stored weights, with the same bits.
+
+        Raises:
+            ValueError: one line, if the length is none, or a file is missing, damaged or of another model.
+        """
+        stored = self._stored(part)
+        updates = int(stored[-1].profile.updates)
+        shares, distance = coefficients([of for _, of in stored], Profile(updates, exponent_of(length)))
+        sums: dict[str, Tensor] = {}
+        for (path, _), share in zip(stored, shares.tolist(), strict=True):
+            if share == 0:
+                continue
+            weights = _read(path)
+            for name, tensor in like.items():
+                if name not in weights or weights[name].shape != tensor.shape:
+                    raise ValueError(f"{path} holds an average of another model: see its {name}")
+                term = weights[name].double() * share
+                sums[name] = sums[name] + term if name in sums else term
+        return {name: total.float() for name, total in sums.items()}, updates, distance
+
+    def _write(self, name: str, weights: dict[str, Tensor], profile: dict[str, float]) -> None:
+        self.folder.mkdir(exist_ok=True)
+        unfinished = self.folder / f".{name}{_UNFINISHED}"
+        try:
+            # One entry, because the library writes several in any order, and the same run should give the same bytes.
+            save_file(weights, unfinished, metadata={_HEADER: json.dumps(profile)})
+            unfinished.chmod(NEW_FILE_MODE)  # the library makes files that only their owner can read
+            sync(unfinished)
+            os.replace(unfinished, self.folder / name)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _stored(self, part: str) -> list[_Stored]:
+        """The averages of a part, oldest first."""
+        stored = [
+            _Stored(path, _profile(path))
+            for path in self.folder.glob("*.safetensors")
+            if (found := _NAME.fullmatch(path.name)) and found[2] == part and path.is_file()
+        ]
+        if not stored:
+            raise ValueError(f"{self.folder} holds no averages: only a run with --ema_power writes them, at each save")
+        return sorted(stored, key=lambda of: (of.profile.updates, of.path.name))
+
+
+def _profile(path: Path) -> Profile:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads(file.metadata()[_HEADER])
+        updates, exponent = int(header["updates"]), exponent_of(float(header["length"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    if not 1 <= updates < 1 << 53:
+        raise ValueError(f"cannot read {path}: it averages {updates} updates")
+    return Profile(updates, exponent)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from None
