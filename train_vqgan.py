@@ -176,13 +176,13 @@ def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict
     """Networks by which validation measures reconstructions, if their weights are given."""
     from models.files.published import read_state_dict
     from models.perceptual import load_perceptual
-    from training.measures.fid import inception_features
+    from training.measures.fid import Inception
 
     networks: dict[str, Any] = {}
     if args.lpips_weights:
         networks["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
     if args.fid_weights:
-        networks["inception"] = inception_features(read_state_dict(Path(args.fid_weights)), device)
+        networks["inception"] = Inception(read_state_dict(Path(args.fid_weights)), device)
     return networks
 
 

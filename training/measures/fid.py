@@ -72,7 +72,7 @@ class ReconstructionFID:
     """rFID: the Fréchet inception distance between reconstructions and the original images.
 
     Args:
-        features: Images (b, 3, h, w) in [0, 1] to vectors (b, dim), such as `inception_features`.
+        features: Images (b, 3, h, w) in [0, 1] to vectors (b, dim), such as `Inception`.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class ReconstructionFID:
         return frechet_distance(self._real.result(all_reduce), self._fake.result(all_reduce))
 
 
-def inception_features(weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
-    """The network of the original FID: images (b, 3, h, w) in [0, 1] to fp32 vectors (b, 2048), under autocast too.
+class Inception:
+    """The network of the original FID, in fp32, under autocast too.
 
     Images are rounded to 8 bits and resized as TensorFlow 1 did, so that values are comparable with published ones. The
     weights by name are those of pt_inception-2015-12-05-6726825d.pth, which torch-fidelity and pytorch-fid publish.
@@ -101,24 +101,34 @@ def inception_features(weights: Mapping[str, Tensor], device: torch.device | str
     Raises:
         ValueError: one line, if torch-fidelity is not installed or the weights are those of another network.
     """
-    try:
-        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-    except ImportError as error:
-        raise ValueError(f"FID needs torch-fidelity: pip install torch-fidelity ({error})") from None
-    # torch-fidelity unpickles a file, which can run code: give it one that is made here and holds only tensors.
-    file = io.BytesIO()
-    torch.save(dict(weights), file)
-    file.seek(0)
-    try:
-        network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=file)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"these weights are not those of FID's Inception: {reason}") from None
-    network = network.to(device)
 
-    def features(images: Tensor) -> Tensor:
+    dim = INCEPTION_DIM
+    classes = 1008
+
+    def __init__(self, weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+        try:
+            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+        except ImportError as error:
+            raise ValueError(f"FID needs torch-fidelity: pip install torch-fidelity ({error})") from None
+        # torch-fidelity unpickles a file, which can run code: give it one that is made here and holds only tensors.
+        file = io.BytesIO()
+        torch.save(dict(weights), file)
+        file.seek(0)
+        try:
+            network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=file)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"these weights are not those of FID's Inception: {reason}") from None
+        self._network = network.to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w), clamped to [0, 1] -> vectors (b, 2048)."""
         with torch.autocast(images.device.type, enabled=False):
-            (vectors,) = network((images.float().clamp(0, 1) * 255).round().byte())
+            (vectors,) = self._network((images.float().clamp(0, 1) * 255).round().byte())
         return vectors
 
-    return features
+    def logits(self, features: Tensor) -> Tensor:
+        """Vectors (b, 2048) -> logits of classes (b, 1008), without the layer's bias: the published inception scores
+        are computed without it."""
+        with torch.autocast(features.device.type, enabled=False):
+            return features @ self._network.fc.weight.T

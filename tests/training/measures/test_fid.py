@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 import torchvision
 from torch import Tensor
 from torch.nn import functional as F
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-from training.measures.fid import FrechetStatistics, Gaussian, ReconstructionFID, frechet_distance, inception_features
+from training.measures.fid import FrechetStatistics, Gaussian, Inception, ReconstructionFID, frechet_distance
 
 
 def some(*shape: int, seed: int = 0) -> Tensor:
@@ -135,7 +137,7 @@ def inception_weights() -> dict[str, Tensor]:
 
 
 def test_inception_gives_2048_numbers_of_each_image_in_8_bits(inception_weights: dict[str, Tensor]) -> None:
-    network = inception_features(inception_weights)
+    network = Inception(inception_weights)
     images = torch.rand(2, 3, 40, 32)
     images[:, 0, 0, 0] = torch.tensor([-0.5, 1.5])
     vectors = network(images)
@@ -146,14 +148,27 @@ def test_inception_gives_2048_numbers_of_each_image_in_8_bits(inception_weights:
         assert torch.equal(network(as_in_a_file), vectors)
 
 
+def test_inception_scores_classes_as_torch_fidelity_does(inception_weights: dict[str, Tensor], tmp_path: Path) -> None:
+    weights = {**inception_weights, "fc.bias": torch.arange(1008).half()}
+    network = Inception(weights)
+    torch.save(weights, tmp_path / "inception.pth")
+    layers = ["2048", "logits_unbiased"]
+    reference = FeatureExtractorInceptionV3("a", layers, feature_extractor_weights_path=str(tmp_path / "inception.pth"))
+    vectors, expected = reference((torch.rand(2, 3, 32, 32) * 255).byte())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = network.logits(vectors)
+    assert vectors.shape[1] == network.dim and logits.shape == (2, network.classes)
+    torch.testing.assert_close(logits, expected)
+
+
 def test_weights_of_another_network_are_one_line(inception_weights: dict[str, Tensor]) -> None:
     missing = {name: tensor for name, tensor in inception_weights.items() if name != "Mixed_7c.branch1x1.conv.weight"}
     with pytest.raises(ValueError, match=r"not those of FID's Inception: .*Mixed_7c\.branch1x1\.conv\.weight") as error:
-        inception_features(missing)
+        Inception(missing)
     assert "\n" not in str(error.value)
 
 
 def test_without_torch_fidelity_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
     with pytest.raises(ValueError, match="pip install torch-fidelity"):
-        inception_features({})
+        Inception({})
