@@ -129,6 +129,11 @@ class Feed(Generic[BatchType]):
         """This process's part of one pass over the validation split."""
         return map(self._received, self._processes.each("validation data", self._validation))
 
+    def validation_samples(self, places: range) -> BatchType:
+        """The samples at these places of the validation split, which begins again after its end, loaded in this process
+        alone. Not collective."""
+        return self._received(self._validation.load(places))
+
     def test(self) -> Iterator[BatchType]:
         """This process's part of one pass over the test split, as `validation`."""
         return map(self._received, self._processes.each("test data", self._test))

@@ -117,11 +117,15 @@ class ValidationStream:
         self._n, self._n_steps = n, min(math.ceil(n / batch_size), n // world_size)
         n_parts = self._n_steps * world_size
         requests = [(0, range(n * i // n_parts, n * (i + 1) // n_parts)) for i in range(rank, n_parts, world_size)]
-        loader = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
-        self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory, keep_workers=True)
+        self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
+        self._batches = Loader(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=True)
 
     def __len__(self) -> int:
         return self._n_steps
+
+    def load(self, places: range) -> dict[str, Any]:
+        """The batch of these places, loaded in this process; places go on from the beginning after the last one."""
+        return self._load((0, places))
 
     def steps_holding(self, count: int) -> int:
         """The number of steps that hold the first `count` samples, or all samples if there are fewer."""

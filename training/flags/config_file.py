@@ -78,6 +78,8 @@ def _value(node: yaml.Node, action: argparse.Action) -> Any:
         return action.const if is_true else action.default
     if action.nargs in (None, "?") and not isinstance(action, argparse._AppendAction):
         return _scalar(node, action)
+    if action.nargs == "+" and isinstance(node, yaml.ScalarNode):
+        return [_scalar(node, action)]
     if not isinstance(node, yaml.SequenceNode):
         raise ValueError(f"expected a list, got {_text(node)}")
     if isinstance(action.nargs, int) and len(node.value) != action.nargs:

@@ -202,5 +202,5 @@ def _config_value(action: argparse.Action, value: Any) -> Any:
     if isinstance(action, argparse._StoreConstAction):
         return value == action.const
     if value is not None and isinstance(action.type, (Joined, Names)):
-        return action.type.text(value)
+        return [action.type.text(each) for each in value] if action.nargs else action.type.text(value)
     return value

@@ -17,20 +17,22 @@ FACTS = "best.json"
 
 
 class BestModel:
-    """`best/` in the run folder: the model that had the highest value in a validation, and `best.json` with
+    """`best/` in the run folder: the model that had the highest (or lowest) value in a validation, and `best.json` with
     {"step", "metric", "value"} of that validation. The state of this object is a part of the checkpoint.
 
     A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
     next start renames the old model back.
 
     Args:
-        metric: Name of the value; higher is better.
+        metric: Name of the value.
+        lowest: Whether a lower value is better, not a higher one.
         broadcast: Gives every process the root's JSON value.
     """
 
     def __init__(
-        self, folder: Path, is_root: bool, *, metric: str, broadcast: Callable[[Any], Any] = lambda found: found
-    ) -> None:
+        self, folder: Path, is_root: bool, *, metric: str, lowest: bool = False,
+        broadcast: Callable[[Any], Any] = lambda found: found,
+    ) -> None:  # fmt: skip
         self.path = Path(folder) / "best"
         #: Value of the model in `path`, and its step; None before the first.
         self.value: float | None = None
@@ -38,7 +40,7 @@ class BestModel:
         #: Why the last model could not be written, or that the checkpoint's best model is gone, in one line, or None.
         #: The same on every process.
         self.failure: str | None = None
-        self._is_root, self.metric, self._broadcast = is_root, metric, broadcast
+        self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
         self._new, self._old = self.path.with_name(".best.unfinished"), self.path.with_name(".best.unwanted")
         if is_root:
             try:
@@ -48,8 +50,10 @@ class BestModel:
         self.failure = broadcast(self.failure)
 
     def is_better(self, value: float) -> bool:
-        """Whether a value is higher than that of the best model; NaN is not."""
-        return not math.isnan(value) and (self.value is None or value > self.value)
+        """Whether a value is better than that of the best model; NaN is not."""
+        if math.isnan(value) or self.value is None:
+            return not math.isnan(value)
+        return value < self.value if self._lowest else value > self.value
 
     def save_if_better(self, value: float, step: int, write: Callable[[Path], None]) -> bool:
         """Keep a model if it is better than the best so far; returns whether it is now in `path`. Collective.

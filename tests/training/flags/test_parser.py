@@ -239,7 +239,7 @@ def test_saved_settings_read_back_as_the_same_arguments(parser, config):
         ("compile: 'true'", "compile: expected true or false, got 'true'"),
         ("flip: maybe", "flip: expected true or false, got 'maybe'"),
         ("precision: fp8", "precision: expected one of fp32, bf16, fp16; got 'fp8'"),
-        ("channel_widths: 64", "channel_widths: expected a list, got '64'"),
+        ("channel_widths: {}", "channel_widths: expected a list, got a mapping"),
         ("channel_widths: []", "channel_widths: expected a list of at least one value, got an empty one"),
         ("channel_widths: [64, x]", "channel_widths: expected a whole number above 0, got 'x'"),
         ("crop: [1, 2, 3]", "crop: expected a list of 2 values, got 3"),
