@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .decoder import Decoder
 from .discrete_vae import DiscreteVAE, VAEOutput
 from .discriminator import Discriminator
 from .mulan import MuLaN, MulanOutput
@@ -12,6 +13,6 @@ from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
 from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
-    "VQGAN", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "Unet", "VAEOutput",
-    "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput",
+    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "Unet",
+    "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput",
 ]  # fmt: skip

@@ -1,0 +1,311 @@
+"""A cascade of diffusion Unets: from noise and a condition to pictures (Ramesh et al. 2022, section 2.1; Ho et al.
+2022, "Cascaded diffusion models")."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .diffusion.guidance import Passes, denoiser, guided
+from .diffusion.sampling import Inpaint, dynamic_threshold, sample
+from .diffusion.schedule import Schedule
+from .files.pretrained import Pretrained, constructor_arguments
+from .unet import Unet
+from .unets.conditions import Conditions
+
+LOWRES_CONDITIONS = ("noise", "blur", "none")
+LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whatever the schedule of the Unet
+
+Draw = Callable[[str, int, Sequence[int]], Tensor]
+"""(name of the noise, number of the step, shape of one picture) -> standard normal noise (b, *shape)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How noise becomes pictures.
+
+    Args:
+        sampler: ddpm, ddim, dpmpp_2m or heun.
+        steps: For each Unet.
+        cond_scale: Guidance, for each Unet: 1 follows the condition.
+        interval: Noise levels sigma / alpha between which the guidance holds; None: everywhere.
+        rescale, eta: See `diffusion.guidance.guided` and `diffusion.sampling.sample`.
+        quantile: Dynamic thresholding (Saharia et al. 2022, section 2.3): each estimate is scaled so that this
+            quantile of its values fits into the range; 0: values are clipped.
+    """
+
+    sampler: str = "dpmpp_2m"
+    steps: Sequence[int] = (20,)
+    cond_scale: Sequence[float] = (1.0,)
+    interval: Sequence[float] | None = None
+    rescale: float = 0.0
+    eta: float = 0.0
+    quantile: float = 0.0
+
+
+class Decoder(Pretrained):
+    """Unets of ascending sizes: the first makes small pictures of noise and a condition, each further one makes them
+    larger, conditioned on the smaller ones.
+
+    Args:
+        stages: For each Unet {"image_size": side of its pictures, "noise_schedule", "objective", "learned_variance",
+            "unet": arguments of `Unet`}. Unets but the first have lowres_cond.
+        timesteps: Noise levels.
+        zero_terminal_snr: The last level is noise alone.
+        noise_shift: Side of pictures whose schedule is not shifted; larger ones get more noise. None: no shift.
+        lowres_condition: What training does to the low-resolution pictures, "noise", "blur" or "none"; when sampling,
+            with "noise" the level `lowres_noise_level` is added.
+        lowres_noise_level: As a share of the levels.
+
+    Raises:
+        ValueError: one line, if stages do not fit one another.
+    """
+
+    not_in_the_weights = frozenset(("zero_terminal_snr", "noise_shift", "lowres_condition", "lowres_noise_level"))
+
+    def __init__(
+        self, stages: Sequence[Mapping[str, Any]], timesteps: int = 1000, zero_terminal_snr: bool = True,
+        noise_shift: int | None = None, lowres_condition: str = "blur", lowres_noise_level: float = 0.2,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config = constructor_arguments(locals())
+        if lowres_condition not in LOWRES_CONDITIONS:
+            raise ValueError(f"lowres_condition {lowres_condition!r} is none of {', '.join(LOWRES_CONDITIONS)}")
+        if not stages:
+            raise ValueError("a decoder has at least one stage")
+        self.unets = nn.ModuleList(Unet(**stage["unet"]) for stage in stages)
+        self.image_sizes = [int(stage["image_size"]) for stage in stages]
+        self.objectives = [str(stage["objective"]) for stage in stages]
+        self.config["stages"] = [{**stage, "unet": unet.config} for stage, unet in zip(stages, self.unets, strict=True)]
+        self._check_sizes()
+        with torch.device("cpu"):  # also where the weights are to be on no device at all
+            self.schedules = [self._schedule(stage, timesteps, zero_terminal_snr, noise_shift) for stage in stages]
+            self.lowres_schedule = Schedule(LOWRES_SCHEDULE, timesteps) if lowres_condition == "noise" else None
+        self._lowres_level = int(lowres_noise_level * timesteps)
+
+    @staticmethod
+    def _schedule(
+        stage: Mapping[str, Any], timesteps: int, zero_terminal_snr: bool, noise_shift: int | None
+    ) -> Schedule:
+        shift = 2 * math.log(noise_shift / stage["image_size"]) if noise_shift else 0.0
+        name = stage["noise_schedule"]
+        return Schedule(name, timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
+
+    def _check_sizes(self) -> None:
+        for size, larger in itertools.pairwise(self.image_sizes):
+            if larger <= size:
+                raise ValueError(f"image sizes {size} and {larger}: each Unet makes larger pictures than the last")
+        for number, size in enumerate(self.image_sizes, start=1):
+            unet = self.unet(number - 1)
+            multiple = unet.smallest_multiple
+            if size % multiple:
+                near = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
+                raise ValueError(f"image size {size} of Unet {number} must be a multiple of {multiple}; use {near}")
+            if unet.config["lowres_cond"] != (number > 1):
+                raise ValueError(f"Unet {number} {'lacks' if number > 1 else 'must not have'} lowres_cond")
+
+    def unet(self, index: int) -> Unet:
+        """A Unet, from 0."""
+        return cast(Unet, self.unets[index])
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def with_unets(self, unets: Sequence[nn.Module]) -> Decoder:
+        """This decoder with other Unets of the same arguments in the place of its own."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, "unets": nn.ModuleList(unets)}
+        return other
+
+    def schedule(self, index: int) -> Schedule:
+        """The schedule of a Unet, from 0, on the device of the weights."""
+        if self.schedules[index].device != self.device:
+            self.schedules[index] = self.schedules[index].to(self.device)
+        return self.schedules[index]
+
+    def training_pictures(self, batch: Mapping[str, Any], index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """What Unet number ``index`` (from 0) is trained on: pictures x0 (b, c, s, s) in [-1, 1], and what it is given
+        beside them, by the names of the arguments of `Unet.forward`.
+
+        Args:
+            batch: "images" uint8 (b, c, S, S), and the conditions "image_embed" and "text_encodings", if there are any.
+        """
+        images = batch["images"].float() / 127.5 - 1
+        config = self.unet(index).config
+        given = {}
+        if config["cond_on_image_embeds"]:
+            given["image_embed"] = batch["image_embed"]
+        if config["cond_on_text_encodings"]:
+            given["text_encodings"] = batch["text_encodings"]
+        if index:
+            given["lowres_image"] = resized(resized(images, self.image_sizes[index - 1]), self.image_sizes[index])
+        return resized(images, self.image_sizes[index]), given
+
+    @torch.no_grad()
+    def sample(
+        self,
+        conditions: Mapping[str, Tensor],
+        draw: Callable[[int], Draw],
+        sampling: Sampling | None = None,
+        *,
+        batch: int,
+        start_at: int = 1,
+        stop_at: int | None = None,
+        images: Tensor | None = None,
+        inpaint_image: Tensor | None = None,
+        inpaint_mask: Tensor | None = None,
+        resample_times: int = 5,
+        guide: Decoder | None = None,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Pictures (b, c, s, s) in [0, 1] of the last size that is asked for.
+
+        Args:
+            conditions: "image_embed" (b, d) and "text_encodings" (b, L, d'), those that the Unets take.
+            draw: Number of a Unet from 0 -> source of noise on the device. That of a picture should depend on its own
+                key alone, so that no picture depends on the others.
+            batch: Number of pictures b.
+            start_at, stop_at: First and last Unet, from 1. `images` (b, c, s', s') in [0, 1] are the pictures of the
+                one before the first.
+            inpaint_image, inpaint_mask: Images (b, c, s, s) in [0, 1], and bool (b, s, s), True where they stay; any s.
+            resample_times: See `Inpaint`.
+            guide: A weaker decoder with as many Unets, to guide away from (autoguidance).
+
+        Raises:
+            ValueError: one line, if arguments do not fit the decoder.
+        """
+        sampling = sampling or Sampling()
+        stop_at = stop_at or len(self.unets)
+        if not 1 <= start_at <= stop_at <= len(self.unets):
+            raise ValueError(f"Unets {start_at} to {stop_at} do not exist: the decoder has 1 to {len(self.unets)}")
+        if start_at > 1 and images is None:
+            raise ValueError(f"to start at Unet {start_at}, give the images of Unet {start_at - 1}")
+        _check_batch(batch, conditions, images, inpaint_image)
+        pictures = None if images is None else images * 2 - 1
+        for index in range(start_at - 1, stop_at):
+            side, unet, schedule = self.image_sizes[index], self.unet(index), self.schedule(index)
+            source = draw(index)
+            lowres = self._lowres(pictures, side, source) if index else {}
+            passes = self._passes(index, conditions, batch, lowres)
+            weaker = guide and guide._passes(index, conditions, batch, lowres)
+            shape = (int(unet.config["channels"]), side, side)
+            inpaint = None
+            if inpaint_image is not None and inpaint_mask is not None:
+                known = resized(inpaint_image, side) * 2 - 1
+                kept = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
+                inpaint = Inpaint(known, kept, resample_times)
+            pictures = sample(
+                guided(
+                    passes,
+                    schedule,
+                    scale=_of(sampling.cond_scale, index),
+                    interval=sampling.interval,
+                    guide=weaker,
+                    rescale=sampling.rescale,
+                    is_conditional=is_conditional(unet),
+                ),
+                schedule,
+                source("first", 0, shape),
+                draw=lambda name, step, source=source, shape=shape: source(name, step, shape),  # type: ignore[misc]
+                sampler=sampling.sampler,
+                steps=min(_of(sampling.steps, index), schedule.timesteps),
+                eta=sampling.eta if sampling.sampler == "ddim" else 0.0,
+                threshold=(lambda x: dynamic_threshold(x, sampling.quantile)) if sampling.quantile else _clipped,
+                inpaint=inpaint,
+                on_step=on_step,
+            ).clamp(-1, 1)
+        assert pictures is not None
+        return (pictures + 1) / 2
+
+    def _lowres(self, pictures: Tensor | None, side: int, draw: Draw) -> dict[str, Tensor]:
+        assert pictures is not None
+        image = resized(pictures, side)
+        if self.lowres_schedule is None:
+            return {"lowres_image": image}
+        if self.lowres_schedule.device != image.device:
+            self.lowres_schedule = self.lowres_schedule.to(image.device)
+        times = torch.full((len(image),), self._lowres_level, device=image.device)
+        noise = draw("lowres", 0, image.shape[1:])
+        return {"lowres_image": self.lowres_schedule.add_noise(image, noise, times), "lowres_time": times}
+
+    def _passes(self, index: int, conditions: Mapping[str, Tensor], batch: int, lowres: Mapping[str, Tensor]) -> Passes:
+        unet = self.unet(index)
+        known: dict[tuple[bool, ...], Conditions] = {}
+        lowres = {name: value for name, value in lowres.items() if name != "lowres_time" or takes_level(unet)}
+
+        def predict(x: Tensor, levels: Tensor, previous: Tensor | None, blocks: tuple[bool, ...]) -> Tensor:
+            if blocks not in known:
+                known[blocks] = conditions_of(unet, conditions, batch, blocks)
+            of_blocks = {name: torch.cat([value] * len(blocks)) for name, value in lowres.items()}
+            self_cond = previous if unet.config["self_cond"] else None
+            out: Tensor = unet(x, levels, conditions=known[blocks], self_cond=self_cond, **of_blocks)
+            return out
+
+        return denoiser(predict, self.schedule(index), self.objectives[index])
+
+
+def conditions_of(unet: Unet, conditions: Mapping[str, Tensor], batch: int, blocks: tuple[bool, ...]) -> Conditions:
+    """The conditions of one or two blocks of ``batch`` rows, of which each keeps them or has the null condition."""
+    config = unet.config
+    keep = torch.tensor(blocks, device=next(unet.parameters()).device).repeat_interleave(batch)
+    given: dict[str, Any] = {}
+    for kind, switch, name in (
+        ("image", "cond_on_image_embeds", "image_embed"), ("text", "cond_on_text_encodings", "text_encodings"),
+    ):  # fmt: skip
+        if config[switch]:
+            given[name] = torch.cat([conditions[name]] * len(blocks)) if any(blocks) and name in conditions else None
+            given[f"keep_{kind}"] = keep if given[name] is not None else torch.zeros_like(keep)
+    return unet.condition(**given)
+
+
+def is_conditional(unet: Unet) -> bool:
+    """Whether a Unet takes an image embedding or a text."""
+    config = unet.config
+    return bool(config["cond_on_image_embeds"] or config["cond_on_text_encodings"])
+
+
+def takes_level(unet: Unet) -> bool:
+    """Whether a Unet is told the noise level of its low-resolution condition."""
+    config = unet.config
+    return bool(config["lowres_noise_cond"])
+
+
+def resized(images: Tensor, side: int) -> Tensor:
+    """Images (b, c, h, w) -> (b, c, side, side), linearly, without aliasing."""
+    if images.shape[-2:] == (side, side):
+        return images
+    return F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
+
+
+def cropped(images: Tensor, places: Tensor, side: int) -> Tensor:
+    """Crops (b, c, side, side) of images (b, c, h, w); each begins at its own shares, in [0, 1), of the places down and
+    across where a crop fits: (b, 2), on the CPU."""
+    height, width = images.shape[-2:]
+    sizes = torch.tensor([height - side + 1, width - side + 1])
+    begins = (places * sizes).long().tolist()
+    crops = [image[:, top : top + side, left : left + side] for image, (top, left) in zip(images, begins, strict=True)]
+    return torch.stack(crops)
+
+
+def _clipped(x: Tensor) -> Tensor:
+    return x.clamp(-1, 1)
+
+
+def _of(values: Sequence[Any], index: int) -> Any:
+    """The value of a Unet: a single value is that of all."""
+    return values[index if len(values) > 1 else 0]
+
+
+def _check_batch(batch: int, conditions: Mapping[str, Tensor], *others: Tensor | None) -> None:
+    for value in (*conditions.values(), *others):
+        if value is not None and len(value) != batch:
+            raise ValueError(f"{len(value)} conditions or images for {batch} pictures: give one for each")
