@@ -89,6 +89,20 @@ def encoded(caption: str) -> Tensor:
     return torch.tensor(rows + [[0.0] * TOKEN_DIM] * (TOKENS - len(rows)))
 
 
+def condition_of(text: str) -> dict[str, Tensor]:
+    """A sentence as the captions of scenes are, "a small red circle on the left" -> its "image_embed" (180,) and
+    "text_encodings" (8, 32). Raises ValueError, in one line, if it is none."""
+    words = text.lower().strip().rstrip(".").removeprefix("an ").removeprefix("a ")
+    for place, colour, shape, size in itertools.product(_PLACES, _COLOURS, _SHAPES, _SIZES):
+        if words == " ".join(word for word in (size, colour, shape, place) if word):
+            item = Item(shape, colour, size, place, x=0.5, y=0.5, radius=SIZES[size], angle=0.0)
+            return {IMAGE.key: attributes([item]), "text_encodings": encoded(str(item))}
+    raise ValueError(
+        f"{text!r} is no caption of demo:shapes: write 'a', perhaps small or large, then one of "
+        f"{', '.join(_COLOURS)}, one of {', '.join(_SHAPES)}, and one of {', '.join(_PLACES)}"
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def _vector(*key: int | str) -> list[float]:
     """Uniform numbers with mean 0 and variance 1."""

@@ -163,12 +163,14 @@ def add_quantizer_arguments(
         help="updates over which that factor falls to 1")
 
 
-def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weight_decay: float) -> None:
-    """Add the flags of every script that trains by AdamW or Lion (`make_optimizer`); the parameters are defaults."""
+def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weight_decay: float | None = None) -> None:
+    """Add the flags of every script that trains by AdamW or Lion (`make_optimizer`); the parameters are defaults.
+    Without weight_decay, the script has a flag of its own for it."""
     add = parser.add_argument_group("optimizer").add_argument
     add("--betas", type=two_fractions, default=betas, metavar="B1,B2", help="betas of the optimizer")
-    add("--weight_decay", type=non_negative_float, default=weight_decay, metavar="DECAY",
-        help="weight decay of matrices; biases and scales do not decay")
+    if weight_decay is not None:
+        add("--weight_decay", type=non_negative_float, default=weight_decay, metavar="DECAY",
+            help="weight decay of matrices; biases and scales do not decay")
     add("--use_lion", action="store_true", help="use Lion instead of AdamW")
 
 

@@ -1,0 +1,115 @@
+"""What the flags of `decoder` say of each Unet. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .decoder import SWITCHES
+from .parser import ArgumentParser
+
+PER_UNET = (
+    "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head", "cross_attn_heads",
+    "cross_attn_dim_head", "resnet_groups", "switches", "noise_schedule", "objective", "loss_weight",
+    "learned_variance", "random_crop_sizes", "learning_rate", "weight_decay", "lr_warmup_steps", "cond_scale",
+    "sample_timesteps",
+)  # fmt: skip
+
+_OF_UNET = (
+    "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head", "cross_attn_heads",
+    "cross_attn_dim_head", "resnet_groups",
+)  # fmt: skip
+
+
+def stages_of(args: argparse.Namespace, widths: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Arguments of `models.Decoder` for each Unet. The first one has the conditions of --condition_on.
+
+    Args:
+        widths: {"image_embed": d, "text_encodings": (L, d)} of the data; None for what is not used.
+    """
+    is_given = {kind: kind in args.condition_on for kind in ("image", "text")}
+    image_width, text_shape = widths["image_embed"], widths["text_encodings"]
+    stages = []
+    for index, size in enumerate(args.image_sizes):
+        unet = {name: of_unet(args, name, index) for name in _OF_UNET}
+        switches = of_unet(args, "switches", index)
+        unet |= {name: name in switches for name in SWITCHES[:9]}
+        levels, blocks = len(unet["dim_mults"]), unet["num_resnet_blocks"]
+        is_first = index == 0
+        has_image, has_text = is_first and is_given["image"], is_first and is_given["text"]
+        stages.append({
+            "image_size": size, "noise_schedule": of_unet(args, "noise_schedule", index),
+            "objective": of_unet(args, "objective", index),
+            "learned_variance": bool(of_unet(args, "learned_variance", index)),
+            "unet": {
+                **unet, "dim_mults": list(unet["dim_mults"]),
+                "num_resnet_blocks": list(blocks) * (levels if len(blocks) == 1 else 1),
+                "lowres_cond": not is_first, "lowres_noise_cond": not is_first and args.lowres_condition == "noise",
+                "pixel_shuffle_upsample": "nearest_upsampling" not in switches,
+                "init_cross_embed": "plain_init_conv" not in switches,
+                "resnet_weight_standardization": "weight_standardization" in switches,
+                "add_image_embeds_to_time": "no_embeds_in_time" not in switches,
+                "cond_on_image_embeds": has_image, "cond_on_text_encodings": has_text,
+                "image_embed_dim": image_width if has_image else None,
+                "text_embed_dim": text_shape[1] if has_text else None,
+                "image_embed_scale": args.image_embed_scale or math.sqrt(image_width or 1),
+                "max_text_len": args.max_text_len, "channels_out": 6 if of_unet(args, "learned_variance", index) else 3,
+                "gradient_checkpointing": args.gradient_checkpointing,
+            },
+        })  # fmt: skip
+    return stages
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `models.decoder.Sampling`."""
+    return {
+        "sampler": args.sampler, "steps": args.sample_timesteps, "cond_scale": args.cond_scale,
+        "interval": args.guidance_interval, "rescale": args.cfg_rescale, "eta": args.ddim_eta,
+        "quantile": args.dynamic_thresholding,
+    }  # fmt: skip
+
+
+def of_unet(args: argparse.Namespace, name: str, index: int) -> Any:
+    """The value that a flag of `PER_UNET` has for a Unet, from 0."""
+    values: Sequence[Any] | None = getattr(args, name)
+    return None if values is None else values[index if len(values) > 1 else 0]
+
+
+def spread(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run, with a value for each Unet in every flag of `PER_UNET`: what a resumed run is compared by."""
+    count = len(said["image_sizes"])
+    lists = {name: value for name in PER_UNET if isinstance(value := said.get(name), list) and len(value) == 1}
+    return {**said, **{name: value * count for name, value in lists.items()}}
+
+
+def check_unet_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error if lists do not fit the number of Unets."""
+    count, sizes = len(args.image_sizes), " ".join(map(str, args.image_sizes))
+    for name in PER_UNET:
+        n = len(getattr(args, name) or [])
+        if n > 1 and n != count:
+            parser.error(f"--{name} has {n} values for {count} Unets (--image_sizes {sizes}): give 1 or {count}")
+    for number in args.train_unets or []:
+        if number > count:
+            parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sizes})")
+    if any(larger <= size for size, larger in itertools.pairwise(args.image_sizes)):
+        parser.error(f"--image_sizes {sizes}: give them ascending, the smallest first")
+
+
+def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error if a flag on the command line has no effect beside the others."""
+    of_weight = {"min_snr_gamma": "min_snr", "sigmoid_bias": "sigmoid"}
+    of_weight |= {"p2_loss_weight_gamma": "p2", "p2_loss_weight_k": "p2"}
+    for flag, weight in of_weight.items():
+        parser.refuse_idle(args, [flag], "loss_weight", weight, weight in args.loss_weight)
+    parser.refuse_idle(args, ["vb_loss_weight"], "learned_variance", "1", 1 in args.learned_variance)
+    of_blur = ["blur_prob", "blur_sigma"]
+    parser.refuse_idle(args, of_blur, "lowres_condition", "blur", args.lowres_condition == "blur")
+    parser.refuse_idle(args, ["lowres_noise_level"], "lowres_condition", "noise", args.lowres_condition == "noise")
+    several = ["lowres_condition", "blur_prob", "blur_sigma", "random_crop_sizes"]
+    parser.refuse_idle(args, several, "image_sizes", "of several Unets", len(args.image_sizes) > 1)
+    if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
+        parser.error("--guidance_interval: the first number has to be the smaller one")

@@ -1,0 +1,189 @@
+"""Pictures that a decoder draws from noise: spread over the processes, and the same on any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from .contracts import Processes
+from .measures.averages import Averages
+from .measures.fid import Inception
+from .measures.generation import GenerationQuality
+from .measures.shapes_reader import Reading, ShapesReader
+from .noise import Noise
+from .pictures.images import grid
+
+CHUNK = 16  # pictures that are drawn at once. Kernels may round differently for another number, so it never changes.
+_LONGEST_LABEL = 48
+
+Batch = Mapping[str, Any]
+
+
+class Decoder(Protocol):
+    """What draws pictures; `models.Decoder` has this interface."""
+
+    image_sizes: list[int]
+
+    def sample(
+        self, conditions: Mapping[str, Tensor], draw: Any, sampling: Any, *, batch: int, **how: Any
+    ) -> Tensor: ...
+
+
+class PictureJudge:
+    """Measures of drawn pictures beside the real ones of the same conditions.
+
+    Args:
+        quality: FID and the like; None without their weights.
+        read: (pictures (b, 3, h, w) in [0, 1], batch) -> 1 or 0 for each, (b,), by name: whether they show what they
+            should; None if nobody can read them.
+    """
+
+    def __init__(
+        self,
+        quality: GenerationQuality | None,
+        read: Callable[[Tensor, Batch], Mapping[str, Tensor]] | None,
+        names: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self._quality, self._read = quality, read
+        self._right = Averages(*names, device=device)
+
+    def add(self, batch: Batch, pictures: Tensor, numbers: Sequence[int]) -> None:
+        """Add drawn pictures (b, 3, s, s) in [0, 1], their batch, and their numbers, each once."""
+        if self._quality:
+            real = F.interpolate(
+                batch["images"].float() / 255, size=pictures.shape[-2:], mode="bilinear", antialias=True
+            )
+            self._quality.add(real, pictures, numbers)
+        if self._read:
+            self._right.add(**self._read(pictures, batch))
+
+    def result(self, processes: Processes) -> dict[str, float]:
+        """Values by name over all processes. Collective."""
+        values = self._quality.result(processes.sum, processes.gather) if self._quality else {}
+        return {**values, **(self._right.result(processes.sum) if self._read else {})}
+
+
+def judges(
+    inception: Inception | None,
+    lpips: Callable[[Tensor, Tensor], Tensor] | None,
+    drawing: Mapping[str, Any],
+    wanted: Callable[[Batch], Sequence[Any]] | None,
+    image_size: int,
+    device: torch.device,
+) -> Callable[[], PictureJudge]:
+    """Makes empty judges.
+
+    Args:
+        inception, lpips: Networks; None leaves out what needs them.
+        drawing: How shapes are drawn, for `ShapesReader`.
+        wanted: Batch -> what each picture should show, (shape, colour, place); None if the pictures show no shapes.
+    """
+    reader = ShapesReader(image_size, **drawing) if wanted else None
+
+    def read(pictures: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+        assert reader is not None and wanted is not None
+        return reader.accuracy(pictures, wanted(batch))
+
+    def empty() -> PictureJudge:
+        quality = GenerationQuality(device, inception=inception, lpips=lpips) if inception or lpips else None
+        return PictureJudge(quality, read if reader else None, Reading._fields if reader else (), device)
+
+    return empty
+
+
+def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
+    """The source of noise for `models.Decoder.sample`: that of a picture depends on its number and the seed alone."""
+
+    def of_unet(index: int) -> Callable[..., Tensor]:
+        def draw(name: str, step: int, shape: Sequence[int]) -> Tensor:
+            return Noise(seed, f"sample/unet{index + 1}/{name}").normal(step, numbers, shape, device)
+
+        return draw
+
+    return of_unet
+
+
+class Generation:
+    """Draws pictures for the conditions of a feed.
+
+    Args:
+        conditions: Batch -> the conditions of its pictures, (b, ...) each.
+        sampling: How noise becomes pictures, as the decoder takes it.
+        how: Further arguments of the decoder's `sample`.
+    """
+
+    def __init__(
+        self,
+        feed: Any,
+        conditions: Callable[[Batch], Mapping[str, Tensor]],
+        sampling: Any,
+        processes: Processes,
+        seed: int,
+        **how: Any,
+    ) -> None:
+        self._feed, self._conditions, self._sampling, self._how = feed, conditions, sampling, how
+        self._processes, self._seed = processes, seed
+
+    def judge(self, decoder: Decoder, count: int, judge: PictureJudge) -> dict[str, float]:
+        """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer,
+        and return what the judge says of them. Collective."""
+        for numbers in self._mine(count):
+            batch = self._feed.validation_samples(numbers)
+            pictures = self.pictures(decoder, self._conditions(batch), numbers)
+            wanted = slice(0, min(len(numbers), count - numbers[0]))
+            judge.add({name: value[wanted] for name, value in batch.items()}, pictures[wanted], numbers[wanted])
+        return judge.result(self._processes)
+
+    def draw(self, decoder: Decoder, shown: Batch) -> Image.Image:
+        """A row for each sample: its image, then what each Unet draws for its condition; labelled by its caption.
+        Collective; the picture is whole on every process."""
+        conditions = self._conditions(shown)
+        count = len(shown["images"])
+        columns = [shown["images"].float() / 255]
+        for number in range(1, len(decoder.image_sizes) + 1):
+            drawn, places = [], []
+            for numbers in self._mine(count):
+                rows = torch.tensor([place % count for place in numbers], device=columns[0].device)
+                of_rows = {name: value[rows] for name, value in conditions.items()}
+                n_wanted = min(len(numbers), count - numbers[0])
+                drawn.append(self.pictures(decoder, of_rows, numbers, stop_at=number)[:n_wanted])
+                places += list(numbers)[:n_wanted]
+            side = decoder.image_sizes[number - 1]
+            mine = torch.cat([columns[0].new_zeros(0, columns[0].shape[1], side, side), *drawn])
+            everywhere = self._processes.gather(mine)
+            order = [place for of_rank in self._processes.gather_objects(places) for place in of_rank]
+            columns.append(everywhere[torch.tensor(order).argsort().to(everywhere.device)])
+        largest = max(column.shape[-1] for column in columns)
+        same = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
+        rows_of = torch.stack(same, dim=1)
+        return grid({_label(place, shown["captions"][place]): rows_of[place] for place in range(count)})
+
+    def pictures(
+        self, decoder: Decoder, conditions: Mapping[str, Tensor], numbers: Sequence[int], **how: Any
+    ) -> Tensor:
+        """Pictures (n, c, s, s) in [0, 1] with these numbers. Not collective."""
+        noise = noise_of(self._seed, numbers, self._processes.device)
+        self._processes.mark("drawing pictures")
+        with self._processes.autocast():
+            return decoder.sample(
+                conditions, noise, self._sampling, batch=len(numbers),
+                on_step=lambda done, total: self._processes.mark("drawing pictures"), **{**self._how, **how},
+            )  # fmt: skip
+
+    def _mine(self, count: int) -> Iterator[range]:
+        """The numbers of the pictures that this process draws, in chunks of one size; those from `count` on only fill
+        the last chunk."""
+        size = min(CHUNK, count)
+        for first in range(self._processes.rank * size, count, self._processes.world_size * size):
+            yield range(first, first + size)
+
+
+def _label(place: int, caption: str) -> str:
+    text = caption if len(caption) <= _LONGEST_LABEL else f"{caption[: _LONGEST_LABEL - 3]}..."
+    return f"{place + 1} {text}"
