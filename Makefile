@@ -37,10 +37,11 @@ bench: $(VENV)/.complete
 
 parity: $(VENV)/.complete
 	$(BIN)/python scripts/parity.py --processes 2 4
-	for script in vqgan mulan tokenizer; do \
+	for script in vqgan mulan tokenizer decoder; do \
 	    $(BIN)/python scripts/parity.py --processes 2 4 --script train_$$script.py || exit; done
 	$(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 $(if $(IMAGES),-- --image_folder $(IMAGES))
-	$(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 --script train_tokenizer.py
+	for script in tokenizer decoder; do \
+	    $(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 --script train_$$script.py || exit; done
 
 MINUTES ?= 10
 torture: $(VENV)/.complete

@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -92,6 +93,17 @@ class Data:
 
 IMAGES = Data("image_folder", "demo:shapes", write_images)
 VIDEOS = Data("video_folder", "demo:moving", write_videos)
+
+
+def write_captioned(folder: Path, count: int) -> Path:
+    """`write_images`, with an embedding beside each: 00.npy, 01.npy, ..."""
+    write_images(folder, count)
+    for number, row in enumerate(np.random.default_rng(1).normal(size=(count, 6))):
+        np.save(folder / f"{number:02d}.npy", row.astype(np.float32))
+    return folder
+
+
+CAPTIONED = Data("image_folder", "demo:shapes", write_captioned)
 SOUNDS = Data("audio_data", "demo:tones", lambda folder, n: write_sounds(folder, [f"{w} sound" for w in WORDS[:n]]))
 
 
@@ -118,6 +130,7 @@ class Script:
         tiny: Flags of a tiny model.
         all_parts: Flags that put every part of the script's state into a checkpoint within 8 updates.
         samples_per_epoch: With these flags.
+        weight: Name of a trained weight in a checkpoint -> its name in the model.
         other_models: Flags and values that make another model; flag -> (its value in `tiny`, another value).
     """
 
@@ -128,6 +141,7 @@ class Script:
     other_models: Mapping[str, tuple[Any, Any]]
     all_parts: Mapping[str, Any] = field(default_factory=dict)
     samples_per_epoch: int = N_TRAIN
+    weight: Callable[[str], str] = lambda key: key.partition(": weights/")[2]
 
     def __str__(self) -> str:
         return self.name
@@ -266,12 +280,31 @@ VIDEO_TOKENIZER = Script(
         "layers": ("compress_space:8,residual,compress_time:8", "compress_space:8,compress_time:8"),
     },
 )  # fmt: skip
-SCRIPTS = {script.name: script for script in (VAE, VQGAN, MULAN, VIDEO_TOKENIZER)}
+DECODER = Script(
+    "train_decoder",
+    models.Decoder,
+    CAPTIONED,
+    tiny={
+        "image_sizes": [8, 16], "dim": [8], "dim_mults": ["1,2"], "num_resnet_blocks": ["1"], "attn_heads": [2],
+        "attn_dim_head": [8], "cross_attn_heads": [2], "cross_attn_dim_head": [8], "resnet_groups": [4],
+        "learning_rate": [1e-3], "sample_timesteps": [2], "test_fraction": 0.0,
+    },
+    all_parts={
+        "switches": ["self_cond", "none"], "loss_weight": ["learned", "none"], "learned_variance": [0, 1],
+        "cond_scale": [2.0, 1.0], "num_images_save": 3,
+    },
+    weight=lambda key: re.sub(r"unet(\d): weights/(network\.)?", lambda m: f"unets.{int(m[1]) - 1}.", key),
+    other_models={"timesteps": (1000, 500), "condition_on": ("image", "none")},
+)  # fmt: skip
+SCRIPTS = {script.name: script for script in (VAE, VQGAN, MULAN, VIDEO_TOKENIZER, DECODER)}
 
 
 def words(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as a command line has them; None: a flag without a value."""
-    return [word for flag, value in flags.items() for word in (f"--{flag}", *([] if value is None else [str(value)]))]
+    """Flags as a command line has them; None: a flag without a value; a list: one with several."""
+    values = {
+        flag: [] if value is None else value if isinstance(value, list) else [value] for flag, value in flags.items()
+    }
+    return [word for flag in flags for word in (f"--{flag}", *map(str, values[flag]))]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,280 @@
+"""Train a cascaded diffusion decoder: Unets that make pictures of noise and a condition, such as CLIP's embedding of an
+image or its caption; the first makes small pictures, each further one makes them larger.
+
+    python train_decoder.py                                       # the demonstration, minutes on two cores
+    python train_decoder.py --image_folder photos/                # one process, debugging
+    torchrun --nproc_per_node 8 train_decoder.py --image_folder 'tars/{00000..00099}.tar'
+    deepspeed train_decoder.py --deepspeed_config configs/deepspeed/zero2.json --image_folder tars/
+    horovodrun -np 8 python train_decoder.py --image_folder tars/
+
+All give the same numbers. Run the same command again to resume; see docs/running.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from training.flags.decoder import add_decoder_arguments
+from training.flags.idle import refuse_idle_flags
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_conditioned_image_arguments, add_optimizer_arguments, add_run_arguments
+from training.flags.unets import check_unet_flags, of_unet, refuse_idle_decoder_flags, sampling_of, spread, stages_of
+from training.run.folder import last_start
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
+    import torch
+    from torch import Tensor
+
+    from data import ConditionedBatch, Feed
+    from models import Decoder
+    from models.clip import Clip
+    from models.diffusion import Losses
+
+DEMO_CONFIG = Path(__file__).parent / "configs" / "decoder" / "demo.yaml"
+# Arguments that a resumed run may not change: its weights would not fit, or mean something else.
+MODEL_ARGUMENTS = (
+    "image_sizes", "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head",
+    "cross_attn_heads", "cross_attn_dim_head", "resnet_groups", "switches", "image_embed_scale", "max_text_len",
+    "timesteps", "noise_schedule", "zero_terminal_snr", "noise_shift", "objective", "learned_variance", "train_unets",
+    "condition_on", "lowres_condition",
+)  # fmt: skip
+
+
+def build_parser() -> ArgumentParser:
+    text = "Train a cascaded diffusion decoder."
+    parser = ArgumentParser("train_decoder.py", text, is_root=distributed.launched_as_root)
+    add_conditioned_image_arguments(parser)
+    add_decoder_arguments(parser)
+    add_optimizer_arguments(parser, betas="0.9,0.99")
+    add_run_arguments(parser, output_dir="runs/decoder", batch_size=64, max_grad_norm=0.5, ema_decay=0.999,
+                      valid_fraction=0.15, is_deep=True)  # fmt: skip
+    distributed.add_arguments(parser)
+    return parser
+
+
+def learning_rate(step: int, total_steps: int, warmup: int, cosine: bool) -> float:
+    """Share of the highest learning rate at update ``step`` (from 0): linear warm-up, then 1 or a cosine down to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(total_steps - warmup, 1)
+    return 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0)) if cosine else 1.0
+
+
+def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
+    """The cascade with seeded weights, the same on every process, or with those of `--init_from`."""
+    import torch
+
+    from models import Decoder
+
+    torch.manual_seed(args.seed)
+    decoder = Decoder(
+        stages_of(args, widths), timesteps=args.timesteps, zero_terminal_snr=args.zero_terminal_snr,
+        noise_shift=args.noise_shift, lowres_condition=args.lowres_condition,
+        lowres_noise_level=args.lowres_noise_level,
+    )  # fmt: skip
+    if args.init_from:
+        decoder.load_weights_from(args.init_from)
+    for number, unet in enumerate(decoder.unets, start=1):
+        unet.requires_grad_(number in (args.train_unets or [number]))
+    return decoder
+
+
+class UnetTraining:
+    """What the training of one Unet needs besides its engine: losses, random numbers and the learning rate."""
+
+    def __init__(self, args: argparse.Namespace, decoder: Decoder, number: int, device: torch.device) -> None:
+        from models.diffusion import DiffusionLoss, WithLearnedWeight
+        from training.noise import Noise
+        from training.objectives.diffusion import DiffusionDraws, LowresDraws
+        from training.optimizers import make_optimizer
+
+        def said(name: str) -> Any:
+            return of_unet(args, name, number - 1)
+
+        self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
+        unet, stage = decoder.unets[self.index], decoder.config["stages"][self.index]
+        schedule, weight = decoder.schedule(self.index), said("loss_weight")
+        self.learning_rate, self.warmup = said("learning_rate"), said("lr_warmup_steps")
+        self.crop_size, self.crops = said("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
+        self.module = WithLearnedWeight(unet, schedule) if weight == "learned" else unet
+        self.optimizer = make_optimizer(
+            self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
+        )
+        options: dict[str, Any] = {
+            "loss_type": args.loss_type, "learned_variance": bool(stage["learned_variance"]),
+            "vb_loss_weight": args.vb_loss_weight, "lowres_schedule": decoder.lowres_schedule,
+        }  # fmt: skip
+        self.loss = DiffusionLoss(
+            schedule, stage["objective"], weight=weight, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
+            p2_gamma=args.p2_loss_weight_gamma, sigmoid_bias=args.sigmoid_bias, **options,
+        )  # fmt: skip
+        self.unweighted = DiffusionLoss(schedule, stage["objective"], **options)
+        levels = args.timesteps if args.lowres_condition == "noise" else 0
+        blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
+        self.draws = DiffusionDraws(
+            args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,
+            image_drop=args.image_cond_drop_prob if unet.config["cond_on_image_embeds"] else None,
+            text_drop=args.text_cond_drop_prob if unet.config["cond_on_text_encodings"] else None,
+            self_cond=unet.config["self_cond"], stratified=args.stratified_times,
+            lowres=LowresDraws(levels, blurred, (args.blur_sigma, args.blur_sigma)) if self.index else None,
+        )  # fmt: skip
+
+    def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
+        """Losses (b,) of a micro-batch, with the random numbers of an update."""
+        from models.decoder import cropped
+
+        x0, given = self.decoder.training_pictures(batch, self.index)
+        if self.crop_size:
+            places = self.crops.uniform(step, batch["positions"], (2,))
+            x0, given = cropped(x0, places, self.crop_size), {
+                name: cropped(value, places, self.crop_size) if name == "lowres_image" else value
+                for name, value in given.items()
+            }  # fmt: skip
+        draws = self.draws(step, batch["positions"], self.batch_size, x0.shape[1:], x0.shape[1:])
+        return self.loss(network, x0, given, **draws)
+
+    def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
+        """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
+        x0, given = self.decoder.training_pictures(batch, self.index)
+        draws = self.draws.fixed(batch["positions"], total, x0.shape[1:], x0.shape[1:])
+        return self.unweighted(network, x0, given, **draws).error, draws["times"]
+
+
+def evaluate(
+    decoder: Decoder,
+    feed: Feed[ConditionedBatch],
+    unets: Mapping[int, UnetTraining],
+    clip: Clip | None,
+    backend: distributed.Backend,
+) -> dict[str, float]:
+    """Errors of the trained Unets over the validation split and all processes: means, and by quarter of the noise."""
+    from training.measures.averages import Averages
+
+    averages = Averages(*(f"unet{number}/error" for number in unets), device=backend.device)
+    quarters = {number: unet.draws.losses_by_noise() for number, unet in unets.items()}
+    was_training = decoder.training
+    decoder.eval()
+    for batch in feed.validation():
+        for number, unet in unets.items():
+            network = decoder.unets[number - 1]
+            errors, levels = unet.validation_errors(network, with_embeddings(batch, clip), len(feed.valid_set))
+            averages.add(**{f"unet{number}/error": errors})
+            quarters[number].add(levels, errors)
+    decoder.train(was_training)
+    means = averages.result(backend.sum)
+    by_noise = {
+        f"unet{number}/{name}": value
+        for number, quarter in quarters.items() for name, value in quarter.result(backend.sum).items()
+    }  # fmt: skip
+    return {"loss": sum(means.values()), **means, **by_noise}
+
+
+def with_embeddings(batch: Mapping[str, Any], clip: Clip | None) -> dict[str, Any]:
+    """A batch with what CLIP makes of its images and captions: one call of each tower for all Unets."""
+    if clip is None:
+        return dict(batch)
+    text = {"text_encodings": clip.embed_text(batch["tokens"])[1]} if "tokens" in batch else {}
+    return {**batch, "image_embed": clip.embed_images(batch["images"]), **text}
+
+
+def load_judge(args: argparse.Namespace, feed: Feed[ConditionedBatch], device: torch.device) -> Callable[[], Any]:
+    """Makes what judges drawn pictures: the measures whose weights are given, and a reader of the demonstration's."""
+    from data.images.scenes import drawing, triples_of
+    from models.files.published import read_state_dict
+    from models.perceptual import load_perceptual
+    from training.generation import judges
+    from training.measures.fid import Inception
+
+    kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
+    lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
+    is_readable = feed.samples.held_out(1) is not None and "image" in args.condition_on
+    wanted = (lambda batch: triples_of(batch["image_embed"])) if is_readable else None
+    inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
+    return judges(inception, lpips and lpips.distances, drawing(), wanted, side, device)
+
+
+def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
+    import data
+    from models import Decoder
+    from models.clip import Clip
+    from models.decoder import Sampling
+    from training.cascade import Cascade
+    from training.ema import make_ema
+    from training.generation import Generation
+    from training.run.best import BestModel
+    from training.run.loop import Evaluation, kept_model
+    from training.run.run import Run
+
+    takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
+    with backend.agreement():
+        clip = Clip.from_file(args.clip, args.clip_weights or "", backend.device) if args.clip else None
+    feed = data.decoder_feed(
+        args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
+        tokenize=clip and clip.tokenize, **takes,
+    )  # fmt: skip
+    widths = feed.samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
+    with backend.agreement():
+        decoder = build_model(args, widths).to(backend.device)
+        judge = load_judge(args, feed, backend.device)
+        trained = args.train_unets or range(1, len(decoder.unets) + 1)
+        unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
+    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
+
+    generation = Generation(
+        feed, lambda batch: decoder.training_pictures(with_embeddings(batch, clip), 0)[1],
+        Sampling(**sampling_of(args)), backend, args.seed,
+    )  # fmt: skip
+    ema = make_ema(decoder, args.ema_decay, args.ema_power)
+    engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
+    cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
+    metric = "/".join(["valid", *list(ema.averages())[:1], "loss"])  # of the model that the run keeps
+    best = BestModel(
+        run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object
+    ) if args.valid_fraction else None  # fmt: skip
+
+    def validate(model: Decoder, step: int) -> dict[str, float]:
+        errors = evaluate(model, feed, unets, clip, backend)
+        is_judged = args.n_evaluation_samples and ema.kept(model) is model and run.due(args.evaluate_every_n_steps)
+        return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge()) if is_judged else {})}
+
+    evaluation = Evaluation(
+        cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures", validate=validate,
+        draw=lambda models, shown, step: generation.draw(kept_model(models), shown), drawn_together=True,
+    )  # fmt: skip
+    parts = {f"unet{number}": engine for number, engine in engines.items()}
+    run.resume(**parts, others=cascade, ema=ema, **({"best": best} if best else {}))
+
+    for step, batch in run.updates(evaluation, preview=args.num_images_save):
+        batch, squares = with_embeddings(batch, clip), 0.0
+        for number, engine in engines.items():
+            unet = unets[number]
+            rate = learning_rate(step, run.progress.total_steps, unet.warmup, args.lr_cosine)
+            engine.lr = rate * unet.learning_rate
+            for micro in engine.micro_batches(batch):
+                losses = unet.losses(engine, micro, step)
+                loss, error = losses.loss.mean(), losses.error.mean()
+                engine.backward(loss)
+                run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
+            update = engine.step()
+            squares = squares + update.grad_norm.square()
+            run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
+        run.log(lr=engines[min(engines)].lr, grad_norm=squares**0.5)
+        ema.update(cascade.gathered)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse(argv, demonstration=DEMO_CONFIG)
+    check_unet_flags(parser, args)
+    refuse_idle_flags(parser, args, "conditioned images")
+    refuse_idle_decoder_flags(parser, args)
+    distributed.launch(train, parser, args, last_start)
+
+
+if __name__ == "__main__":
+    main()
