@@ -41,6 +41,8 @@ class Unet(Pretrained):
         lowres_cond: Conditioned on an image of lower resolution.
         lowres_noise_cond: Conditioned on the noise level of that image too.
         self_cond: Conditioned on an earlier prediction (Chen et al. 2022, "Analog bits").
+        coordinates: Two more channels of the input hold the place of each pixel, across and down, from -1 to 1 (Liu et
+            al. 2018, "CoordConv"). Otherwise places are known from the edges alone. The public Unet has no such thing.
         sparse_attn: Linear attention at the end of each level without self-attention.
         cosine_sim_cross_attn, cosine_sim_self_attn: Logits are 16 times the cosine of query and key.
         cond_on_text_encodings: The two blocks in the middle attend to text encodings.
@@ -75,7 +77,7 @@ class Unet(Pretrained):
         dim_mults: Sequence[int] = (1, 2, 4, 8), channels: int = 3, channels_out: int | None = None,
         self_attn: bool | Sequence[bool] = False, attn_dim_head: int = 32, attn_heads: int = 16,
         cross_attn_dim_head: int = 64, cross_attn_heads: int = 8, lowres_cond: bool = False,
-        lowres_noise_cond: bool = False, self_cond: bool = False, sparse_attn: bool = False,
+        lowres_noise_cond: bool = False, self_cond: bool = False, coordinates: bool = False, sparse_attn: bool = False,
         cosine_sim_cross_attn: bool = False, cosine_sim_self_attn: bool = False, cond_on_text_encodings: bool = False,
         max_text_len: int = 256, cond_on_image_embeds: bool = False, add_image_embeds_to_time: bool = True,
         image_embed_scale: float = 1.0, init_dim: int | None = None, init_conv_kernel_size: int = 7,
@@ -97,7 +99,7 @@ class Unet(Pretrained):
             resnet_weight_standardization,
         )  # fmt: skip
 
-        dim_in = channels * (1 + lowres_cond + self_cond)
+        dim_in = channels * (1 + lowres_cond + self_cond) + 2 * coordinates
         if init_cross_embed:
             self.init_conv: nn.Module = CrossEmbed(dim_in, first, init_cross_embed_kernel_sizes, stride=1)
         else:
@@ -178,6 +180,8 @@ class Unet(Pretrained):
         maps = [x.to(dtype)]
         if self.config["self_cond"]:
             maps.append(torch.zeros_like(maps[0]) if self_cond is None else self_cond.to(dtype))
+        if self.config["coordinates"]:
+            maps.append(_coordinates(maps[0]))
         if lowres_image is not None:
             maps.append(_of_size(lowres_image.to(dtype), x))
         level = self.to_time_hiddens(time)
@@ -273,6 +277,14 @@ class Unet(Pretrained):
         if self.upsample_combiner is not None:
             x = self.upsample_combiner(x, outputs)
         return recomputed(joined, self.final_resnet_block, x, first, 1.0, t, None, when=recompute)
+
+
+def _coordinates(like: Tensor) -> Tensor:
+    """Places of the pixels of (b, c, h, w): (b, 2, h, w), across and down, from -1 to 1."""
+    height, width = like.shape[-2:]
+    down, across = (torch.linspace(-1, 1, side, device=like.device, dtype=like.dtype) for side in (height, width))
+    grid = torch.stack([across.expand(height, width), down[:, None].expand(height, width)])
+    return grid.expand(len(like), -1, -1, -1)
 
 
 def _of_size(images: Tensor, like: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ _SIZES = (
     "cross_attn_dim_head", "cross_attn_heads", "max_text_len", "init_dim", "image_embed_dim", "text_embed_dim",
 )  # fmt: skip
 _SWITCHES = (
-    "lowres_cond", "lowres_noise_cond", "self_cond", "sparse_attn", "cosine_sim_cross_attn", "cosine_sim_self_attn",
+    "lowres_cond", "lowres_noise_cond", "self_cond", "coordinates", "sparse_attn", "cosine_sim_cross_attn",
+    "cosine_sim_self_attn",
     "cond_on_text_encodings", "cond_on_image_embeds", "add_image_embeds_to_time", "resnet_weight_standardization",
     "init_cross_embed", "cross_embed_downsample", "memory_efficient", "scale_skip_connection", "pixel_shuffle_upsample",
     "combine_upsample_fmaps", "gradient_checkpointing",

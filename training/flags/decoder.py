@@ -10,10 +10,12 @@ import argparse
 from .converters import Names, fraction, non_negative_float, non_negative_int, positive_float, positive_int
 from .converters import whole_numbers as numbers
 
+UNET_SWITCHES = (
+    "self_attn", "sparse_attn", "memory_efficient", "self_cond", "coordinates", "cosine_sim_self_attn",
+    "cosine_sim_cross_attn", "cross_embed_downsample", "scale_skip_connection", "combine_upsample_fmaps",
+)  # fmt: skip
 SWITCHES = (
-    "self_attn", "sparse_attn", "memory_efficient", "self_cond", "cosine_sim_self_attn", "cosine_sim_cross_attn",
-    "cross_embed_downsample", "scale_skip_connection", "combine_upsample_fmaps", "nearest_upsampling",
-    "plain_init_conv", "weight_standardization", "no_embeds_in_time",
+    *UNET_SWITCHES, "nearest_upsampling", "plain_init_conv", "weight_standardization", "no_embeds_in_time",
 )  # fmt: skip
 SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd", "flow")
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .decoder import SWITCHES
+from .decoder import UNET_SWITCHES
 from .parser import ArgumentParser
 
 PER_UNET = (
@@ -36,7 +36,7 @@ def stages_of(args: argparse.Namespace, widths: Mapping[str, Any]) -> list[dict[
     for index, size in enumerate(args.image_sizes):
         unet = {name: of_unet(args, name, index) for name in _OF_UNET}
         switches = of_unet(args, "switches", index)
-        unet |= {name: name in switches for name in SWITCHES[:9]}
+        unet |= {name: name in switches for name in UNET_SWITCHES}
         levels, blocks = len(unet["dim_mults"]), unet["num_resnet_blocks"]
         is_first = index == 0
         has_image, has_text = is_first and is_given["image"], is_first and is_given["text"]
