@@ -13,16 +13,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scripts import SCRIPTS, VAE, VQGAN, Script, without_clocks
+from tests.scripts import DECODER, SCRIPTS, VAE, VQGAN, Script, without_clocks
 
 TRAINING_ALONE = ("--valid_fraction", "0")  # half of the tracing is that of the validation, which is shown without it
 ADVERSARIAL = ("--lecam_weight", "0.1", "--max_grad_norm", "0.5")  # the discriminator takes part from the start
 RUNS: dict[str, tuple[Script, tuple[str, ...]]] = {
-    **{name: (script, ()) for name, script in SCRIPTS.items() if script is not VQGAN},
+    **{name: (script, ()) for name, script in SCRIPTS.items() if script not in (VQGAN, DECODER)},
+    # A Unet alone, whose graph is the longest of all; that it is recomputed is traced in tests/models/test_unet.py.
+    "train_decoder": (DECODER, ("--image_sizes", "8", *TRAINING_ALONE)),
     **{
         f"{name} recomputed": (script, ("--gradient_checkpointing", *TRAINING_ALONE))
         for name, script in SCRIPTS.items()
-        if script is not VAE
+        if script not in (VAE, DECODER)
     },
     "lfq": (VQGAN, ("--quantizer", "lfq", "--discr_start_step", "1", *ADVERSARIAL)),
     **{

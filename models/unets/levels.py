@@ -114,8 +114,8 @@ def attention_of(config: Mapping[str, Any], level: int, dim: int) -> nn.Module:
 
 
 def attended(attention: nn.Module, x: Tensor, recompute: bool) -> Tensor:
-    """``attention(x)``, or a view of x without attention: see `ResnetBlock`."""
-    return x.view_as(x) if isinstance(attention, nn.Identity) else recomputed(attention, x, when=recompute)
+    """``attention(x)``, where an Identity keeps nothing that would have to be computed again."""
+    return x if isinstance(attention, nn.Identity) else recomputed(attention, x, when=recompute)
 
 
 def joined(block: nn.Module, x: Tensor, skip: Tensor, scale: float, t: Tensor, context: Context | None) -> Tensor:

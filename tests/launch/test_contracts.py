@@ -135,8 +135,8 @@ def test_no_collective_waits_while_a_process_works_in_an_agreement(ours: dict[st
 
 
 def test_a_process_that_waits_leaves_the_processor_to_others(ours: dict[str, Any]) -> None:
-    """Horovod's own wait takes all that there is. On a busy machine that is less: then this test finds less."""
-    assert ours["seconds_of_waiting"] < 0.25
+    """Horovod in naps of a millisecond: 0.01 s of half a second. Its own wait takes all the time that there is."""
+    assert ours["seconds_of_waiting"] < 0.1
 
 
 def test_resolved_configuration_is_complete(launcher: Launcher, ours: dict[str, Any]) -> None:
