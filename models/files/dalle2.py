@@ -172,6 +172,7 @@ def check_is_public(arguments: Mapping[str, Any], index: int) -> None:
             index == 0 and arguments["cond_on_text_encodings"] and not given["cond_on_image_embeds"],
         "channels_out must be channels or twice as many":
             arguments["channels_out"] not in (arguments["channels"], 2 * arguments["channels"]),
+        "its unets do not know coordinates": arguments["coordinates"],
         "init_dim must be dim, and dim_mults begin with 1 without memory_efficient": not _has_public_widths(arguments),
     }  # fmt: skip
     for reason, applies in reasons.items():

@@ -14,7 +14,7 @@ SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
 _OBJECTIVES = {"noise": (False, False), "x_start": (True, False), "v": (False, True)}  # predict_x_start, predict_v
 
 # Arguments that are ours alone, and those that the public decoder sets, whatever the configuration of a unet says.
-_OURS = ("cross_attn_dim_head", "cross_attn_heads", "image_embed_scale", "gradient_checkpointing")
+_OURS = ("cross_attn_dim_head", "cross_attn_heads", "image_embed_scale", "coordinates", "gradient_checkpointing")
 _OF_THE_DECODER = ("lowres_cond", "lowres_noise_cond", "cond_on_image_embeds", "channels", "channels_out")
 _PUBLIC = tuple(name for name in signature(Unet).parameters if name not in (*_OURS, *_OF_THE_DECODER))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import test_adversaries
+import test_decoder
 import test_mulan
 from forks import fork
 from jobs import Jobs, Task
@@ -18,14 +19,18 @@ SCRIPTS = {
     "train_mulan": [*test_mulan.MODEL, *test_mulan.SAME_BITS],
     "train_vqgan": [*test_adversaries.flags("vqgan-vq"), *test_adversaries.SAME_BITS],
     "train_tokenizer": [*test_adversaries.flags("tokenizer-vq"), *test_adversaries.SAME_BITS],
+    "train_decoder": [*test_decoder.SHARED, *test_decoder.SAME_BITS],
 }
-UNINTERRUPTED = {"train_mulan": "mulan-decoupled", "train_vqgan": "vqgan-vq", "train_tokenizer": "tokenizer-vq"}
+UNINTERRUPTED = {
+    "train_mulan": "mulan-decoupled", "train_vqgan": "vqgan-vq", "train_tokenizer": "tokenizer-vq",
+    "train_decoder": "decoder",
+}  # fmt: skip
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
     """The uninterrupted runs."""
     if launcher == ONE_PROCESS and kind == "bits":
-        for module in (test_mulan, test_adversaries):
+        for module in (test_mulan, test_adversaries, test_decoder):
             yield from (task for task in module.tasks(launcher, kind, jobs) if task.name in UNINTERRUPTED.values())
 
 

@@ -215,6 +215,33 @@ def test_it_is_one_graph_for_the_compiler() -> None:
     assert torch.equal(compiled(**inputs, conditions=conditions), model(**inputs, conditions=conditions))
 
 
+def test_coordinates_are_two_more_channels_of_the_input_that_tell_places_apart() -> None:
+    plain, told = unet(init_cross_embed=False), unet(init_cross_embed=False, coordinates=True)
+    weights = plain.state_dict()
+    first, image, extra = (
+        weights["init_conv.weight"],
+        3,
+        told.init_conv.weight.shape[1] - plain.init_conv.weight.shape[1],
+    )
+    assert extra == 2
+    # With weights of 0 for the two channels, which follow the images and an earlier prediction, it is the plain Unet.
+    before = image * (1 + plain.config["self_cond"])
+    zeros = torch.zeros_like(first[:, :2])
+    told.load_state_dict(
+        weights | {"init_conv.weight": torch.cat([first[:, :before], zeros, first[:, before:]], dim=1)}
+    )
+    inputs = some_unet_inputs()
+    torch.testing.assert_close(told(**inputs), plain(**inputs), rtol=0, atol=1e-5)  # sums of more terms round otherwise
+    seen: list[Tensor] = []
+    told.init_conv.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    told(**inputs)
+    across, down = seen[0][0, before : before + 2]
+    assert across[0].tolist() == down[:, 0].tolist() == pytest.approx(torch.linspace(-1, 1, 8).tolist())
+    assert torch.equal(across, across[:1].expand(8, 8)) and torch.equal(down, across.T)
+    with pytest.raises(ValueError, match="do not know coordinates"):
+        to_public([unet(coordinates=True, cross_attn_heads=8, cross_attn_dim_head=64)])
+
+
 @pytest.mark.parametrize("cosine", [False, True])
 def test_self_attention_is_the_softmax_of_q_k_over_the_root_of_their_size(cosine: bool) -> None:
     """Written out with loops over heads, in fp64."""

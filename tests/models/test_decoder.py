@@ -1,0 +1,159 @@
+"""The cascade: its parts are those of `Unet` and `diffusion`, which have tests of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import Decoder
+from models.decoder import Sampling, cropped
+
+SMALL: dict[str, Any] = {
+    "dim": 8, "dim_mults": [1, 2], "num_resnet_blocks": 1, "attn_heads": 2, "attn_dim_head": 8, "cross_attn_heads": 2,
+    "cross_attn_dim_head": 8, "resnet_groups": 4,
+}  # fmt: skip
+STAGE = {"noise_schedule": "cosine", "objective": "v", "learned_variance": False}
+
+
+def decoder(seed: int = 0, sizes: Sequence[int] = (8, 16), first: dict[str, Any] | None = None, **more: Any) -> Decoder:
+    """Two Unets, of which the first one takes an image embedding, with weights that are not the initial ones."""
+    conditions = {"image_embed_dim": 5, "cond_on_image_embeds": True} if first is None else first
+    stages = [
+        {**STAGE, "image_size": size, "unet": {**SMALL, **(conditions if number == 0 else {"lowres_cond": True})}}
+        for number, size in enumerate(sizes)
+    ]
+    torch.manual_seed(seed)
+    model = Decoder(stages, timesteps=50, **more).eval()
+    for unet in model.unets:
+        torch.nn.init.normal_(unet.to_out.weight, std=0.1)
+    return model
+
+
+def noise_of(numbers: Sequence[int]) -> Callable[[int], Callable[..., Tensor]]:
+    """Noise that depends on the numbers of the pictures alone."""
+
+    def of_unet(index: int) -> Callable[..., Tensor]:
+        def draw(name: str, step: int, shape: Sequence[int]) -> Tensor:
+            seeds = [hash((index, name, step, number)) % 2**31 for number in numbers]
+            return torch.stack([torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+        return draw
+
+    return of_unet
+
+
+EMBEDDINGS = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("sampler", ["dpmpp_2m", "ddim", "ddpm", "heun"])
+def test_no_picture_depends_on_the_others(sampler: str) -> None:
+    model, sampling = decoder(lowres_condition="noise"), Sampling(sampler, steps=[4], cond_scale=[2.0, 1.0])
+    together = model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4)
+    assert together.shape == (4, 3, 16, 16) and together.min() >= 0 and together.max() <= 1
+    for row in range(4):
+        alone = model.sample({"image_embed": EMBEDDINGS[row : row + 1]}, noise_of([row]), sampling, batch=1)
+        # Kernels round differently for another number of rows, by some 1e-7 in each of 8 passes.
+        torch.testing.assert_close(alone[0], together[row], rtol=0, atol=1e-4)
+
+
+def test_the_condition_and_its_scale_matter_and_only_to_the_unet_that_has_one() -> None:
+    model, noise = decoder(), noise_of(range(4))
+
+    def drawn(embeddings: Tensor, scale: float, **how: Any) -> Tensor:
+        return model.sample({"image_embed": embeddings}, noise, Sampling(steps=[3], cond_scale=[scale]), batch=4, **how)
+
+    assert not torch.equal(drawn(EMBEDDINGS, 1.0), drawn(EMBEDDINGS.flip(0), 1.0))
+    assert not torch.equal(drawn(EMBEDDINGS, 1.0), drawn(EMBEDDINGS, 3.0))
+    assert torch.equal(drawn(EMBEDDINGS, 0.0), drawn(EMBEDDINGS.flip(0), 0.0)), "guidance 0 sees no condition"
+    images = torch.rand(4, 3, 8, 8)
+    second = [drawn(EMBEDDINGS, scale, start_at=2, images=images) for scale in (1.0, 3.0)]
+    assert torch.equal(*second)
+
+
+def test_a_cascade_in_two_calls_is_the_cascade_in_one() -> None:
+    model, noise, sampling = decoder(), noise_of(range(4)), Sampling(steps=[3, 4])
+    whole = model.sample({"image_embed": EMBEDDINGS}, noise, sampling, batch=4)
+    small = model.sample({"image_embed": EMBEDDINGS}, noise, sampling, batch=4, stop_at=1)
+    assert small.shape == (4, 3, 8, 8)
+    parts = model.sample({}, noise, sampling, batch=4, start_at=2, images=small)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)  # in [0, 1] and back to [-1, 1] rounds once
+
+
+def test_a_decoder_guides_away_from_itself_without_effect() -> None:
+    model, noise = decoder(), noise_of(range(4))
+    plain = model.sample({"image_embed": EMBEDDINGS}, noise, Sampling(steps=[3]), batch=4)
+    guided = model.sample(
+        {"image_embed": EMBEDDINGS}, noise, Sampling(steps=[3], cond_scale=[2.0]), batch=4, guide=model
+    )
+    torch.testing.assert_close(guided, plain, rtol=0, atol=1e-5)
+    other = model.sample(
+        {"image_embed": EMBEDDINGS}, noise, Sampling(steps=[3], cond_scale=[2.0]), batch=4, guide=decoder(seed=1)
+    )
+    assert (other - plain).abs().max() > 1e-3
+
+
+def test_what_is_masked_stays_and_the_rest_is_new() -> None:
+    model, image = decoder(), torch.rand(4, 3, 16, 16)
+    mask = torch.zeros(4, 16, 16, dtype=torch.bool)
+    mask[:, :8] = True
+    drawn = model.sample(
+        {"image_embed": EMBEDDINGS}, noise_of(range(4)), Sampling(steps=[3]), batch=4, inpaint_image=image,
+        inpaint_mask=mask, resample_times=2,
+    )  # fmt: skip
+    torch.testing.assert_close(drawn[:, :, :8], image[:, :, :8], rtol=0, atol=1e-6)
+    assert (drawn[:, :, 8:] - image[:, :, 8:]).abs().mean() > 0.05
+
+
+def test_a_model_without_a_condition_draws_as_many_pictures_as_asked() -> None:
+    assert decoder(first={}).sample({}, noise_of(range(3)), Sampling(steps=[2]), batch=3).shape == (3, 3, 16, 16)
+
+
+def test_training_pictures_are_of_each_size_and_between_minus_one_and_one() -> None:
+    model = decoder()
+    images = torch.cat([torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), 255)]).to(torch.uint8)
+    batch = {"images": images, "image_embed": EMBEDDINGS[:2]}
+    small, given = model.training_pictures(batch, 0)
+    assert small.shape == (2, 3, 8, 8) and torch.equal(given["image_embed"], EMBEDDINGS[:2]) and len(given) == 1
+    large, given = model.training_pictures(batch, 1)
+    assert large.shape == given["lowres_image"].shape == (2, 3, 16, 16) and len(given) == 1
+    for pictures in (small, large, given["lowres_image"]):
+        torch.testing.assert_close(pictures, torch.tensor([-1.0, 1.0])[:, None, None, None].expand_as(pictures))
+
+
+def test_crops_lie_where_their_shares_say() -> None:
+    images = torch.arange(36.0).view(1, 1, 6, 6).repeat(3, 1, 1, 1)
+    places = torch.tensor([[0.0, 0.0], [0.999, 0.999], [0.5, 0.0]])
+    assert cropped(images, places, 4)[:, 0, 0, 0].tolist() == [0.0, 14.0, 6.0]
+    assert torch.equal(cropped(images, places, 6), images)
+
+
+def test_it_is_saved_and_loaded_with_equal_pictures(tmp_path: Path) -> None:
+    model = decoder(lowres_condition="none", noise_shift=32)
+    model.save_pretrained(tmp_path)
+    loaded = Decoder.from_pretrained(tmp_path)
+    drawn = [m.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), batch=4) for m in (model, loaded)]
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: decoder(sizes=(16, 8)), "larger pictures than the last"),
+        (lambda: decoder(sizes=(9, 16)), "image size 9 of Unet 1 must be a multiple of 2; use 8 or 10"),
+        (lambda: decoder(first={"lowres_cond": True}), "Unet 1 must not have lowres_cond"),
+        (lambda: decoder(lowres_condition="fog"), "lowres_condition 'fog' is none of noise, blur, none"),
+        (lambda: Decoder([]), "at least one stage"),
+        (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=3), "Unets 3 to 2 do not exist"),
+        (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=2), "give the images of Unet 1"),
+        (lambda: decoder().sample({"image_embed": EMBEDDINGS}, noise_of([0]), batch=1), "4 conditions or images for 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(build: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as raised:
+        build()
+    assert "\n" not in str(raised.value)

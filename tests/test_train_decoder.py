@@ -1,0 +1,157 @@
+"""train_decoder.py, beyond what every script does (test_every_script.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import sample
+from models import Decoder
+from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
+
+ONE = ["--image_sizes", "8", "--max_steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return DECODER.train(tmp_path_factory.mktemp("decoder"), "--max_steps", "3", "--n_evaluation_samples", "20")
+
+
+def test_the_log_has_the_error_of_each_unet_by_quarter_of_the_noise_and_what_pictures_show(trained: Path) -> None:
+    line = metrics(trained)[-1]
+    for number in (1, 2):
+        assert line[f"valid/unet{number}/error"] > 0 and line[f"unet{number}/loss"] > 0
+        quarters = [line[f"valid/unet{number}/q{quarter}"] for quarter in range(4)]
+        # 13 stratified levels: the quarters hold 4, 3, 3 and 3 of them, in some order.
+        assert min(quarters) < line[f"valid/unet{number}/error"] < max(quarters)
+    assert line["valid/loss"] == pytest.approx(line["valid/unet1/error"] + line["valid/unet2/error"])
+    assert all(0 <= line[f"valid/{name}"] <= 1 for name in ("shape", "colour", "place"))
+
+
+def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit(trained: Path, tmp_path: Path) -> None:
+    more = ["--init_from", str(trained / "model"), "--train_unets", "2", "--max_steps", "4"]
+    DECODER.train_stopped(1, tmp_path, *more)
+    DECODER.train(tmp_path, *more)
+    before, after = (dict(Decoder.from_pretrained(run / "model").state_dict()) for run in (trained, tmp_path))
+    first = {name for name in before if name.startswith("unets.0.")}
+    assert_same_bits({name: after[name] for name in first}, {name: before[name] for name in first})
+    assert any(not torch.equal(after[name], before[name]) for name in set(before) - first)
+    moments = [path.name for path in (tmp_path / "checkpoints" / "step_00000004").iterdir() if "unet1" in path.name]
+    assert moments == [], "a Unet that is not trained has no optimizer"
+    assert "unet1/loss" not in metrics(tmp_path)[-1] and "--train_unets was [2]" in DECODER.refused(
+        tmp_path, *more[:2], "--train_unets", "1", "--max_steps", "5"
+    )
+
+
+def test_text_is_a_condition_too(tmp_path: Path) -> None:
+    for condition in ("text", "image,text", "none"):
+        run = DECODER.train(tmp_path / condition, *ONE, "--condition_on", condition)
+        config = Decoder.from_pretrained(run / "model").unet(0).config
+        assert config["cond_on_text_encodings"] == ("text" in condition)
+        assert config["cond_on_image_embeds"] == ("image" in condition)
+
+
+def test_the_weight_of_unets_their_rates_and_their_averages_are_those_that_are_said(tmp_path: Path) -> None:
+    said = ["--learning_rate", "1e-3", "1e-30", "--weight_decay", "0", "--max_steps", "1", "--ema_decay", "0.5"]
+    run = DECODER.train(tmp_path / "run", *said)
+    assert metrics(run)[-1]["unet1/lr"] == 1e-3 and metrics(run)[-1]["unet2/lr"] == 1e-30
+    start = DECODER.train(tmp_path / "start", *said[3:], "--learning_rate", "1e-30")
+    ours, same = (dict(Decoder.from_pretrained(each / "model").state_dict()) for each in (run, start))
+    moved = {name for name in ours if not torch.equal(ours[name], same[name])}
+    assert moved and all(name.startswith("unets.0.") for name in moved)
+
+
+def test_every_mistake_gives_one_line(tmp_path: Path) -> None:
+    captioned, bare = write_captioned(tmp_path / "captioned", 20), write_images(tmp_path / "bare", 20)
+    (tmp_path / "text").mkdir()
+    np.save(captioned / "19.npy", np.zeros(7, np.float32) + 1)
+    mistakes: list[tuple[list[str], str]] = [
+        (["--dim", "8", "16", "8"], "--dim has 3 values for 2 Unets (--image_sizes 8 16): give 1 or 2"),
+        (["--image_sizes", "16", "8"], "give them ascending"),
+        (["--image_sizes", "9", "16"], "image size 9 of Unet 1 must be a multiple of 2"),
+        (["--train_unets", "3"], "--train_unets 3: there are 2 Unets"),
+        (["--objective", "noise"], "objective noise says nothing about the picture at the last noise level"),
+        (["--loss_weight", "min_snr"], "is 0 at the last noise level"),
+        (["--objective", "flow"], "objective flow needs the schedule flow"),
+        (["--min_snr_gamma", "3"], "--min_snr_gamma has no effect"),
+        (["--blur_prob", "0.1", "--image_sizes", "8"], "--blur_prob has no effect with --image_sizes [8]"),
+        (["--guidance_interval", "2", "1"], "the first number has to be the smaller one"),
+        (["--switches", "self_attention"], "expected none, or a comma list of self_attn"),
+        (["--image_folder", str(tmp_path / "none*.tar")], "none*.tar"),
+        (["--image_folder", str(bare)], "has none: put KEY.img_emb.npy"),
+        (["--image_folder", str(bare), "--condition_on", "text"], "has none: put KEY.text_emb.npy"),
+        (["--random_flip"], "--random_flip"),
+        (["--resnet_groups", "3"], "resnet_groups 3 must divide"),
+        (["--clip", "ViT-B-32"], "ViT-B-32"),
+        (["--dim_mults", "0,1"], "dim_mults"),
+    ]
+    for number, (said, text) in enumerate(mistakes):
+        assert text in DECODER.refused(tmp_path / f"run{number}", *said), said
+
+
+def test_a_folder_with_embeddings_beside_the_images_is_trained_on(tmp_path: Path) -> None:
+    run = DECODER.train(tmp_path / "run", "--image_folder", str(write_captioned(tmp_path / "data", 24)), *ONE)
+    assert Decoder.from_pretrained(run / "model").unet(0).config["image_embed_dim"] == 6
+
+
+# sample.py
+
+
+def drawn(folder: Path, *flags: str) -> dict[str, bytes]:
+    sample.main([*flags, "--output", str(folder), "--sample_timesteps", "2", "--num_workers", "0"])
+    return {name: content for name, content in files(folder).items() if name.endswith((".png", ".jsonl"))}
+
+
+def test_pictures_are_the_same_however_often_and_for_whom_they_are_drawn(trained: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(trained / "model"), "--count", "3", "--batch_size", "2"]
+    prompts = ["a red circle on the left", "a small blue star top right"]
+    both = drawn(tmp_path / "both", *flags, "--prompts", *prompts)
+    lines = [json.loads(line) for line in both["index.jsonl"].decode().splitlines()]
+    assert [line["for"] for line in lines] == [prompt for prompt in prompts for _ in range(3)]
+    assert len({both[line["path"]] for line in lines}) == 6, "no two pictures are equal"
+    first = drawn(tmp_path / "first", *flags, "--prompts", prompts[0])
+    assert [first[name] == both[name] for name in ("00000.png", "00001.png", "00002.png")] == [True] * 3
+    (tmp_path / "both" / "00003.png").unlink()
+    (tmp_path / "both" / "00004.png").write_bytes(b"half")
+    assert drawn(tmp_path / "both", *flags, "--prompts", *prompts) == both, "the same command completes the folder"
+
+
+def test_pictures_are_enlarged_and_filled_in(trained: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(trained / "model"), "--prompts", "a red ring in the centre", "a pink star top left"]
+    for name, size, value in (("small", 8, 90), ("large", 16, 200), ("masks", 16, 0)):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            pixels = np.full((size, size, 3), value, np.uint8)
+            if name == "masks":
+                pixels[: size // 2] = 255
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    enlarged = drawn(tmp_path / "enlarged", *flags, "--start_at_unet", "2", "--images", str(tmp_path / "small"))
+    assert len(enlarged) == 3 and Image.open(tmp_path / "enlarged" / "00000.png").size == (16, 16)
+    drawn(tmp_path / "filled", *flags, "--images", str(tmp_path / "large"), "--masks", str(tmp_path / "masks"))
+    pixels = np.asarray(Image.open(tmp_path / "filled" / "00001.png")).astype(int)
+    assert np.abs(pixels[:8] - 200).max() <= 1 and np.abs(pixels[8:] - 200).mean() > 5
+
+
+def test_what_cannot_be_drawn_gives_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros((2, 7), np.float32))
+    model = ["--model", str(trained / "model")]
+    mistakes: list[tuple[list[str], str]] = [
+        (model, "the model needs a condition"),
+        ([*model, "--prompts", "a red dog on the left"], "is no caption of demo:shapes"),
+        ([*model, "--image_embeddings", str(tmp_path / "rows.npy")], "the model takes image_embed of width 180"),
+        ([*model, "--image_embeddings", "nowhere.npy"], "nowhere.npy"),
+        ([*model, "--start_at_unet", "2"], "--start_at_unet 2 needs --images"),
+        ([*model, "--prompts", "a red ring in the centre", "--masks", str(tmp_path)], "no image"),
+        (["--model", "nowhere"], "nowhere"),
+    ]
+    for number, (said, text) in enumerate(mistakes):
+        with pytest.raises(SystemExit) as raised:
+            drawn(tmp_path / f"out{number}", *said)
+        line: Any = capsys.readouterr().err.splitlines()[-1]
+        assert raised.value.code == 2 and text in line, (said, line)
