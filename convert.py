@@ -3,6 +3,7 @@
     python convert.py inspect PATH
     python convert.py export PATH --to model DIR
     python convert.py export PATH --to dalle FILE.pt
+    python convert.py export PATH --to dalle2 FILE.pth
     python convert.py import PATH RUN_DIR
     python convert.py average RUN --ema_length 0.07 DIR
 
@@ -68,6 +69,30 @@ def tokenizer_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     return as_flags({name: config[name] for name in GENERATOR})
 
 
+def decoder_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with which train_decoder.py builds a Decoder of these arguments; ValueError if it cannot."""
+    import tempfile
+
+    import torch
+    import yaml
+
+    from train_decoder import build_model, build_parser
+    from training.flags.unets import flags_of
+
+    flags, first = flags_of(config), config["stages"][0]["unet"]
+    widths = {"image_embed": first["image_embed_dim"], "text_encodings": (None, first["text_embed_dim"])}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, torch.device("meta"):
+        yaml.safe_dump(flags, file)
+        file.flush()
+        built = build_model(build_parser().parse(["--config", file.name]), widths).config["stages"]
+    for number, (ours, theirs) in enumerate(zip(built, config["stages"], strict=True), start=1):
+        for name in sorted(theirs["unet"].keys() - {"gradient_checkpointing"}):
+            if ours["unet"][name] != theirs["unet"][name]:
+                value = theirs["unet"][name]
+                raise ValueError(f"train_decoder.py has no flag that makes Unet {number} with {name} {value}")
+    return flags
+
+
 def as_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Lists as flags have them: "1,2,3"."""
     return {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in arguments.items()}
@@ -79,14 +104,43 @@ class Script:
 
     module: str
     model: str  # name of its class
-    weights: str  # part of the script's checkpoints that holds the model
+    weights: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # parts of a checkpoint -> weights of the model
     flags: Callable[[Mapping[str, Any]], dict[str, Any]]  # constructor arguments of the model -> the script's flags
+    # Weights -> what build_model needs besides the arguments.
+    of_weights: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda weights: ()
+
+
+def weights_of(part: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Takes the weights of one part of a checkpoint."""
+    return lambda parts: parts[part]["weights"]  # type: ignore[no-any-return]
+
+
+def weights_of_unets(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a decoder as trained: of each Unet's engine, without the weight of its loss, and of the Unets that
+    were not trained."""
+    weights = {f"unets.{name}": tensor for name, tensor in parts["others"]["weights"].items()}
+    for part, content in parts.items():
+        number = part.removeprefix("unet")
+        if part != number and number.isdecimal():
+            weights |= {
+                f"unets.{int(number) - 1}.{name.removeprefix('network.')}": tensor
+                for name, tensor in content["weights"].items() if not name.startswith("loss_weight.")
+            }  # fmt: skip
+    return weights
+
+
+def widths_of_decoder(weights: Mapping[str, Any]) -> tuple[dict[str, Any]]:
+    """The widths of a decoder's conditions, which its script takes from the data."""
+    from training.flags.unets import widths_of
+
+    return (widths_of(weights),)
 
 
 SCRIPTS = (
-    Script("train_vae", "DiscreteVAE", weights="engine", flags=vae_flags),
-    Script("train_vqgan", "VQGAN", weights="generator", flags=vqgan_flags),
-    Script("train_tokenizer", "VideoTokenizer", weights="generator", flags=tokenizer_flags),
+    Script("train_vae", "DiscreteVAE", weights_of("engine"), vae_flags),
+    Script("train_vqgan", "VQGAN", weights_of("generator"), vqgan_flags),
+    Script("train_tokenizer", "VideoTokenizer", weights_of("generator"), tokenizer_flags),
+    Script("train_decoder", "Decoder", weights_of_unets, decoder_flags, widths_of_decoder),
 )
 
 
@@ -115,8 +169,9 @@ def build_parser() -> ArgumentParser:
 
     add = command(export, "export", "Write a model folder or a .pt file.")
     add("out", metavar="OUT", help="folder or file to write")
-    add("--to", choices=("model", "dalle"), required=True,
-        help="a folder of model.safetensors and config.json, or DALLE-pytorch's vae-final.pt")
+    add("--to", choices=("model", "dalle", "dalle2"), required=True,
+        help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, or a decoder of "
+        "DALLE2-pytorch")
     add("--weights", **weights)
     add("--force", action="store_true", help="replace OUT where it exists")
 
@@ -194,7 +249,7 @@ def build(script: Script, args: argparse.Namespace, weights: Mapping[str, Any]) 
 
     module = importlib.import_module(script.module)
     check_arguments({name: getattr(args, name) for name in module.MODEL_ARGUMENTS}, weights)
-    return build_with_weights(lambda: module.build_model(args), weights)
+    return build_with_weights(lambda: module.build_model(args, *script.of_weights(weights)), weights)
 
 
 def load_checkpoint(folder: Path, which: str) -> Any:
@@ -208,8 +263,8 @@ def load_checkpoint(folder: Path, which: str) -> Any:
     if which == "ema" and not average:
         raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
     try:
-        part = kept_average(average) if average and which != "online" else parts[script.weights]
-        return build(script, args, part["weights"])
+        weights = kept_average(average)["weights"] if average and which != "online" else script.weights(parts)
+        return build(script, args, weights)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} does not hold the model of its run: {one_line(error)}") from None
 
@@ -226,10 +281,13 @@ def load_model(path: Path, which: str) -> Any:
     """The model at ``path``, which may be of any kind that `find` knows."""
     import models
     from models.files.pretrained import read_config
+    from models.files.public_decoder import is_public_decoder, load_public_decoder
 
     kind, where = find(path)
     if kind == "checkpoint":
         return load_checkpoint(where, which)
+    if kind == "file" and is_public_decoder(where):
+        return load_public_decoder([where], weights=which)
     if which != "best":
         raise ValueError(f"--weights {which} is for checkpoints; {where} holds one set of weights: leave it out")
     if kind == "file":
@@ -244,12 +302,15 @@ def load_model(path: Path, which: str) -> Any:
 def inspect(args: argparse.Namespace) -> None:
     from models.files.description import describe_dalle_file, describe_model_folder
     from models.files.errors import printable
+    from models.files.public_decoder import describe_public_decoder, is_public_decoder
 
     kind, where = find(Path(args.path))
     if kind == "checkpoint":
         facts = describe_checkpoint(where, is_checked=not args.no_checksums)
+    elif kind == "model":
+        facts = describe_model_folder(where)
     else:
-        facts = describe_model_folder(where) if kind == "model" else describe_dalle_file(where)
+        facts = describe_public_decoder(where) if is_public_decoder(where) else describe_dalle_file(where)
     facts = {"path": str(where), **facts}
     print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, lines_of(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
@@ -308,19 +369,24 @@ def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
 
 
 def export(args: argparse.Namespace) -> None:
-    from models import DiscreteVAE
+    from models import Decoder, DiscreteVAE
+    from models.files.public_decoder import save_public_decoder
 
     is_folder = args.to == "model"
     out = new_output(args, is_folder, f"--to {args.to}")
     model = load_model(Path(args.path), args.weights)
     if is_folder:
         model.save_pretrained(out)
-    elif isinstance(model, DiscreteVAE):
+    elif isinstance(model, Decoder) and args.to == "dalle2":
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_public_decoder(model, out)
+    elif isinstance(model, DiscreteVAE) and args.to == "dalle":
         check_normalization(model.config, "the .pt format")
         out.parent.mkdir(parents=True, exist_ok=True)
         model.save_dalle(out)
     else:
-        raise ValueError(f"--to dalle is for a DiscreteVAE, and {args.path} holds a {type(model).__name__}")
+        kind = "DiscreteVAE" if args.to == "dalle" else "Decoder"
+        raise ValueError(f"--to {args.to} is for a {kind}, and {args.path} holds a {type(model).__name__}")
     print(f"wrote {out}: {described(model)}")
 
 

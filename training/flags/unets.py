@@ -63,6 +63,50 @@ def stages_of(args: argparse.Namespace, widths: Mapping[str, Any]) -> list[dict[
     return stages
 
 
+def widths_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The widths of the conditions that the first Unet of a decoder takes, from its weights by name."""
+    image, text = (weights.get(f"unets.0.{name}.weight") for name in ("image_to_tokens.0", "text_to_cond"))
+    return {
+        "image_embed": None if image is None else image.shape[1],
+        "text_encodings": None if text is None else (None, text.shape[1]),
+    }
+
+
+def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with which train_decoder.py builds a decoder of these constructor arguments, as a config file has them.
+    What no flag can say is left out."""
+    stages = config["stages"]
+    unets = [stage["unet"] for stage in stages]
+    flags: dict[str, Any] = {
+        name: config[name]
+        for name in ("timesteps", "zero_terminal_snr", "noise_shift", "lowres_condition", "lowres_noise_level")
+    }
+    flags |= {"image_sizes": [stage["image_size"] for stage in stages]}
+    flags |= {name: [stage[name] for stage in stages] for name in ("noise_schedule", "objective")}
+    flags["learned_variance"] = [int(stage["learned_variance"]) for stage in stages]
+    for name in _OF_UNET:
+        flags[name] = [unet[name] for unet in unets]
+    flags["resnet_groups"] = [groups[0] for groups in flags["resnet_groups"]]
+    for name in ("dim_mults", "num_resnet_blocks"):
+        flags[name] = [",".join(map(str, values)) for values in flags[name]]
+    flags["switches"] = [_switches_of(unet) for unet in unets]
+    first = unets[0]
+    conditions = {"image": first["cond_on_image_embeds"], "text": first["cond_on_text_encodings"]}
+    flags["condition_on"] = ",".join(kind for kind, is_taken in conditions.items() if is_taken) or "none"
+    return {**flags, "image_embed_scale": first["image_embed_scale"], "max_text_len": first["max_text_len"]}
+
+
+def _switches_of(unet: Mapping[str, Any]) -> str:
+    """The value of --switches for a Unet of these arguments."""
+    on = {name: unet[name] for name in UNET_SWITCHES} | {"self_attn": all(unet["self_attn"])}
+    on |= {
+        "nearest_upsampling": not unet["pixel_shuffle_upsample"], "plain_init_conv": not unet["init_cross_embed"],
+        "weight_standardization": unet["resnet_weight_standardization"],
+        "no_embeds_in_time": not unet["add_image_embeds_to_time"],
+    }  # fmt: skip
+    return ",".join(name for name, is_on in on.items() if is_on) or "none"
+
+
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `models.decoder.Sampling`."""
     return {

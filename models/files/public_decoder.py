@@ -1,0 +1,84 @@
+"""Whole decoders of DALLE2-pytorch 1.15.6 as `Decoder`, and back."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..decoder import Decoder
+from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
+from .description import describe_weights
+from .errors import regular
+
+_LONGEST_BEGINNING = 1 << 20
+
+
+def is_public_decoder(path: Path) -> bool:
+    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Reads little of it, and runs
+    none of its code. Raises ValueError, in one line, if it is no regular file."""
+    regular(path)
+    if (path.parent / CONFIG_FILE).is_file():
+        return True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            with archive.open(pickled) as file:
+                return b"unets." in file.read(_LONGEST_BEGINNING)
+    except (OSError, StopIteration, zipfile.BadZipFile, RuntimeError, NotImplementedError):
+        with path.open("rb") as file:
+            return b"unets." in file.read(_LONGEST_BEGINNING)
+
+
+def load_public_decoder(paths: Sequence[Path], *, weights: str = "best") -> Decoder:
+    """The decoder in one or several public files, in eval mode; arguments as for `dalle2.read_public`.
+
+    Raises:
+        ValueError: one line, if a file is missing, damaged, hostile, of something else, or has what a `Decoder` lacks.
+    """
+    found = read_public(paths, weights=weights)
+    unets, said = build_unets(found), found.settings
+    stages = [
+        {"image_size": size, "noise_schedule": schedule, "objective": objective, "learned_variance": variance,
+         "unet": unet.config}
+        for size, schedule, objective, variance, unet in zip(
+            said["image_sizes"], said["beta_schedule"], said["objective"], said["learned_variance"], unets, strict=True
+        )
+    ]  # fmt: skip
+    noisy, blurred = any(said["use_noise_for_lowres_cond"]), any(said["use_blur_for_lowres_cond"][1:])
+    decoder = Decoder(
+        stages, timesteps=said["timesteps"], zero_terminal_snr=False,
+        lowres_condition="noise" if noisy else "blur" if blurred else "none",
+        lowres_noise_level=said["lowres_noise_sample_level"],
+    )  # fmt: skip
+    return decoder.with_unets(unets).eval()
+
+
+def save_public_decoder(decoder: Decoder, path: Path) -> None:
+    """Write {"version", "config", "model"}, which the public package loads strictly; the file appears whole or not at
+    all. Raises ValueError, in one line, if the public package has no such decoder."""
+    config, stages = decoder.config, decoder.config["stages"]
+    schedules = [decoder.schedule(index) for index in range(len(stages))]
+    if any(schedule.is_flow for schedule in schedules):
+        raise ValueError("DALLE2-pytorch has no flow schedule, on which this decoder was trained")
+    kind = config["lowres_condition"]
+    settings = {
+        "image_sizes": decoder.image_sizes, "timesteps": config["timesteps"],
+        "beta_schedule": [stage["noise_schedule"] for stage in stages], "objective": decoder.objectives,
+        "learned_variance": [bool(stage["learned_variance"]) for stage in stages],
+        "use_noise_for_lowres_cond": [index > 0 and kind == "noise" for index in range(len(stages))],
+        "use_blur_for_lowres_cond": [index > 0 and kind == "blur" for index in range(len(stages))],
+        "lowres_noise_sample_level": config["lowres_noise_level"],
+    }  # fmt: skip
+    betas = [schedule.betas.cpu() for schedule in schedules]
+    save_public(path, [decoder.unet(index) for index in range(len(stages))], settings, betas)
+
+
+def describe_public_decoder(path: Path) -> dict[str, Any]:
+    """Facts about a public file. Errors: see `dalle2.read_public`."""
+    found = read_public([path])
+    weights = {f"unets.{number}.{name}": t for number, (_, of) in enumerate(found.unets) for name, t in of.items()}
+    arguments = {**found.settings, "unets": [arguments for arguments, _ in found.unets]}
+    facts = {"kind": "DALLE2-pytorch file", "model": "Decoder", "arguments": arguments, **describe_weights(weights)}
+    return {**facts, "bytes": {path.name: path.stat().st_size}}
