@@ -6,8 +6,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -90,6 +91,14 @@ class Decoder(Pretrained):
             self.schedules = [self._schedule(stage, timesteps, zero_terminal_snr, noise_shift) for stage in stages]
             self.lowres_schedule = Schedule(LOWRES_SCHEDULE, timesteps) if lowres_condition == "noise" else None
         self._lowres_level = int(lowres_noise_level * timesteps)
+
+    def _take_weights(self, other: Decoder, source: str | Path) -> None:
+        ours, theirs = (_flat(model.config, self.not_in_the_weights) for model in (self, other))
+        differing = [f"{name} {value}{where}" for (name, where), value in theirs.items()
+                     if ours.get((name, where), value) != value]  # fmt: skip
+        if differing:
+            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
+        self.load_state_dict(other.state_dict())
 
     @staticmethod
     def _schedule(
@@ -251,6 +260,17 @@ class Decoder(Pretrained):
             return out
 
         return denoiser(predict, self.schedule(index), self.objectives[index])
+
+
+def _flat(config: Mapping[str, Any], left_out: Collection[str]) -> dict[tuple[str, str], Any]:
+    """What the weights depend on: (name of an argument, " of Unet 1" for one of a Unet) -> value."""
+    flat = {(name, ""): value for name, value in config.items() if name != "stages" and name not in left_out}
+    flat["number of Unets", ""] = len(config["stages"])
+    for number, stage in enumerate(config["stages"], start=1):
+        unet = {name: value for name, value in stage["unet"].items() if name not in Unet.not_in_the_weights}
+        of_stage = {name: value for name, value in stage.items() if name != "unet"}
+        flat |= {(name, f" of Unet {number}"): value for name, value in {**of_stage, **unet}.items()}
+    return flat
 
 
 def conditions_of(unet: Unet, conditions: Mapping[str, Tensor], batch: int, blocks: tuple[bool, ...]) -> Conditions:

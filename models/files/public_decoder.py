@@ -16,8 +16,8 @@ _LONGEST_BEGINNING = 1 << 20
 
 
 def is_public_decoder(path: Path) -> bool:
-    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Reads little of it, and runs
-    none of its code. Raises ValueError, in one line, if it is no regular file."""
+    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Reads little of it, and
+    runs none of its code. Raises ValueError, in one line, if it is no regular file."""
     regular(path)
     if (path.parent / CONFIG_FILE).is_file():
         return True
