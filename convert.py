@@ -112,7 +112,7 @@ class Script:
 
 def weights_of(part: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Takes the weights of one part of a checkpoint."""
-    return lambda parts: parts[part]["weights"]  # type: ignore[no-any-return]
+    return lambda parts: parts[part]["weights"]
 
 
 def weights_of_unets(parts: Mapping[str, Any]) -> dict[str, Any]:

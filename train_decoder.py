@@ -40,8 +40,8 @@ DEMO_CONFIG = Path(__file__).parent / "configs" / "decoder" / "demo.yaml"
 MODEL_ARGUMENTS = (
     "image_sizes", "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head",
     "cross_attn_heads", "cross_attn_dim_head", "resnet_groups", "switches", "image_embed_scale", "max_text_len",
-    "timesteps", "noise_schedule", "zero_terminal_snr", "noise_shift", "objective", "learned_variance", "train_unets",
-    "condition_on", "lowres_condition",
+    "timesteps", "noise_schedule", "zero_terminal_snr", "noise_shift", "objective", "learned_variance", "condition_on",
+    "lowres_condition",
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ class UnetTraining:
             return of_unet(args, name, number - 1)
 
         self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
-        unet, stage = decoder.unets[self.index], decoder.config["stages"][self.index]
+        unet, stage = decoder.unet(self.index), decoder.config["stages"][self.index]
         schedule, weight = decoder.schedule(self.index), said("loss_weight")
         self.learning_rate, self.warmup = said("learning_rate"), said("lr_warmup_steps")
         self.crop_size, self.crops = said("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
@@ -182,7 +182,7 @@ def with_embeddings(batch: Mapping[str, Any], clip: Clip | None) -> dict[str, An
     return {**batch, "image_embed": clip.embed_images(batch["images"]), **text}
 
 
-def load_judge(args: argparse.Namespace, feed: Feed[ConditionedBatch], device: torch.device) -> Callable[[], Any]:
+def load_judge(args: argparse.Namespace, samples: Any, device: torch.device) -> Callable[[], Any]:
     """Makes what judges drawn pictures: the measures whose weights are given, and a reader of the demonstration's."""
     from data.images.scenes import drawing, triples_of
     from models.files.published import read_state_dict
@@ -192,7 +192,7 @@ def load_judge(args: argparse.Namespace, feed: Feed[ConditionedBatch], device: t
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
     lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
-    is_readable = feed.samples.held_out(1) is not None and "image" in args.condition_on
+    is_readable = samples.held_out(1) is not None and "image" in args.condition_on
     wanted = (lambda batch: triples_of(batch["image_embed"])) if is_readable else None
     inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
     return judges(inception, lpips and lpips.distances, drawing(), wanted, side, device)
@@ -217,10 +217,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **takes,
     )  # fmt: skip
-    widths = feed.samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
+    samples: Any = feed.samples
+    widths = samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        judge = load_judge(args, feed, backend.device)
+        judge = load_judge(args, samples, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
@@ -233,9 +234,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
     metric = "/".join(["valid", *list(ema.averages())[:1], "loss"])  # of the model that the run keeps
-    best = BestModel(
-        run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object
-    ) if args.valid_fraction else None  # fmt: skip
+    best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         errors = evaluate(model, feed, unets, clip, backend)
@@ -247,10 +246,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         draw=lambda models, shown, step: generation.draw(kept_model(models), shown), drawn_together=True,
     )  # fmt: skip
     parts = {f"unet{number}": engine for number, engine in engines.items()}
-    run.resume(**parts, others=cascade, ema=ema, **({"best": best} if best else {}))
+    norms: dict[int, Tensor] = {}
+    run.resume(**parts, others=cascade, ema=ema, best=best)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        batch, squares = with_embeddings(batch, clip), 0.0
+        batch = with_embeddings(batch, clip)
         for number, engine in engines.items():
             unet = unets[number]
             rate = learning_rate(step, run.progress.total_steps, unet.warmup, args.lr_cosine)
@@ -261,9 +261,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 engine.backward(loss)
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
             update = engine.step()
-            squares = squares + update.grad_norm.square()
+            norms[number] = update.grad_norm
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
-        run.log(lr=engines[min(engines)].lr, grad_norm=squares**0.5)
+        run.log(lr=engines[min(engines)].lr, grad_norm=sum(norm**2 for norm in norms.values()) ** 0.5)
         ema.update(cascade.gathered)
 
 

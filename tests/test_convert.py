@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import convert
+import train_decoder
 import train_tokenizer
 import train_vae
-from models import VQGAN, DiscreteVAE, VideoTokenizer
+from models import VQGAN, Decoder, DiscreteVAE, VideoTokenizer
 from models.files.dalle import HPARAMS
 from tests.models.helpers import TOKENIZER, assert_same_bits
-from tests.scripts import VIDEO_TOKENIZER, words
+from tests.scripts import DECODER, VIDEO_TOKENIZER, words
 from tests.scripts import VQGAN as VQGAN_SCRIPT
 from training.profiles import Profile, coefficients, exponent_of
 
@@ -216,6 +217,39 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
     line = refused("import", tmp_path / "odd", tmp_path / "other")
     assert "train_tokenizer.py trains with channels 3 alone, this model has 4" in line
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_package(
+    tmp_path: Path, inspected: Any, refused: Any
+) -> None:
+    run, new = tmp_path / "run", tmp_path / "new"
+    public = ["--cross_attn_heads", "8", "--cross_attn_dim_head", "64", "--no-zero_terminal_snr"]
+    DECODER.train(run, *DECODER.eight, *public, "--max_steps", "2", "--ema_decay", "0.5")
+    converted("export", run, "--to", "model", tmp_path / "model")
+    assert contents(tmp_path / "model") == model_of(run)
+    converted("export", run, "--to", "model", tmp_path / "online", "--weights", "online")
+    online = Decoder.from_pretrained(tmp_path / "online").state_dict()
+    trained = {DECODER.weight(f"{part}: weights/{name}"): tensor for part in ("unet1", "unet2")
+               for name, tensor in saved(run, part).items() if not name.startswith("loss_weight.")}  # fmt: skip
+    assert_same_bits(online, trained)
+    converted("import", run, new)
+    args = train_decoder.build_parser().parse(["--config", str(new / "start.yaml")])
+    built = train_decoder.build_model(args, {"image_embed": 180, "text_encodings": None})
+    assert_same_bits(built.state_dict(), saved(run, "ema"))
+    unlearned = ["--max_steps", "1", "--learned_variance", "0", "--switches", "none", "none", *public]
+    DECODER.train(tmp_path / "plain", *unlearned)
+    file = tmp_path / "decoder.pth"
+    converted("export", tmp_path / "plain", "--to", "dalle2", file)
+    assert inspected(file)["kind"] == "DALLE2-pytorch file"
+    converted("export", file, "--to", "model", tmp_path / "back")
+    ours, back = (Decoder.from_pretrained(folder) for folder in (tmp_path / "plain" / "model", tmp_path / "back"))
+    x, time, embed = torch.randn(2, 3, 16, 16), torch.tensor([3, 700]), torch.randn(2, 180)
+    for given, index in (({"image_embed": embed}, 0), ({"lowres_image": x}, 1)):
+        # The file has the scale of embeddings and the second root of attention in its weights, which rounds them.
+        outputs = [model.unet(index)(x, time, **given) for model in (ours, back)]
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+    DECODER.train(tmp_path / "other", "--max_steps", "1")
+    assert "DALLE2-pytorch has no such unet" in refused("export", tmp_path / "other", "--to", "dalle2", file, "--force")
 
 
 @pytest.mark.parametrize("source", ["", "model", "vae-final.pt"])
@@ -457,7 +491,8 @@ def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:
     for script in convert.SCRIPTS:
         module: Any = __import__(script.module)
         assert callable(module.build_parser) and callable(module.build_model)
-        model = module.build_model(module.build_parser().parse([]))
+        weights = {"unets.0.image_to_tokens.0.weight": torch.zeros(4, 512)}  # from which widths of data are known
+        model = module.build_model(module.build_parser().parse([]), *script.of_weights(weights))
         assert type(model).__name__ == script.model
         # The discriminator is no part of the model.
         asked = {name for name in module.MODEL_ARGUMENTS if not name.startswith("discr_")}

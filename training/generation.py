@@ -29,9 +29,7 @@ class Decoder(Protocol):
 
     image_sizes: list[int]
 
-    def sample(
-        self, conditions: Mapping[str, Tensor], draw: Any, sampling: Any, *, batch: int, **how: Any
-    ) -> Tensor: ...
+    def sample(self, *conditions_noise_and_sampling: Any, **how: Any) -> Tensor: ...
 
 
 class PictureJudge:
