@@ -118,9 +118,9 @@ class UnetTraining:
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
             args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,
+            logit_normal=args.logit_normal, stratified=args.stratified_times, self_cond=unet.config["self_cond"],
             image_drop=args.image_cond_drop_prob if unet.config["cond_on_image_embeds"] else None,
             text_drop=args.text_cond_drop_prob if unet.config["cond_on_text_encodings"] else None,
-            self_cond=unet.config["self_cond"], stratified=args.stratified_times,
             lowres=LowresDraws(levels, blurred, (args.blur_sigma, args.blur_sigma)) if self.index else None,
         )  # fmt: skip
 

@@ -90,6 +90,8 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of samples that train without their text, for guidance")
     add("--time_sampling", type=str.lower, choices=("uniform", "logit_normal"), default="uniform",
         help="distribution of noise levels in training")
+    add("--logit_normal", type=float, nargs=2, default=[0.0, 1.0], metavar=("MEAN", "STD"),
+        help="of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise")
     add("--stratified_times", action=argparse.BooleanOptionalAction, default=True,
         help="spread the noise levels of a batch evenly: less variance, the same expectation")
     add("--random_crop_sizes", type=non_negative_int, nargs="+", default=[0], metavar="PIXELS",

@@ -149,11 +149,15 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
     of_weight |= {"p2_loss_weight_gamma": "p2", "p2_loss_weight_k": "p2"}
     for flag, weight in of_weight.items():
         parser.refuse_idle(args, [flag], "loss_weight", weight, weight in args.loss_weight)
+    is_normal = args.time_sampling == "logit_normal"
+    parser.refuse_idle(args, ["logit_normal"], "time_sampling", "logit_normal", is_normal)
     parser.refuse_idle(args, ["vb_loss_weight"], "learned_variance", "1", 1 in args.learned_variance)
     of_blur = ["blur_prob", "blur_sigma"]
     parser.refuse_idle(args, of_blur, "lowres_condition", "blur", args.lowres_condition == "blur")
     parser.refuse_idle(args, ["lowres_noise_level"], "lowres_condition", "noise", args.lowres_condition == "noise")
     several = ["lowres_condition", "blur_prob", "blur_sigma", "random_crop_sizes"]
     parser.refuse_idle(args, several, "image_sizes", "of several Unets", len(args.image_sizes) > 1)
+    if args.logit_normal[1] <= 0:
+        parser.error("--logit_normal: the standard deviation has to be above 0")
     if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
         parser.error("--guidance_interval: the first number has to be the smaller one")

@@ -41,7 +41,7 @@ class DiffusionDraws:
         self_cond: Whether half of the pictures, chosen at random, see the network's own estimate.
         time_sampling: "uniform", or "logit_normal": t = sigmoid(mean + std n), n standard normal, 1 the most noise
             (Esser et al. 2024, section 3.1).
-        logit_mean, logit_std: Of "logit_normal".
+        logit_normal: Mean and standard deviation of "logit_normal".
         stratified: Times are (pi(position) + u) / batch_size quantiles, with a permutation pi of the global batch that
             changes with the step and u uniform in [0, 1). So each batch has one time in each of batch_size strata, and
             the loss hardly varies through the choice of times (after Kingma et al. 2021, appendix I.1).
@@ -49,7 +49,7 @@ class DiffusionDraws:
         device: Where noise is drawn, and where all draws are put. Scalars are the same on every device.
 
     Raises:
-        ValueError: an unknown time_sampling, or a logit_std that is not positive.
+        ValueError: an unknown time_sampling, or a standard deviation that is not positive.
     """
 
     def __init__(
@@ -62,20 +62,19 @@ class DiffusionDraws:
         text_drop: float | None = None,
         self_cond: bool = False,
         time_sampling: str = "uniform",
-        logit_mean: float = 0.0,
-        logit_std: float = 1.0,
+        logit_normal: tuple[float, float] = (0.0, 1.0),
         stratified: bool = True,
         lowres: LowresDraws | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if time_sampling not in TIME_SAMPLINGS:
             raise ValueError(f"time sampling {time_sampling!r} does not exist: choose {' or '.join(TIME_SAMPLINGS)}")
-        if not logit_std > 0:
-            raise ValueError(f"logit_std {logit_std:g} is not above 0")
+        if not logit_normal[1] > 0:
+            raise ValueError(f"the standard deviation {logit_normal[1]:g} of logit_normal is not above 0")
         self._seed, self._name, self._timesteps = seed, name, timesteps
         self._drops = {"keep_image": image_drop, "keep_text": text_drop}
         self._self_cond, self._stratified, self._lowres, self._device = self_cond, stratified, lowres, device
-        self._logit = (logit_mean, logit_std) if time_sampling == "logit_normal" else None
+        self._logit = logit_normal if time_sampling == "logit_normal" else None
 
     def __call__(
         self,

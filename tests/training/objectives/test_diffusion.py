@@ -88,7 +88,7 @@ def test_stratified_times_take_away_nearly_all_of_the_losses_noise() -> None:
 
 @pytest.mark.parametrize("stratified", [False, True])
 def test_logit_normal_times_have_their_distribution(stratified: bool) -> None:
-    draws = draws_of(time_sampling="logit_normal", logit_mean=-0.5, logit_std=1.5, stratified=stratified, lowres=None)
+    draws = draws_of(time_sampling="logit_normal", logit_normal=(-0.5, 1.5), stratified=stratified, lowres=None)
     times = draws(0, range(2000), 2000, (1,))["times"]
     n = (((times + 0.5) / 1000).logit() + 0.5) / 1.5
     quantiles = torch.linspace(0.05, 0.95, 19)
@@ -134,7 +134,7 @@ def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_not
 
 @pytest.mark.parametrize("time_sampling", ["uniform", "logit_normal"])
 def test_losses_are_pooled_by_quarters_that_are_equally_likely(time_sampling: str) -> None:
-    draws = draws_of(time_sampling=time_sampling, logit_mean=0.7, lowres=None)
+    draws = draws_of(time_sampling=time_sampling, logit_normal=(0.7, 1.0), lowres=None)
     times = draws(0, range(400), 400, (1,))["times"]
     ranks = [draws.losses_by_noise() for _ in range(2)]
     for first in range(0, 400, 50):
@@ -154,7 +154,7 @@ def test_a_quarter_begins_at_its_edge_and_one_without_pictures_is_nan() -> None:
 
 
 @pytest.mark.parametrize(("options", "match"), [
-    ({"time_sampling": "cosine"}, "uniform or logit_normal"), ({"logit_std": 0.0}, "above 0"),
+    ({"time_sampling": "cosine"}, "uniform or logit_normal"), ({"logit_normal": (0.0, 0.0)}, "above 0"),
 ])  # fmt: skip
 def test_draws_that_cannot_be_are_refused(options: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
