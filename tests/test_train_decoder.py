@@ -144,7 +144,7 @@ def test_what_cannot_be_drawn_gives_one_line(trained: Path, tmp_path: Path, caps
     mistakes: list[tuple[list[str], str]] = [
         (model, "the model needs a condition"),
         ([*model, "--prompts", "a red dog on the left"], "is no caption of demo:shapes"),
-        ([*model, "--image_embeddings", str(tmp_path / "rows.npy")], "the model takes image_embed of width 180"),
+        ([*model, "--image_embeddings", str(tmp_path / "rows.npy")], "the model takes image_embed of width 28"),
         ([*model, "--image_embeddings", "nowhere.npy"], "nowhere.npy"),
         ([*model, "--start_at_unet", "2"], "--start_at_unet 2 needs --images"),
         ([*model, "--prompts", "a red ring in the centre", "--masks", str(tmp_path)], "no image"),

@@ -23,8 +23,8 @@ from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, cover_of, draw_scene, 
 TOKENS, TOKEN_DIM = 8, 32  # of an encoded caption: "a small red circle on the left" has 7 words
 
 _SHAPES, _COLOURS, _SIZES, _PLACES = (list(table) for table in (SHAPES, COLOURS, SIZES, PLACES))
-_PER_PLACE = 1 + len(_SHAPES) + len(_COLOURS) + len(_SIZES)
-WIDTH = len(_PLACES) * _PER_PLACE  # 180
+_TABLES = (_PLACES, _SHAPES, _COLOURS, _SIZES)
+WIDTH = sum(map(len, _TABLES))  # 28
 
 
 class Triple(NamedTuple):
@@ -54,28 +54,21 @@ def drawing() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def attributes(items: Sequence[Item]) -> Tensor:
-    """Shapes -> float32 (180,) of zeros and ones: for each of nine places 20 numbers, whether a shape is there, then
-    which of the 8 shapes, 8 colours and 3 sizes it has."""
-    vector = torch.zeros(len(_PLACES), _PER_PLACE)
-    for item in items:
-        of_place = vector[_PLACES.index(item.place)]
-        of_place[0] = 1
-        of_place[1 + _SHAPES.index(item.shape)] = 1
-        of_place[1 + len(_SHAPES) + _COLOURS.index(item.colour)] = 1
-        of_place[1 + len(_SHAPES) + len(_COLOURS) + _SIZES.index(item.size)] = 1
-    return vector.flatten()
+def attributes(item: Item) -> Tensor:
+    """A shape -> float32 (28,) of zeros and four ones: which of the 9 places, 8 shapes, 8 colours and 3 sizes it has.
+
+    What a shape looks like has the same numbers wherever it is, so that it need not be learned at each place anew.
+    """
+    has = (item.place, item.shape, item.colour, item.size)
+    return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, has, strict=True)])
 
 
 def triples_of(embeddings: Tensor) -> list[Triple]:
-    """Embeddings (b, 180) of scenes of one shape -> its shape, colour and place."""
-    places = embeddings.cpu().unflatten(1, (len(_PLACES), _PER_PLACE))
-    chosen = places[:, :, 0].argmax(1)
-    rows = places[torch.arange(len(places)), chosen]
-    _, shapes, colours, _ = (part.argmax(1) for part in rows.split([1, len(_SHAPES), len(_COLOURS), len(_SIZES)], 1))
+    """Embeddings (b, 28) of scenes -> shape, colour and place of each."""
+    places, shapes, colours, _ = (part.argmax(1).tolist() for part in embeddings.split([*map(len, _TABLES)], 1))
     return [
         Triple(_SHAPES[shape], _COLOURS[colour], _PLACES[place])
-        for shape, colour, place in zip(shapes.tolist(), colours.tolist(), chosen.tolist(), strict=True)
+        for shape, colour, place in zip(shapes, colours, places, strict=True)
     ]
 
 
@@ -90,13 +83,13 @@ def encoded(caption: str) -> Tensor:
 
 
 def condition_of(text: str) -> dict[str, Tensor]:
-    """A sentence as the captions of scenes are, "a small red circle on the left" -> its "image_embed" (180,) and
+    """A sentence as the captions of scenes are, "a small red circle on the left" -> its "image_embed" (28,) and
     "text_encodings" (8, 32). Raises ValueError, in one line, if it is none."""
     words = text.lower().strip().rstrip(".").removeprefix("an ").removeprefix("a ")
     for place, colour, shape, size in itertools.product(_PLACES, _COLOURS, _SHAPES, _SIZES):
         if words == " ".join(word for word in (size, colour, shape, place) if word):
             item = Item(shape, colour, size, place, x=0.5, y=0.5, radius=SIZES[size], angle=0.0)
-            return {IMAGE.key: attributes([item]), "text_encodings": encoded(str(item))}
+            return {IMAGE.key: attributes(item), "text_encodings": encoded(str(item))}
     raise ValueError(
         f"{text!r} is no caption of demo:shapes: write 'a', perhaps small or large, then one of "
         f"{', '.join(_COLOURS)}, one of {', '.join(_SHAPES)}, and one of {', '.join(_PLACES)}"
@@ -166,4 +159,4 @@ class _OfScenes:
 
     def load(self, index: int) -> Tensor:
         item = self._scenes.item(index)
-        return attributes([item]) if self._is_of_images else encoded(str(item))
+        return attributes(item) if self._is_of_images else encoded(str(item))
