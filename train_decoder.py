@@ -188,7 +188,7 @@ def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
     lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
-    is_readable = samples.held_out(1) is not None and "image" in args.condition_on
+    is_readable = clip is None and samples.held_out(1) is not None and "image" in args.condition_on
     wanted = (lambda batch: triples_of(batch["image_embed"])) if is_readable else None
     inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
     return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device)

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
+from torch.nn import functional as F
 
 import sample
 from models import Decoder
+from models.clip import Clip
+from tests.models.test_clip import TINY, TOKENS, network
 from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
 
 ONE = ["--image_sizes", "8", "--max_steps", "2"]
@@ -55,6 +59,58 @@ def test_text_is_a_condition_too(tmp_path: Path) -> None:
         config = Decoder.from_pretrained(run / "model").unet(0).config
         assert config["cond_on_text_encodings"] == ("text" in condition)
         assert config["cond_on_image_embeds"] == ("image" in condition)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a tiny CLIP."""
+    folder = tmp_path_factory.mktemp("clip")
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    save_file(network().state_dict(), folder / "tiny.safetensors")
+    return ["--clip", str(folder / "tiny.json"), "--clip_weights", str(folder / "tiny.safetensors")]
+
+
+def test_clip_sees_each_batch_once_however_many_unets_and_compares_pictures_with_captions_and_images(
+    clip: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations come where --evaluate_every_n_steps says so, also without a validation of their own."""
+    calls: list[int] = []
+    embed = Clip.embed_text
+    monkeypatch.setattr(Clip, "embed_text", lambda self, tokens: (calls.append(len(tokens)), embed(self, tokens))[1])
+    said = ["--condition_on", "image,text", "--n_evaluation_samples", "5", "--evaluate_every_n_steps", "2", *clip]
+    text = DECODER.output_of(tmp_path / "two", "--max_steps", "3", *said)
+    assert text.count("not measured without the weights that they need") == 1
+    line_out = "FID, KID and inception score (--fid_weights), LPIPS (--lpips_weights)\n"
+    assert f"not measured without the weights that they need: {line_out}" in text
+    lines = metrics(tmp_path / "two")
+    assert ["valid/clip_score" in line for line in lines] == [False, True, True]
+    assert ["valid/loss" in line for line in lines] == [False, True, True]
+    assert -1 <= lines[-1]["valid/clip_score"] <= 1 and -1 <= lines[-1]["valid/clip_image_score"] <= 1
+    of_two, calls[:] = list(calls), []
+    DECODER.train(tmp_path / "one", "--image_sizes", "8", "--max_steps", "3", *said)
+    assert calls == of_two and len(calls) > 3
+
+
+def test_a_picture_of_its_caption_and_image_has_their_cosines_and_one_without_a_caption_no_clip_score(
+    clip: list[str],
+) -> None:
+    network = Clip.from_file(clip[1], clip[3])
+    images = torch.randint(0, 256, (3, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    captions = ["a red ring", "", "a blue star"]
+    batch = {"images": images, "captions": captions, "tokens": network.tokenize(captions)}
+    found = network.compared(images.flip(-1).float() / 255, batch)
+    image, text = network.embed_images(images.flip(-1)), network.embed_text(batch["tokens"])[0]
+    expected = {"clip_score": (image[[0, 2]], text[[0, 2]]), "clip_image_score": (image, network.embed_images(images))}
+    for name, pair in expected.items():
+        for ours, other in zip(found[name], pair, strict=True):
+            torch.testing.assert_close(F.normalize(ours, dim=-1), other)
+    nothing = network.compared(images.float() / 255, {**batch, "captions": [""] * 3})["clip_score"]
+    assert [len(each) for each in nothing] == [0, 0]
+
+
+def test_texts_are_not_cut_off_in_silence(clip: list[str], tmp_path: Path) -> None:
+    line = DECODER.refused(tmp_path, *ONE, "--condition_on", "text", "--max_text_len", "8", *clip)
+    assert f"texts of {TOKENS} tokens are longer than --max_text_len 8: raise it" in line
 
 
 def test_the_weight_of_unets_their_rates_and_their_averages_are_those_that_are_said(tmp_path: Path) -> None:
