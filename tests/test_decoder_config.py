@@ -101,7 +101,7 @@ def test_the_example_gives_these_flags(tmp_path: Path) -> None:
 def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path) -> None:
     """Two unets: the last schedule is linear, and the first unet alone learns its variance."""
     upsampler = {"dim": 8, "dim_mults": [1, 2], "checkpoint_during_training": True}
-    config = {"decoder": {"unets": [SMALL_UNET, upsampler], "image_sizes": [8, 16]}, "data": {"splits": {}}}
+    config: Any = {"decoder": {"unets": [SMALL_UNET, upsampler], "image_sizes": [8, 16]}, "data": {"splits": {}}}
     flags = flags_of(tmp_path, config)
     expected = {
         "noise_schedule": ["cosine", "linear"], "learned_variance": [1, 0], "objective": ["noise"] * 2,
@@ -110,6 +110,9 @@ def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path) -
         "gradient_checkpointing": True, "sampler": "ddpm", "seed": 0,
     }  # fmt: skip
     assert {name: flags[name] for name in expected} == expected and "n_evaluation_samples" not in flags
+    config["decoder"]["unets"][1]["cond_on_image_embeds"] = True  # which is overruled there without a word
+    line = DECODER.refused_alone("--decoder_config", written(tmp_path, config))
+    assert "unets[1].cond_on_image_embeds True: in this decoder it is False; leave it out" in line
 
 
 @pytest.mark.parametrize(("where", "value", "expected"), [
