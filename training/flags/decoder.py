@@ -118,8 +118,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet")
     add("--guidance_interval", type=non_negative_float, nargs=2, metavar=("LOW", "HIGH"),
         help="guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)")
-    add("--guide_with", metavar="DIR",
-        help="guide away from this weaker model/ folder, not from the model without condition (Karras et al. 2024)")
     add("--cfg_rescale", type=fraction, default=0.0, metavar="SHARE",
         help="how much of the contrast that guidance adds is taken back (Lin et al. 2023)")
     add("--ddim_eta", "--ddim_sampling_eta", type=non_negative_float, default=0.0, metavar="ETA",

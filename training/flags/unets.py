@@ -166,10 +166,11 @@ def spread(said: Mapping[str, Any]) -> dict[str, Any]:
 def check_unet_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
     """End with an error if lists do not fit the number of Unets."""
     count, sizes = len(args.image_sizes), " ".join(map(str, args.image_sizes))
+    needed = f"1 or {count}" if count > 1 else "1"
     for name in PER_UNET:
         n = len(getattr(args, name) or [])
         if n > 1 and n != count:
-            parser.error(f"--{name} has {n} values for {count} Unets (--image_sizes {sizes}): give 1 or {count}")
+            parser.error(f"--{name} has {n} values for {count} Unets (--image_sizes {sizes}): give {needed}")
     for number in args.train_unets or []:
         if number > count:
             parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sizes})")
