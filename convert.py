@@ -71,26 +71,10 @@ def tokenizer_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def decoder_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with which train_decoder.py builds a Decoder of these arguments; ValueError if it cannot."""
-    import tempfile
-
-    import torch
-    import yaml
-
     from train_decoder import build_model, build_parser
-    from training.flags.unets import flags_of
+    from training.flags.unets import flags_that_make
 
-    flags, first = flags_of(config), config["stages"][0]["unet"]
-    widths = {"image_embed": first["image_embed_dim"], "text_encodings": (None, first["text_embed_dim"])}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, torch.device("meta"):
-        yaml.safe_dump(flags, file)
-        file.flush()
-        built = build_model(build_parser().parse(["--config", file.name]), widths).config["stages"]
-    for number, (ours, theirs) in enumerate(zip(built, config["stages"], strict=True), start=1):
-        for name in sorted(theirs["unet"].keys() - {"gradient_checkpointing"}):
-            if ours["unet"][name] != theirs["unet"][name]:
-                value = theirs["unet"][name]
-                raise ValueError(f"train_decoder.py has no flag that makes Unet {number} with {name} {value}")
-    return flags
+    return flags_that_make(config, build_parser(), lambda args, widths: build_model(args, widths).config)
 
 
 def as_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def build_parser() -> ArgumentParser:
         "picture stays")
     add("--resample_times", type=positive_int, default=5, metavar="N",
         help="with --masks, how often each step is made, so that old and new parts fit (RePaint)")
+    add("--guide_with", metavar="DIR",
+        help="guide away from this weaker model/ folder, not from the model without condition (Karras et al. 2024)")
     add_sampling_arguments(parser)
     # fmt: on
     add_computation_arguments(parser, batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures")

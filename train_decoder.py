@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,19 @@ def build_parser() -> ArgumentParser:
     add_run_arguments(parser, output_dir="runs/decoder", batch_size=64, max_grad_norm=0.5, ema_decay=0.999,
                       valid_fraction=0.15, is_deep=True)  # fmt: skip
     distributed.add_arguments(parser)
+    parser.add_reader("decoder_config", public_flags)
     return parser
+
+
+def public_flags(path: str, said: argparse.Namespace) -> Mapping[str, tuple[str, Any]]:
+    """What a training configuration of DALLE2-pytorch says, as flags; see `flags_of_config`."""
+    from models.files.dalle2_config import UNET_KEYS
+    from models.files.public_decoder import configured_decoder
+    from training.flags.decoder_config import flags_of_config
+    from training.flags.unets import flags_that_make
+
+    made = partial(flags_that_make, parser=build_parser(), make=lambda args, widths: build_model(args, widths).config)
+    return flags_of_config(path, said, distributed.launched_processes(), configured_decoder, made, UNET_KEYS)
 
 
 def learning_rate(step: int, total_steps: int, warmup: int, cosine: bool) -> float:
@@ -131,10 +144,8 @@ class UnetTraining:
         x0, given = self.decoder.training_pictures(batch, self.index)
         if self.crop_size:
             places = self.crops.uniform(step, batch["positions"], (2,))
-            x0, given = cropped(x0, places, self.crop_size), {
-                name: cropped(value, places, self.crop_size) if name == "lowres_image" else value
-                for name, value in given.items()
-            }  # fmt: skip
+            crop = partial(cropped, places=places, side=self.crop_size)
+            x0, given = crop(x0), {k: crop(v) if k == "lowres_image" else v for k, v in given.items()}
         draws = self.draws(step, batch["positions"], self.batch_size, x0.shape[1:], x0.shape[1:])
         return self.loss(network, x0, given, **draws)
 
@@ -153,36 +164,21 @@ def evaluate(
     backend: distributed.Backend,
 ) -> dict[str, float]:
     """Errors of the trained Unets over the validation split and all processes: means, and by quarter of the noise."""
-    from training.measures.averages import Averages
+    from models.clip import with_embeddings
+    from training.measures.unets import UnetErrors
 
-    averages = Averages(*(f"unet{number}/error" for number in unets), device=backend.device)
-    quarters = {number: unet.draws.losses_by_noise() for number, unet in unets.items()}
+    measured = UnetErrors({n: unet.draws.losses_by_noise() for n, unet in unets.items()}, backend.device)
     was_training = decoder.training
     decoder.eval()
     for batch in feed.validation():
+        whole = with_embeddings(batch, clip)
         for number, unet in unets.items():
-            network = decoder.unets[number - 1]
-            errors, levels = unet.validation_errors(network, with_embeddings(batch, clip), len(feed.valid_set))
-            averages.add(**{f"unet{number}/error": errors})
-            quarters[number].add(levels, errors)
+            measured.add(number, *unet.validation_errors(decoder.unets[number - 1], whole, len(feed.valid_set)))
     decoder.train(was_training)
-    means = averages.result(backend.sum)
-    by_noise = {
-        f"unet{number}/{name}": value
-        for number, quarter in quarters.items() for name, value in quarter.result(backend.sum).items()
-    }  # fmt: skip
-    return {"loss": sum(means.values()), **means, **by_noise}
+    return measured.result(backend.sum)
 
 
-def with_embeddings(batch: Mapping[str, Any], clip: Clip | None) -> dict[str, Any]:
-    """A batch with what CLIP makes of its images and captions: one call of each tower for all Unets."""
-    if clip is None:
-        return dict(batch)
-    text = {"text_encodings": clip.embed_text(batch["tokens"])[1]} if "tokens" in batch else {}
-    return {**batch, "image_embed": clip.embed_images(batch["images"]), **text}
-
-
-def load_judge(args: argparse.Namespace, samples: Any, device: torch.device) -> Callable[[], Any]:
+def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device: torch.device) -> Callable[[], Any]:
     """Makes what judges drawn pictures: the measures whose weights are given, and a reader of the demonstration's."""
     from data.images.scenes import drawing, triples_of
     from models.files.published import read_state_dict
@@ -192,20 +188,21 @@ def load_judge(args: argparse.Namespace, samples: Any, device: torch.device) -> 
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
     lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
-    is_readable = samples.held_out(1) is not None and "image" in args.condition_on
+    is_readable = clip is None and samples.held_out(1) is not None and "image" in args.condition_on
     wanted = (lambda batch: triples_of(batch["image_embed"])) if is_readable else None
     inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
-    return judges(inception, lpips and lpips.distances, drawing(), wanted, side, device)
+    return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import data
     from models import Decoder
-    from models.clip import Clip
+    from models.clip import Clip, with_embeddings
     from models.decoder import Sampling
     from training.cascade import Cascade
     from training.ema import make_ema
     from training.generation import Generation
+    from training.measures.generation import left_out
     from training.run.best import BestModel
     from training.run.loop import Evaluation, kept_model
     from training.run.run import Run
@@ -221,7 +218,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     widths = samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        judge = load_judge(args, samples, backend.device)
+        judge = load_judge(args, samples, clip, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
@@ -244,10 +241,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures", validate=validate,
         draw=lambda models, shown, step: generation.draw(kept_model(models), shown), drawn_together=True,
+        also_every_n_steps=args.evaluate_every_n_steps if args.n_evaluation_samples else 0,
     )  # fmt: skip
-    parts = {f"unet{number}": engine for number, engine in engines.items()}
     norms: dict[int, Tensor] = {}
-    run.resume(**parts, others=cascade, ema=ema, best=best)
+    run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
+    if args.n_evaluation_samples:
+        run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
         batch = with_embeddings(batch, clip)

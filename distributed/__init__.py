@@ -37,6 +37,13 @@ def launched_as_root() -> bool:
     return True
 
 
+def launched_processes() -> int:
+    """How many processes train together, according to their launcher; works before they are connected."""
+    with contextlib.suppress(UserMistake):
+        return detect().world_size
+    return 1
+
+
 def launched_again() -> bool:
     """Whether the launcher started this run before, and now starts it again with the same arguments."""
     with contextlib.suppress(UserMistake):

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ class Clip(nn.Module):
         embed_dim: Width d of embeddings of images and of texts.
         text_shape: (L, text_dim): tokens of a text, and the width of the encoding of a token.
         tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
+        cosines: Names of what `compared` gives.
     """
+
+    cosines: Sequence[str] = ("clip_score", "clip_image_score")
 
     _mean: Tensor
     _std: Tensor
@@ -117,6 +120,24 @@ class Clip(nn.Module):
         is_after = is_end.cumsum(1) - is_end.long() > 0
         encodings = outputs[-1].float().masked_fill(is_after[..., None], 0)
         return F.normalize(embeddings.float(), dim=-1), encodings
+
+    def compared(self, pictures: Tensor, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Two unit vectors each (n, d) of drawn pictures (b, 3, h, w) in [0, 1]: clip_score, those of the pictures that
+        have a caption and of their captions (Hessel et al. 2021); clip_image_score, those of the b pictures and of the
+        batch's images."""
+        drawn, tokens = self.embed_images(pictures), batch["tokens"]
+        rows = [row for row, caption in enumerate(batch["captions"]) if caption]
+        texts = self.embed_text(tokens[rows])[0] if rows else drawn[:0]
+        return {"clip_score": (drawn[rows], texts), "clip_image_score": (drawn, self.embed_images(batch["images"]))}
+
+
+def with_embeddings(batch: Mapping[str, Any], clip: Clip | None) -> dict[str, Any]:
+    """A batch with what CLIP, if there is one, makes of its images and of the tokens of its captions: image_embed
+    (b, d) and text_encodings (b, L, text_dim). One call of each tower for all Unets."""
+    if clip is None:
+        return dict(batch)
+    text = {"text_encodings": clip.embed_text(batch["tokens"])[1]} if "tokens" in batch else {}
+    return {**batch, "image_embed": clip.embed_images(batch["images"]), **text}
 
 
 @contextlib.contextmanager

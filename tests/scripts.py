@@ -194,8 +194,12 @@ class Script:
 
     def refused(self, folder: Path, *more: str) -> str:
         """The one line of an error, which ends the process with code 2."""
+        return self.refused_alone(*self.flags(folder, *more))
+
+    def refused_alone(self, *flags: str) -> str:
+        """The one line of an error with these flags alone."""
         with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as raised:
-            self.train(folder, *more)
+            self.main(*flags)
         assert raised.value.code == 2, said.getvalue()
         line = said.getvalue().splitlines()[-1]
         assert line.startswith(f"{self.name}.py: error: ")

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
+from torch.nn import functional as F
 
 import sample
 from models import Decoder
+from models.clip import Clip
+from tests.data.images.conditions import write_rows, write_tars
+from tests.models.test_clip import TINY, TOKENS, network
 from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
 
 ONE = ["--image_sizes", "8", "--max_steps", "2"]
@@ -57,6 +62,58 @@ def test_text_is_a_condition_too(tmp_path: Path) -> None:
         assert config["cond_on_image_embeds"] == ("image" in condition)
 
 
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a tiny CLIP."""
+    folder = tmp_path_factory.mktemp("clip")
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    save_file(network().state_dict(), folder / "tiny.safetensors")
+    return ["--clip", str(folder / "tiny.json"), "--clip_weights", str(folder / "tiny.safetensors")]
+
+
+def test_clip_sees_each_batch_once_however_many_unets_and_compares_pictures_with_captions_and_images(
+    clip: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations come where --evaluate_every_n_steps says so, also without a validation of their own."""
+    calls: list[int] = []
+    embed = Clip.embed_text
+    monkeypatch.setattr(Clip, "embed_text", lambda self, tokens: (calls.append(len(tokens)), embed(self, tokens))[1])
+    said = ["--condition_on", "image,text", "--n_evaluation_samples", "5", "--evaluate_every_n_steps", "2", *clip]
+    text = DECODER.output_of(tmp_path / "two", "--max_steps", "3", *said)
+    assert text.count("not measured without the weights that they need") == 1
+    line_out = "FID, KID and inception score (--fid_weights), LPIPS (--lpips_weights)\n"
+    assert f"not measured without the weights that they need: {line_out}" in text
+    lines = metrics(tmp_path / "two")
+    assert ["valid/clip_score" in line for line in lines] == [False, True, True]
+    assert ["valid/loss" in line for line in lines] == [False, True, True]
+    assert -1 <= lines[-1]["valid/clip_score"] <= 1 and -1 <= lines[-1]["valid/clip_image_score"] <= 1
+    of_two, calls[:] = list(calls), []
+    DECODER.train(tmp_path / "one", "--image_sizes", "8", "--max_steps", "3", *said)
+    assert calls == of_two and len(calls) > 3
+
+
+def test_a_picture_of_its_caption_and_image_has_their_cosines_and_one_without_a_caption_no_clip_score(
+    clip: list[str],
+) -> None:
+    network = Clip.from_file(clip[1], clip[3])
+    images = torch.randint(0, 256, (3, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    captions = ["a red ring", "", "a blue star"]
+    batch = {"images": images, "captions": captions, "tokens": network.tokenize(captions)}
+    found = network.compared(images.flip(-1).float() / 255, batch)
+    image, text = network.embed_images(images.flip(-1)), network.embed_text(batch["tokens"])[0]
+    expected = {"clip_score": (image[[0, 2]], text[[0, 2]]), "clip_image_score": (image, network.embed_images(images))}
+    for name, pair in expected.items():
+        for ours, other in zip(found[name], pair, strict=True):
+            torch.testing.assert_close(F.normalize(ours, dim=-1), other)
+    nothing = network.compared(images.float() / 255, {**batch, "captions": [""] * 3})["clip_score"]
+    assert [len(each) for each in nothing] == [0, 0]
+
+
+def test_texts_are_not_cut_off_in_silence(clip: list[str], tmp_path: Path) -> None:
+    line = DECODER.refused(tmp_path, *ONE, "--condition_on", "text", "--max_text_len", "8", *clip)
+    assert f"texts of {TOKENS} tokens are longer than --max_text_len 8: raise it" in line
+
+
 def test_the_weight_of_unets_their_rates_and_their_averages_are_those_that_are_said(tmp_path: Path) -> None:
     said = ["--learning_rate", "1e-3", "1e-30", "--weight_decay", "0", "--max_steps", "1", "--ema_decay", "0.5"]
     run = DECODER.train(tmp_path / "run", *said)
@@ -67,10 +124,64 @@ def test_the_weight_of_unets_their_rates_and_their_averages_are_those_that_are_s
     assert moved and all(name.startswith("unets.0.") for name in moved)
 
 
-def test_every_mistake_gives_one_line(tmp_path: Path) -> None:
+def test_a_unet_is_trained_and_its_gradient_clipped_as_if_it_were_alone(tmp_path: Path) -> None:
+    """Also if the Unets that are trained have one between them that is not."""
+    said = ["--image_sizes", "8", "16", "32", "--max_steps", "2", "--max_grad_norm", "1e-3"]
+    for numbers in (["1"], ["1", "3"]):
+        DECODER.train(tmp_path / "".join(numbers), *said, "--train_unets", *numbers)
+    alone, both = (dict(Decoder.from_pretrained(tmp_path / run / "model").state_dict()) for run in ("1", "13"))
+    same = {name for name in alone if torch.equal(alone[name], both[name])}
+    assert {name for name in alone if name.startswith(("unets.0.", "unets.1."))} <= same < alone.keys()
+    line = metrics(tmp_path / "13")[-1]
+    assert line["unet3/grad_norm"] > 1e-3 < line["unet1/grad_norm"] and "unet2/loss" not in line
+
+
+def test_the_rate_falls_to_0_and_does_not_climb_again() -> None:
+    rates = [DECODER.module.learning_rate(step, 100, 10, True) for step in range(300)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)]) and rates[55] == pytest.approx(0.5)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and set(rates[100:]) == {0.0}
+    assert {DECODER.module.learning_rate(step, 100, 10, False) for step in range(10, 300)} == {1.0}
+
+
+def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, errors = Decoder.sample, DECODER.module.UnetTraining.validation_errors
+    scales: list[Any] = []
+    gradients: list[bool] = []
+
+    def sampled(self: Decoder, conditions: Any, noise: Any, sampling: Any, **how: Any) -> Any:
+        scales.append(list(sampling.cond_scale))
+        return sample(self, conditions, noise, sampling, **how)
+
+    def measured(self: Any, *batch: Any) -> Any:
+        found = errors(self, *batch)
+        gradients.append(found[0].requires_grad)
+        return found
+
+    monkeypatch.setattr(Decoder, "sample", sampled)
+    monkeypatch.setattr(DECODER.module.UnetTraining, "validation_errors", measured)
+    DECODER.train(tmp_path, "--max_steps", "1", "--cond_scale", "3", "1", "--n_evaluation_samples", "2")
+    assert scales == [[3.0, 1.0]] * 3, "one evaluation, and a column of pictures for each Unet"
+    assert gradients and not any(gradients)
+
+
+def test_tokens_may_be_as_wide_as_embeddings(tmp_path: Path) -> None:
+    width = Decoder.from_pretrained(DECODER.train(tmp_path, *ONE, "--cond_dim", "180") / "model").unet(0).config
+    assert width["cond_dim"] == width["image_embed_dim"] == 180
+
+
+def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     captioned, bare = write_captioned(tmp_path / "captioned", 20), write_images(tmp_path / "bare", 20)
-    (tmp_path / "text").mkdir()
-    np.save(captioned / "19.npy", np.zeros(7, np.float32) + 1)
+    tars = write_tars(tmp_path / "tars", "txt", shards=3, each=8)
+    write_tars(tmp_path / "texts", but={n: {"txt": b"no image"} for n in range(12)})
+    rows = {name: write_rows(tmp_path / name, shards=3, each=8) for name in ("few", "wide", "short")}
+    (rows["few"] / "img_emb_0001.npy").unlink()
+    np.save(rows["wide"] / "img_emb_0002.npy", np.ones((8, 7), np.float32))
+    for path in rows["short"].iterdir():
+        np.save(path, np.load(path)[:1])
+    in_tars = ["--image_folder", str(tars), "--image_embeddings"]
     mistakes: list[tuple[list[str], str]] = [
         (["--dim", "8", "16", "8"], "--dim has 3 values for 2 Unets (--image_sizes 8 16): give 1 or 2"),
         (["--image_sizes", "16", "8"], "give them ascending"),
@@ -90,6 +201,14 @@ def test_every_mistake_gives_one_line(tmp_path: Path) -> None:
         (["--resnet_groups", "3"], "resnet_groups 3 must divide"),
         (["--clip", "ViT-B-32"], "ViT-B-32"),
         (["--dim_mults", "0,1"], "dim_mults"),
+        (["--image_folder", str(tmp_path / "texts")], "no image"),
+        ([*in_tars, str(rows["few"])], "has no file for 1 of 3 tars, the first is"),
+        ([*in_tars, str(rows["wide"])], "image embeddings have the shape (7,) in"),
+        ([*in_tars, str(rows["short"]), *ONE], "which has only 1"),
+        (["--image_folder", str(captioned), "--init_from", str(trained / "model")], "image_embed_dim"),
+        (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3 guides away from what the model draws"),
+        (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),
+        (["--evaluate_every_n_steps", "2"], "--evaluate_every_n_steps has no effect"),
     ]
     for number, (said, text) in enumerate(mistakes):
         assert text in DECODER.refused(tmp_path / f"run{number}", *said), said

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .contracts import Processes
 from .measures.averages import Averages
 from .measures.fid import Inception
-from .measures.generation import GenerationQuality
+from .measures.generation import GenerationQuality, Pairs
 from .measures.shapes_reader import Reading, ShapesReader
 from .noise import Noise
 from .pictures.images import grid
@@ -32,11 +32,21 @@ class Decoder(Protocol):
     def sample(self, *conditions_noise_and_sampling: Any, **how: Any) -> Tensor: ...
 
 
+class PictureEmbedder(Protocol):
+    """What compares drawn pictures with their conditions; `models.clip.Clip` has this interface."""
+
+    cosines: Sequence[str]
+
+    def compared(self, pictures: Tensor, batch: Batch) -> Mapping[str, Pairs]: ...
+
+
 class PictureJudge:
     """Measures of drawn pictures beside the real ones of the same conditions.
 
     Args:
         quality: FID and the like; None without their weights.
+        embed: (pictures (b, 3, h, w) in [0, 1], batch) -> two embeddings each by name, whose cosines `quality` takes;
+            None without a network for it.
         read: (pictures (b, 3, h, w) in [0, 1], batch) -> 1 or 0 for each, (b,), by name: whether they show what they
             should; None if nobody can read them.
     """
@@ -44,11 +54,12 @@ class PictureJudge:
     def __init__(
         self,
         quality: GenerationQuality | None,
+        embed: Callable[[Tensor, Batch], Mapping[str, Pairs]] | None,
         read: Callable[[Tensor, Batch], Mapping[str, Tensor]] | None,
         names: Sequence[str],
         device: torch.device,
     ) -> None:
-        self._quality, self._read = quality, read
+        self._quality, self._embed, self._read = quality, embed, read
         self._right = Averages(*names, device=device)
 
     def add(self, batch: Batch, pictures: Tensor, numbers: Sequence[int]) -> None:
@@ -57,7 +68,8 @@ class PictureJudge:
             real = F.interpolate(
                 batch["images"].float() / 255, size=pictures.shape[-2:], mode="bilinear", antialias=True
             )
-            self._quality.add(real, pictures, numbers)
+            cosines = self._embed(pictures, batch) if self._embed else {}
+            self._quality.add(real, pictures, numbers, **cosines)
         if self._read:
             self._right.add(**self._read(pictures, batch))
 
@@ -70,6 +82,7 @@ class PictureJudge:
 def judges(
     inception: Inception | None,
     lpips: Callable[[Tensor, Tensor], Tensor] | None,
+    clip: PictureEmbedder | None,
     drawing: Mapping[str, Any],
     wanted: Callable[[Batch], Sequence[Any]] | None,
     image_size: int,
@@ -78,7 +91,7 @@ def judges(
     """Makes empty judges.
 
     Args:
-        inception, lpips: Networks; None leaves out what needs them.
+        inception, lpips, clip: Networks; None leaves out what needs them.
         drawing: How shapes are drawn, for `ShapesReader`.
         wanted: Batch -> what each picture should show, (shape, colour, place); None if the pictures show no shapes.
     """
@@ -89,8 +102,13 @@ def judges(
         return reader.accuracy(pictures, wanted(batch))
 
     def empty() -> PictureJudge:
-        quality = GenerationQuality(device, inception=inception, lpips=lpips) if inception or lpips else None
-        return PictureJudge(quality, read if reader else None, Reading._fields if reader else (), device)
+        names = clip.cosines if clip else ()
+        quality = GenerationQuality(device, inception=inception, lpips=lpips, cosines=names)
+        is_measured = inception or lpips or clip
+        return PictureJudge(
+            quality if is_measured else None, clip.compared if clip else None, read if reader else None,
+            Reading._fields if reader else (), device,
+        )  # fmt: skip
 
     return empty
 

@@ -17,6 +17,7 @@ _OBJECTIVES = {"noise": (False, False), "x_start": (True, False), "v": (False, T
 _OURS = ("cross_attn_dim_head", "cross_attn_heads", "image_embed_scale", "coordinates", "gradient_checkpointing")
 _OF_THE_DECODER = ("lowres_cond", "lowres_noise_cond", "cond_on_image_embeds", "channels", "channels_out")
 _PUBLIC = tuple(name for name in signature(Unet).parameters if name not in (*_OURS, *_OF_THE_DECODER))
+UNET_KEYS = (*_PUBLIC, *_OF_THE_DECODER)
 
 # Settings of the whole decoder, and what they are if nothing is said.
 DECODER_WIDE: dict[str, Any] = {
@@ -58,6 +59,15 @@ def unet_arguments(decoder: Mapping[str, Any], index: int) -> dict[str, Any]:
         "channels": channels,
         "channels_out": 2 * channels if _learned_variance(decoder)[index] else channels,
     }
+
+
+def check_overruled(decoder: Mapping[str, Any], index: int, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, if the configuration of unet ``index`` says otherwise than its arguments what the
+    public decoder sets itself, without a word."""
+    for name in _OF_THE_DECODER:
+        said = decoder["unets"][index].get(name)
+        if said is not None and said != arguments[name]:
+            raise ValueError(f"unets[{index}].{name} {said}: in this decoder it is {arguments[name]}; leave it out")
 
 
 def settings_of(decoders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

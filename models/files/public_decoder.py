@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..decoder import Decoder
 from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
+from .dalle2_config import check_overruled, decoder_part, settings_of, unet_arguments
 from .description import describe_weights
-from .errors import regular
+from .errors import one_line, regular
 
 _LONGEST_BEGINNING = 1 << 20
 
@@ -38,21 +41,51 @@ def load_public_decoder(paths: Sequence[Path], *, weights: str = "best") -> Deco
         ValueError: one line, if a file is missing, damaged, hostile, of something else, or has what a `Decoder` lacks.
     """
     found = read_public(paths, weights=weights)
-    unets, said = build_unets(found), found.settings
+    unets = build_unets(found)
+    return _around([unet.config for unet in unets], found.settings).with_unets(unets).eval()
+
+
+def configured_decoder(config: Mapping[str, Any], width: int = 512) -> tuple[Decoder, dict[str, Any]]:
+    """The decoder that a training configuration describes, without weights, and what it says around the unets.
+
+    Args:
+        config: The configuration, or its part about the decoder. Keys that are unknown there are left out.
+        width: Of image embeddings and text encodings, where it does not say it.
+
+    Returns:
+        The decoder, on the meta device; and the settings, see `dalle2_config.settings_of`.
+
+    Raises:
+        ValueError: one line, if there is no such decoder.
+    """
+    decoder = decoder_part(config)
+    try:
+        settings = settings_of([decoder] * len(decoder["unets"]))
+        unets = [unet_arguments(decoder, index) for index in range(len(decoder["unets"]))]
+        for index, arguments in enumerate(unets):
+            check_overruled(decoder, index, arguments)
+        with torch.device("meta"):
+            widths = {"image_embed_dim": width, "text_embed_dim": width}
+            return _around([widths | arguments for arguments in unets], settings), settings
+    except (TypeError, AttributeError) as error:
+        raise ValueError(one_line(error)) from None
+
+
+def _around(unets: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> Decoder:
+    """A decoder of unets with these arguments, and what `dalle2_config.settings_of` gives."""
     stages = [
         {"image_size": size, "noise_schedule": schedule, "objective": objective, "learned_variance": variance,
-         "unet": unet.config}
+         "unet": unet}
         for size, schedule, objective, variance, unet in zip(
             said["image_sizes"], said["beta_schedule"], said["objective"], said["learned_variance"], unets, strict=True
         )
     ]  # fmt: skip
     noisy, blurred = any(said["use_noise_for_lowres_cond"]), any(said["use_blur_for_lowres_cond"][1:])
-    decoder = Decoder(
+    return Decoder(
         stages, timesteps=said["timesteps"], zero_terminal_snr=False,
         lowres_condition="noise" if noisy else "blur" if blurred else "none",
         lowres_noise_level=said["lowres_noise_sample_level"],
     )  # fmt: skip
-    return decoder.with_unets(unets).eval()
 
 
 def save_public_decoder(decoder: Decoder, path: Path) -> None:

@@ -106,11 +106,30 @@ VIDEOS = {
 }
 
 
-@pytest.mark.parametrize("mistake", VIDEOS)
-def test_the_root_alone_speaks_of_videos(mistake: str, tmp_path: Path) -> None:
-    flags, expected = VIDEOS[mistake](tmp_path)
-    flags = [*TINY_TOKENIZER, "--output_dir", str(tmp_path / "run"), *flags]
-    ranks = fork("train_tokenizer", flags, tmp_path / "log", 2)
+# Those of decoders: found before the processes connect, and by all processes.
+PUBLIC = "decoder: {image_size: 8, unets: [{dim: 8, dim_mults: [1], resnet_groups: 4, colour: 1}]}"
+DECODERS = {
+    "unknown key of DALLE2-pytorch": lambda tmp: (
+        ["--decoder_config", write(tmp / "d.yaml", PUBLIC)],
+        "d.yaml: decoder.unets[0].colour: unknown key",
+    ),
+    "noise without a picture": lambda tmp: (["--objective", "noise"], "says nothing about the picture"),
+}
+TINY_DECODER = ["--image_folder", "demo:shapes:64", "--batch_size", "8", "--image_size", "8", "--dim", "8",
+                "--dim_mults", "1", "--resnet_groups", "4", "--max_steps", "1", "--num_workers", "0"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "tiny", "mistake", "make"),
+    [("train_tokenizer", TINY_TOKENIZER, *found) for found in VIDEOS.items()]
+    + [("train_decoder", TINY_DECODER, *found) for found in DECODERS.items()],
+    ids=[*VIDEOS, *DECODERS],
+)
+def test_the_root_alone_speaks_in_other_scripts(
+    script: str, tiny: list[str], mistake: str, make: Callable[[Path], tuple[list[str], str]], tmp_path: Path
+) -> None:
+    flags, expected = make(tmp_path)
+    ranks = fork(script, [*tiny, "--output_dir", str(tmp_path / "run"), *flags], tmp_path / "log", 2)
     assert [rank.returncode for rank in ranks] == [2, 2], ranks[0].output
     errors = lines_of_error(ranks[0].output)
     assert len(errors) == 1 and expected in errors[0] and "Traceback" not in ranks[0].output, ranks[0].output
@@ -122,18 +141,20 @@ def test_the_root_alone_speaks_of_videos(mistake: str, tmp_path: Path) -> None:
         ("folder of broken images", Launcher("torchrun", 2)),
         ("contradicting JSON", Launcher("deepspeed", 2)),  # before the processes connect
         ("batch 7 on 2 processes", Launcher("horovodrun", 2)),
+        ("unknown key of DALLE2-pytorch", Launcher("torchrun", 2)),
         *((mistake, Launcher(name, 2)) for name in ("deepspeed", "horovodrun") for mistake in TOGETHER[3:]),
     ],
     ids=str,
 )
 def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Launcher, tmp_path: Path) -> None:
-    flags, expected = MISTAKES[mistake](tmp_path)
-    flags = [*TINY, "--output_dir", str(tmp_path / "run"), *flags]
-    finished = run(launcher, "train_vae.py", flags)
+    script, tiny = ("train_decoder", TINY_DECODER) if mistake in DECODERS else ("train_vae", TINY)
+    flags, expected = {**MISTAKES, **DECODERS}[mistake](tmp_path)
+    flags = [*tiny, "--output_dir", str(tmp_path / "run"), *flags]
+    finished = run(launcher, f"{script}.py", flags)
     assert finished.returncode != 0, finished.output
     errors = lines_of_error(finished.output)
     assert len(errors) == 1 and expected in errors[0], finished.output
-    assert 'train_vae.py", line' not in finished.output  # the launchers may print tracebacks of their own
+    assert f'{script}.py", line' not in finished.output  # the launchers may print tracebacks of their own
     if launcher.name == "torchrun":
         assert re.search(r"exitcode\s*: 2 ", finished.output), finished.output
     elif launcher.name == "deepspeed":

@@ -51,6 +51,20 @@ def read_config(path: str, flags: Mapping[str, argparse.Action], command_line_on
     return config
 
 
+def converted(value: Any, action: argparse.Action) -> Any:
+    """What a flag becomes if a config file has this value for it, given as YAML reads it.
+
+    Raises:
+        ValueError: one line, if the value does not fit the flag.
+    """
+    try:
+        node = yaml.compose(yaml.safe_dump(value), Loader=yaml.SafeLoader)
+        assert node is not None
+        return _value(node, action)
+    except (argparse.ArgumentTypeError, yaml.YAMLError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def _mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         with open(path, encoding="utf-8") as file:

@@ -24,6 +24,9 @@ SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd", "flow")
 
 def add_decoder_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of training a cascade: its Unets, how they are trained and judged, noise, and sampling."""
+    parser.add_argument_group("configuration of DALLE2-pytorch").add_argument("--decoder_config", metavar="FILE",
+        help="take its flags from a training configuration of DALLE2-pytorch, YAML or JSON; those of --config and of "
+        "the command line override them; what has no flag is refused by name")
     add_unet_arguments(parser)
     add_cascade_arguments(parser)
     add_diffusion_arguments(parser)
@@ -57,7 +60,7 @@ def add_unet_arguments(parser: argparse.ArgumentParser) -> None:
         help="factor on image embeddings; 0: the square root of their width, which gives unit-length ones entries of "
         "about 1")
     add("--max_text_len", type=positive_int, default=256, metavar="TOKENS",
-        help="text encodings are padded or cut to so many tokens")
+        help="text encodings are padded to so many tokens; longer ones are refused")
 
 
 def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +118,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet")
     add("--guidance_interval", type=non_negative_float, nargs=2, metavar=("LOW", "HIGH"),
         help="guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)")
-    add("--guide_with", metavar="DIR",
-        help="guide away from this weaker model/ folder, not from the model without condition (Karras et al. 2024)")
     add("--cfg_rescale", type=fraction, default=0.0, metavar="SHARE",
         help="how much of the contrast that guidance adds is taken back (Lin et al. 2023)")
     add("--ddim_eta", "--ddim_sampling_eta", type=non_negative_float, default=0.0, metavar="ETA",
@@ -144,6 +145,6 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
         help="pictures to draw for conditions of the validation split and to judge by the measures below; those of "
         "demo:shapes are read, too")
     add("--evaluate_every_n_steps", type=non_negative_int, default=0, metavar="UPDATES",
-        help="updates between two such evaluations; 0: only at the end")
+        help="updates between two such evaluations, which measure what a validation does too; 0: only at the end")
     add("--fid_weights", metavar="FILE", help="report FID, KID and inception score with these weights of Inception")
     add("--lpips_weights", metavar="FILE", help="report LPIPS with these weights")

@@ -20,6 +20,10 @@ _ROOT_SPEAKS_FIRST_SECONDS = 2.0
 
 _UNSET = object()
 
+# (path, arguments of the command line and of --config) -> flags by name, each with the key in the file that it comes
+# from and its value as a config file has it. Raises ValueError, in one line, that need not name the path.
+Reader = Callable[[str, argparse.Namespace], Mapping[str, tuple[str, Any]]]
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Appends each default to its help, except None and False."""
@@ -56,6 +60,7 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         self._is_root = is_root
         self._alternatives: list[dict[str, Any]] = []
+        self._readers: dict[str, Reader] = {}
 
     def error(self, message: str) -> NoReturn:
         """Print `prog: error: message` as one line on the root's stderr, and exit with code 2."""
@@ -74,18 +79,21 @@ class ArgumentParser(argparse.ArgumentParser):
         demonstration: str | os.PathLike[str] | None = None,
         data_flag: str = "image_folder",
     ) -> argparse.Namespace:
-        """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
+        """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then from other files
+        (`add_reader`), then the defaults.
 
-        If `argv` holds neither `--config` nor the flag `data_flag`, the config file `demonstration` is read.
+        If `argv` holds neither the flag `data_flag` nor any of those files, the config file `demonstration` is read.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place, and
         `on_command_line`, that of those set in `argv`. A mistake ends the process through `error`.
         """
         given = self._from_command_line(argv)
         on_command_line = frozenset(given)
-        if demonstration and data_flag not in given:
+        if demonstration and not {data_flag, *self._readers} & given.keys():
             given.setdefault("config", os.fspath(demonstration))
         settings = self._from_config_file(given["config"]) if "config" in given else {}
+        for name in self._readers.keys() & given.keys():
+            settings = {**self._from_other_file(name, {**settings, **given}), **settings}
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
@@ -98,6 +106,22 @@ class ArgumentParser(argparse.ArgumentParser):
         beside another one. One on the command line wins over one in the config file, and either over a default; two in
         the same place are an error."""
         self._alternatives.append(off)
+
+    def add_reader(self, name: str, read: Reader) -> None:
+        """Declare that the flag `name` is given on the command line alone and names a file of another form, which
+        `read` turns into flags."""
+        self._readers[name] = read
+
+    def with_values(self, flags: Mapping[str, Any]) -> argparse.Namespace:
+        """The defaults, but for these flags, which are as a config file has them. Raises ValueError, in one line, for a
+        value that does not fit."""
+        from .config_file import converted
+
+        actions = {name: action for action in self._config_actions() for name in _config_names(action)}
+        said = {
+            actions[name].dest: converted(value, actions[name]) for name, value in flags.items() if value is not None
+        }
+        return argparse.Namespace(**{**self._defaults_by_dest(), **said})
 
     def _choose(self, args: argparse.Namespace, off: Mapping[str, Any]) -> None:
         """Switch off all but one of some alternatives."""
@@ -166,14 +190,31 @@ class ArgumentParser(argparse.ArgumentParser):
 
         try:
             flags = {name: flag for flag in self._config_actions() for name in _config_names(flag)}
-            return read_config(path, flags, _COMMAND_LINE_ONLY)
+            return read_config(path, flags, {*_COMMAND_LINE_ONLY, *self._readers})
         except ValueError as error:
             self.error(str(error))
+
+    def _from_other_file(self, name: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        from .config_file import converted
+
+        path, actions = said[name], {key: action for action in self._config_actions() for key in _config_names(action)}
+        values = {}
+        try:
+            for flag, (key, value) in self._readers[name](path, argparse.Namespace(**said)).items():
+                if value is None:
+                    continue
+                try:
+                    values[actions[flag].dest] = converted(value, actions[flag])
+                except ValueError as error:
+                    raise ValueError(f"{key}: {error}") from None
+        except ValueError as error:
+            self.error(f"{path}: {error}")
+        return values
 
     def _config_actions(self) -> list[argparse.Action]:
         """Flags that a config file may set."""
         shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
-        return [action for action in shown if action.dest not in _COMMAND_LINE_ONLY]
+        return [action for action in shown if action.dest not in {*_COMMAND_LINE_ONLY, *self._readers}]
 
     def _defaults_by_dest(self) -> dict[str, Any]:
         """Defaults, converted from text as argparse does it."""

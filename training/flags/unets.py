@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .decoder import UNET_SWITCHES
@@ -28,10 +28,17 @@ def stages_of(args: argparse.Namespace, widths: Mapping[str, Any]) -> list[dict[
     """Arguments of `models.Decoder` for each Unet. The first one has the conditions of --condition_on.
 
     Args:
-        widths: {"image_embed": d, "text_encodings": (L, d)} of the data; None for what is not used.
+        widths: {"image_embed": d, "text_encodings": (L, d)} of the data; None for what is not used, or not known.
+
+    Raises:
+        ValueError: one line, if texts have more tokens than --max_text_len.
     """
     is_given = {kind: kind in args.condition_on for kind in ("image", "text")}
     image_width, text_shape = widths["image_embed"], widths["text_encodings"]
+    if is_given["text"] and (text_shape[0] or 0) > args.max_text_len:
+        raise ValueError(
+            f"texts of {text_shape[0]} tokens are longer than --max_text_len {args.max_text_len}: raise it"
+        )
     stages = []
     for index, size in enumerate(args.image_sizes):
         unet = {name: of_unet(args, name, index) for name in _OF_UNET}
@@ -96,6 +103,33 @@ def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags, "image_embed_scale": first["image_embed_scale"], "max_text_len": first["max_text_len"]}
 
 
+def flags_that_make(
+    config: Mapping[str, Any],
+    parser: ArgumentParser,
+    make: Callable[[argparse.Namespace, Mapping[str, Any]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """`flags_of`, after a look at whether they make this decoder.
+
+    Args:
+        make: (arguments, widths as for `stages_of`) -> constructor arguments of the decoder that the script makes.
+
+    Raises:
+        ValueError: one line that names the argument of a Unet that no flag gives.
+    """
+    import torch
+
+    flags, first = flags_of(config), config["stages"][0]["unet"]
+    widths = {"image_embed": first["image_embed_dim"], "text_encodings": (None, first["text_embed_dim"])}
+    with torch.device("meta"):
+        built = make(parser.with_values(flags), widths)["stages"]
+    for number, (ours, theirs) in enumerate(zip(built, config["stages"], strict=True), start=1):
+        for name in sorted(theirs["unet"].keys() - {"gradient_checkpointing"}):
+            if ours["unet"][name] != theirs["unet"][name]:
+                value = theirs["unet"][name]
+                raise ValueError(f"train_decoder.py has no flag that makes Unet {number} with {name} {value}")
+    return flags
+
+
 def _switches_of(unet: Mapping[str, Any]) -> str:
     """The value of --switches for a Unet of these arguments."""
     on = {name: unet[name] for name in UNET_SWITCHES} | {"self_attn": all(unet["self_attn"])}
@@ -132,10 +166,11 @@ def spread(said: Mapping[str, Any]) -> dict[str, Any]:
 def check_unet_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
     """End with an error if lists do not fit the number of Unets."""
     count, sizes = len(args.image_sizes), " ".join(map(str, args.image_sizes))
+    needed = f"1 or {count}" if count > 1 else "1"
     for name in PER_UNET:
         n = len(getattr(args, name) or [])
         if n > 1 and n != count:
-            parser.error(f"--{name} has {n} values for {count} Unets (--image_sizes {sizes}): give 1 or {count}")
+            parser.error(f"--{name} has {n} values for {count} Unets (--image_sizes {sizes}): give {needed}")
     for number in args.train_unets or []:
         if number > count:
             parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sizes})")
@@ -157,6 +192,15 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
     parser.refuse_idle(args, ["lowres_noise_level"], "lowres_condition", "noise", args.lowres_condition == "noise")
     several = ["lowres_condition", "blur_prob", "blur_sigma", "random_crop_sizes"]
     parser.refuse_idle(args, several, "image_sizes", "of several Unets", len(args.image_sizes) > 1)
+    of_judging = ["fid_weights", "lpips_weights", "evaluate_every_n_steps"]
+    parser.refuse_idle(args, of_judging, "n_evaluation_samples", "above 0", args.n_evaluation_samples > 0)
+    dropped = {"image": args.image_cond_drop_prob, "text": args.text_cond_drop_prob}
+    never = [kind for kind in args.condition_on if not dropped[kind]]
+    if args.cond_scale[0] != 1 and never:
+        parser.error(
+            f"--cond_scale {args.cond_scale[0]:g} guides away from what the model draws without a condition, which it "
+            f"never learns with --{never[0]}_cond_drop_prob 0: give 0.1, for example"
+        )
     if args.logit_normal[1] <= 0:
         parser.error("--logit_normal: the standard deviation has to be above 0")
     if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:

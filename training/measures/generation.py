@@ -20,7 +20,7 @@ Pairs = tuple[Tensor, Tensor]
 _NEEDS = {
     "inception": ("FID, KID and inception score", "--fid_weights"),
     "lpips": ("LPIPS", "--lpips_weights"),
-    "clip": ("CLIP score", "--clip_weights"),
+    "clip": ("CLIP score", "--clip"),
 }
 
 

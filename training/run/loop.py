@@ -38,6 +38,8 @@ class Evaluation:
         best: Keeps the model of the best validation, if the script wants it.
         name: Distinguishes the metrics and pictures of several models; "" for one.
         picture_name: What the trackers call the picture.
+        also_every_n_steps: Call `validate` after these updates too (0: only at the end), besides those of
+            --validate_every_n_steps; it may then do more.
         drawn_together: Call `draw` on every process, so that it may share its work between them and contain
             collectives. Only the root's picture is written.
     """
@@ -50,6 +52,7 @@ class Evaluation:
     best: BestModel | None = None
     name: str = ""
     picture_name: str = "reconstructions"
+    also_every_n_steps: int = 0
     drawn_together: bool = False
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     while not run.progress.finished:
         yield run.progress.step, batch
         run.advance()
-        is_evaluation_due = _evaluation_is_due(run, feed)
+        is_evaluation_due = _validation_is_due(run, feed, evaluations) or run.due(run.args.sample_every_n_steps)
         stop = run.stop_requested(now=is_evaluation_due)  # a stop request should not wait for an evaluation
         line = run.line()
         with run.stopwatch.paused():
@@ -110,15 +113,15 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     run.close()
 
 
-def _evaluation_is_due(run: Run, feed: Feed) -> bool:
-    is_validation_due = run.due(run.args.validate_every_n_steps) and len(feed.valid_set) > 0
-    return is_validation_due or run.due(run.args.sample_every_n_steps)
+def _validation_is_due(run: Run, feed: Feed, evaluations: Sequence[Evaluation]) -> bool:
+    every = [run.args.validate_every_n_steps, *(evaluation.also_every_n_steps for evaluation in evaluations)]
+    return len(feed.valid_set) > 0 and any(map(run.due, every))
 
 
 def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any, line: Mapping[str, Any]) -> None:
     """Validation, the line of metrics and pictures, each if it is due after the newest update."""
     line = dict(line)
-    if run.due(run.args.validate_every_n_steps) and len(feed.valid_set):
+    if _validation_is_due(run, feed, evaluations):
         for evaluation in evaluations:
             line |= _validate(run, evaluation)
     if line or run.due(run.args.save_every_n_steps):

@@ -184,7 +184,7 @@ def test_only_what_has_its_network_is_measured() -> None:
 def test_what_is_left_out_is_one_line_that_names_the_flags() -> None:
     assert left_out({"inception": far, "lpips": far, "clip": far}) is None
     line = left_out({"inception": None, "lpips": far})
-    missing = "FID, KID and inception score (--fid_weights), CLIP score (--clip_weights)"
+    missing = "FID, KID and inception score (--fid_weights), CLIP score (--clip)"
     assert line == f"not measured without the weights that they need: {missing}"
 
 

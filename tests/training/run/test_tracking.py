@@ -46,6 +46,27 @@ def test_a_tracker_that_cannot_start_or_fails_says_so_once_and_the_others_go_on(
     ]
 
 
+@pytest.mark.parametrize("failing", ["login", "init", "define_metric", "log", "Image", "finish"])
+def test_wandb_that_raises_anywhere_stops_no_run(tmp_path, monkeypatch, capsys, failing):
+    """Whatever the kind of error, at the start, in between, or at the end."""
+    run = Mock()
+    wandb = Mock(__spec__=Mock(), init=Mock(return_value=run), errors=Mock(Error=type("Error", (Exception,), {})))
+    for owner, names in ((wandb, ("login", "init", "Image")), (run, ("define_metric", "log", "finish"))):
+        if failing in names:
+            getattr(owner, failing).side_effect = RuntimeError("the server\nsays no")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    trackers = make_trackers(["wandb"], tmp_path, {}, is_root=True)
+    trackers.cut_back(0)
+    for step in (1, 2):
+        trackers.log(step, {"loss": 1.0})
+        trackers.log_image(step, "grid", PICTURE)
+    trackers.close()
+    assert steps(tmp_path) == [1, 2]
+    said = "wandb is switched off, the run goes on: RuntimeError: the server says no"
+    assert capsys.readouterr().err.splitlines() == [said]
+
+
 @pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 8, "loss": 1.0}', "\x00\x00\x00\n", "\n"])
 @pytest.mark.parametrize("step", [4, 10])
 def test_a_resumed_file_holds_each_step_once_and_no_torn_line(tmp_path, torn, step):

@@ -1,0 +1,249 @@
+"""train_decoder.py --decoder_config: training configurations of DALLE2-pytorch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from models import Decoder
+from tests.data.images.conditions import write_rows, write_tars
+from tests.scripts import DECODER, metrics
+
+# As the example of the public package, but for what is refused: crops, measures of other features, uploads.
+EXAMPLE: dict[str, Any] = {
+    "decoder": {
+        "unets": [
+            {"dim": 128, "image_embed_dim": 768, "cond_dim": 64, "channels": 3, "dim_mults": [1, 2, 4, 8],
+             "attn_dim_head": 32, "attn_heads": 16}
+        ],
+        "image_sizes": [64], "channels": 3, "timesteps": 1000, "loss_type": "l2", "beta_schedule": ["cosine"],
+        "learned_variance": True,
+    },
+    "data": {
+        "webdataset_base_url": "tars/{}.tar", "img_embeddings_url": "embeddings/", "num_workers": 4, "batch_size": 64,
+        "start_shard": 0, "end_shard": 9999999, "shard_width": 6, "index_width": 4,
+        "splits": {"train": 0.75, "val": 0.15, "test": 0.1}, "shuffle_train": True, "resample_train": False,
+        "preprocessing": {"ToTensor": True},
+    },
+    "train": {
+        "epochs": 20, "lr": 1e-4, "wd": 0.01, "max_grad_norm": 0.5, "save_every_n_samples": 100000,
+        "n_sample_images": 6, "device": "cuda:0", "epoch_samples": None, "validation_samples": None, "use_ema": True,
+        "ema_beta": 0.99, "amp": False, "save_all": False, "save_latest": True, "save_best": True,
+        "unet_training_mask": [True],
+    },
+    "evaluate": {
+        "n_evaluation_samples": 1000, "FID": {"feature": 2048}, "IS": {"splits": 1}, "KID": {"subset_size": 1000},
+        "LPIPS": {"net_type": "vgg", "reduction": "mean"},
+    },
+    "tracker": {
+        "overwrite_data_path": False, "data_path": "runs/example",
+        "log": {"log_type": "console", "verbose": True}, "load": {"load_from": None},
+        "save": [{"save_to": "local", "save_type": "checkpoint"}],
+    },
+    "seed": 3,
+}  # fmt: skip
+SMALL_UNET = {"dim": 8, "dim_mults": [1, 2], "resnet_groups": 4, "attn_heads": 2, "attn_dim_head": 8}
+
+
+def changed(where: str, value: Any) -> dict[str, Any]:
+    """The example with another value at a place such as "train.lr" or "decoder.unets.0.dim"."""
+    config = copy.deepcopy(EXAMPLE)
+    *parents, last = where.split(".")
+    part: Any = config
+    for name in parents:
+        part = part[int(name)] if isinstance(part, list) else part.setdefault(name, {})
+    part[last] = value
+    return config
+
+
+def written(folder: Path, config: Any, name: str = "decoder.yaml") -> str:
+    dump = json.dumps if name.endswith(".json") else yaml.safe_dump
+    (folder / name).write_text(dump(config))
+    return str(folder / name)
+
+
+def flags_of(folder: Path, config: Any, *more: str, name: str = "decoder.yaml") -> dict[str, Any]:
+    """What the configuration sets, as config.yaml would say it."""
+    parser = DECODER.module.build_parser()
+    args = parser.parse(["--decoder_config", written(folder, config, name), *more], demonstration="no demonstration")
+    return {name: value for name, value in parser.settings(args).items() if name in args.explicit}
+
+
+def test_the_example_gives_these_flags(tmp_path: Path) -> None:
+    flags = flags_of(tmp_path, EXAMPLE)
+    assert flags == {
+        "image_sizes": [64], "dim": [128], "dim_mults": ["1,2,4,8"], "cond_dim": [64], "attn_dim_head": [32],
+        "attn_heads": [16], "cross_attn_heads": [8], "cross_attn_dim_head": [64], "num_resnet_blocks": ["2,2,2,2"],
+        "resnet_groups": [8], "switches": ["none"], "condition_on": "image", "image_embed_scale": 1.0,
+        "max_text_len": 256, "timesteps": 1000, "noise_schedule": ["cosine"], "objective": ["noise"],
+        "zero_terminal_snr": False, "learned_variance": [1], "vb_loss_weight": 0.001, "loss_type": "l2",
+        "loss_weight": ["none"], "p2_loss_weight_k": 1.0, "lowres_condition": "none",
+        "lowres_noise_level": 0.2, "blur_prob": 0.5, "blur_sigma": 0.6, "image_cond_drop_prob": 0.1,
+        "text_cond_drop_prob": 0.5, "random_crop_sizes": [0], "sampler": "ddpm", "sample_timesteps": [1000],
+        "ddim_eta": 0.0, "cond_scale": [1.0],
+        "image_folder": "tars/{}.tar", "image_embeddings": "embeddings/", "start_shard": 0, "shard_width": 6,
+        "index_width": 4, "num_workers": 4, "batch_size": 64, "valid_fraction": 0.15, "test_fraction": 0.1,
+        "split_by": "shard", "random_flip": False,
+        "epochs": 20.0, "learning_rate": [1e-4], "weight_decay": [0.01], "lr_warmup_steps": [0], "max_grad_norm": 0.5,
+        "num_images_save": 6, "ema_decay": 0.99899547,  # 0.99 ** 0.1: theirs averages at every tenth update
+        # 100000 samples are 1562.5 updates of 64.
+        "save_every_n_steps": 1562, "sample_every_n_steps": 1562, "validate_every_n_steps": 1562,
+        "n_evaluation_samples": 1000, "output_dir": "runs/example", "report_to": "none", "seed": 3,
+    }  # fmt: skip
+    assert flags_of(tmp_path, EXAMPLE, name="decoder.json") == flags
+
+
+def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path) -> None:
+    """Two unets: the last schedule is linear, and the first unet alone learns its variance."""
+    upsampler = {"dim": 8, "dim_mults": [1, 2], "checkpoint_during_training": True}
+    config: Any = {"decoder": {"unets": [SMALL_UNET, upsampler], "image_sizes": [8, 16]}, "data": {"splits": {}}}
+    flags = flags_of(tmp_path, config)
+    expected = {
+        "noise_schedule": ["cosine", "linear"], "learned_variance": [1, 0], "objective": ["noise"] * 2,
+        "lowres_condition": "blur", "batch_size": 64, "learning_rate": [1e-4], "weight_decay": [0.01], "epochs": 20,
+        "ema_decay": 0.99989995, "valid_fraction": 0.15, "test_fraction": 0.1, "max_grad_norm": 0.5,
+        "gradient_checkpointing": True, "sampler": "ddpm", "seed": 0,
+    }  # fmt: skip
+    assert {name: flags[name] for name in expected} == expected and "n_evaluation_samples" not in flags
+    config["decoder"]["unets"][1]["cond_on_image_embeds"] = True  # which is overruled there without a word
+    line = DECODER.refused_alone("--decoder_config", written(tmp_path, config))
+    assert "unets[1].cond_on_image_embeds True: in this decoder it is False; leave it out" in line
+
+
+@pytest.mark.parametrize(("where", "value", "expected"), [
+    ("train.epoch_samples", 1000, {"max_steps": 320, "validate_every_n_steps": 16, "evaluate_every_n_steps": 16}),
+    ("train.unet_training_mask", [True], {"train_unets": None}),
+    ("train.use_ema", False, {"ema_decay": 0.0}),
+    ("train.max_grad_norm", None, {"max_grad_norm": 0.0}),
+    ("train.lr", [2e-4], {"learning_rate": [2e-4]}),
+    ("train.save_every_n_samples", 1, {"save_every_n_steps": 1}),
+    ("data.end_shard", 7, {"end_shard": 7}),
+    ("data.preprocessing.RandomHorizontalFlip", True, {"random_flip": True}),
+    ("decoder.sample_timesteps", 250, {"sampler": "ddim", "sample_timesteps": [250]}),
+    ("decoder.predict_v", True, {"objective": ["v"]}),
+    ("decoder.p2_loss_weight_gamma", 0.5, {"loss_weight": ["p2"], "p2_loss_weight_gamma": 0.5}),
+    ("decoder.use_dynamic_thres", True, {"dynamic_thresholding": 0.95}),
+    ("decoder.unconditional", True, {"condition_on": "none"}),
+    ("decoder.unets.0.self_attn", [True] * 4, {"switches": ["self_attn"]}),
+    ("decoder.clip", {"make": "openai"}, {"clip": "ViT-L-14-quickgelu"}),
+    ("decoder.clip", {"make": "open_clip", "model": "ViT-B-32"}, {"clip": "ViT-B-32"}),
+    ("tracker.log.log_type", "wandb", {"report_to": "wandb"}),
+    ("evaluate", {}, {"n_evaluation_samples": None}),
+], ids=str)  # fmt: skip
+def test_every_key_is_used(where: str, value: Any, expected: dict[str, Any], tmp_path: Path) -> None:
+    flags = flags_of(tmp_path, changed(where, value))
+    assert {name: flags.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("where", "value", "expected"), [
+    ("decoder.unets.0.sparse_attn_window", 8, "decoder.unets[0].sparse_attn_window: unknown key"),
+    ("decoder.unets.0.init_dim", 32, "has no flag that makes Unet 1 with init_dim 32"),
+    ("decoder.unets.0.self_attn", [False, True, True, True], "no flag that makes Unet 1 with self_attn"),
+    ("decoder.unets.0.lowres_cond", True, "unets[0].lowres_cond True: in this decoder it is False; leave it out"),
+    ("decoder.unets.0.attend_at_middle", False, "attend_at_middle False: the middle always attends"),
+    ("decoder.unets", [], "no list of unets"),
+    ("decoder.unets", [{"dim_mults": [1]}], "dim"),
+    ("decoder.image_size", 64, "decoder: give image_sizes, a size for each unet, or image_size for one"),
+    ("decoder.loss_tipe", "l1", "decoder.loss_tipe: unknown key; did you mean loss_type?"),
+    ("decoder.loss_type", "l3", "decoder.loss_type: expected one of l2, l1, huber"),
+    ("decoder.channels", 4, "decoder.channels 4: pictures have 3 channels"),
+    ("decoder.beta_schedule", "sigma", "beta_schedule"),
+    ("decoder.vae", {"dim": 3}, "decoder.vae"),
+    ("decoder.clip", {"make": "x-clip"}, "decoder.clip.make x-clip: give openai or open_clip"),
+    ("decoder.blur_kernel_size", [3, 5], "decoder.blur_kernel_size [3, 5]: leave it out"),
+    ("data.embeddings_url", "s3://", "data.embeddings_url: unknown key; did you mean img_embeddings_url?"),
+    ("data.shuffle_train", False, "data.shuffle_train False: leave it out"),
+    ("data.resample_train", True, "data.resample_train True: leave it out"),
+    ("data.preprocessing.RandomResizedCrop", {"size": [64, 64]}, "data.preprocessing.RandomResizedCrop"),
+    ("data.preprocessing.Resize", 64, "data.preprocessing.Resize: unknown key"),
+    ("data.splits.train", 0.8, "data.splits: train, val and test add up to 1.05, not to 1"),
+    ("data.splits.valid", 0.1, "data.splits.valid: unknown key; did you mean val?"),
+    ("data.batch_size", "many", "data.batch_size: expected a whole number above 0"),
+    ("data", 3, "data 3: give a mapping of keys to values"),
+    ("train.amp", True, "train.amp True: leave it out and give --precision bf16"),
+    ("train.device", "cpu", "train.device cpu: leave it out"),
+    ("train.validation_samples", 10, "train.validation_samples 10: leave it out and make splits.val smaller"),
+    ("train.eps", 1e-8, "train.eps: unknown key"),
+    ("train.cosine_decay_max_steps", 9, "train.cosine_decay_max_steps: unknown key"),
+    ("train.lr", [1e-4, 1e-4], "--learning_rate has 2 values for 1 Unets"),
+    ("train.max_grad_norm", [0.5, 1], "train.max_grad_norm: expected a single value"),
+    ("train.unet_training_mask", [False], "trains no unet"),
+    ("train.ema_beta", "much", "train.ema_beta much: expected a number"),
+    ("evaluate.FID", {"feature": 64}, "evaluate.FID.feature 64: leave it out: FID is that of 2048 features"),
+    ("evaluate.IS", {"splits": 10}, "evaluate.IS.splits 10: leave it out"),
+    ("evaluate.LPIPS", {}, "evaluate.LPIPS.net_type is alex if nothing is said: give vgg"),
+    ("evaluate.FIT", {}, "evaluate.FIT: unknown key; did you mean FID?"),
+    ("tracker.log.wandb_project", "mine", None),  # without effect beside log_type console
+    ("tracker.log", {"log_type": "wandb", "wandb_project": "mine"}, "the environment variable WANDB_PROJECT=mine"),
+    ("tracker.log", {"log_type": "tensorboard"}, "tracker.log.log_type tensorboard: give console or wandb"),
+    ("tracker.load", {"load_from": "url", "url": "a"}, "tracker.load.load_from url: leave it out"),
+    ("tracker.save", {"save_to": "huggingface"}, "tracker.save[0].save_to huggingface: give local"),
+    ("tracker.save.0.save_best_to", "best.pth", "tracker.save[0].save_best_to best.pth: leave it out"),
+    ("tracker.tracker_type", "console", "tracker.tracker_type: unknown key"),
+    ("load", {"source": None}, "decoder.yaml: load: unknown key"),
+    ("seed", "x", "seed: expected a whole number"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_what_has_no_flag_is_refused_by_name(where: str, value: Any, expected: str | None, tmp_path: Path) -> None:
+    config = changed(where, value)
+    if expected is None:
+        flags_of(tmp_path, config)
+    else:
+        path = written(tmp_path, config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("WANDB_PROJECT", raising=False)
+            assert expected in DECODER.refused_alone("--decoder_config", path)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("", "no part called decoder"), ("[1]", "no part called decoder"), ("{]", "is neither YAML nor JSON"),
+    ("a: 1\n\tb: 2", "is neither YAML nor JSON"), (b"\xff", "is neither YAML nor JSON"), (None, "cannot read"),
+], ids=str)  # fmt: skip
+def test_a_file_that_is_no_configuration_is_named(text: str | bytes | None, expected: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "c.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+    line = DECODER.refused_alone("--decoder_config", str(tmp_path / "c.yaml"))
+    assert expected in line and "c.yaml" in line
+
+
+def test_flags_of_the_command_line_win_then_those_of_config(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.yaml"
+    ours.write_text("seed: 4\nbatch_size: 10\n")
+    flags = flags_of(tmp_path, EXAMPLE, "--config", str(ours), "--seed", "5", "--learning_rate", "1e-5")
+    assert (flags["seed"], flags["batch_size"], flags["learning_rate"], flags["num_workers"]) == (5, 10, [1e-5], 4)
+    assert flags["save_every_n_steps"] == 10000, "of 100000 samples in batches of 10"
+    ours.write_text("decoder_config: decoder.yaml\n")
+    line = DECODER.refused_alone("--config", str(ours))
+    assert "decoder_config belongs on the command line" in line
+
+
+def test_the_batch_of_a_process_is_not_taken_for_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    line = DECODER.refused_alone("--decoder_config", written(tmp_path, EXAMPLE))
+    assert "data.batch_size 64 is for each of the 4 processes" in line and line.endswith("give --batch_size 256")
+    assert flags_of(tmp_path, EXAMPLE, "--batch_size", "128")["batch_size"] == 128
+
+
+def test_a_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_tars(tmp_path / "tars", "txt", shards=6, each=8)
+    write_rows(tmp_path / "embeddings", shards=6, each=8)
+    config = changed("decoder.unets", [{**SMALL_UNET, "image_embed_dim": 6}])
+    config["decoder"] |= {"image_sizes": [8], "sample_timesteps": 2}
+    config["data"] |= {
+        "webdataset_base_url": f"{tmp_path}/tars/{{}}.tar", "img_embeddings_url": f"{tmp_path}/embeddings",
+        "batch_size": 4, "num_workers": 0, "shard_width": 5,
+    }  # fmt: skip
+    config["train"] |= {"epoch_samples": 8, "epochs": 2}
+    config["evaluate"]["n_evaluation_samples"] = 3
+    config["tracker"]["data_path"] = str(tmp_path / "run")
+    said = DECODER.main("--decoder_config", written(tmp_path, config), "--log_every_n_steps", "1")
+    assert len(metrics(tmp_path / "run")) == 4
+    assert "not measured without the weights that they need: FID, KID and inception score (--fid_weights)" in said
+    stage = Decoder.from_pretrained(tmp_path / "run" / "model").config["stages"][0]
+    assert (stage["objective"], stage["learned_variance"], stage["unet"]["image_embed_dim"]) == ("noise", True, 6)
