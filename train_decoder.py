@@ -160,9 +160,9 @@ def evaluate(
     was_training = decoder.training
     decoder.eval()
     for batch in feed.validation():
+        given = with_embeddings(batch, clip)
         for number, unet in unets.items():
-            network = decoder.unets[number - 1]
-            errors, levels = unet.validation_errors(network, with_embeddings(batch, clip), len(feed.valid_set))
+            errors, levels = unet.validation_errors(decoder.unets[number - 1], given, len(feed.valid_set))
             averages.add(**{f"unet{number}/error": errors})
             quarters[number].add(levels, errors)
     decoder.train(was_training)
