@@ -101,7 +101,9 @@ def test_unets_that_are_not_trained_get_no_gradient_and_take_no_part_in_an_updat
         assert in_update[1] == [f"unet{number}.gradients.0" for number in trained]
         assert len(in_update[2]) > len(in_update[1]), "a line of the log is a sum over the processes"
         for number, unet in enumerate(built[-1].unets, start=1):
-            assert {weight.grad is not None for weight in unet.parameters()} == {str(number) in trained}
+            is_trained = str(number) in trained
+            assert {weight.grad is not None for weight in unet.parameters()} == {is_trained}
+            assert {weight.requires_grad for weight in unet.parameters()} == {is_trained}
 
 
 def test_every_batch_goes_through_each_tower_of_clip_once_whatever_the_number_of_unets(
