@@ -65,7 +65,8 @@ def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit
 def test_unets_that_are_not_trained_get_no_gradient_and_take_no_part_in_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two lines of the log the processes exchange the gradients of the trained Unets and nothing else."""
+    """Between two lines of the log the processes exchange the gradients of the trained Unets and nothing else; several
+    processes also exchange the flag of a stop request, in the background, as in every script."""
     exchanged: list[str] = []
     in_update: dict[int, list[str]] = {}
     built: list[Decoder] = []
