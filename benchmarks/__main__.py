@@ -14,6 +14,7 @@ from typing import Any
 import benchmarks
 
 from . import machine, report
+from .decoder import decoder
 from .gan import gan
 from .loading import loading
 from .report import Row
@@ -22,7 +23,7 @@ from .starting import starting
 from .training import memory, scaling, training
 from .video_loading import video_loading
 
-BENCHMARKS = ("training", "gan", "loading", "video_loading", "scaling", "memory", "saving", "help")
+BENCHMARKS = ("training", "gan", "decoder", "loading", "video_loading", "scaling", "memory", "saving", "help")
 
 
 def _names(text: str) -> list[str]:
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run: dict[str, Callable[[], Iterator[Row]]] = {
         "training": lambda: training(args.rounds),
         "gan": lambda: gan(args.rounds),
+        "decoder": lambda: decoder(args.rounds),
         "loading": lambda: loading(args.rounds, args.image_folder),
         "video_loading": lambda: video_loading(args.rounds, args.video_folder),
         "scaling": lambda: scaling(args.rounds),

@@ -1,10 +1,12 @@
-"""The reference: what one would write for this model in plain PyTorch, without this repository's layers."""
+"""The reference: what one would write for train_vae.py's model in plain PyTorch, without this repository's layers."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ class Variant:
 
     Args:
         description: Name in the table.
-        fused: Adam in one kernel, as train_vae.py has it; otherwise PyTorch's default.
-        same_noise: Noise drawn as in train_vae.py, instead of by PyTorch's generator.
+        fused: Adam in one kernel, as the scripts have it; otherwise PyTorch's default.
+        same_noise: Noise drawn as in the script, instead of by PyTorch's generator.
         channels_last: Memory format of model and images.
     """
 
@@ -38,6 +40,18 @@ VARIANTS = {
     "default_adam": Variant("bare loop, default Adam", fused=False),
     "channels_last": Variant("bare loop, fused Adam, channels last", channels_last=True),
 }
+
+
+def bare_vae(
+    args: argparse.Namespace, batches: Sequence[Mapping[str, Any]], variant: Variant, device: torch.device
+) -> Iterator[None]:
+    """`bare_loop` with the model that the arguments of train_vae.py describe, on batches of its loader."""
+    import train_vae
+
+    return bare_loop(
+        train_vae.build_model(args).to(device), [batch["images"] for batch in batches], variant,
+        learning_rate=args.learning_rate, precision=args.precision, compile_model=args.compile,
+    )  # fmt: skip
 
 
 def bare_loop(

@@ -29,6 +29,11 @@ _SCRIPT_FLAGS = ("--image_folder", "demo:shapes:64", "--valid_fraction", "0", "-
                  "--save_every_n_steps", "0")  # fmt: skip
 
 
+# Fixes glibc malloc's thresholds, in bytes: otherwise the C library may keep much of the freed memory, and resident
+# memory would not show how much is in use.
+GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+
+
 class JobFailed(RuntimeError):
     """A job gave no result; the text says why in one line."""
 
@@ -88,15 +93,17 @@ def one_process(batch_size: int) -> distributed.Backend:
 
 
 def measure(
-    launcher: Launcher, sides: Sequence[str], script_flags: Sequence[str], *, processes: int = 1,
-    threads: int | None = None, rounds: int, turns: int, updates: int, environment: Mapping[str, str] | None = None,
+    launcher: Launcher, sides: Sequence[str], script_flags: Sequence[str], *, script: str = "train_vae",
+    processes: int = 1, threads: int | None = None, rounds: int, turns: int, updates: int,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The result of ``worker.Contest``.
 
     Args:
         sides: "script" and names in ``bare.VARIANTS``.
-        script_flags: Flags of train_vae.py.
-        threads: CPU threads per process; by default the number of cores divided by the number of processes.
+        script: Name in ``worker.BARE_LOOPS``.
+        script_flags: Flags of the script.
+        threads: CPU threads per process; by default OMP_NUM_THREADS, or the cores divided by the number of processes.
         rounds: Number of rounds; each gives one number per side.
         turns: Number of turns of each side in a round.
         updates: Number of updates of a side in one turn.
@@ -110,11 +117,11 @@ def measure(
         counts = {"--rounds": rounds, "--turns": turns, "--updates": updates}
         command = [
             *launcher.command(processes),
-            *("--result", str(result), "--sides", ",".join(sides)),
+            *("--script", script, "--result", str(result), "--sides", ",".join(sides)),
             *(word for flag, count in counts.items() for word in (flag, str(count))),
             *(*_SCRIPT_FLAGS, *script_flags, *launcher.flags, "--output_dir", str(Path(folder) / "run")),
         ]
-        threads = threads or max(1, cores() // processes)
+        threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // processes)
         _run(command, {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(environment or {})})
         if not result.exists():
             raise JobFailed(f"{launcher.name} ended without a result")

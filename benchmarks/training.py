@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from . import machine
-from .jobs import LAUNCHERS, PYTHON, JobFailed, Launcher, measure
+from .jobs import GIVE_MEMORY_BACK, LAUNCHERS, PYTHON, JobFailed, Launcher, measure
 from .report import Goal, Row
 
 _SPEED_GOAL = Goal("ratio", ">=", 0.97)
@@ -30,7 +30,7 @@ def training(rounds: int) -> Iterator[Row]:
         flags = (*_SMALL_MODEL, "--batch_size", "8")
         sides = {"fused_adam": _SPEED_GOAL, "same_noise": _SPEED_GOAL, "default_adam": None}
         # A round is as long as the script's default logging interval, so that each logs once.
-        yield from _against_bare_loops("train_vae.py", flags, sides, rounds=rounds, turns=10, updates=1)
+        yield from against_bare_loops("train_vae.py", flags, sides, rounds=rounds, turns=10, updates=1)
         return
     goals = {"fused_adam": _SPEED_GOAL, "same_noise": _SPEED_GOAL, "default_adam": None, "channels_last": None}
     for precision in ("fp32", "bf16", "fp16"):
@@ -38,7 +38,7 @@ def training(rounds: int) -> Iterator[Row]:
             flags = (*_GPU_MODEL, "--precision", precision, *compiled)
             name = " ".join(["train_vae.py", precision, *compiled])
             # Turns of several updates: the host runs ahead of the GPU, as it does in a run.
-            yield from _against_bare_loops(name, flags, goals, rounds=rounds, turns=3, updates=10)
+            yield from against_bare_loops(name, flags, goals, rounds=rounds, turns=3, updates=10)
 
 
 def scaling(rounds: int) -> Iterator[Row]:
@@ -71,8 +71,7 @@ def scaling(rounds: int) -> Iterator[Row]:
 def memory() -> Iterator[Row]:
     """Peak memory of the largest of two processes, per backend and ZeRO stage, over that of one bare loop.
 
-    On the CPU it is resident memory, the imports included. Malloc's thresholds are fixed, because otherwise the C
-    library may keep much of the freed memory, and resident memory would not show how much is in use.
+    On the CPU it is resident memory, the imports included.
     """
     gpus = machine.gpus()
     processes = min(2, gpus) if gpus else 2
@@ -89,19 +88,21 @@ def memory() -> Iterator[Row]:
             yield Row(name, "MiB", note=str(error))
             continue
         note = (
-            f"above the imports: {_above_mib(ours, 'start')} to start, {_above_mib(ours, 'updates')} for updates "
-            f"(bare {_above_mib(bare, 'start')}, {_above_mib(bare, 'updates')})"
+            f"above the imports: {above_mib(ours, 'start')} to start, {above_mib(ours, 'updates')} for updates "
+            f"(bare {above_mib(bare, 'start')}, {above_mib(bare, 'updates')})"
         )
-        yield Row(name, "MiB", [_peak_mib(ours)], [_peak_mib(bare)], note=note)
+        yield Row(name, "MiB", [peak_mib(ours)], [peak_mib(bare)], note=note)
 
 
-def _against_bare_loops(
-    name: str, flags: Sequence[str], goals: dict[str, Goal | None], *, rounds: int, turns: int, updates: int
-) -> Iterator[Row]:
+def against_bare_loops(
+    name: str, flags: Sequence[str], goals: Mapping[str, Goal | None], *, rounds: int, turns: int, updates: int,
+    script: str = "train_vae",
+) -> Iterator[Row]:  # fmt: skip
+    """Samples per second of a script in one process over those of the bare loops in `goals`; see `jobs.measure`."""
     from .bare import VARIANTS
 
     try:
-        result = measure(PYTHON, ["script", *goals], flags, rounds=rounds, turns=turns, updates=updates)
+        result = measure(PYTHON, ["script", *goals], flags, script=script, rounds=rounds, turns=turns, updates=updates)
     except JobFailed as error:
         yield Row(name, "samples/s", note=str(error))
         return
@@ -123,14 +124,17 @@ def _speed_up(medians: dict[int, dict[str, float]]) -> str:
 
 def _memory(launcher: Launcher, side: str, processes: int) -> dict[str, int]:
     flags = (*_HEAVY_MODEL, "--batch_size", str(_SAMPLES_PER_PROCESS * processes))
-    give_back = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc's, in bytes
-    result = measure(launcher, [side], flags, processes=processes, rounds=1, turns=3, updates=1, environment=give_back)
+    result = measure(
+        launcher, [side], flags, processes=processes, rounds=1, turns=3, updates=1, environment=GIVE_MEMORY_BACK
+    )
     return result["memory_bytes"]
 
 
-def _peak_mib(memory_bytes: dict[str, int]) -> float:
+def peak_mib(memory_bytes: Mapping[str, int]) -> float:
+    """The peak of a process, in MiB, of what `worker.Contest.result` gives."""
     return max(memory_bytes["start"], memory_bytes["updates"]) / _MIB
 
 
-def _above_mib(memory_bytes: dict[str, int], when: str) -> str:
+def above_mib(memory_bytes: Mapping[str, int], when: str) -> str:
+    """The peak of "start" or "updates" above the memory that the imports take, in MiB."""
     return f"{(memory_bytes[when] - memory_bytes['before']) / _MIB:.0f}"

@@ -1,4 +1,4 @@
-"""One training process of a benchmark: the real train_vae.py and bare loops, taking turns. Started by jobs.py.
+"""One training process of a benchmark: a real script and bare loops, taking turns. Started by jobs.py.
 
 The script asks its loader for a batch once per update. Here the loader is a generator over batches that are decoded
 already, so that the time from handing out a batch to being asked for the next one is the time of one update of the
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,19 @@ import torch
 import data
 import data.feed
 import distributed
-import train_vae
 
-from .bare import VARIANTS, bare_loop
+from .bare import VARIANTS, bare_vae
+from .bare_decoder import bare_decoder
 
 SCRIPT = "script"
 _DECODED_BATCHES = 4
 _OpenStream = data.TrainingStream
+BARE_LOOPS: Mapping[str, Callable[..., Iterator[None]]] = {"train_vae": bare_vae, "train_decoder": bare_decoder}
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks.worker", description="Started by the benchmarks.")
+    parser.add_argument("--script", choices=BARE_LOOPS, default="train_vae", help="the script that is measured")
     parser.add_argument("--result", type=Path, required=True, help="file to write")
     parser.add_argument("--sides", required=True, help="comma list of script and the names in bare.VARIANTS")
     parser.add_argument("--rounds", type=int, required=True)
@@ -72,7 +75,8 @@ class Contest:
         """Replaces the feed's ``TrainingStream``. Ends one batch after the last round."""
         stream = _OpenStream(images, subset, **{**loading, "num_workers": 0})
         decoded = list(itertools.islice(stream, _DECODED_BATCHES))
-        bare = {name: self._bare_loop(name, decoded) for name in self._sides if name != SCRIPT}
+        make = BARE_LOOPS[self._options.script]
+        bare = {name: make(self._args, decoded, VARIANTS[name], self.device) for name in self._sides if name != SCRIPT}
         batches = itertools.cycle(decoded)
         options = self._options
         for _ in range(options.warmup):
@@ -108,16 +112,6 @@ class Contest:
             "samples_per_cpu_second": {name: rounds["cpu"] for name, rounds in self._rounds.items()},
             "memory_bytes": {"before": before, "start": start, "updates": updates},
         }
-
-    def _bare_loop(self, name: str, decoded: Sequence[data.Batch]) -> Iterator[None]:
-        return bare_loop(
-            train_vae.build_model(self._args).to(self.device),
-            [batch["images"] for batch in decoded],
-            VARIANTS[name],
-            learning_rate=self._args.learning_rate,
-            precision=self._args.precision,
-            compile_model=self._args.compile,
-        )
 
     def _start(self, clock: _Clock) -> None:
         if self._backend:
@@ -189,10 +183,11 @@ def _from_proc(key: str) -> int | None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a contest. ``argv`` holds the worker's flags, those of the script and those that a launcher adds."""
     options, script_flags = build_parser().parse_known_args(argv)
-    parser = train_vae.build_parser()
+    script = importlib.import_module(options.script)
+    parser = script.build_parser()
     updates = options.warmup + options.rounds * options.turns * options.updates
     args = parser.parse([*script_flags, "--max_steps", str(updates + 1), "--epochs", "1e9"])
-    if SCRIPT not in options.sides.split(","):
+    if SCRIPT not in options.sides.split(","):  # bare loops of train_vae.py
         contest = Contest(args, options, backend=None)
         images = data.open_images(args.image_folder, image_size=args.image_size)
         subset, _ = data.split(len(images), 0.0, args.seed, at_least=args.batch_size)
@@ -204,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with distributed.from_args(args) as backend:
         contest = Contest(args, options, backend)
         data.feed.TrainingStream = contest.stream  # type: ignore[assignment, misc]
-        train_vae.train(args, parser.settings(args), backend)
+        script.train(args, parser.settings(args), backend)
         if backend.is_root:
             options.result.write_text(json.dumps(contest.result()))
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -222,7 +223,22 @@ class Script:
 
     def train_killed(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is killed in update ``step`` (from 0)."""
-        with self.in_update(step, kill), pytest.raises(KilledError):
+        with self.in_update(step, kill):
+            self._train_to_its_death(folder, *more)
+
+    def train_killed_in(self, owner: Any, name: str, call: int, folder: Path, *more: str) -> None:
+        """Train until the process is killed in call number ``call`` (from 1) of a function, ``owner.name``."""
+        function, calls = getattr(owner, name), itertools.count(1)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            return kill() if next(calls) == call else function(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, counted)
+            self._train_to_its_death(folder, *more)
+
+    def _train_to_its_death(self, folder: Path, *more: str) -> None:
+        with pytest.raises(KilledError):
             self.train(folder, *more)
         for thread in threading.enumerate():
             if thread.name == "checkpoint":  # would die with its process, and must not write beside the next start

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import functional as F
 
+import convert
 import sample
+import train_decoder
+from distributed import Backend
+from distributed.collectives import Alone
 from models import Decoder
 from models.clip import Clip
 from tests.data.images.conditions import write_rows, write_tars
-from tests.models.test_clip import TINY, TOKENS, network
-from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
+from tests.models.test_clip import TINY as TINY_CLIP
+from tests.models.test_clip import TOKENS
+from tests.models.test_clip import network as clip_network
+from tests.scripts import DECODER, assert_same_bits, assert_same_run, files, metrics, write_captioned, write_images
+from training.generation import Generation
+from training.profiles import Profile, coefficients, exponent_of
 
 ONE = ["--image_sizes", "8", "--max_steps", "2"]
 
@@ -54,6 +65,114 @@ def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit
     assert "cannot load the checkpoint" in line and "unet2" in line
 
 
+def test_unets_that_are_not_trained_get_no_gradient_and_take_no_part_in_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two lines of the log the processes exchange the gradients of the trained Unets and nothing else; several
+    processes also exchange the flag of a stop request, in the background, as in every script."""
+    exchanged: list[str] = []
+    in_update: dict[int, list[str]] = {}
+    built: list[Decoder] = []
+    all_reduce, in_collective = Alone.all_reduce_, Backend._in_collective
+    learning_rate, build_model = train_decoder.learning_rate, train_decoder.build_model
+
+    def all_reduce_(comm: Alone, tensor: Tensor, name: str) -> Any:
+        exchanged.append(name)
+        return all_reduce(comm, tensor, name)
+
+    def counted(backend: Backend, phase: str) -> Any:
+        exchanged.append(phase)
+        return in_collective(backend, phase)
+
+    def began(step: int, *schedule: Any) -> float:
+        if step not in in_update:  # the first Unet's
+            in_update[step] = list(exchanged)
+            exchanged.clear()
+        return learning_rate(step, *schedule)
+
+    def kept(*said: Any) -> Decoder:
+        built.append(build_model(*said))
+        return built[-1]
+
+    monkeypatch.setattr(Alone, "all_reduce_", all_reduce_)
+    monkeypatch.setattr(Backend, "_in_collective", counted)
+    monkeypatch.setattr(train_decoder, "build_model", kept)
+    monkeypatch.setattr(train_decoder, "learning_rate", began)
+    for trained in (["1", "2"], ["2"], ["1"]):
+        in_update.clear()
+        said = ["--max_steps", "3", "--log_every_n_steps", "2", "--ema_decay", "0.9", "--train_unets", *trained]
+        DECODER.train(tmp_path / "".join(trained), *said)
+        assert in_update[1] == [f"unet{number}.gradients.0" for number in trained]
+        assert len(in_update[2]) > len(in_update[1]), "a line of the log is a sum over the processes"
+        for number, unet in enumerate(built[-1].unets, start=1):
+            is_trained = str(number) in trained
+            assert {weight.grad is not None for weight in unet.parameters()} == {is_trained}
+            assert {weight.requires_grad for weight in unet.parameters()} == {is_trained}
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a tiny CLIP."""
+    folder = tmp_path_factory.mktemp("clip")
+    (folder / "tiny.json").write_text(json.dumps(TINY_CLIP))
+    save_file(clip_network().state_dict(), folder / "tiny.safetensors")
+    return ["--clip", str(folder / "tiny.json"), "--clip_weights", str(folder / "tiny.safetensors")]
+
+
+def test_every_batch_goes_through_each_tower_of_clip_once_whatever_the_number_of_unets(
+    clip: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(Clip, name)
+        return lambda *args: (calls.append(name), method(*args))[1]
+
+    for name in ("embed_images", "embed_text"):
+        monkeypatch.setattr(Clip, name, counted(name))
+    for sizes in (["8"], ["8", "16"], ["4", "8", "16"]):
+        calls.clear()
+        DECODER.train(tmp_path / str(len(sizes)), *ONE, *clip, "--condition_on", "image,text", "--image_sizes", *sizes)
+        # Two updates, 13 samples to validate in two batches, and the conditions of the picture.
+        assert Counter(calls) == {"embed_images": 5, "embed_text": 5}, sizes
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (train_decoder.UnetTraining, "validation_errors", 19),  # of 8 in each validation; two weights, two Unets
+        (Generation, "pictures", 2),  # of two, one for each Unet, at update 4
+        (Generation, "pictures", 4),  # at the last update
+    ],
+    ids=["validating", "drawing", "drawing the last picture"],
+)
+def test_a_run_that_was_killed_between_updates_goes_on_to_the_same_bits(
+    owner: Any, name: str, call: int, run_of_eight: Callable[[Any], Path], tmp_path: Path
+) -> None:
+    DECODER.train_killed_in(owner, name, call, tmp_path, *DECODER.eight)
+    assert "resumed from" in DECODER.output_of(tmp_path, *DECODER.eight)
+    assert_same_run(tmp_path, run_of_eight(DECODER))
+
+
+def test_an_average_of_another_length_is_made_of_those_of_a_run(tmp_path: Path) -> None:
+    """Of a Unet with a learned weight of its loss, which is no part of the model, and of one that is not trained."""
+    run, lengths = tmp_path / "run", ("0.05", "0.1")
+    DECODER.train(run, "--ema_power", *lengths, "--max_steps", "6", "--save_every_n_steps", "2", "--loss_weight",
+                  "learned", "none", "--train_unets", "1")  # fmt: skip
+    for length in (*lengths, "0.07"):
+        convert.main(["average", str(run), "--ema_length", length, str(tmp_path / length)])
+    found = {length: Decoder.from_pretrained(tmp_path / length).state_dict() for length in (*lengths, "0.07")}
+    for length in lengths:
+        stored = load_file(run / "snapshots" / f"step_00000006_ema_{length}.safetensors")
+        assert_same_bits(dict(found[length]), stored)
+    profiles = [Profile(step, exponent_of(float(length))) for step in (2, 4, 6) for length in lengths]
+    shares, _ = coefficients(profiles, Profile(6, exponent_of(0.07)))
+    snapshots = [load_file(path) for path in sorted((run / "snapshots").iterdir())]
+    for name, weight in found["0.07"].items():
+        expected = sum(share * of[name].double() for share, of in zip(shares, snapshots, strict=True))
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-8)  # of fp32
+
+
 def test_text_is_a_condition_too(tmp_path: Path) -> None:
     for condition in ("text", "image,text", "none"):
         run = DECODER.train(tmp_path / condition, *ONE, "--condition_on", condition)
@@ -62,34 +181,19 @@ def test_text_is_a_condition_too(tmp_path: Path) -> None:
         assert config["cond_on_image_embeds"] == ("image" in condition)
 
 
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags of a tiny CLIP."""
-    folder = tmp_path_factory.mktemp("clip")
-    (folder / "tiny.json").write_text(json.dumps(TINY))
-    save_file(network().state_dict(), folder / "tiny.safetensors")
-    return ["--clip", str(folder / "tiny.json"), "--clip_weights", str(folder / "tiny.safetensors")]
-
-
-def test_clip_sees_each_batch_once_however_many_unets_and_compares_pictures_with_captions_and_images(
-    clip: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_clip_compares_pictures_with_captions_and_images_where_an_evaluation_is_due(
+    clip: list[str], tmp_path: Path
 ) -> None:
-    """Evaluations come where --evaluate_every_n_steps says so, also without a validation of their own."""
-    calls: list[int] = []
-    embed = Clip.embed_text
-    monkeypatch.setattr(Clip, "embed_text", lambda self, tokens: (calls.append(len(tokens)), embed(self, tokens))[1])
+    """Evaluations have their own steps, also without a validation."""
     said = ["--condition_on", "image,text", "--n_evaluation_samples", "5", "--evaluate_every_n_steps", "2", *clip]
-    text = DECODER.output_of(tmp_path / "two", "--max_steps", "3", *said)
+    text = DECODER.output_of(tmp_path, "--max_steps", "3", *said)
     assert text.count("not measured without the weights that they need") == 1
     line_out = "FID, KID and inception score (--fid_weights), LPIPS (--lpips_weights)\n"
     assert f"not measured without the weights that they need: {line_out}" in text
-    lines = metrics(tmp_path / "two")
+    lines = metrics(tmp_path)
     assert ["valid/clip_score" in line for line in lines] == [False, True, True]
     assert ["valid/loss" in line for line in lines] == [False, True, True]
     assert -1 <= lines[-1]["valid/clip_score"] <= 1 and -1 <= lines[-1]["valid/clip_image_score"] <= 1
-    of_two, calls[:] = list(calls), []
-    DECODER.train(tmp_path / "one", "--image_sizes", "8", "--max_steps", "3", *said)
-    assert calls == of_two and len(calls) > 3
 
 
 def test_a_picture_of_its_caption_and_image_has_their_cosines_and_one_without_a_caption_no_clip_score(

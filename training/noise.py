@@ -67,14 +67,21 @@ class Noise:
 
     def _drawn(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
-        generator = torch.Generator(rows.device)
-        for row, position in zip(rows, positions, strict=True):
-            seed = self.seed_of(step, position)
-            if row.device.type == "cpu":
-                philox = np.random.Generator(np.random.Philox(key=seed))
-                draw = philox.random if law == "uniform" else philox.standard_normal
-                draw(out=row.numpy(), dtype=np.float32)
-            else:
+        seeds = [self.seed_of(step, position) for position in positions]
+        if rows.device.type == "cpu":
+            # One generator whose key is exchanged: making a new one takes ten times as long, because NumPy first asks
+            # the system for a random seed.
+            philox = np.random.Philox(key=0)
+            fresh = philox.state
+            generator = np.random.Generator(philox)
+            fill = generator.random if law == "uniform" else generator.standard_normal
+            for row, seed in zip(rows.numpy(), seeds, strict=True):
+                fresh["state"]["key"][0] = seed
+                philox.state = fresh
+                fill(out=row, dtype=np.float32)
+        else:
+            of_device = torch.Generator(rows.device)
+            for row, seed in zip(rows, seeds, strict=True):
                 fill = row.uniform_ if law == "uniform" else row.normal_
-                fill(generator=generator.manual_seed(seed))
+                fill(generator=of_device.manual_seed(seed))
         return rows.view(len(positions), *shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,42 @@ def test_the_condition_and_its_scale_matter_and_only_to_the_unet_that_has_one() 
     images = torch.rand(4, 3, 8, 8)
     second = [drawn(EMBEDDINGS, scale, start_at=2, images=images) for scale in (1.0, 3.0)]
     assert torch.equal(*second)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "scale", "interval", "first"),
+    [
+        ("dpmpp_2m", 2.0, None, [8, 8, 8, 8]),
+        ("ddim", 1.0, None, [4, 4, 4, 4]),
+        ("ddim", 0.0, None, [4, 4, 4, 4]),
+        ("dpmpp_2m", 2.0, (0.1, 1.0), [4, 4, 8, 4]),  # sigma / alpha is infinite, 1.6, 0.6 and about 0.03
+        ("heun", 2.0, None, [8] * 6),  # no correction at an infinite sigma / alpha, nor at the last step
+    ],
+)
+def test_a_step_is_one_pass_and_conditions_are_computed_once(
+    sampler: str, scale: float, interval: tuple[float, float] | None, first: list[int]
+) -> None:
+    """Rows of each pass of the first Unet for four pictures; the second one has no condition to be guided by."""
+    model = decoder()
+    rows: list[list[int]] = [[], []]
+    computed = Counter[tuple[int, int]]()  # (attention to the condition, rows) -> times its keys were computed
+
+    def count_rows(index: int, x: Tensor | None) -> None:
+        if x is not None:
+            rows[index].append(len(x))
+
+    for index in (0, 1):
+        model.unet(index).register_forward_pre_hook(lambda _, inputs, i=index: count_rows(i, inputs[0]))
+    unet = model.unet(0)
+    for index, attention in enumerate(unet._attending):
+        attention.to_kv.register_forward_pre_hook(
+            lambda _, inputs, i=index: computed.update([(i, len(inputs[0]))] if inputs[0].shape[1] > 2 else [])
+        )
+    sampling = Sampling(sampler, steps=[4], cond_scale=[scale], interval=interval)
+    model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4)
+    assert rows == [first, [4] * len(first)]
+    # Of one or two blocks of rows, each once; the two tokens of the noise level are new in every step.
+    assert computed == {(i, n): 1 for i in range(len(unet._attending)) for n in set(first)} and unet._attending
 
 
 def test_a_cascade_in_two_calls_is_the_cascade_in_one() -> None:

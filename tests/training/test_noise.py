@@ -3,6 +3,7 @@
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -49,6 +50,17 @@ def test_a_samples_noise_does_not_depend_on_its_batch_or_on_earlier_calls(law):
     assert torch.equal(later(7, [5, 2], SHAPE), whole[[5, 2]])
     ranks = [later(7, range(rank * 2, rank * 2 + 2), SHAPE) for rank in (3, 0, 2, 1)]
     assert torch.equal(torch.cat([ranks[1], ranks[3], ranks[2], ranks[0]]), whole)
+
+
+def test_noise_on_the_cpu_is_that_of_a_new_generator_of_numpy_for_each_sample():
+    """An odd number of them: half of the last random word is left over, and the next sample must not get it."""
+    noise, positions = Noise(5, "of a test"), (0, 7, 2**40)
+    new = [np.random.Generator(np.random.Philox(key=noise.seed_of(3, position))) for position in positions]
+    expected = np.stack([generator.random(5, dtype=np.float32) for generator in new])
+    assert np.array_equal(noise.uniform(3, positions, (5,)).numpy(), expected)
+    new = [np.random.Generator(np.random.Philox(key=noise.seed_of(3, position))) for position in positions]
+    expected = np.stack([generator.standard_normal(5, dtype=np.float32) for generator in new])
+    assert np.array_equal(noise.normal(3, positions, (5,)).numpy(), expected)
 
 
 def test_seed_stream_step_and_position_each_change_the_noise():
