@@ -271,8 +271,8 @@ def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradie
 
 
 def test_tokens_may_be_as_wide_as_embeddings(tmp_path: Path) -> None:
-    width = Decoder.from_pretrained(DECODER.train(tmp_path, *ONE, "--cond_dim", "180") / "model").unet(0).config
-    assert width["cond_dim"] == width["image_embed_dim"] == 180
+    width = Decoder.from_pretrained(DECODER.train(tmp_path, *ONE, "--cond_dim", "28") / "model").unet(0).config
+    assert width["cond_dim"] == width["image_embed_dim"] == 28
 
 
 def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

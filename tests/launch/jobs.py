@@ -62,7 +62,7 @@ class Jobs:
                     tasks.write_text(json.dumps(listed))
                     finished = run(launcher, "tests/launch/job_worker.py", [str(tasks)])
                     log.write_text(finished.output)
-                    if finished.returncode and len(done.read_text().splitlines()) == len(listed):
+                    if finished.returncode and done.exists() and len(done.read_text().splitlines()) == len(listed):
                         done.write_text("")  # all tasks were done, but the job failed at its end
             self._done[launcher, kind] = done.read_text().splitlines() if done.exists() else []
         return self._done[launcher, kind]
