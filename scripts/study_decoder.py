@@ -49,7 +49,7 @@ class Study:
         self._readers = [ShapesReader(side, **drawing()) for side in decoder.image_sizes]
 
     def conditions(self, held_out: bool = False) -> Tensor:
-        """Attributes of scenes, (count, 28)."""
+        """Attributes of scenes, (count, 30)."""
         scenes = Scenes(self.count, image_size=self.decoder.image_sizes[-1], seed=SEED, held_out=held_out)
         attributes = scenes.embeddings(IMAGE)
         return torch.stack([attributes.load(index) for index in range(self.count)])
@@ -67,7 +67,7 @@ class Study:
     def accuracy(
         self, wanted: Tensor, conditions: Tensor | None, stop_at: int = 1, **sampling: Any
     ) -> dict[str, float]:
-        """Shares of pictures in which shape, colour and place are as in ``wanted`` (count, 28)."""
+        """Shares of pictures in which shape, colour and place are as in ``wanted`` (count, 30)."""
         pictures = self.draw(conditions, range(self.count), stop_at, **sampling)
         right = self._readers[stop_at - 1].accuracy(pictures, triples_of(wanted))
         return {name: float(value.mean()) for name, value in right.items()}

@@ -234,7 +234,7 @@ def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_packag
     assert_same_bits(online, trained)
     converted("import", run, new)
     args = train_decoder.build_parser().parse(["--config", str(new / "start.yaml")])
-    built = train_decoder.build_model(args, {"image_embed": 28, "text_encodings": None})
+    built = train_decoder.build_model(args, {"image_embed": 30, "text_encodings": None})
     assert_same_bits(built.state_dict(), saved(run, "ema"))
     unlearned = ["--max_steps", "1", "--learned_variance", "0", "--switches", "none", "none", *public]
     DECODER.train(tmp_path / "plain", *unlearned)
@@ -243,7 +243,7 @@ def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_packag
     assert inspected(file)["kind"] == "DALLE2-pytorch file"
     converted("export", file, "--to", "model", tmp_path / "back")
     ours, back = (Decoder.from_pretrained(folder) for folder in (tmp_path / "plain" / "model", tmp_path / "back"))
-    x, time, embed = torch.randn(2, 3, 16, 16), torch.tensor([3, 700]), torch.randn(2, 28)
+    x, time, embed = torch.randn(2, 3, 16, 16), torch.tensor([3, 700]), torch.randn(2, 30)
     for given, index in (({"image_embed": embed}, 0), ({"lowres_image": x}, 1)):
         # The file has the scale of embeddings and the second root of attention in its weights, which rounds them.
         outputs = [model.unet(index)(x, time, **given) for model in (ours, back)]

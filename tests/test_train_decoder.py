@@ -271,8 +271,8 @@ def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradie
 
 
 def test_tokens_may_be_as_wide_as_embeddings(tmp_path: Path) -> None:
-    width = Decoder.from_pretrained(DECODER.train(tmp_path, *ONE, "--cond_dim", "28") / "model").unet(0).config
-    assert width["cond_dim"] == width["image_embed_dim"] == 28
+    width = Decoder.from_pretrained(DECODER.train(tmp_path, *ONE, "--cond_dim", "30") / "model").unet(0).config
+    assert width["cond_dim"] == width["image_embed_dim"] == 30
 
 
 def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_what_cannot_be_drawn_gives_one_line(trained: Path, tmp_path: Path, caps
     mistakes: list[tuple[list[str], str]] = [
         (model, "the model needs a condition"),
         ([*model, "--prompts", "a red dog on the left"], "is no caption of demo:shapes"),
-        ([*model, "--image_embeddings", str(tmp_path / "rows.npy")], "the model takes image_embed of width 28"),
+        ([*model, "--image_embeddings", str(tmp_path / "rows.npy")], "the model takes image_embed of width 30"),
         ([*model, "--image_embeddings", "nowhere.npy"], "nowhere.npy"),
         ([*model, "--start_at_unet", "2"], "--start_at_unet 2 needs --images"),
         ([*model, "--prompts", "a red ring in the centre", "--masks", str(tmp_path)], "no image"),

@@ -18,13 +18,14 @@ from torch import Tensor
 from ..hashing import Draws
 from .decoding import randomly_flipped
 from .embeddings import IMAGE, Kind
-from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, cover_of, draw_scene, placed
+from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, cover_of, draw_scene, is_dark, placed
 
-TOKENS, TOKEN_DIM = 8, 32  # of an encoded caption: "a small red circle on the left" has 7 words
+TOKENS, TOKEN_DIM = 9, 32  # of an encoded caption: "a small red circle on the left, on dark" has 9 words
 
 _SHAPES, _COLOURS, _SIZES, _PLACES = (list(table) for table in (SHAPES, COLOURS, SIZES, PLACES))
-_TABLES = (_PLACES, _SHAPES, _COLOURS, _SIZES)
-WIDTH = sum(map(len, _TABLES))  # 28
+_BACKGROUNDS = ["dark", "light"]
+_TABLES = (_PLACES, _SHAPES, _COLOURS, _SIZES, _BACKGROUNDS)
+WIDTH = sum(map(len, _TABLES))  # 30
 
 
 class Triple(NamedTuple):
@@ -54,45 +55,54 @@ def drawing() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def attributes(item: Item) -> Tensor:
-    """A shape -> float32 (28,) of zeros and four ones: which of the 9 places, 8 shapes, 8 colours and 3 sizes it has.
+def attributes(item: Item, background: str) -> Tensor:
+    """A shape and "dark" or "light" -> float32 (30,) of zeros and five ones: which of the 9 places, 8 shapes, 8 colours
+    and 3 sizes the shape has, and which of the 2 backgrounds the picture.
 
     What a shape looks like has the same numbers wherever it is, so that it need not be learned at each place anew.
     """
-    has = (item.place, item.shape, item.colour, item.size)
+    has = (item.place, item.shape, item.colour, item.size, background)
     return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, has, strict=True)])
 
 
 def triples_of(embeddings: Tensor) -> list[Triple]:
-    """Embeddings (b, 28) of scenes -> shape, colour and place of each."""
-    places, shapes, colours, _ = (part.argmax(1).tolist() for part in embeddings.split([*map(len, _TABLES)], 1))
+    """Embeddings (b, 30) of scenes -> shape, colour and place of each."""
+    places, shapes, colours, *_ = (part.argmax(1).tolist() for part in embeddings.split([*map(len, _TABLES)], 1))
     return [
         Triple(_SHAPES[shape], _COLOURS[colour], _PLACES[place])
         for shape, colour, place in zip(shapes, colours, places, strict=True)
     ]
 
 
+def _caption(item: Item, background: str) -> str:
+    return f"{item}, on {background}"
+
+
 def encoded(caption: str) -> Tensor:
-    """A caption as a text encoder might give it, without one: float32 (8, 32), for each word a fixed random vector plus
+    """A caption as a text encoder might give it, without one: float32 (9, 32), for each word a fixed random vector plus
     one of its place in the sentence, with variance 1; zeros after the end."""
     rows = [
         [(a + b) / 2**0.5 for a, b in zip(_vector("word", word), _vector("position", place), strict=True)]
-        for place, word in enumerate(caption.split())
+        for place, word in enumerate(caption.replace(",", "").split())
     ]
     return torch.tensor(rows + [[0.0] * TOKEN_DIM] * (TOKENS - len(rows)))
 
 
 def condition_of(text: str) -> dict[str, Tensor]:
-    """A sentence as the captions of scenes are, "a small red circle on the left" -> its "image_embed" (28,) and
-    "text_encodings" (8, 32). Raises ValueError, in one line, if it is none."""
+    """A sentence as the captions of scenes are, "a small red circle on the left, on dark" -> its "image_embed" (30,)
+    and "text_encodings" (9, 32). Without a background it is light. Raises ValueError, in one line, if it is none."""
     words = text.lower().strip().rstrip(".").removeprefix("an ").removeprefix("a ")
+    words, _, background = words.partition(", on ")
     for place, colour, shape, size in itertools.product(_PLACES, _COLOURS, _SHAPES, _SIZES):
         if words == " ".join(word for word in (size, colour, shape, place) if word):
             item = Item(shape, colour, size, place, x=0.5, y=0.5, radius=SIZES[size], angle=0.0)
-            return {IMAGE.key: attributes(item), "text_encodings": encoded(str(item))}
+            if (background := background or "light") in _BACKGROUNDS:
+                return {
+                    IMAGE.key: attributes(item, background), "text_encodings": encoded(_caption(item, background))
+                }  # fmt: skip
     raise ValueError(
         f"{text!r} is no caption of demo:shapes: write 'a', perhaps small or large, then one of "
-        f"{', '.join(_COLOURS)}, one of {', '.join(_SHAPES)}, and one of {', '.join(_PLACES)}"
+        f"{', '.join(_COLOURS)}, one of {', '.join(_SHAPES)}, and one of {', '.join(_PLACES)}; then perhaps ', on dark'"
     )
 
 
@@ -126,8 +136,7 @@ class Scenes:
         return self.n
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        draws = Draws("scene background", self._kind, self.seed, index)
-        image = draw_scene(self.image_size, [self.item(index)], draws)
+        image = draw_scene(self.image_size, [self.item(index)], self._background_draws(index))
         return randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image
 
     def item(self, index: int) -> Item:
@@ -138,8 +147,15 @@ class Scenes:
         shape, colour, place = self._triples[draws.below(len(self._triples))]
         return placed(shape, colour, _SIZES[draws.below(len(_SIZES))], place, draws)
 
+    def background(self, index: int) -> str:
+        """The background of scene `index`, "dark" or "light"."""
+        return "dark" if is_dark(self._background_draws(index)) else "light"
+
+    def _background_draws(self, index: int) -> Draws:
+        return Draws("scene background", self._kind, self.seed, index)
+
     def caption(self, index: int) -> str:
-        return str(self.item(index))
+        return _caption(self.item(index), self.background(index))
 
     def embeddings(self, kind: Kind) -> _OfScenes:
         return _OfScenes(self, kind)
@@ -158,5 +174,6 @@ class _OfScenes:
         self.shape: tuple[int, ...] = (WIDTH,) if self._is_of_images else (TOKENS, TOKEN_DIM)
 
     def load(self, index: int) -> Tensor:
-        item = self._scenes.item(index)
-        return attributes(item) if self._is_of_images else encoded(str(item))
+        if self._is_of_images:
+            return attributes(self._scenes.item(index), self._scenes.background(index))
+        return encoded(self._scenes.caption(index))

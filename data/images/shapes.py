@@ -137,12 +137,17 @@ def placed(shape: str, colour: str, size: str, place: str, draws: Draws) -> Item
     return Item(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
 
 
+def is_dark(draws: Draws) -> bool:
+    """Whether the background that `draws` determines is dark; otherwise it is light. This is the first that it says."""
+    return bool(draws.below(2))
+
+
 def _background(size: int, draws: Draws) -> Array:
     """float32 (3, size, size) in [0, 255]: a dull colour, dark or light, with a slope and two long waves of brightness.
 
     In at least one channel it stays 50 or more away from every one of COLOURS.
     """
-    level = draws.uniform(50, 75) if draws.below(2) else draws.uniform(185, 205)
+    level = draws.uniform(50, 75) if is_dark(draws) else draws.uniform(185, 205)
     colour = np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)
     grid = (np.arange(size, dtype=np.float32) + 0.5) / size
     x, y = grid[None, :], grid[:, None]

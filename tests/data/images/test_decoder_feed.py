@@ -165,12 +165,12 @@ def test_a_damaged_sample_is_named_and_replaced(tmp_path):
 
 def test_the_demonstration_has_embeddings_encodings_and_captions():
     batch = feed_of("demo:shapes:64").start(0)
-    assert batch["image_embed"].shape == (4, 28) and batch["text_encodings"].shape == (4, 8, 32)
+    assert batch["image_embed"].shape == (4, 30) and batch["text_encodings"].shape == (4, 9, 32)
     assert all(len(caption.split()) >= 5 for caption in batch["captions"])
     unseen = feed_of("demo:shapes:64", text=False).samples.held_out(9)
     assert len(unseen) == 9 and unseen.load(8).keys() == {"images", "captions", "image_embed"}
     assert all(is_held_out(t) for t in triples_of(torch.stack([unseen.load(i)["image_embed"] for i in range(9)])))
-    assert feed_of("demo:shapes:64", text=False).samples.widths == {"image_embed": 28, "text_encodings": None}
+    assert feed_of("demo:shapes:64", text=False).samples.widths == {"image_embed": 30, "text_encodings": None}
 
 
 def test_flags_have_their_public_names():

@@ -9,7 +9,7 @@ import torch
 
 from data import open_images
 from data.images.embeddings import IMAGE, TEXT
-from data.images.scenes import TRIPLES, Scenes, Triple, attributes, encoded, is_held_out, triples_of
+from data.images.scenes import TRIPLES, Scenes, Triple, attributes, condition_of, encoded, is_held_out, triples_of
 from data.images.shapes import COLOURS, PLACES, SHAPES, SIZES, Item
 
 
@@ -35,13 +35,14 @@ def test_held_out_combinations_are_never_shown_and_all_others_are():
     assert seen == {t for t in TRIPLES if not is_held_out(t)}
     unseen = shown.held_out(1000)
     assert {triple(unseen.item(i)) for i in range(1000)} == {t for t in TRIPLES if is_held_out(t)}
-    assert unseen.load(3).shape == (3, 24, 24) and unseen.embeddings(IMAGE).load(3).sum() == 4
+    assert unseen.load(3).shape == (3, 24, 24) and unseen.embeddings(IMAGE).load(3).sum() == 5
 
 
 def test_a_scene_depends_on_the_seed_and_its_index_alone():
     few, many, other = scenes(20), scenes(1000), scenes(20, seed=1)
     assert [few.caption(i) for i in range(3)] == [
-        "a large red square top right", "a large green cross at the top", "a cyan cross on the right"
+        "a large red square top right, on light", "a large green cross at the top, on light",
+        "a cyan cross on the right, on dark",
     ]  # fmt: skip
     assert all(torch.equal(few.load(i), many.load(i)) for i in range(20))
     assert [few.caption(i) for i in range(20)] != [other.caption(i) for i in range(20)]
@@ -52,18 +53,39 @@ def test_a_scene_depends_on_the_seed_and_its_index_alone():
 
 def test_embeddings_say_where_which_shape_of_which_colour_and_size_is():
     item = Item("ring", "cyan", "large", "in the centre", 0.5, 0.5, 0.2, 0.0)
-    tables = ((PLACES, "in the centre"), (SHAPES, "ring"), (COLOURS, "cyan"), (SIZES, "large"))
-    parts = attributes(item).split([9, 8, 8, 3])
+    tables = (
+        (PLACES, "in the centre"),
+        (SHAPES, "ring"),
+        (COLOURS, "cyan"),
+        (SIZES, "large"),
+        (["dark", "light"], "light"),
+    )
+    parts = attributes(item, "light").split([9, 8, 8, 3, 2])
     for (table, name), part in zip(tables, parts, strict=True):
         assert part.sum() == 1 and part[list(table).index(name)] == 1
-    elsewhere = attributes(Item("ring", "cyan", "large", "top left", 0.25, 0.25, 0.17, 0.0))
-    assert torch.equal(elsewhere[9:], attributes(item)[9:]), "what is somewhere does not depend on where it is"
+    elsewhere = attributes(Item("ring", "cyan", "large", "top left", 0.25, 0.25, 0.17, 0.0), "light")
+    assert torch.equal(elsewhere[9:], attributes(item, "light")[9:]), "what is somewhere does not depend on where it is"
 
 
 def test_attributes_are_read_back_from_embeddings():
     shown = scenes(200)
     embeddings = torch.stack([shown.embeddings(IMAGE).load(i) for i in range(200)])
     assert triples_of(embeddings) == [triple(shown.item(i)) for i in range(200)]
+
+
+def test_sentences_are_conditions():
+    shown = scenes(200, image_size=16)
+    for index in range(200):
+        given = condition_of(shown.caption(index))
+        assert torch.equal(given["image_embed"], shown.embeddings(IMAGE).load(index))
+        assert torch.equal(given["text_encodings"], shown.embeddings(TEXT).load(index))
+        is_dark = shown.load(index).float().median() < 128
+        assert shown.background(index) == ("dark" if is_dark else "light"), index
+    short, whole = condition_of("a red star top left"), condition_of("A red star top left, on light.")
+    assert torch.equal(short["image_embed"], whole["image_embed"])
+    for text in ("a red star", "a red star top left, on grey", "a red star top left on dark"):
+        with pytest.raises(ValueError, match="is no caption of demo:shapes"):
+            condition_of(text)
 
 
 def test_a_picture_shows_its_item_alone():
@@ -81,8 +103,8 @@ def test_a_picture_shows_its_item_alone():
 
 def test_encoded_captions_have_a_vector_for_each_word_at_each_place_and_zeros_behind():
     one, other = encoded("a red ring top left"), encoded("a small red ring top left")
-    assert one.shape == other.shape == (8, 32)
-    assert [bool(row.any()) for row in one] == [True] * 5 + [False] * 3
+    assert one.shape == other.shape == (9, 32)
+    assert [bool(row.any()) for row in one] == [True] * 5 + [False] * 4
     assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[2]), "red, at another place"
     # red - ring, at the same places in both sentences: the vectors of the places cancel
     swapped = encoded("a ring red top left")
