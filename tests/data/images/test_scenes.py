@@ -41,7 +41,7 @@ def test_held_out_combinations_are_never_shown_and_all_others_are():
 def test_a_scene_depends_on_the_seed_and_its_index_alone():
     few, many, other = scenes(20), scenes(1000), scenes(20, seed=1)
     assert [few.caption(i) for i in range(3)] == [
-        "a large red square top right, on light", "a large green cross at the top, on light",
+        "a large red square top right, on light", "a large green cross at the top, on dark",
         "a cyan cross on the right, on dark",
     ]  # fmt: skip
     assert all(torch.equal(few.load(i), many.load(i)) for i in range(20))
