@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from models.diffusion import DiffusionLoss, Schedule, WithLearnedWeight
 from models.diffusion.lowres import blur
-from models.diffusion.objectives import loss_weights, prediction_of
+from models.diffusion.objectives import loss_weights
 from models.diffusion.variance import LearnedVariance
-from tests.models.diffusion.gaussians import Gaussian
+from tests.models.diffusion.gaussians import Gaussian, prediction_of
 
 LINEAR, FLOW = Schedule("linear"), Schedule("flow")
 TIMES = torch.tensor([0, 1, 300, 700, 999])
