@@ -120,7 +120,7 @@ class UnetTraining:
         )
         options: dict[str, Any] = {
             "loss_type": args.loss_type, "learned_variance": bool(stage["learned_variance"]),
-            "vb_loss_weight": args.vb_loss_weight, "lowres_schedule": decoder.lowres_schedule,
+            "vb_loss_weight": args.vb_loss_weight, "lowres_schedule": decoder.lowres_schedule(),
         }  # fmt: skip
         self.loss = DiffusionLoss(
             schedule, stage["objective"], weight=weight, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
@@ -139,7 +139,7 @@ class UnetTraining:
 
     def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
-        from models.decoder import cropped
+        from models.resizing import cropped
 
         x0, given = self.decoder.training_pictures(batch, self.index)
         if self.crop_size:

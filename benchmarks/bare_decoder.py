@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
-from models.decoder import cropped
+from models.resizing import cropped
 from training.flags.unets import of_unet
 from training.noise import Noise
 from training.objectives.diffusion import DiffusionDraws, LowresDraws

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from models import Decoder
-from models.decoder import Sampling, cropped
+from models.decoder import Sampling
+from models.resizing import cropped
 
 SMALL: dict[str, Any] = {
     "dim": 8, "dim_mults": [1, 2], "num_resnet_blocks": 1, "attn_heads": 2, "attn_dim_head": 8, "cross_attn_heads": 2,
@@ -146,6 +147,25 @@ def test_what_is_masked_stays_and_the_rest_is_new() -> None:
     assert (drawn[:, :, 8:] - image[:, :, 8:]).abs().mean() > 0.05
 
 
+def test_the_tables_of_the_noise_are_where_the_weights_are_and_are_moved_once() -> None:
+    model = decoder(lowres_condition="noise")
+    copied = model.to("meta").with_unets(list(model.unets))
+    for find in (Decoder.lowres_schedule, lambda each: each.schedule(1)):
+        assert {getattr(find(copied), name).device.type for name in ("alpha", "sigma", "log_snr")} == {"meta"}
+        assert find(copied) is find(model)
+    assert decoder().lowres_schedule() is None
+
+
+def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
+    model = decoder(lowres_condition="noise", lowres_noise_level=1.0)
+    levels = []
+    add_noise = model._lowres_schedules[0].add_noise
+    model._lowres_schedules[0].add_noise = lambda *given: levels.append(given[2].tolist()) or add_noise(*given)
+    images = torch.rand(2, 3, 8, 8)
+    drawn = model.sample({}, noise_of(range(2)), Sampling(steps=[2]), batch=2, start_at=2, images=images)
+    assert levels == [[49, 49]] and drawn.isfinite().all()
+
+
 def test_a_model_without_a_condition_draws_as_many_pictures_as_asked() -> None:
     assert decoder(first={}).sample({}, noise_of(range(3)), Sampling(steps=[2]), batch=3).shape == (3, 3, 16, 16)
 
@@ -184,6 +204,7 @@ def test_it_is_saved_and_loaded_with_equal_pictures(tmp_path: Path) -> None:
         (lambda: decoder(sizes=(9, 16)), "image size 9 of Unet 1 must be a multiple of 2; use 8 or 10"),
         (lambda: decoder(first={"lowres_cond": True}), "Unet 1 must not have lowres_cond"),
         (lambda: decoder(lowres_condition="fog"), "lowres_condition 'fog' is none of noise, blur, none"),
+        (lambda: decoder(lowres_noise_level=1.5), "lowres_noise_level 1.5 is no share of the noise levels"),
         (lambda: Decoder([]), "at least one stage"),
         (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=3), "Unets 3 to 2 do not exist"),
         (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=2), "give the images of Unet 1"),
