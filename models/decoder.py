@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .diffusion.guidance import Passes, denoiser, guided
+from .diffusion.lowres import blur
 from .diffusion.sampling import Inpaint, dynamic_threshold, sample
 from .diffusion.schedule import Schedule
 from .files.pretrained import Pretrained, constructor_arguments
-from .resizing import resized
+from .resizing import cropped, resized
 from .unet import Unet
 from .unets.conditions import Conditions
 from .unets.rows import conditions_of, is_conditional, takes_level
@@ -154,12 +155,30 @@ class Decoder(Pretrained):
             schedules[index] = schedules[index].to(self.device)
         return schedules[index]
 
-    def training_pictures(self, batch: Mapping[str, Any], index: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def picture_shape(self, index: int, crop: int = 0) -> tuple[int, int, int]:
+        """(c, s, s) of the pictures that a Unet, from 0, is trained on: crops of side ``crop``; 0: whole ones.
+
+        Raises:
+            ValueError: one line, if there are no such crops, or the Unet does not take them.
+        """
+        size, unet = self.image_sizes[index], self.unet(index)
+        multiple = unet.smallest_multiple
+        if crop > size or crop % multiple:
+            known = f"a multiple of {multiple}, {size} at most"
+            raise ValueError(f"crops of {crop} pixels for Unet {index + 1}: give 0 or {known}")
+        return int(unet.config["channels"]), crop or size, crop or size
+
+    def training_pictures(
+        self, batch: Mapping[str, Any], index: int, blur_sigma: Tensor | None = None, *, places: Tensor | None = None,
+        crop: int = 0,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """What Unet number ``index`` (from 0) is trained on: pictures x0 (b, c, s, s) in [-1, 1], and what it is given
         beside them, by the names of the arguments of `Unet.forward`.
 
         Args:
             batch: "images" uint8 (b, c, S, S), and the conditions "image_embed" and "text_encodings", if there are any.
+            blur_sigma: (b,), in pixels of the low-resolution pictures, which are blurred before they are enlarged.
+            places, crop: Where to cut crops of this side out of both pictures: see `cropped`.
         """
         images = batch["images"].float() / 127.5 - 1
         config = self.unet(index).config
@@ -168,9 +187,12 @@ class Decoder(Pretrained):
             given["image_embed"] = batch["image_embed"]
         if config["cond_on_text_encodings"]:
             given["text_encodings"] = batch["text_encodings"]
+        size = self.image_sizes[index]
         if index:
-            given["lowres_image"] = resized(resized(images, self.image_sizes[index - 1]), self.image_sizes[index])
-        return resized(images, self.image_sizes[index]), given
+            small = resized(images, self.image_sizes[index - 1])
+            small = small if blur_sigma is None else blur(small, blur_sigma)
+            given["lowres_image"] = cropped(resized(small, size), places, crop)
+        return cropped(resized(images, size), places, crop), given
 
     @torch.no_grad()
     def sample(

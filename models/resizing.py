@@ -14,9 +14,11 @@ def resized(images: Tensor, side: int) -> Tensor:
     return F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
 
 
-def cropped(images: Tensor, places: Tensor, side: int) -> Tensor:
+def cropped(images: Tensor, places: Tensor | None, side: int) -> Tensor:
     """Crops (b, c, side, side) of images (b, c, h, w); each begins at its own shares, in [0, 1), of the places down and
-    across where a crop fits: (b, 2), on the CPU."""
+    across where a crop fits: (b, 2), on the CPU. Without places they stay whole."""
+    if places is None:
+        return images
     height, width = images.shape[-2:]
     sizes = torch.tensor([height - side + 1, width - side + 1])
     begins = (places * sizes).long().tolist()

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
 from models.decoder import Sampling
@@ -180,6 +182,22 @@ def test_training_pictures_are_of_each_size_and_between_minus_one_and_one() -> N
     assert large.shape == given["lowres_image"].shape == (2, 3, 16, 16) and len(given) == 1
     for pictures in (small, large, given["lowres_image"]):
         torch.testing.assert_close(pictures, torch.tensor([-1.0, 1.0])[:, None, None, None].expand_as(pictures))
+
+
+def test_the_condition_is_made_smaller_then_blurred_then_enlarged_then_cropped() -> None:
+    """As the public package does it by default: one bright pixel of the small picture spreads over its neighbours."""
+    images = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
+    images[:, :, 6:8, 6:8] = 255  # one pixel of 8 x 8
+    batch, model = {"images": images, "image_embed": EMBEDDINGS[:2]}, decoder()
+    _, given = model.training_pictures(batch, 1, torch.tensor([0.0, 0.6]))
+    small = F.interpolate(images.float() / 127.5 - 1, size=(8, 8), mode="bilinear", antialias=True)
+    blurred = torch.stack([small[0], gaussian_blur(small[1], [3, 3], [0.6, 0.6])])
+    expected = F.interpolate(blurred, size=(16, 16), mode="bilinear", antialias=True)
+    torch.testing.assert_close(given["lowres_image"], expected)
+    places = torch.tensor([[0.5, 0.2], [0.9, 0.9]])
+    large, crops = model.training_pictures(batch, 1, torch.tensor([0.0, 0.6]), places=places, crop=6)
+    assert torch.equal(crops["lowres_image"], cropped(given["lowres_image"], places, 6))
+    assert torch.equal(large, cropped(images.float() / 127.5 - 1, places, 6))
 
 
 def test_crops_lie_where_their_shares_say() -> None:
