@@ -93,7 +93,7 @@ class Decoder(Pretrained):
         self.config["stages"] = [{**stage, "unet": unet.config} for stage, unet in zip(stages, self.unets, strict=True)]
         self._check_sizes()
         with torch.device("cpu"):  # also where the weights are to be on no device at all
-            self.schedules = [self._schedule(stage, timesteps, zero_terminal_snr, noise_shift) for stage in stages]
+            self.schedules = [schedule_of(stage, timesteps, zero_terminal_snr, noise_shift) for stage in stages]
             has_noise = lowres_condition == "noise"
             # A list, which `with_unets` shares: tables that were moved to a device stay there.
             self._lowres_schedules = [Schedule(LOWRES_SCHEDULE, timesteps)] if has_noise else []
@@ -106,14 +106,6 @@ class Decoder(Pretrained):
         if differing:
             raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
         self.load_state_dict(other.state_dict())
-
-    @staticmethod
-    def _schedule(
-        stage: Mapping[str, Any], timesteps: int, zero_terminal_snr: bool, noise_shift: int | None
-    ) -> Schedule:
-        shift = 2 * math.log(noise_shift / stage["image_size"]) if noise_shift else 0.0
-        name = stage["noise_schedule"]
-        return Schedule(name, timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
 
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
@@ -181,8 +173,7 @@ class Decoder(Pretrained):
             places, crop: Where to cut crops of this side out of both pictures: see `cropped`.
         """
         images = batch["images"].float() / 127.5 - 1
-        config = self.unet(index).config
-        given = {}
+        config, given = self.unet(index).config, {}
         if config["cond_on_image_embeds"]:
             given["image_embed"] = batch["image_embed"]
         if config["cond_on_text_encodings"]:
@@ -293,6 +284,14 @@ class Decoder(Pretrained):
             return out
 
         return denoiser(predict, self.schedule(index), self.objectives[index])
+
+
+def schedule_of(
+    stage: Mapping[str, Any], timesteps: int, zero_terminal_snr: bool, noise_shift: int | None = None
+) -> Schedule:
+    """The schedule of a Unet; arguments as for `Decoder`."""
+    shift = 2 * math.log(noise_shift / stage["image_size"]) if noise_shift else 0.0
+    return Schedule(stage["noise_schedule"], timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
 
 
 def _flat(config: Mapping[str, Any], left_out: Collection[str]) -> dict[tuple[str, str], Any]:
