@@ -113,14 +113,15 @@ class UnetTraining:
         unet, stage = decoder.unet(self.index), decoder.config["stages"][self.index]
         schedule, weight = decoder.schedule(self.index), said("loss_weight")
         self.learning_rate, self.warmup = said("learning_rate"), said("lr_warmup_steps")
-        self.crop_size, self.crops = said("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
+        self.crop, self.places = said("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
+        self.shape, self.whole = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
         self.module = WithLearnedWeight(unet, schedule) if weight == "learned" else unet
         self.optimizer = make_optimizer(
             self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
         )
         options: dict[str, Any] = {
             "loss_type": args.loss_type, "learned_variance": bool(stage["learned_variance"]),
-            "vb_loss_weight": args.vb_loss_weight, "lowres_schedule": decoder.lowres_schedule,
+            "vb_loss_weight": args.vb_loss_weight, "lowres_schedule": decoder.lowres_schedule(),
         }  # fmt: skip
         self.loss = DiffusionLoss(
             schedule, stage["objective"], weight=weight, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
@@ -134,25 +135,21 @@ class UnetTraining:
             logit_normal=args.logit_normal, stratified=args.stratified_times, self_cond=unet.config["self_cond"],
             image_drop=args.image_cond_drop_prob if unet.config["cond_on_image_embeds"] else None,
             text_drop=args.text_cond_drop_prob if unet.config["cond_on_text_encodings"] else None,
-            lowres=LowresDraws(levels, blurred, (args.blur_sigma, args.blur_sigma)) if self.index else None,
+            lowres=LowresDraws(levels, blurred, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
         )  # fmt: skip
 
     def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
-        from models.decoder import cropped
-
-        x0, given = self.decoder.training_pictures(batch, self.index)
-        if self.crop_size:
-            places = self.crops.uniform(step, batch["positions"], (2,))
-            crop = partial(cropped, places=places, side=self.crop_size)
-            x0, given = crop(x0), {k: crop(v) if k == "lowres_image" else v for k, v in given.items()}
-        draws = self.draws(step, batch["positions"], self.batch_size, x0.shape[1:], x0.shape[1:])
+        draws = self.draws(step, batch["positions"], self.batch_size, self.shape, self.shape)
+        places = self.places.uniform(step, batch["positions"], (2,)) if self.crop else None
+        blur = draws.pop("blur_sigma", None)
+        x0, given = self.decoder.training_pictures(batch, self.index, blur, places=places, crop=self.crop)
         return self.loss(network, x0, given, **draws)
 
     def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
         """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
-        x0, given = self.decoder.training_pictures(batch, self.index)
-        draws = self.draws.fixed(batch["positions"], total, x0.shape[1:], x0.shape[1:])
+        draws = self.draws.fixed(batch["positions"], total, self.whole, self.whole)
+        x0, given = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
         return self.unweighted(network, x0, given, **draws).error, draws["times"]
 
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
-from models.decoder import cropped
+from models.resizing import cropped, resized
 from training.flags.unets import of_unet
 from training.noise import Noise
 from training.objectives.diffusion import DiffusionDraws, LowresDraws
@@ -54,17 +54,19 @@ def bare_updates(
         on_device = {name: batch[name].to(decoder.device, non_blocking=True) for name in ("images", "image_embed")}
         for index, (optimizer, draw) in enumerate(zip(optimizers, sources, strict=True)):
             unet = decoder.unet(index)
-            x0, given = decoder.training_pictures(on_device, index)
+            images = on_device["images"].float() / 127.5 - 1
+            x0 = resized(images, decoder.image_sizes[index])
             draws = draw(step, x0)
+            if index:
+                small = resized(images, decoder.image_sizes[index - 1])
+                blurred = gaussian_blur(small, [3, 3], [args.blur_sigma[0]] * 2)
+                small = torch.where(draws["is_blurred"][:, None, None, None], blurred, small)
+                given = {"lowres_image": resized(small, decoder.image_sizes[index])}
+            else:
+                given = {"image_embed": on_device["image_embed"], "keep_image": draws["keep_image"]}
             if side := of_unet(args, "random_crop_sizes", index):
                 x0 = cropped(x0, draws["places"], side)
                 given["lowres_image"] = cropped(given["lowres_image"], draws["places"], side)
-            if index:
-                small = given["lowres_image"]
-                blurred = gaussian_blur(small, [3, 3], [args.blur_sigma, args.blur_sigma])
-                given["lowres_image"] = torch.where(draws["is_blurred"][:, None, None, None], blurred, small)
-            else:
-                given["keep_image"] = draws["keep_image"]
             schedule, noise = decoder.schedule(index), draws["noise"]
             alpha, sigma = (
                 table.float()[draws["times"], None, None, None] for table in (schedule.alpha, schedule.sigma)
@@ -113,7 +115,7 @@ def _script_noise(args: argparse.Namespace, decoder: Decoder, index: int) -> _Dr
     draws = DiffusionDraws(
         args.seed, name, args.timesteps, device=decoder.device, stratified=args.stratified_times,
         image_drop=None if index else args.image_cond_drop_prob,
-        lowres=LowresDraws(0, args.blur_prob, (args.blur_sigma, args.blur_sigma)) if index else None,
+        lowres=LowresDraws(0, args.blur_prob, (args.blur_sigma[0], args.blur_sigma[-1])) if index else None,
     )  # fmt: skip
 
     def draw(step: int, x0: Tensor) -> dict[str, Tensor]:

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .diffusion.guidance import Passes, denoiser, guided
+from .diffusion.lowres import blur
 from .diffusion.sampling import Inpaint, dynamic_threshold, sample
 from .diffusion.schedule import Schedule
 from .files.pretrained import Pretrained, constructor_arguments
+from .resizing import cropped, resized
 from .unet import Unet
 from .unets.conditions import Conditions
+from .unets.rows import conditions_of, is_conditional, takes_level
 
 LOWRES_CONDITIONS = ("noise", "blur", "none")
 LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whatever the schedule of the Unet
@@ -64,7 +67,7 @@ class Decoder(Pretrained):
         noise_shift: Side of pictures whose schedule is not shifted; larger ones get more noise. None: no shift.
         lowres_condition: What training does to the low-resolution pictures, "noise", "blur" or "none"; when sampling,
             with "noise" the level `lowres_noise_level` is added.
-        lowres_noise_level: As a share of the levels.
+        lowres_noise_level: As a share of the levels, from 0 to 1, the last one.
 
     Raises:
         ValueError: one line, if stages do not fit one another.
@@ -80,6 +83,8 @@ class Decoder(Pretrained):
         self.config = constructor_arguments(locals())
         if lowres_condition not in LOWRES_CONDITIONS:
             raise ValueError(f"lowres_condition {lowres_condition!r} is none of {', '.join(LOWRES_CONDITIONS)}")
+        if not 0 <= lowres_noise_level <= 1:
+            raise ValueError(f"lowres_noise_level {lowres_noise_level} is no share of the noise levels: give 0 to 1")
         if not stages:
             raise ValueError("a decoder has at least one stage")
         self.unets = nn.ModuleList(Unet(**stage["unet"]) for stage in stages)
@@ -88,9 +93,11 @@ class Decoder(Pretrained):
         self.config["stages"] = [{**stage, "unet": unet.config} for stage, unet in zip(stages, self.unets, strict=True)]
         self._check_sizes()
         with torch.device("cpu"):  # also where the weights are to be on no device at all
-            self.schedules = [self._schedule(stage, timesteps, zero_terminal_snr, noise_shift) for stage in stages]
-            self.lowres_schedule = Schedule(LOWRES_SCHEDULE, timesteps) if lowres_condition == "noise" else None
-        self._lowres_level = int(lowres_noise_level * timesteps)
+            self.schedules = [schedule_of(stage, timesteps, zero_terminal_snr, noise_shift) for stage in stages]
+            has_noise = lowres_condition == "noise"
+            # A list, which `with_unets` shares: tables that were moved to a device stay there.
+            self._lowres_schedules = [Schedule(LOWRES_SCHEDULE, timesteps)] if has_noise else []
+        self._lowres_level = min(int(lowres_noise_level * timesteps), timesteps - 1)
 
     def _take_weights(self, other: Decoder, source: str | Path) -> None:
         ours, theirs = (_flat(model.config, self.not_in_the_weights) for model in (self, other))
@@ -99,14 +106,6 @@ class Decoder(Pretrained):
         if differing:
             raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
         self.load_state_dict(other.state_dict())
-
-    @staticmethod
-    def _schedule(
-        stage: Mapping[str, Any], timesteps: int, zero_terminal_snr: bool, noise_shift: int | None
-    ) -> Schedule:
-        shift = 2 * math.log(noise_shift / stage["image_size"]) if noise_shift else 0.0
-        name = stage["noise_schedule"]
-        return Schedule(name, timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
 
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
@@ -137,27 +136,54 @@ class Decoder(Pretrained):
 
     def schedule(self, index: int) -> Schedule:
         """The schedule of a Unet, from 0, on the device of the weights."""
-        if self.schedules[index].device != self.device:
-            self.schedules[index] = self.schedules[index].to(self.device)
-        return self.schedules[index]
+        return self._on_device(self.schedules, index)
 
-    def training_pictures(self, batch: Mapping[str, Any], index: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def lowres_schedule(self) -> Schedule | None:
+        """The schedule of the noise on low-resolution pictures, on the device of the weights; None if they get none."""
+        return self._on_device(self._lowres_schedules, 0) if self._lowres_schedules else None
+
+    def _on_device(self, schedules: list[Schedule], index: int) -> Schedule:
+        if schedules[index].device != self.device:
+            schedules[index] = schedules[index].to(self.device)
+        return schedules[index]
+
+    def picture_shape(self, index: int, crop: int = 0) -> tuple[int, int, int]:
+        """(c, s, s) of the pictures that a Unet, from 0, is trained on: crops of side ``crop``; 0: whole ones.
+
+        Raises:
+            ValueError: one line, if there are no such crops, or the Unet does not take them.
+        """
+        size, unet = self.image_sizes[index], self.unet(index)
+        multiple = unet.smallest_multiple
+        if crop > size or crop % multiple:
+            known = f"a multiple of {multiple}, {size} at most"
+            raise ValueError(f"crops of {crop} pixels for Unet {index + 1}: give 0 or {known}")
+        return int(unet.config["channels"]), crop or size, crop or size
+
+    def training_pictures(
+        self, batch: Mapping[str, Any], index: int, blur_sigma: Tensor | None = None, *, places: Tensor | None = None,
+        crop: int = 0,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """What Unet number ``index`` (from 0) is trained on: pictures x0 (b, c, s, s) in [-1, 1], and what it is given
         beside them, by the names of the arguments of `Unet.forward`.
 
         Args:
             batch: "images" uint8 (b, c, S, S), and the conditions "image_embed" and "text_encodings", if there are any.
+            blur_sigma: (b,), in pixels of the low-resolution pictures, which are blurred before they are enlarged.
+            places, crop: Where to cut crops of this side out of both pictures: see `cropped`.
         """
         images = batch["images"].float() / 127.5 - 1
-        config = self.unet(index).config
-        given = {}
+        config, given = self.unet(index).config, {}
         if config["cond_on_image_embeds"]:
             given["image_embed"] = batch["image_embed"]
         if config["cond_on_text_encodings"]:
             given["text_encodings"] = batch["text_encodings"]
+        size = self.image_sizes[index]
         if index:
-            given["lowres_image"] = resized(resized(images, self.image_sizes[index - 1]), self.image_sizes[index])
-        return resized(images, self.image_sizes[index]), given
+            small = resized(images, self.image_sizes[index - 1])
+            small = small if blur_sigma is None else blur(small, blur_sigma)
+            given["lowres_image"] = cropped(resized(small, size), places, crop)
+        return cropped(resized(images, size), places, crop), given
 
     @torch.no_grad()
     def sample(
@@ -237,14 +263,12 @@ class Decoder(Pretrained):
 
     def _lowres(self, pictures: Tensor | None, side: int, draw: Draw) -> dict[str, Tensor]:
         assert pictures is not None
-        image = resized(pictures, side)
-        if self.lowres_schedule is None:
+        image, schedule = resized(pictures, side), self.lowres_schedule()
+        if schedule is None:
             return {"lowres_image": image}
-        if self.lowres_schedule.device != image.device:
-            self.lowres_schedule = self.lowres_schedule.to(image.device)
         times = torch.full((len(image),), self._lowres_level, device=image.device)
         noise = draw("lowres", 0, image.shape[1:])
-        return {"lowres_image": self.lowres_schedule.add_noise(image, noise, times), "lowres_time": times}
+        return {"lowres_image": schedule.add_noise(image, noise, times), "lowres_time": times}
 
     def _passes(self, index: int, conditions: Mapping[str, Tensor], batch: int, lowres: Mapping[str, Tensor]) -> Passes:
         unet = self.unet(index)
@@ -262,6 +286,14 @@ class Decoder(Pretrained):
         return denoiser(predict, self.schedule(index), self.objectives[index])
 
 
+def schedule_of(
+    stage: Mapping[str, Any], timesteps: int, zero_terminal_snr: bool, noise_shift: int | None = None
+) -> Schedule:
+    """The schedule of a Unet; arguments as for `Decoder`."""
+    shift = 2 * math.log(noise_shift / stage["image_size"]) if noise_shift else 0.0
+    return Schedule(stage["noise_schedule"], timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
+
+
 def _flat(config: Mapping[str, Any], left_out: Collection[str]) -> dict[tuple[str, str], Any]:
     """What the weights depend on: (name of an argument, " of Unet 1" for one of a Unet) -> value."""
     flat = {(name, ""): value for name, value in config.items() if name != "stages" and name not in left_out}
@@ -271,49 +303,6 @@ def _flat(config: Mapping[str, Any], left_out: Collection[str]) -> dict[tuple[st
         of_stage = {name: value for name, value in stage.items() if name != "unet"}
         flat |= {(name, f" of Unet {number}"): value for name, value in {**of_stage, **unet}.items()}
     return flat
-
-
-def conditions_of(unet: Unet, conditions: Mapping[str, Tensor], batch: int, blocks: tuple[bool, ...]) -> Conditions:
-    """The conditions of one or two blocks of ``batch`` rows, of which each keeps them or has the null condition."""
-    config = unet.config
-    keep = torch.tensor(blocks, device=next(unet.parameters()).device).repeat_interleave(batch)
-    given: dict[str, Any] = {}
-    for kind, switch, name in (
-        ("image", "cond_on_image_embeds", "image_embed"), ("text", "cond_on_text_encodings", "text_encodings"),
-    ):  # fmt: skip
-        if config[switch]:
-            given[name] = torch.cat([conditions[name]] * len(blocks)) if any(blocks) and name in conditions else None
-            given[f"keep_{kind}"] = keep if given[name] is not None else torch.zeros_like(keep)
-    return unet.condition(**given)
-
-
-def is_conditional(unet: Unet) -> bool:
-    """Whether a Unet takes an image embedding or a text."""
-    config = unet.config
-    return bool(config["cond_on_image_embeds"] or config["cond_on_text_encodings"])
-
-
-def takes_level(unet: Unet) -> bool:
-    """Whether a Unet is told the noise level of its low-resolution condition."""
-    config = unet.config
-    return bool(config["lowres_noise_cond"])
-
-
-def resized(images: Tensor, side: int) -> Tensor:
-    """Images (b, c, h, w) -> (b, c, side, side), linearly, without aliasing."""
-    if images.shape[-2:] == (side, side):
-        return images
-    return F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
-
-
-def cropped(images: Tensor, places: Tensor, side: int) -> Tensor:
-    """Crops (b, c, side, side) of images (b, c, h, w); each begins at its own shares, in [0, 1), of the places down and
-    across where a crop fits: (b, 2), on the CPU."""
-    height, width = images.shape[-2:]
-    sizes = torch.tensor([height - side + 1, width - side + 1])
-    begins = (places * sizes).long().tolist()
-    crops = [image[:, top : top + side, left : left + side] for image, (top, left) in zip(images, begins, strict=True)]
-    return torch.stack(crops)
 
 
 def _clipped(x: Tensor) -> Tensor:

@@ -270,6 +270,26 @@ def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradie
     assert gradients and not any(gradients)
 
 
+def test_one_size_of_crops_is_that_of_the_upsampling_unets(tmp_path: Path) -> None:
+    """And what is blurred by how much depends on no micro-batches."""
+    runs = {
+        "one": ["0.2", "1.5", "--random_crop_sizes", "4"], "list": ["0.2", "1.5", "--random_crop_sizes", "0", "4"],
+        "parts": ["0.2", "1.5", "--random_crop_sizes", "4", "--grad_accum_steps", "2"],
+        "whole": ["0.2", "1.5"], "least": ["0.2", "--random_crop_sizes", "4"],
+    }  # fmt: skip
+    made: dict[str, dict[str, Tensor]] = {}
+    for name, said in runs.items():
+        run = DECODER.train(tmp_path / name, "--max_steps", "2", "--blur_prob", "0.9", "--blur_sigma", *said)
+        made[name] = dict(Decoder.from_pretrained(run / "model").state_dict())
+    assert_same_bits(made["one"], made["list"])
+    differing = {
+        name: max((other[n] - tensor).abs().max().item() for n, tensor in made["one"].items() if n.startswith(unet))
+        for name, other in made.items() for unet in ("unets.1.",)
+    }  # fmt: skip
+    assert differing["parts"] < 1e-5 < min(differing["whole"], differing["least"]), differing
+    assert all(torch.equal(made["whole"][n], t) for n, t in made["one"].items() if n.startswith("unets.0."))
+
+
 def test_tokens_may_be_as_wide_as_embeddings(tmp_path: Path) -> None:
     width = Decoder.from_pretrained(DECODER.train(tmp_path, *ONE, "--cond_dim", "30") / "model").unet(0).config
     assert width["cond_dim"] == width["image_embed_dim"] == 30
@@ -296,6 +316,11 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--objective", "flow"], "objective flow needs the schedule flow"),
         (["--min_snr_gamma", "3"], "--min_snr_gamma has no effect"),
         (["--blur_prob", "0.1", "--image_sizes", "8"], "--blur_prob has no effect with --image_sizes [8]"),
+        (["--blur_sigma", "0.8", "0.4"], "--blur_sigma: give one width, or the least and the greatest"),
+        (["--blur_sigma", "0.4", "0.5", "0.6"], "--blur_sigma: give one width, or the least and the greatest"),
+        (["--random_crop_sizes", "8", "8"], "--random_crop_sizes 8 8: Unet 1 is trained on whole pictures; give 0"),
+        (["--random_crop_sizes", "18"], "crops of 18 pixels for Unet 2: give 0 or a multiple of 2, 16 at most"),
+        (["--random_crop_sizes", "0", "7"], "crops of 7 pixels for Unet 2: give 0 or a multiple of 2, 16 at most"),
         (["--guidance_interval", "2", "1"], "the first number has to be the smaller one"),
         (["--switches", "self_attention"], "expected none, or a comma list of self_attn"),
         (["--image_folder", str(tmp_path / "none*.tar")], "none*.tar"),

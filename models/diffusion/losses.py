@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .lowres import augment
 from .objectives import LOSS_TYPES, check_combination, loss_weights, target_of, x_start_of
 from .schedule import Schedule
 from .variance import LearnedVariance, fraction_of
@@ -35,7 +34,6 @@ class DiffusionLoss:
         vb_loss_weight: Adds vb_loss_weight * T * (bits of the drawn level): the expected value is vb_loss_weight times
             the bits of the whole bound, as in Nichol and Dhariwal 2021, eq. 16, where it is 0.001.
         lowres_schedule: Of the noise on the low-resolution pictures.
-        largest_blur: Largest width of a kernel that blurs them, in pixels.
         weights: Options of `loss_weights`.
 
     Raises:
@@ -52,7 +50,6 @@ class DiffusionLoss:
         learned_variance: bool = False,
         vb_loss_weight: float = 1e-3,
         lowres_schedule: Schedule | None = None,
-        largest_blur: int = 3,
         **weights: float,
     ) -> None:
         check_combination(schedule, objective, weight)
@@ -64,7 +61,7 @@ class DiffusionLoss:
         self._weights = loss_weights(weight, schedule, objective, **weights)
         self._variance = LearnedVariance(schedule) if learned_variance else None
         self._vb_loss_weight = vb_loss_weight * schedule.timesteps
-        self._lowres_schedule, self._largest_blur = lowres_schedule, largest_blur
+        self._lowres_schedule = lowres_schedule
 
     def __call__(
         self,
@@ -77,32 +74,32 @@ class DiffusionLoss:
         self_cond: Tensor | None = None,
         keep_image: Tensor | None = None,
         keep_text: Tensor | None = None,
-        **of_lowres: Tensor,
+        lowres_time: Tensor | None = None,
+        lowres_noise: Tensor | None = None,
     ) -> Losses:
         """Losses of pictures x0 (b, c, h, w) in [-1, 1].
 
         Args:
             network: Called as network(x, times, **conditions) with x in at least fp32 and int64 times, as numbers of
                 low precision cannot tell neighbouring levels apart.
-            conditions: Of each picture, as the network takes them. "lowres_image" is augmented.
+            conditions: Of each picture, as the network takes them.
             times: int64 levels (b,).
             noise: Standard normal, like x0.
             self_cond: bool (b,): which pictures see the network's own estimate of x0, from a first call without
                 gradient (Chen et al. 2023, Alg. 1). That call is for all pictures, whatever the draws, so that all
                 processes make the same calls. Without it there is none.
             keep_image, keep_text: bool (b,), False drops the condition.
-            of_lowres: Draws for `augment`, if there is a "lowres_image".
+            lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
+                DALLE2-pytorch: of "linear" with 1000 levels, of which sampling uses number 200.
         """
         x = self.schedule.add_noise(x0, noise, times)
         alpha, sigma = self.schedule.at(times, x)
         given = dict(conditions)
         given |= {n: keep for n, keep in (("keep_image", keep_image), ("keep_text", keep_text)) if keep is not None}
-        if "lowres_image" in given:
-            images = given["lowres_image"]
-            lowres_schedule, largest_blur = self._lowres_schedule, self._largest_blur
-            given["lowres_image"] = augment(images, lowres_schedule, largest_blur=largest_blur, **of_lowres)
-            if "lowres_time" in of_lowres:
-                given["lowres_time"] = of_lowres["lowres_time"]
+        if lowres_time is not None:
+            assert self._lowres_schedule is not None and lowres_noise is not None
+            given["lowres_image"] = self._lowres_schedule.add_noise(given["lowres_image"], lowres_noise, lowres_time)
+            given["lowres_time"] = lowres_time
         if self_cond is not None:
             with torch.no_grad():
                 prediction, _, _ = self._split(network(x, times, **given), x)

@@ -48,17 +48,6 @@ def x_start_of(objective: str, prediction: Tensor, x: Tensor, alpha: Tensor, sig
     return a * x + b * prediction
 
 
-def prediction_of(objective: str, x0: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-    """The prediction that means the clean picture x0, at the noisy picture x."""
-    a, b = coefficients(objective, alpha, sigma)
-    return (x0 - a * x) / b
-
-
-def noise_of(x0: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-    """The noise in x if its clean picture is x0. It is finite at SNR 0, where x / alpha is not."""
-    return (x - alpha * x0) / sigma
-
-
 def loss_weights(
     name: str,
     schedule: Schedule,

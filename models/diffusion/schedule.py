@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -108,7 +109,9 @@ class Schedule:
 
     def to(self, device: torch.device | str) -> Schedule:
         """This schedule with its tables on another device."""
-        return Schedule.from_log_snr(self.log_snr.to(device), flow=self.is_flow)
+        other = copy.copy(self)
+        other.log_snr, other.alpha, other.sigma = (table.to(device) for table in (self.log_snr, self.alpha, self.sigma))
+        return other
 
     @property
     def betas(self) -> Tensor:

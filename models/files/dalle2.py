@@ -34,6 +34,7 @@ _IGNORED = frozenset((
 ))  # fmt: skip
 
 _OF_A_UNET = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
+_OF_A_SCHEDULE = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
 _OF_AN_AVERAGE = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
 _QUERIES = re.compile(r".*fn\.fn\.to_q\.weight")  # of self-attention
 _FROM_THE_EMBEDDING = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
@@ -46,6 +47,8 @@ class PublicDecoder(NamedTuple):
     """Constructor arguments and weights of each `Unet`, coarsest first."""
     settings: dict[str, Any]
     """Of the decoder around them: see `dalle2_config.settings_of`."""
+    tables: list[Tensor | None]
+    """alpha^2 (T,) of each unet's noise levels; None where a file has no such table."""
 
 
 def read_public(
@@ -66,9 +69,9 @@ def read_public(
     """
     if numbers is not None and len(numbers) != len(paths):
         raise ValueError(f"unet numbers are given for {len(numbers)} files, and there are {len(paths)}")
-    found: dict[int, tuple[Path, dict[str, Any], dict[str, Tensor]]] = {}
+    found: dict[int, tuple[Path, dict[str, Any], dict[str, Tensor], Tensor | None]] = {}
     for place, path in enumerate(paths):
-        decoder, held = _read(path, config, weights)
+        decoder, held, tables = _read(path, config, weights)
         chosen = sorted(held) if numbers is None else [number - 1 for number in numbers[place]]
         for index in chosen:
             if index not in held:
@@ -76,18 +79,18 @@ def read_public(
                 raise ValueError(f"{path} holds no unet {index + 1}; it holds {others}")
             if index in found:
                 raise ValueError(f"unet {index + 1} is in {found[index][0]} and in {path}: say which to take from each")
-            found[index] = path, decoder, held[index]
+            found[index] = path, decoder, held[index], tables.get(index)
     if missing := sorted(set(range(max(found, default=0))) - set(found)):
         raise ValueError(f"unet {missing[0] + 1} is in none of the files; give the file that holds it too")
     unets = []
-    for index, (path, decoder, state) in sorted(found.items()):
+    for index, (path, decoder, state, _) in sorted(found.items()):
         with _errors_of(path):
             arguments = unet_arguments(decoder, index)
             check_arguments(arguments, state)
             unets.append((arguments, from_public(arguments, state)))
     with _errors_of(paths[0]):
-        settings = settings_of([decoder for _, (_, decoder, _) in sorted(found.items())])
-    return PublicDecoder(unets, settings)
+        settings = settings_of([decoder for _, (_, decoder, *_) in sorted(found.items())])
+    return PublicDecoder(unets, settings, [table for _, (*_, table) in sorted(found.items())])
 
 
 def build_unets(found: PublicDecoder) -> list[Unet]:
@@ -240,8 +243,10 @@ def _schedule(prefix: str, betas: Tensor) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor.float() for name, tensor in tensors.items()}
 
 
-def _read(path: Path, config: Path | None, weights: str) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
-    """The configuration of the decoder in a file, and the weights of its unets by index."""
+def _read(
+    path: Path, config: Path | None, weights: str
+) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]], dict[int, Tensor]]:
+    """The configuration of the decoder in a file, and by index its unets' weights and alpha^2 (T,) of their levels."""
     try:
         check_archive(regular(path), ignored=_IGNORED)
         with torch.serialization.safe_globals([(Ignored, name.replace(" ", ".")) for name in _IGNORED]):
@@ -253,22 +258,22 @@ def _read(path: Path, config: Path | None, weights: str) -> tuple[dict[str, Any]
     with _errors_of(path):
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dict")
-        averages = content.get("ema")
+        averages, model = content.get("ema"), content.get("model", content)
         if weights == "ema" and not averages:
             raise ValueError("it holds no moving average of the weights")
         if averages and weights != "online":
             state, pattern = averages, _OF_AN_AVERAGE
         else:
-            state, pattern = content.get("model", content), _OF_A_UNET
-        unets = _by_unet(state, pattern)
-        check_sizes(path, [tensor for unet in unets.values() for tensor in unet.values()])
+            state, pattern = model, _OF_A_UNET
+        unets, tables = _by_unet(state, pattern), _tables(model)
+        check_sizes(path, [*tables.values(), *(tensor for unet in unets.values() for tensor in unet.values())])
         if "config" in content and config is None:
             decoder = decoder_part(content["config"])
         else:
             decoder = decoder_part(_config_beside(path, config))
         if max(unets) >= len(decoder["unets"]):
             raise ValueError(f"it holds unet {max(unets) + 1}, and its configuration has {len(decoder['unets'])}")
-    return decoder, unets
+    return decoder, unets, tables
 
 
 def _config_beside(path: Path, config: Path | None) -> dict[str, Any]:
@@ -276,6 +281,16 @@ def _config_beside(path: Path, config: Path | None) -> dict[str, Any]:
     if not where.exists():
         raise ValueError(f"it does not say what its unets are like, and there is no {where}")
     return read_json(where)
+
+
+def _tables(model: Any) -> dict[int, Tensor]:
+    tables = {}
+    for name, table in model.items() if isinstance(model, dict) else ():
+        if found := _OF_A_SCHEDULE.fullmatch(str(name)):
+            if not isinstance(table, Tensor) or table.ndim != 1 or not table.is_floating_point():
+                raise ValueError(f"its {name} is no table of numbers")
+            tables[int(found[1])] = table
+    return tables
 
 
 def _by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, Tensor]]:

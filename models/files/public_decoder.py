@@ -14,6 +14,7 @@ from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
 from .dalle2_config import check_overruled, decoder_part, settings_of, unet_arguments
 from .description import describe_weights
 from .errors import one_line, regular
+from .public_schedules import noise_arguments
 
 _LONGEST_BEGINNING = 1 << 20
 
@@ -42,7 +43,11 @@ def load_public_decoder(paths: Sequence[Path], *, weights: str = "best") -> Deco
     """
     found = read_public(paths, weights=weights)
     unets = build_unets(found)
-    return _around([unet.config for unet in unets], found.settings).with_unets(unets).eval()
+    try:
+        noise = noise_arguments(found.settings, found.tables)
+    except ValueError as error:
+        raise ValueError(f"{paths[0]}: {error}") from None
+    return _around([unet.config for unet in unets], found.settings, **noise).with_unets(unets).eval()
 
 
 def configured_decoder(config: Mapping[str, Any], width: int = 512) -> tuple[Decoder, dict[str, Any]]:
@@ -71,8 +76,11 @@ def configured_decoder(config: Mapping[str, Any], width: int = 512) -> tuple[Dec
         raise ValueError(one_line(error)) from None
 
 
-def _around(unets: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> Decoder:
-    """A decoder of unets with these arguments, and what `dalle2_config.settings_of` gives."""
+def _around(
+    unets: Sequence[Mapping[str, Any]], said: Mapping[str, Any], zero_terminal_snr: bool = False,
+    noise_shift: int | None = None,
+) -> Decoder:  # fmt: skip
+    """A decoder of unets with these arguments, what `dalle2_config.settings_of` gives, and this noise."""
     stages = [
         {"image_size": size, "noise_schedule": schedule, "objective": objective, "learned_variance": variance,
          "unet": unet}
@@ -82,7 +90,7 @@ def _around(unets: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> Deco
     ]  # fmt: skip
     noisy, blurred = any(said["use_noise_for_lowres_cond"]), any(said["use_blur_for_lowres_cond"][1:])
     return Decoder(
-        stages, timesteps=said["timesteps"], zero_terminal_snr=False,
+        stages, timesteps=said["timesteps"], zero_terminal_snr=zero_terminal_snr, noise_shift=noise_shift,
         lowres_condition="noise" if noisy else "blur" if blurred else "none",
         lowres_noise_level=said["lowres_noise_sample_level"],
     )  # fmt: skip

@@ -94,7 +94,7 @@ def test_the_bare_loop_makes_the_updates_of_train_decoder(tmp_path: Path, monkey
     trained = DECODER.train(tmp_path, *said)
     assert len(batches) == 3
     args = DECODER.arguments_of(tmp_path)
-    model = train_decoder.build_model(args, {"image_embed": 180, "text_encodings": None})
+    model = train_decoder.build_model(args, {"image_embed": 30, "text_encodings": None})
     start = of_each_unet(model)
     loop = bare_updates(model, args, batches, VARIANTS["same_noise"])
     for _ in batches:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
-from models.decoder import Sampling, cropped
+from models.decoder import Sampling
+from models.resizing import cropped
 
 SMALL: dict[str, Any] = {
     "dim": 8, "dim_mults": [1, 2], "num_resnet_blocks": 1, "attn_heads": 2, "attn_dim_head": 8, "cross_attn_heads": 2,
@@ -146,6 +149,25 @@ def test_what_is_masked_stays_and_the_rest_is_new() -> None:
     assert (drawn[:, :, 8:] - image[:, :, 8:]).abs().mean() > 0.05
 
 
+def test_the_tables_of_the_noise_are_where_the_weights_are_and_are_moved_once() -> None:
+    model = decoder(lowres_condition="noise")
+    copied = model.to("meta").with_unets(list(model.unets))
+    for find in (Decoder.lowres_schedule, lambda each: each.schedule(1)):
+        assert {getattr(find(copied), name).device.type for name in ("alpha", "sigma", "log_snr")} == {"meta"}
+        assert find(copied) is find(model)
+    assert decoder().lowres_schedule() is None
+
+
+def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
+    model = decoder(lowres_condition="noise", lowres_noise_level=1.0)
+    levels = []
+    add_noise = model._lowres_schedules[0].add_noise
+    model._lowres_schedules[0].add_noise = lambda *given: levels.append(given[2].tolist()) or add_noise(*given)
+    images = torch.rand(2, 3, 8, 8)
+    drawn = model.sample({}, noise_of(range(2)), Sampling(steps=[2]), batch=2, start_at=2, images=images)
+    assert levels == [[49, 49]] and drawn.isfinite().all()
+
+
 def test_a_model_without_a_condition_draws_as_many_pictures_as_asked() -> None:
     assert decoder(first={}).sample({}, noise_of(range(3)), Sampling(steps=[2]), batch=3).shape == (3, 3, 16, 16)
 
@@ -160,6 +182,22 @@ def test_training_pictures_are_of_each_size_and_between_minus_one_and_one() -> N
     assert large.shape == given["lowres_image"].shape == (2, 3, 16, 16) and len(given) == 1
     for pictures in (small, large, given["lowres_image"]):
         torch.testing.assert_close(pictures, torch.tensor([-1.0, 1.0])[:, None, None, None].expand_as(pictures))
+
+
+def test_the_condition_is_made_smaller_then_blurred_then_enlarged_then_cropped() -> None:
+    """As the public package does it by default: one bright pixel of the small picture spreads over its neighbours."""
+    images = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
+    images[:, :, 6:8, 6:8] = 255  # one pixel of 8 x 8
+    batch, model = {"images": images, "image_embed": EMBEDDINGS[:2]}, decoder()
+    _, given = model.training_pictures(batch, 1, torch.tensor([0.0, 0.6]))
+    small = F.interpolate(images.float() / 127.5 - 1, size=(8, 8), mode="bilinear", antialias=True)
+    blurred = torch.stack([small[0], gaussian_blur(small[1], [3, 3], [0.6, 0.6])])
+    expected = F.interpolate(blurred, size=(16, 16), mode="bilinear", antialias=True)
+    torch.testing.assert_close(given["lowres_image"], expected)
+    places = torch.tensor([[0.5, 0.2], [0.9, 0.9]])
+    large, crops = model.training_pictures(batch, 1, torch.tensor([0.0, 0.6]), places=places, crop=6)
+    assert torch.equal(crops["lowres_image"], cropped(given["lowres_image"], places, 6))
+    assert torch.equal(large, cropped(images.float() / 127.5 - 1, places, 6))
 
 
 def test_crops_lie_where_their_shares_say() -> None:
@@ -184,6 +222,7 @@ def test_it_is_saved_and_loaded_with_equal_pictures(tmp_path: Path) -> None:
         (lambda: decoder(sizes=(9, 16)), "image size 9 of Unet 1 must be a multiple of 2; use 8 or 10"),
         (lambda: decoder(first={"lowres_cond": True}), "Unet 1 must not have lowres_cond"),
         (lambda: decoder(lowres_condition="fog"), "lowres_condition 'fog' is none of noise, blur, none"),
+        (lambda: decoder(lowres_noise_level=1.5), "lowres_noise_level 1.5 is no share of the noise levels"),
         (lambda: Decoder([]), "at least one stage"),
         (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=3), "Unets 3 to 2 do not exist"),
         (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=2), "give the images of Unet 1"),

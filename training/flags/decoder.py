@@ -98,11 +98,14 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stratified_times", action=argparse.BooleanOptionalAction, default=True,
         help="spread the noise levels of a batch evenly: less variance, the same expectation")
     add("--random_crop_sizes", type=non_negative_int, nargs="+", default=[0], metavar="PIXELS",
-        help="train an upsampling Unet on random crops of this side; 0: on whole pictures")
+        help="train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of all "
+        "upsampling Unets, in a list the first is 0")
     add("--lowres_condition", type=str.lower, choices=("noise", "blur", "none"), default="blur",
         help="what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before")
     add("--blur_prob", type=fraction, default=0.5, metavar="P", help="share of conditions that are blurred")
-    add("--blur_sigma", type=positive_float, default=0.6, metavar="PIXELS", help="width of the blur")
+    add("--blur_sigma", type=positive_float, nargs="+", default=[0.6], metavar="PIXELS",
+        help="width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least and the "
+        "greatest, between which it is drawn for each sample")
     add("--lowres_noise_level", type=fraction, default=0.2, metavar="SHARE",
         help="noise level of the condition when sampling, as a share of --timesteps")
 

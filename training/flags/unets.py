@@ -151,8 +151,10 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_unet(args: argparse.Namespace, name: str, index: int) -> Any:
-    """The value that a flag of `PER_UNET` has for a Unet, from 0."""
+    """The value that a flag of `PER_UNET` has for a Unet, from 0; one crop size is that of the upsampling Unets."""
     values: Sequence[Any] | None = getattr(args, name)
+    if name == "random_crop_sizes" and len(args.image_sizes) > len(args.random_crop_sizes) and not index:
+        return 0
     return None if values is None else values[index if len(values) > 1 else 0]
 
 
@@ -171,6 +173,9 @@ def check_unet_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
         n = len(getattr(args, name) or [])
         if n > 1 and n != count:
             parser.error(f"--{name} has {n} values for {count} Unets (--image_sizes {sizes}): give {needed}")
+    if len(args.random_crop_sizes) == count and args.random_crop_sizes[0]:
+        crops = " ".join(map(str, args.random_crop_sizes))
+        parser.error(f"--random_crop_sizes {crops}: Unet 1 is trained on whole pictures; give 0 for it")
     for number in args.train_unets or []:
         if number > count:
             parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sizes})")
@@ -203,5 +208,7 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
         )
     if args.logit_normal[1] <= 0:
         parser.error("--logit_normal: the standard deviation has to be above 0")
+    if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
+        parser.error("--blur_sigma: give one width, or the least and the greatest")
     if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
         parser.error("--guidance_interval: the first number has to be the smaller one")

@@ -21,12 +21,11 @@ TIME_SAMPLINGS = ("uniform", "logit_normal")
 
 @dataclass(frozen=True)
 class LowresDraws:
-    """How low-resolution pictures are augmented in training."""
+    """How low-resolution pictures are made worse in training."""
 
     timesteps: int = 0  # noise levels, drawn uniformly; 0 adds no noise
-    blur_prob: float = 0.5
-    blur_sigma: tuple[float, float] = (0.6, 0.6)  # range in pixels
-    blur_size: tuple[int, int] = (3, 3)  # range of the kernel's width in pixels, odd
+    blur_prob: float = 0.5  # 0: none is blurred
+    blur_sigma: tuple[float, float] = (0.6, 0.6)  # least and greatest, in pixels, drawn uniformly
 
 
 class DiffusionDraws:
@@ -84,7 +83,8 @@ class DiffusionDraws:
         shape: Sequence[int],
         lowres_shape: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """Draws of an update, by the names of the arguments of `models.diffusion.DiffusionLoss`.
+        """Draws of an update, by the names of the arguments of `models.diffusion.DiffusionLoss`, and
+        "blur_sigma" of `models.Decoder.training_pictures`.
 
         Args:
             step: Completed updates.
@@ -131,10 +131,9 @@ class DiffusionDraws:
         if self._self_cond:
             draws["self_cond"] = uniform("self_cond") < 0.5
         if self._lowres:
-            is_blurred = uniform("blur") < self._lowres.blur_prob
-            draws["blur_sigma"] = (between("blur_sigma", *self._lowres.blur_sigma) * is_blurred).float()
-            smallest, largest = self._lowres.blur_size
-            draws["blur_size"] = smallest + 2 * between("blur_size", 0, (largest - smallest) // 2 + 1).long()
+            if self._lowres.blur_prob:
+                is_blurred = uniform("blur") < self._lowres.blur_prob
+                draws["blur_sigma"] = (between("blur_sigma", *self._lowres.blur_sigma) * is_blurred).float()
             if self._lowres.timesteps:
                 draws["lowres_time"] = between("lowres_time", 0, self._lowres.timesteps).long()
         draws = {name: draw.to(self._device, non_blocking=True) for name, draw in draws.items()}

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from models.diffusion import Denoised, Schedule
-from models.diffusion.objectives import prediction_of
+from models.diffusion.objectives import target_of
+
+
+def prediction_of(objective: str, x0: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    """The prediction that means the clean picture x0, at the noisy picture x."""
+    return target_of(objective, x0, (x - alpha * x0) / sigma, alpha, sigma)
 
 
 class Gaussian:

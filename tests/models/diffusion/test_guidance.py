@@ -6,8 +6,7 @@ from torch import Tensor
 
 from models.diffusion import Denoised, Schedule, denoiser, guided, sample
 from models.diffusion.guidance import Passes
-from models.diffusion.objectives import prediction_of
-from tests.models.diffusion.gaussians import Gaussian, no_draw, uniform_levels
+from tests.models.diffusion.gaussians import Gaussian, no_draw, prediction_of, uniform_levels
 
 SCHEDULE = Schedule("cosine")
 WITH, WITHOUT = Gaussian(SCHEDULE, 0.5, mean=0.4), Gaussian(SCHEDULE, 0.5, mean=-0.1)

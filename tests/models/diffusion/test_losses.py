@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from models.diffusion import DiffusionLoss, Schedule, WithLearnedWeight
-from models.diffusion.lowres import blur
-from models.diffusion.objectives import loss_weights, prediction_of
+from models.diffusion.objectives import loss_weights
 from models.diffusion.variance import LearnedVariance
-from tests.models.diffusion.gaussians import Gaussian
+from tests.models.diffusion.gaussians import Gaussian, prediction_of
 
 LINEAR, FLOW = Schedule("linear"), Schedule("flow")
 TIMES = torch.tensor([0, 1, 300, 700, 999])
@@ -141,19 +140,18 @@ def test_levels_stay_whole_numbers_and_pictures_fp32_whatever_the_precision() ->
     assert network.calls[0]["x"][:, 0, 0, 0].unique().numel() == 100
 
 
-def test_low_resolution_pictures_are_augmented_as_drawn_and_the_network_is_told_their_level() -> None:
-    network, images = Estimator("v", LINEAR), normal(5, 3, 6, 6, seed=5)
-    draws = {
-        "lowres_time": TIMES.flip(0), "lowres_noise": normal(5, 3, 6, 6, seed=6),
-        "blur_sigma": torch.tensor([0, 0.6, 1, 0.3, 0]), "blur_size": torch.tensor([3, 3, 5, 5, 3]),
-    }  # fmt: skip
-    loss = DiffusionLoss(FLOW, "flow", lowres_schedule=LINEAR, largest_blur=5)
-    network = Estimator("flow", FLOW)
-    loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE, **draws)
-    blurred = blur(images, draws["blur_sigma"], draws["blur_size"], 5)
-    expected = LINEAR.add_noise(blurred, draws["lowres_noise"], TIMES.flip(0))
-    assert torch.equal(network.calls[0]["lowres_image"], expected)
-    assert torch.equal(network.calls[0]["lowres_time"], TIMES.flip(0))
+def test_low_resolution_pictures_get_the_noise_that_is_drawn_and_the_network_is_told_its_level() -> None:
+    network, images = Estimator("flow", FLOW), normal(5, 3, 6, 6, seed=5)
+    # The published decoder samples at level 200 of this schedule, whose alpha^2 is 0.65635.
+    assert abs(LINEAR.alpha[200].item() ** 2 - 0.65635) < 5e-6
+    times, noise = TIMES.flip(0), normal(5, 3, 6, 6, seed=6)
+    loss = DiffusionLoss(FLOW, "flow", lowres_schedule=LINEAR)
+    loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE, lowres_time=times, lowres_noise=noise)
+    for given, image, t, n in zip(network.calls[0]["lowres_image"], images, times, noise, strict=True):
+        assert torch.equal(given, LINEAR.alpha[t] * image + LINEAR.sigma[t] * n)
+    assert torch.equal(network.calls[0]["lowres_time"], times)
+    loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE)
+    assert torch.equal(network.calls[1]["lowres_image"], images) and "lowres_time" not in network.calls[1]
 
 
 def test_a_learned_weight_divides_the_error_and_learns_its_size() -> None:

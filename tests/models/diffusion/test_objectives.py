@@ -10,8 +10,6 @@ from models.diffusion.objectives import (
     LearnedWeight,
     coefficients,
     loss_weights,
-    noise_of,
-    prediction_of,
     target_of,
     x_start_of,
 )
@@ -31,7 +29,7 @@ def is_fine(schedule: Schedule, objective: str, weight: str) -> bool:
 @pytest.mark.parametrize(
     ("objective", "zero"), [*itertools.product(("x_start", "v", "flow"), (False, True)), ("noise", False)]
 )
-def test_targets_estimates_and_predictions_invert_each_other_at_every_level(objective: str, zero: bool) -> None:
+def test_the_target_means_the_clean_picture_at_every_level(objective: str, zero: bool) -> None:
     schedule = Schedule("flow" if objective == "flow" else "linear", zero_terminal_snr=zero)
     alpha, sigma = schedule.alpha, schedule.sigma
     x0, noise = torch.randn(2, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -40,8 +38,6 @@ def test_targets_estimates_and_predictions_invert_each_other_at_every_level(obje
     # The levels of most noise divide by alpha = 0.006, those of least by sigma = 0.001: rounding grows that much.
     close = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(x_start_of(objective, target, x, alpha, sigma), x0, **close)
-    torch.testing.assert_close(prediction_of(objective, x0, x, alpha, sigma), target, **close)
-    torch.testing.assert_close(noise_of(x0, x, alpha, sigma), noise, **close)
 
 
 @pytest.mark.parametrize(

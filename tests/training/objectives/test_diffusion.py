@@ -14,10 +14,10 @@ from training.objectives.diffusion import DiffusionDraws, LossesByNoise, LowresD
 SHAPE, LOWRES = (3, 8, 8), (3, 4, 4)
 EVERYTHING = {
     "image_drop": 0.1, "text_drop": 0.5, "self_cond": True,
-    "lowres": LowresDraws(1000, blur_sigma=(0.4, 0.8), blur_size=(3, 7)),
+    "lowres": LowresDraws(1000, blur_sigma=(0.4, 0.8)),
 }  # fmt: skip
 NAMES = {
-    "times", "noise", "keep_image", "keep_text", "self_cond", "lowres_time", "lowres_noise", "blur_sigma", "blur_size",
+    "times", "noise", "keep_image", "keep_text", "self_cond", "lowres_time", "lowres_noise", "blur_sigma",
 }  # fmt: skip
 
 
@@ -110,7 +110,6 @@ def test_conditions_are_dropped_and_coins_are_thrown_for_each_picture() -> None:
         assert draw.float().mean().item() == pytest.approx(probability, abs=0.045)
     sigma = drawn["blur_sigma"][blurred]
     assert 0.4 <= sigma.min() < 0.41 and 0.79 < sigma.max() <= 0.8
-    assert drawn["blur_size"].unique().tolist() == [3, 5, 7]
     assert drawn["lowres_time"].min() < 10 and 990 <= drawn["lowres_time"].max() <= 999
 
 
@@ -119,7 +118,7 @@ def test_only_what_the_network_has_is_drawn() -> None:
     assert plain.keys() == {"times", "noise"}
     assert plain["times"].dtype == torch.int64 and plain["noise"].shape == (4, *SHAPE)
     sharp = DiffusionDraws(0, "unet2", 1000, lowres=LowresDraws(blur_prob=0.0))(0, range(4), 4, SHAPE, LOWRES)
-    assert sharp.keys() == {"times", "noise", "blur_sigma", "blur_size"} and (sharp["blur_sigma"] == 0).all()
+    assert sharp.keys() == {"times", "noise"}
 
 
 def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_nothing() -> None:

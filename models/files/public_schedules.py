@@ -1,0 +1,59 @@
+"""The noise schedules of decoders in files of DALLE2-pytorch 1.15.6, which have a name and a table: the name does not
+say whether the last level is noise alone, nor that the schedule is shifted, the table does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..decoder import schedule_of
+from ..diffusion.schedule import Schedule
+
+_CLOSE = 1e-3  # of alpha^2, in proportion; a shift of the log SNR by 0.001 makes as much
+_LARGEST_SHIFT = 1 << 16  # pixels
+
+
+def noise_arguments(settings: Mapping[str, Any], tables: Sequence[Tensor | None]) -> dict[str, Any]:
+    """The arguments zero_terminal_snr and noise_shift of a `Decoder` whose schedules are those of a file.
+
+    Args:
+        settings: Of `dalle2.PublicDecoder`.
+        tables: For each unet alpha^2 (T,), "alphas_cumprod" there; None: the file has only the schedule's name.
+
+    Raises:
+        ValueError: one line, if there are none.
+    """
+    names, sizes, timesteps = settings["beta_schedule"], settings["image_sizes"], settings["timesteps"]
+    stages = [{"noise_schedule": name, "image_size": size} for name, size in zip(names, sizes, strict=True)]
+    known = [(stage, table) for stage, table in zip(stages, tables, strict=True) if table is not None]
+    for number, table in enumerate(tables, start=1):
+        if table is not None and len(table) != timesteps:
+            raise ValueError(f"unet {number} has {len(table)} noise levels, and its configuration says {timesteps}")
+    for zero in (False, True):
+        found = {_shift_of(stage, schedule_of(stage, timesteps, zero), table) for stage, table in known}
+        for shift in (None, *sorted(each for each in found if each)):
+            if all(_is(schedule_of(stage, timesteps, zero, shift), table) for stage, table in known):
+                return {"zero_terminal_snr": zero, "noise_shift": shift}
+    raise ValueError(
+        f"the noise levels of its unets are none that {', '.join(dict.fromkeys(names))} can have here, with or without "
+        "a last level of SNR 0 and a shift of them all by the size of the pictures"
+    )
+
+
+def _shift_of(stage: Mapping[str, Any], plain: Schedule, table: Tensor) -> int | None:
+    """The `noise_shift` with which a schedule that is ``plain`` without one agrees with a table at one level, where the
+    table is most precise; None if there is none."""
+    level = int((table.double() - 0.5).abs().argmin())
+    shift = float(torch.logit(table[level].double()) - plain.log_snr[level])
+    side = stage["image_size"] * math.exp(shift / 2) if abs(shift) < 50 else 0
+    return round(side) if 1 <= round(side) <= _LARGEST_SHIFT else None
+
+
+def _is(schedule: Schedule, table: Tensor) -> bool:
+    numbers = torch.finfo(table.dtype)
+    close = max(_CLOSE, 4 * numbers.eps)
+    return torch.allclose(schedule.log_snr.sigmoid(), table.double(), rtol=close, atol=numbers.tiny)
