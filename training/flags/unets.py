@@ -146,7 +146,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "sampler": args.sampler, "steps": args.sample_timesteps, "cond_scale": args.cond_scale,
         "interval": args.guidance_interval, "rescale": args.cfg_rescale, "eta": args.ddim_eta,
-        "quantile": args.dynamic_thresholding,
+        "quantile": args.dynamic_thresholding, "spacing": args.spacing,
     }  # fmt: skip
 
 
