@@ -180,6 +180,7 @@ def check_unet_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
     """End with an error if a flag on the command line has no effect beside the others."""
+    refuse_idle_sampling_flags(parser, args)
     of_weight = {"min_snr_gamma": "min_snr", "sigmoid_bias": "sigmoid"}
     of_weight |= {"p2_loss_weight_gamma": "p2", "p2_loss_weight_k": "p2"}
     for flag, weight in of_weight.items():
@@ -203,5 +204,14 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
         )
     if args.logit_normal[1] <= 0:
         parser.error("--logit_normal: the standard deviation has to be above 0")
+
+
+def refuse_idle_sampling_flags(parser: ArgumentParser, args: argparse.Namespace, *others: str) -> None:
+    """End with an error if the guidance interval is empty, or if a flag of sampling stands on the command line and has
+    no effect beside the other ones; `others` are further flags that need guidance."""
     if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
         parser.error("--guidance_interval: the first number has to be the smaller one")
+    parser.refuse_idle(args, ["ddim_eta"], "sampler", "ddim", args.sampler == "ddim")
+    is_guided = any(scale != 1 for scale in args.cond_scale)
+    of_guidance = ["guidance_interval", "cfg_rescale", *others]
+    parser.refuse_idle(args, of_guidance, "cond_scale", "other than 1, such as 3", is_guided)
