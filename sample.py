@@ -13,26 +13,29 @@ on its condition, --seed, n and the settings of the sampler alone. A stopped com
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from training import files
 from training.flags.converters import non_negative_int, positive_int
 from training.flags.decoder import add_sampling_arguments
+from training.flags.idle import refuse_idle_flags
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
-from training.flags.unets import sampling_of
+from training.flags.unets import of_unet, refuse_idle_sampling_flags, sampling_of
 from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from models import Decoder
 
-CONDITIONS = ("prompts", "prompt_file", "image_embeddings", "text_embeddings")
+KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the dimensions of several
 
 
 def build_parser() -> ArgumentParser:
@@ -45,11 +48,14 @@ def build_parser() -> ArgumentParser:
 
     add = parser.add_argument_group("conditions").add_argument
     add("--prompts", nargs="+", metavar="TEXT",
-        help="draw for these texts: of demo:shapes, such as 'a small red circle on the left'; else --clip encodes them")
+        help="draw for these texts: of demo:shapes, such as 'a small red circle on the left'; else --clip encodes "
+        "them, and a model of image embeddings gets CLIP's embedding of the text in their place: there is no prior")
     add("--prompt_file", metavar="FILE", help="draw for each line of this text file")
     add("--image_embeddings", metavar="FILE", help="draw for each row of this .npy, (n, d)")
     add("--text_embeddings", metavar="FILE", help="draw for each text of this .npy of encodings, (n, tokens, d)")
-    add("--clip", metavar="NAME", help="model of open_clip that encodes --prompts")
+    add("--clip", metavar="NAME",
+        help="model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the "
+        "size of the last Unet, as in training")
     add("--clip_weights", metavar="FILE", help="weights for --clip: safetensors or a plain state dict")
     add("--count", type=positive_int, default=1, metavar="N",
         help="pictures for each condition; without conditions, pictures of a model that takes none")
@@ -57,7 +63,8 @@ def build_parser() -> ArgumentParser:
     add("--start_at_unet", type=positive_int, default=1, metavar="NUMBER",
         help="first Unet, from 1; a later one enlarges --images")
     add("--stop_at_unet", type=positive_int, metavar="NUMBER", help="last Unet (default: all)")
-    add("--images", metavar="DIR", help="folder of pictures to enlarge (--start_at_unet), or to fill in (--masks)")
+    add("--images", metavar="DIR",
+        help="pictures to enlarge (--start_at_unet), to fill in (--masks), or to draw others like them (--clip)")
     add("--masks", metavar="DIR",
         help="folder with an image for each of --images, black where something new is to be drawn, white where the "
         "picture stays")
@@ -72,45 +79,155 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def load_conditions(args: argparse.Namespace, decoder: Decoder, backend: distributed.Backend) -> tuple[Any, list[str]]:
-    """Conditions of pictures, (n, ...) by name, and a line for each. ValueError if the model takes others."""
-    import numpy as np
+def check_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error if flags do not fit one another, or have no effect beside the others."""
+    refuse_idle_sampling_flags(parser, args, "guide_with")
+    refuse_idle_flags(parser, args, "clip")
+    parser.refuse_idle(args, ["resample_times"], "masks", "DIR", args.masks is not None)
+    enlarges = args.start_at_unet > 1
+    if enlarges and args.images is None:
+        parser.error(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
+    if enlarges and args.masks is not None:
+        parser.error("--masks and --start_at_unet: --images are filled in or enlarged; leave one of the two out")
+    if args.masks is not None and args.images is None:
+        parser.error("--masks needs --images, and as many of them")
+    if args.images is not None and not (enlarges or args.masks or args.clip):
+        parser.error(
+            "--images is used for nothing: give --start_at_unet to enlarge them, --masks to fill them in, or --clip to "
+            "draw others like them"
+        )
+    if args.clip and not (args.prompts or args.prompt_file or embeds_images(args)):
+        parser.error("--clip has nothing to encode: give --prompts, --prompt_file or --images")
+
+
+def embeds_images(args: argparse.Namespace) -> bool:
+    """Whether --clip encodes --images: pictures like them are to be drawn."""
+    return bool(args.clip and args.images and not args.masks and args.start_at_unet == 1)
+
+
+class Source(NamedTuple):
+    """Conditions that a flag gives: a line for each, the shape of one by name, and rows -> conditions (b, ...)."""
+
+    flag: str
+    labels: list[str]
+    shapes: dict[str, tuple[int, ...]]
+    load: Callable[[list[int]], Mapping[str, Tensor]]
+
+
+def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
+    """What each flag gives. Raises ValueError, in one line, and OSError."""
     import torch
 
+    from data.files.arrays import find_array
     from data.images.scenes import condition_of
 
-    config: Any = decoder.unets[0].config
-    takes = {"image_embed": config["cond_on_image_embeds"], "text_encodings": config["cond_on_text_encodings"]}
-    given: dict[str, Tensor] = {}
-    labels: list[str] = []
     prompts = list(args.prompts or [])
     if args.prompt_file:
         prompts += [line.strip() for line in Path(args.prompt_file).read_text().splitlines() if line.strip()]
-    if prompts and args.clip:
-        from models.clip import Clip
-
-        with torch.no_grad():
-            clip = Clip.from_file(args.clip, args.clip_weights).to(backend.device)
-            given["image_embed"], given["text_encodings"] = clip.embed_text(clip.tokenize(prompts).to(backend.device))
-        labels = prompts
+        if not prompts:
+            raise ValueError(f"--prompt_file {args.prompt_file} holds no text")
+    flag = "--prompts" if args.prompts else "--prompt_file"
+    if prompts and clip is not None:
+        tokens, shapes = clip.tokenize(prompts), dict(zip(KINDS, ((clip.embed_dim,), clip.text_shape), strict=True))
+        yield Source(
+            flag, prompts, shapes,
+            lambda rows: dict(zip(KINDS, clip.embed_text(tokens[rows].to(device)), strict=True)),
+        )  # fmt: skip
     elif prompts:
-        rows = [condition_of(prompt) for prompt in prompts]
-        given = {name: torch.stack([row[name] for row in rows]) for name in takes}
-        labels = prompts
-    for name, path in (("image_embed", args.image_embeddings), ("text_encodings", args.text_embeddings)):
-        if path:
-            given[name] = torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
-            labels = labels or [f"{path}[{row}]" for row in range(len(given[name]))]
-    if (takes["image_embed"] or takes["text_encodings"]) and not given and args.start_at_unet == 1:
+        each = [condition_of(prompt) for prompt in prompts]
+        yield Source(
+            flag, prompts, {name: tuple(each[0][name].shape) for name in KINDS},
+            lambda rows: {name: torch.stack([each[row][name] for row in rows]) for name in KINDS},
+        )  # fmt: skip
+    for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
+        if path := getattr(args, option):
+            try:
+                found = torch.from_numpy(find_array(path).read())
+            except ValueError as error:
+                raise ValueError(f"--{option} {path}: {error}") from None
+            if found.ndim != KINDS[name] or not len(found):
+                shape = tuple(found.shape)
+                raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {KINDS[name] - 1} dimensions")
+            labels = [f"{path}[{row}]" for row in range(len(found))]
+            yield Source(f"--{option}", labels, {name: tuple(found.shape[1:])},
+                         lambda rows, name=name, found=found: {name: found[rows]})  # type: ignore[misc]  # fmt: skip
+    if embeds_images(args):
+        names = [images.name(row) for row in range(len(images))]
+        yield Source(
+            "--images", names, {"image_embed": (clip.embed_dim,)},
+            lambda rows: {"image_embed": clip.embed_images(torch.stack([images.load(r) for r in rows]).to(device))},
+        )  # fmt: skip
+
+
+def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
+    """The source of each condition that Unets take. Raises ValueError, in one line, if they take others."""
+    from models.unets.given import CONDITIONS
+
+    takes = {name: (unet.config[width], unet.config["max_text_len"])
+             for name, switch, width in CONDITIONS for unet in unets if unet.config[switch]}  # fmt: skip
+    chosen = {name: source for source in sources for name in source.shapes if name in takes}
+    what = " and ".join(takes) or "no condition"
+    for source in sources:
+        if source not in chosen.values():
+            better = {other.flag for name, other in chosen.items() if name in source.shapes}
+            of_others = f", which {' and '.join(sorted(better))} gives" if better else ""
+            raise ValueError(f"{source.flag} has no effect: the Unets that draw take {what}{of_others}")
+        if len(source.labels) != len(sources[0].labels):
+            counts = (len(source.labels), len(sources[0].labels))
+            raise ValueError(f"{counts[0]} of {source.flag} and {counts[1]} of {sources[0].flag}: give one for each")
+    if takes and not chosen:
         raise ValueError("the model needs a condition: give --prompts, --image_embeddings or --text_embeddings")
-    given = {name: value for name, value in given.items() if takes[name]}
-    for name, value in given.items():
-        width = config["image_embed_dim"] if name == "image_embed" else config["text_embed_dim"]
-        if value.shape[-1] != width or value.ndim != (2 if name == "image_embed" else 3):
-            raise ValueError(f"conditions of shape {tuple(value.shape)}; the model takes {name} of width {width}")
-        if len(value) != len(labels):
-            raise ValueError(f"{len(value)} conditions and {len(labels)} texts: give one for each")
-    return given, labels
+    for name, source in chosen.items():
+        (*tokens, width), (wanted, longest) = source.shapes[name], takes[name]
+        if width != wanted:
+            raise ValueError(f"{source.flag} gives width {width}; the model takes {name} of width {wanted}")
+        if tokens and tokens[0] > longest:
+            raise ValueError(f"{source.flag} gives texts of {tokens[0]} tokens; the model takes at most {longest}")
+    return chosen
+
+
+def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | None) -> range:
+    """The Unets that draw, from 0. Raises ValueError, in one line, if flags do not fit them."""
+    from models.unets.given import check_guide, is_conditional
+
+    count = len(decoder.unets)
+    first, last = args.start_at_unet, args.stop_at_unet or count
+    if not first <= last <= count:
+        raise ValueError(f"Unets {first} to {last} do not exist: the model has 1 to {count}")
+    for name in ("cond_scale", "sample_timesteps"):
+        if (n := len(getattr(args, name))) not in (1, count):
+            needed = f"1 or {count}" if count > 1 else "1"
+            raise ValueError(f"--{name} has {n} values and the model {count} Unets: give {needed}")
+    unets = range(first - 1, last)
+    is_guided = any(of_unet(args, "cond_scale", index) != 1 for index in unets)
+    if weaker is not None:
+        check_guide(decoder, weaker)
+        if "guide_with" in args.on_command_line and not is_guided:
+            raise ValueError("--guide_with has no effect: --cond_scale is 1 for the Unets that draw")
+    elif "cond_scale" in args.on_command_line and is_guided and not any(is_conditional(decoder.unet(i)) for i in unets):
+        raise ValueError("--cond_scale has no effect: the Unets that draw take no condition")
+    return unets
+
+
+def contents(args: argparse.Namespace, pixels: Mapping[str, Any], mark: Callable[[str], None]) -> dict[str, str]:
+    """Hashes of what the pictures depend on: files, model folders, and images by the name of their flag."""
+    from data.stores.output import sha256_of
+    from models.files.pretrained import read_headers
+
+    hashes = {}
+    for name in ("model", "guide_with"):
+        if folder := getattr(args, name) and Path(getattr(args, name)):
+            hashes[name] = sha256_of(folder / file for file in ("config.json", *sorted(read_headers(folder))))
+    for name in ("image_embeddings", "text_embeddings", "clip", "clip_weights"):
+        if (path := getattr(args, name)) and (name != "clip" or path.lower().endswith(".json")):
+            hashes[name] = sha256_of([Path(path)])
+    for name, images in pixels.items():
+        digest = hashlib.sha256()
+        for index in range(len(images or [])):
+            mark("reading images")
+            digest.update(images.load(index).numpy().tobytes())
+        hashes[name] = digest.hexdigest()
+    return {f"{name}_sha256": text for name, text in hashes.items()}
 
 
 def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
@@ -118,37 +235,37 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     import torch
 
     import data
-    from data.stores.output import OutputFolder, sha256_of
+    from data.stores.output import OutputFolder, names_sha256
     from data.stores.pngs import is_complete, save, to_pixels
     from models import Decoder
+    from models.clip import Clip
     from models.decoder import Sampling
-    from models.files.pretrained import read_headers
     from training.generation import noise_of
 
     with backend.agreement():
-        folder = Path(args.model)
-        decoder = Decoder.from_pretrained(folder).to(backend.device)
+        decoder = Decoder.from_pretrained(Path(args.model)).to(backend.device)
         weaker = Decoder.from_pretrained(args.guide_with).to(backend.device) if args.guide_with else None
-        sha256 = sha256_of(folder / file for file in sorted(read_headers(folder)))
-        conditions, labels = load_conditions(args, decoder, backend)
-        side = decoder.image_sizes[max(args.start_at_unet - 2, 0) if args.start_at_unet > 1 else -1]
+        unets = check_unets(args, decoder, weaker)
+        side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
         images = data.open_images(args.images, image_size=side) if args.images else None
         masks = data.open_images(args.masks, image_size=side) if args.masks else None
-        if images is not None and not labels:
-            labels = [images.name(index) for index in range(len(images))]
-        if images is not None and len(images) != len(labels):
-            raise ValueError(f"{len(images)} --images and {len(labels)} conditions: give one for each")
-        if masks is not None and (images is None or len(masks) != len(images)):
-            raise ValueError("--masks needs --images, and as many of them")
-        if args.start_at_unet > 1 and images is None:
-            raise ValueError(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
+        clip = Clip.from_file(args.clip, args.clip_weights, backend.device) if args.clip else None
+        sources = list(sources_of(args, images, clip, backend.device))
+        conditions = chosen_sources(sources, [decoder.unet(index) for index in unets])
+        names = [images.name(index) for index in range(len(images))] if images is not None else []
+        labels = sources[0].labels if sources else names
+        if names and len(names) != len(labels):
+            raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
+        if masks is not None and len(masks) != len(names):
+            raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
+        hashes = contents(args, {"images": images, "masks": masks}, backend.mark)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
     how = sampling_of(args)
     settings = {
-        "task": "sample", "weights_sha256": sha256, "seed": args.seed, "count": args.count, "labels": labels[:1000],
-        "pictures": total, "batch_size": args.batch_size, "sampling": how, "guide_with": args.guide_with,
-        "unets": [args.start_at_unet, args.stop_at_unet], "images": args.images, "masks": args.masks,
+        "task": "sample", "seed": args.seed, "count": args.count, "labels_sha256": names_sha256(labels),
+        "pictures": total, "batch_size": args.batch_size, "sampling": how, "unets": [unets[0] + 1, unets[-1] + 1],
+        "clip": args.clip, "resample_times": args.resample_times if args.masks else None, **hashes,
         "precision": backend.options.precision, **kernel_settings(args, backend),
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
@@ -158,14 +275,15 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     def pictures(first: int) -> Tensor:
         # Kernels may round differently for another number of pictures: the last batch is filled up.
         numbers = range(first, first + args.batch_size)
-        rows = torch.tensor([number // args.count % n_conditions for number in numbers])
-        chosen = {name: value[rows].to(backend.device) for name, value in conditions.items()}
+        rows = [number // args.count % n_conditions for number in numbers]
+        loads = {source.flag: source.load(rows) for source in conditions.values()}
+        chosen = {name: loads[source.flag][name].to(backend.device) for name, source in conditions.items()}
         given: dict[str, Any] = {}
-        if images is not None:
-            loaded = torch.stack([images.load(int(row)) for row in rows]).to(backend.device).float() / 255
+        if images is not None and not embeds_images(args):
+            loaded = torch.stack([images.load(row) for row in rows]).to(backend.device).float() / 255
             given["inpaint_image" if masks is not None else "images"] = loaded
         if masks is not None:
-            loaded = torch.stack([masks.load(int(row)) for row in rows]).to(backend.device)
+            loaded = torch.stack([masks.load(row) for row in rows]).to(backend.device)
             given["inpaint_mask"] = loaded.float().mean(1) > 127.5
         with backend.autocast():
             drawn: Tensor = decoder.sample(
@@ -197,6 +315,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
+    check_flags(parser, args)
     try:
         with distributed.for_inference(args) as backend:
             run_stages([draw], args, backend)

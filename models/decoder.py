@@ -23,7 +23,7 @@ from .files.pretrained import Pretrained, constructor_arguments
 from .resizing import cropped, resized
 from .unet import Unet
 from .unets.conditions import Conditions
-from .unets.rows import conditions_of, is_conditional, takes_level
+from .unets.given import check_guide, conditions_of, is_conditional, takes_level
 
 LOWRES_CONDITIONS = ("noise", "blur", "none")
 LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whatever the schedule of the Unet
@@ -41,7 +41,7 @@ class Sampling:
         steps: For each Unet.
         cond_scale: Guidance, for each Unet: 1 follows the condition.
         interval: Noise levels sigma / alpha between which the guidance holds; None: everywhere.
-        rescale, eta: See `diffusion.guidance.guided` and `diffusion.sampling.sample`.
+        rescale, eta, spacing: See `diffusion.guidance.guided`, `diffusion.sampling.sample` and `sampling_levels` there.
         quantile: Dynamic thresholding (Saharia et al. 2022, section 2.3): each estimate is scaled so that this
             quantile of its values fits into the range; 0: values are clipped.
     """
@@ -53,6 +53,7 @@ class Sampling:
     rescale: float = 0.0
     eta: float = 0.0
     quantile: float = 0.0
+    spacing: str = "uniform"
 
 
 class Decoder(Pretrained):
@@ -213,7 +214,8 @@ class Decoder(Pretrained):
                 one before the first.
             inpaint_image, inpaint_mask: Images (b, c, s, s) in [0, 1], and bool (b, s, s), True where they stay; any s.
             resample_times: See `Inpaint`.
-            guide: A weaker decoder with as many Unets, to guide away from (autoguidance).
+            guide: A weaker decoder to guide away from (autoguidance), with as many Unets, of the same sizes and noise
+                levels, that take no other conditions. It has no effect where `sampling.cond_scale` is 1.
 
         Raises:
             ValueError: one line, if arguments do not fit the decoder.
@@ -224,6 +226,8 @@ class Decoder(Pretrained):
             raise ValueError(f"Unets {start_at} to {stop_at} do not exist: the decoder has 1 to {len(self.unets)}")
         if start_at > 1 and images is None:
             raise ValueError(f"to start at Unet {start_at}, give the images of Unet {start_at - 1}")
+        if guide is not None:
+            check_guide(self, guide)
         _check_batch(batch, conditions, images, inpaint_image)
         pictures = None if images is None else images * 2 - 1
         for index in range(start_at - 1, stop_at):
@@ -253,6 +257,7 @@ class Decoder(Pretrained):
                 draw=lambda name, step, source=source, shape=shape: source(name, step, shape),  # type: ignore[misc]
                 sampler=sampling.sampler,
                 steps=min(_of(sampling.steps, index), schedule.timesteps),
+                spacing=sampling.spacing,
                 eta=sampling.eta if sampling.sampler == "ddim" else 0.0,
                 threshold=(lambda x: dynamic_threshold(x, sampling.quantile)) if sampling.quantile else _clipped,
                 inpaint=inpaint,

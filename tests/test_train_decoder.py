@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,23 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
 import convert
-import sample
 import train_decoder
 from distributed import Backend
 from distributed.collectives import Alone
 from models import Decoder
 from models.clip import Clip
 from tests.data.images.conditions import write_rows, write_tars
-from tests.models.test_clip import TINY as TINY_CLIP
-from tests.models.test_clip import TOKENS
-from tests.models.test_clip import network as clip_network
-from tests.scripts import DECODER, assert_same_bits, assert_same_run, files, metrics, write_captioned, write_images
+from tests.models.test_clip import TOKENS, write_clip
+from tests.scripts import DECODER, assert_same_bits, assert_same_run, metrics, write_captioned, write_images
 from training.generation import Generation
 from training.profiles import Profile, coefficients, exponent_of
 
@@ -113,10 +108,7 @@ def test_unets_that_are_not_trained_get_no_gradient_and_take_no_part_in_an_updat
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags of a tiny CLIP."""
-    folder = tmp_path_factory.mktemp("clip")
-    (folder / "tiny.json").write_text(json.dumps(TINY_CLIP))
-    save_file(clip_network().state_dict(), folder / "tiny.safetensors")
-    return ["--clip", str(folder / "tiny.json"), "--clip_weights", str(folder / "tiny.safetensors")]
+    return write_clip(tmp_path_factory.mktemp("clip"))
 
 
 def test_every_batch_goes_through_each_tower_of_clip_once_whatever_the_number_of_unets(
@@ -321,6 +313,9 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--random_crop_sizes", "8", "8"], "--random_crop_sizes 8 8: Unet 1 is trained on whole pictures; give 0"),
         (["--random_crop_sizes", "18"], "crops of 18 pixels for Unet 2: give 0 or a multiple of 2, 16 at most"),
         (["--random_crop_sizes", "0", "7"], "crops of 7 pixels for Unet 2: give 0 or a multiple of 2, 16 at most"),
+        (["--ddim_eta", "0.5"], "--ddim_eta has no effect with --sampler dpmpp_2m"),
+        (["--guidance_interval", "1", "2"], "--guidance_interval has no effect with --cond_scale [1.0]"),
+        (["--cfg_rescale", "0.5", "--cond_scale", "1", "1"], "--cfg_rescale has no effect with --cond_scale"),
         (["--guidance_interval", "2", "1"], "the first number has to be the smaller one"),
         (["--switches", "self_attention"], "expected none, or a comma list of self_attn"),
         (["--image_folder", str(tmp_path / "none*.tar")], "none*.tar"),
@@ -346,60 +341,3 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
 def test_a_folder_with_embeddings_beside_the_images_is_trained_on(tmp_path: Path) -> None:
     run = DECODER.train(tmp_path / "run", "--image_folder", str(write_captioned(tmp_path / "data", 24)), *ONE)
     assert Decoder.from_pretrained(run / "model").unet(0).config["image_embed_dim"] == 6
-
-
-# sample.py
-
-
-def drawn(folder: Path, *flags: str) -> dict[str, bytes]:
-    sample.main([*flags, "--output", str(folder), "--sample_timesteps", "2", "--num_workers", "0"])
-    return {name: content for name, content in files(folder).items() if name.endswith((".png", ".jsonl"))}
-
-
-def test_pictures_are_the_same_however_often_and_for_whom_they_are_drawn(trained: Path, tmp_path: Path) -> None:
-    flags = ["--model", str(trained / "model"), "--count", "3", "--batch_size", "2"]
-    prompts = ["a red circle on the left", "a small blue star top right"]
-    both = drawn(tmp_path / "both", *flags, "--prompts", *prompts)
-    lines = [json.loads(line) for line in both["index.jsonl"].decode().splitlines()]
-    assert [line["for"] for line in lines] == [prompt for prompt in prompts for _ in range(3)]
-    assert len({both[line["path"]] for line in lines}) == 6, "no two pictures are equal"
-    first = drawn(tmp_path / "first", *flags, "--prompts", prompts[0])
-    assert [first[name] == both[name] for name in ("00000.png", "00001.png", "00002.png")] == [True] * 3
-    (tmp_path / "both" / "00003.png").unlink()
-    (tmp_path / "both" / "00004.png").write_bytes(b"half")
-    assert drawn(tmp_path / "both", *flags, "--prompts", *prompts) == both, "the same command completes the folder"
-
-
-def test_pictures_are_enlarged_and_filled_in(trained: Path, tmp_path: Path) -> None:
-    flags = ["--model", str(trained / "model"), "--prompts", "a red ring in the centre", "a pink star top left"]
-    for name, size, value in (("small", 8, 90), ("large", 16, 200), ("masks", 16, 0)):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            pixels = np.full((size, size, 3), value, np.uint8)
-            if name == "masks":
-                pixels[: size // 2] = 255
-            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
-    enlarged = drawn(tmp_path / "enlarged", *flags, "--start_at_unet", "2", "--images", str(tmp_path / "small"))
-    assert len(enlarged) == 3 and Image.open(tmp_path / "enlarged" / "00000.png").size == (16, 16)
-    drawn(tmp_path / "filled", *flags, "--images", str(tmp_path / "large"), "--masks", str(tmp_path / "masks"))
-    pixels = np.asarray(Image.open(tmp_path / "filled" / "00001.png")).astype(int)
-    assert np.abs(pixels[:8] - 200).max() <= 1 and np.abs(pixels[8:] - 200).mean() > 5
-
-
-def test_what_cannot_be_drawn_gives_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tmp_path / "rows.npy", np.zeros((2, 7), np.float32))
-    model = ["--model", str(trained / "model")]
-    mistakes: list[tuple[list[str], str]] = [
-        (model, "the model needs a condition"),
-        ([*model, "--prompts", "a red dog on the left"], "is no caption of demo:shapes"),
-        ([*model, "--image_embeddings", str(tmp_path / "rows.npy")], "the model takes image_embed of width 30"),
-        ([*model, "--image_embeddings", "nowhere.npy"], "nowhere.npy"),
-        ([*model, "--start_at_unet", "2"], "--start_at_unet 2 needs --images"),
-        ([*model, "--prompts", "a red ring in the centre", "--masks", str(tmp_path)], "no image"),
-        (["--model", "nowhere"], "nowhere"),
-    ]
-    for number, (said, text) in enumerate(mistakes):
-        with pytest.raises(SystemExit) as raised:
-            drawn(tmp_path / f"out{number}", *said)
-        line: Any = capsys.readouterr().err.splitlines()[-1]
-        assert raised.value.code == 2 and text in line, (said, line)

@@ -78,33 +78,28 @@ class Inpaint:
         return torch.where(self.mask.view(len(x), 1, *x.shape[2:]), known, x)
 
 
-def sampling_levels(
-    schedule: Schedule, steps: int, *, start_at: int | None = None, spacing: str = "uniform"
-) -> list[Level]:
-    """The levels that sampling visits, from the noisiest, at which it starts, to level 0, and then the clean picture.
+def sampling_levels(schedule: Schedule, steps: int, *, spacing: str = "uniform") -> list[Level]:
+    """The levels that sampling visits, from the noisiest, T - 1, at which a network trained to SNR 0 has to start (Lin
+    et al. 2023, 3.3), to level 0, and then the clean picture.
 
     Args:
         steps: Number of levels without the clean one; "karras" may give fewer, if it finds a level twice.
-        start_at: The first level, T - 1 by default: what a network trained to SNR 0 needs (Lin et al. 2023, 3.3).
         spacing: "uniform" in the index; or "karras": sigma / alpha to the power 1/7 is uniform as far as there are such
             levels (Karras et al. 2022, eq. 5), after the first level if its SNR is below 1e-4.
 
     Raises:
-        ValueError: more steps than levels, no step, or an unknown level or spacing.
+        ValueError: more steps than levels, no step, or an unknown spacing.
     """
-    first = schedule.timesteps - 1 if start_at is None else start_at
-    if not 0 <= first < schedule.timesteps:
-        raise ValueError(f"noise level {first} does not exist: the schedule has 0 to {schedule.timesteps - 1}")
-    if not 1 <= steps <= first + 1:
-        raise ValueError(f"{steps} sampling steps cannot visit {first + 1} noise levels: choose 1 to {first + 1} steps")
+    count = schedule.timesteps
+    if not 1 <= steps <= count:
+        raise ValueError(f"{steps} sampling steps cannot visit {count} noise levels: choose 1 to {count} steps")
     if spacing not in SPACINGS:
         raise ValueError(f"spacing {spacing!r} does not exist: choose one of {', '.join(SPACINGS)}")
     log_snr = schedule.log_snr.cpu()
-    indices = torch.linspace(first, 0, steps, dtype=torch.float64).round().long().tolist()
+    indices = torch.linspace(count - 1, 0, steps, dtype=torch.float64).round().long().tolist()
     if spacing == "karras":
-        before = [first] if steps > 1 and log_snr[first] < _LEAST_LOG_SNR else []
-        seen = log_snr[: first + 1]
-        root = (-(seen[seen >= _LEAST_LOG_SNR] if before else seen) / 14).exp()  # (sigma / alpha)^(1/7)
+        before = [count - 1] if steps > 1 and log_snr[-1] < _LEAST_LOG_SNR else []
+        root = (-(log_snr[log_snr >= _LEAST_LOG_SNR] if before else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
         wanted = torch.linspace(root[-1].item(), root[0].item(), steps - len(before), dtype=torch.float64)
         nearest = (wanted.log()[:, None] - root.log()).abs().argmin(1).tolist()
         indices = list(dict.fromkeys([*before, *nearest]))
@@ -192,7 +187,6 @@ def sample(
     steps: int = 20,
     spacing: str = "uniform",
     eta: float = 0.0,
-    start_at: int | None = None,
     threshold: Callable[[Tensor], Tensor] | None = None,
     inpaint: Inpaint | None = None,
     on_step: Callable[[int, int], None] | None = None,
@@ -201,10 +195,10 @@ def sample(
 
     Args:
         denoise: Estimates clean pictures: `guided`. It runs once a step; with "heun" twice, except for the last step.
-        x: Standard normal noise (b, c, h, w); or, with `start_at`, pictures at that level.
+        x: Standard normal noise (b, c, h, w).
         draw: Further noise, for ddpm, ddim with eta, and inpainting.
         sampler: One of SAMPLERS.
-        steps, spacing, start_at: As in `sampling_levels`.
+        steps, spacing: As in `sampling_levels`.
         eta: In [0, 1]: noise of ddim, 0 for none.
         threshold: Limits each estimate, such as `dynamic_threshold` or a clamp to [-1, 1].
         inpaint: What to keep of given pictures.
@@ -223,7 +217,7 @@ def sample(
         return out if threshold is None else out._replace(x_start=threshold(out.x_start))
 
     solver = _Solver(estimate, sampler, eta)
-    levels = sampling_levels(schedule, steps, start_at=start_at, spacing=spacing)
+    levels = sampling_levels(schedule, steps, spacing=spacing)
     count = 0
     if inpaint:
         x = inpaint.keep(x, levels[0], draw, count)

@@ -36,11 +36,17 @@ def network(config: dict[str, Any] = TINY) -> open_clip.CLIP:
     return made
 
 
+def write_clip(folder: Path) -> list[str]:
+    """Write the tiny CLIP; returns the flags that name it."""
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    save_file(network().state_dict(), folder / "tiny.safetensors")
+    return ["--clip", str(folder / "tiny.json"), "--clip_weights", str(folder / "tiny.safetensors")]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("clip")
-    (path / "tiny.json").write_text(json.dumps(TINY))
-    save_file(network().state_dict(), path / "tiny.safetensors")
+    write_clip(path)
     torch.save(network().state_dict(), path / "tiny.pt")
     return path
 

@@ -15,6 +15,7 @@ from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
 from models.decoder import Sampling
+from models.diffusion.sampling import sampling_levels
 from models.resizing import cropped
 
 SMALL: dict[str, Any] = {
@@ -24,15 +25,23 @@ SMALL: dict[str, Any] = {
 STAGE = {"noise_schedule": "cosine", "objective": "v", "learned_variance": False}
 
 
-def decoder(seed: int = 0, sizes: Sequence[int] = (8, 16), first: dict[str, Any] | None = None, **more: Any) -> Decoder:
+def decoder(
+    seed: int = 0, sizes: Sequence[int] = (8, 16), first: dict[str, Any] | None = None,
+    stage: dict[str, Any] | None = None, **more: Any,
+) -> Decoder:  # fmt: skip
     """Two Unets, of which the first one takes an image embedding, with weights that are not the initial ones."""
     conditions = {"image_embed_dim": 5, "cond_on_image_embeds": True} if first is None else first
     stages = [
-        {**STAGE, "image_size": size, "unet": {**SMALL, **(conditions if number == 0 else {"lowres_cond": True})}}
+        {
+            **STAGE,
+            **(stage or {}),
+            "image_size": size,
+            "unet": {**SMALL, **(conditions if number == 0 else {"lowres_cond": True})},
+        }
         for number, size in enumerate(sizes)
     ]
     torch.manual_seed(seed)
-    model = Decoder(stages, timesteps=50, **more).eval()
+    model = Decoder(stages, **{"timesteps": 50, **more}).eval()
     for unet in model.unets:
         torch.nn.init.normal_(unet.to_out.weight, std=0.1)
     return model
@@ -135,6 +144,49 @@ def test_a_decoder_guides_away_from_itself_without_effect() -> None:
         {"image_embed": EMBEDDINGS}, noise, Sampling(steps=[3], cond_scale=[2.0]), batch=4, guide=decoder(seed=1)
     )
     assert (other - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("guide", "text"),
+    [
+        ({"sizes": (8,)}, "the guide has 1 Unets and the decoder 2"),
+        ({"sizes": (8, 32)}, "Unet 2 of the guide makes pictures of 32 pixels a side and that of the decoder of 16"),
+        ({"timesteps": 40}, "Unet 1 of the guide has 40 noise levels and that of the decoder 50"),
+        ({"stage": {"noise_schedule": "linear"}}, "Unet 1 of the guide has another noise schedule"),
+        ({"noise_shift": 8}, "Unet 2 of the guide has another noise schedule"),
+        ({"first": {"image_embed_dim": 7, "cond_on_image_embeds": True}}, "takes image_embed of width 7 and that"),
+    ],
+)
+def test_a_guide_that_does_not_fit_is_refused_and_one_of_another_objective_or_without_a_condition_does(
+    guide: dict[str, Any], text: str
+) -> None:
+    def drawn(guide: Decoder) -> Tensor:
+        sampling = Sampling(steps=[2], cond_scale=[2.0])
+        return decoder().sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4, guide=guide)
+
+    with pytest.raises(ValueError, match=text) as raised:
+        drawn(decoder(**guide))
+    assert "\n" not in str(raised.value)
+    for other in ({"first": {}}, {"stage": {"objective": "x_start"}}):
+        assert drawn(decoder(**other)).shape == (4, 3, 16, 16)
+
+
+def test_the_spacing_of_the_noise_levels_reaches_every_unet() -> None:
+    model = decoder()
+    levels: dict[str, list[int]] = {"uniform": [], "karras": []}
+    for spacing, seen in levels.items():
+        hooks = [
+            unet.register_forward_pre_hook(
+                lambda _, inputs, seen=seen: seen.append(int(inputs[1][0])) if inputs[1] is not None else None
+            )
+            for unet in model.unets
+        ]
+        model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), Sampling(steps=[4], spacing=spacing), batch=4)
+        for hook in hooks:
+            hook.remove()
+        of_schedule = [sampling_levels(model.schedule(index), 4, spacing=spacing)[:-1] for index in (0, 1)]
+        assert seen == [level.number for each in of_schedule for level in each]
+    assert levels["uniform"] != levels["karras"]
 
 
 def test_what_is_masked_stays_and_the_rest_is_new() -> None:

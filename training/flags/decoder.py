@@ -117,6 +117,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="how noise becomes a picture")
     add("--sample_timesteps", type=positive_int, nargs="+", default=[20], metavar="STEPS",
         help="steps of the sampler, one number or one for each Unet")
+    add("--spacing", type=str.lower, choices=("uniform", "karras"), default="uniform",
+        help="noise levels that the steps visit: evenly by number; or more of them near pure noise and near the clean "
+        "picture (Karras et al. 2022)")
     add("--cond_scale", type=non_negative_float, nargs="+", default=[1.0], metavar="SCALE",
         help="guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet")
     add("--guidance_interval", type=non_negative_float, nargs=2, metavar=("LOW", "HIGH"),

@@ -9,8 +9,8 @@ from .parser import ArgumentParser
 
 
 def refuse_idle_flags(parser: ArgumentParser, args: argparse.Namespace, *groups: str) -> None:
-    """End with an error if a flag of these groups ("quantizer", "adversary", "videos", "conditioned images") stands on
-    the command line and has no effect beside the other flags."""
+    """End with an error if a flag of these groups ("quantizer", "adversary", "videos", "conditioned images", "clip")
+    stands on the command line and has no effect beside the other flags."""
     for group in groups:
         _GROUPS[group](parser, args)
 
@@ -37,6 +37,10 @@ def _conditioned_images(parser: ArgumentParser, args: argparse.Namespace) -> Non
     by_row = args.image_embeddings is not None or args.text_embeddings is not None
     parser.refuse_idle(args, ["shard_width"], "image_folder", "with {} for the number", "{}" in args.image_folder)
     parser.refuse_idle(args, ["index_width"], "image_embeddings", "PATH", by_row)
+    _clip(parser, args)
+
+
+def _clip(parser: ArgumentParser, args: argparse.Namespace) -> None:
     parser.refuse_idle(args, ["clip_weights"], "clip", "NAME", args.clip is not None)
     if args.clip is not None and args.clip_weights is None:
         parser.error(f"--clip {args.clip} needs the file of its weights: give --clip_weights; nothing is downloaded")
@@ -47,4 +51,5 @@ _GROUPS: dict[str, Callable[[ArgumentParser, argparse.Namespace], None]] = {
     "adversary": _adversary,
     "videos": _videos,
     "conditioned images": _conditioned_images,
+    "clip": _clip,
 }

@@ -146,7 +146,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "sampler": args.sampler, "steps": args.sample_timesteps, "cond_scale": args.cond_scale,
         "interval": args.guidance_interval, "rescale": args.cfg_rescale, "eta": args.ddim_eta,
-        "quantile": args.dynamic_thresholding,
+        "quantile": args.dynamic_thresholding, "spacing": args.spacing,
     }  # fmt: skip
 
 
@@ -185,6 +185,7 @@ def check_unet_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
     """End with an error if a flag on the command line has no effect beside the others."""
+    refuse_idle_sampling_flags(parser, args)
     of_weight = {"min_snr_gamma": "min_snr", "sigmoid_bias": "sigmoid"}
     of_weight |= {"p2_loss_weight_gamma": "p2", "p2_loss_weight_k": "p2"}
     for flag, weight in of_weight.items():
@@ -210,5 +211,14 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
         parser.error("--logit_normal: the standard deviation has to be above 0")
     if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
         parser.error("--blur_sigma: give one width, or the least and the greatest")
+
+
+def refuse_idle_sampling_flags(parser: ArgumentParser, args: argparse.Namespace, *others: str) -> None:
+    """End with an error if the guidance interval is empty, or if a flag of sampling stands on the command line and has
+    no effect beside the other ones; `others` are further flags that need guidance."""
     if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
         parser.error("--guidance_interval: the first number has to be the smaller one")
+    parser.refuse_idle(args, ["ddim_eta"], "sampler", "ddim", args.sampler == "ddim")
+    is_guided = any(scale != 1 for scale in args.cond_scale)
+    of_guidance = ["guidance_interval", "cfg_rescale", *others]
+    parser.refuse_idle(args, of_guidance, "cond_scale", "other than 1, such as 3", is_guided)

@@ -1,0 +1,238 @@
+"""sample.py, with decoders and a CLIP that have random weights."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import sample
+from models.clip import Clip
+from tests.models.test_clip import DIM, TEXT_DIM, write_clip
+from tests.models.test_decoder import decoder
+from tests.scripts import files
+
+CLIP = {"image_embed_dim": DIM, "cond_on_image_embeds": True, "image_embed_scale": 100.0}
+FIRST: dict[str, dict[str, Any]] = {
+    "image": {"image_embed_dim": 30, "cond_on_image_embeds": True},
+    "text": {"text_embed_dim": 32, "cond_on_text_encodings": True, "max_text_len": 12},
+    "none": {},
+    "clip": CLIP,
+    "both": {**CLIP, "text_embed_dim": TEXT_DIM, "cond_on_text_encodings": True},
+}  # fmt: skip
+RING = ["--prompts", "a red ring in the centre"]
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models, of a guide with one Unet, of embeddings, and of pictures."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, first in FIRST.items():
+        decoder(first=first).save_pretrained(folder / name)
+    decoder(first=FIRST["image"], seed=1).save_pretrained(folder / "guide")
+    decoder(first=FIRST["image"], sizes=(8,)).save_pretrained(folder / "short")
+    random = np.random.default_rng(0)
+    for name, shape in (("rows", (2, 30)), ("narrow", (2, 7)), ("texts", (2, 9, 32)), ("long", (2, 13, 32))):
+        np.save(folder / f"{name}.npy", random.normal(size=shape).astype(np.float32))
+    for name, size, value in (("small", 8, 90), ("large", 16, 200), ("photos", 16, 0), ("masks", 16, 0)):
+        (folder / name).mkdir()
+        for number in range(2):
+            pixels = np.full((size, size, 3), value - 60 * number * (name == "large"), np.uint8)
+            if name == "photos":
+                pixels = random.integers(0, 256, (size, size, 3), np.uint8)
+            if name == "masks":
+                pixels[: size // 2] = 255
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clip(at: Path) -> list[str]:
+    """Flags of a tiny CLIP."""
+    return write_clip(at)
+
+
+def drawn(folder: Path, *flags: str | Path) -> dict[str, bytes]:
+    sample.main([*map(str, flags), "--output", str(folder), "--sample_timesteps", "2", "--num_workers", "0"])
+    return {name: content for name, content in files(folder).items() if name.endswith((".png", ".jsonl"))}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str | Path) -> str:
+    with pytest.raises(SystemExit) as raised:
+        drawn(folder, *flags)
+    lines = capsys.readouterr().err.splitlines()
+    assert raised.value.code == 2, lines
+    return str(lines[-1])
+
+
+def labels(pictures: dict[str, bytes]) -> list[str]:
+    return [json.loads(line)["for"] for line in pictures["index.jsonl"].decode().splitlines()]
+
+
+def test_pictures_are_the_same_however_often_and_for_whom_they_are_drawn(at: Path, tmp_path: Path) -> None:
+    flags = ["--model", at / "image", "--count", "3", "--batch_size", "2"]
+    prompts = ["a red circle on the left", "a small blue star top right"]
+    both = drawn(tmp_path / "both", *flags, "--prompts", *prompts)
+    assert labels(both) == [prompt for prompt in prompts for _ in range(3)]
+    assert len({both[f"0000{n}.png"] for n in range(6)}) == 6, "no two pictures are equal"
+    first = drawn(tmp_path / "first", *flags, "--prompts", prompts[0])
+    assert [first[name] == both[name] for name in ("00000.png", "00001.png", "00002.png")] == [True] * 3
+    (tmp_path / "both" / "00003.png").unlink()
+    (tmp_path / "both" / "00004.png").write_bytes(b"half")
+    assert drawn(tmp_path / "both", *flags, "--prompts", *prompts) == both, "the same command completes the folder"
+
+
+def test_pictures_are_enlarged_and_filled_in(at: Path, tmp_path: Path) -> None:
+    model = ["--model", at / "image"]
+    enlarged = drawn(tmp_path / "enlarged", *model, "--start_at_unet", "2", "--images", at / "small")
+    assert len(enlarged) == 3 and Image.open(tmp_path / "enlarged" / "00000.png").size == (16, 16)
+    rows = ["--image_embeddings", at / "rows.npy"]
+    drawn(tmp_path / "filled", *model, *rows, "--images", at / "large", "--masks", at / "masks")
+    pixels = np.asarray(Image.open(tmp_path / "filled" / "00001.png")).astype(int)
+    assert np.abs(pixels[:8] - 140).max() <= 1 and np.abs(pixels[8:] - 140).mean() > 5
+
+
+def test_clip_gives_embeddings_of_images_and_encodings_of_texts(at: Path, clip: list[str], tmp_path: Path) -> None:
+    """Each picture is the one that is drawn for the same embeddings in a file."""
+    network = Clip.from_file(clip[1], clip[3])
+    pixels = [np.asarray(Image.open(at / "photos" / f"{n}.png")) for n in range(2)]
+    np.save(at / "seen.npy", network.embed_images(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)).numpy())
+    texts = ["a red ring", "two blue stars"]
+    of_text, encodings = network.embed_text(network.tokenize(texts))
+    np.save(at / "said.npy", of_text.numpy())
+    np.save(at / "encoded.npy", encodings.numpy())
+    images, seen, encoded = ["--images", at / "photos"], ["--image_embeddings", at / "seen.npy"], at / "encoded.npy"
+    for model, by_clip, by_file in (
+        ("clip", images, seen),
+        ("clip", ["--prompts", *texts], ["--image_embeddings", at / "said.npy"]),  # there is no prior
+        ("both", [*images, "--prompts", *texts], [*seen, "--text_embeddings", encoded]),
+    ):
+        common = ["--model", at / model, "--batch_size", "3"]
+        found = drawn(tmp_path / f"{model}{len(by_clip)}", *common, *by_clip, *clip)
+        same = drawn(tmp_path / f"{model}{len(by_clip)} of files", *common, *by_file)
+        swapped = drawn(tmp_path / f"{model}{len(by_clip)} swapped", *common, *_swapped(tmp_path, by_file))
+        for name in ("00000.png", "00001.png"):
+            assert np.abs(_pixels(found, name) - _pixels(same, name)).max() <= 1  # kernels round by batch
+            assert np.abs(_pixels(found, name) - _pixels(swapped, name)).max() > 3
+        assert labels(found) == (texts if "--prompts" in by_clip else ["0.png", "1.png"])
+
+
+def _swapped(folder: Path, flags: list[Any]) -> list[Any]:
+    """The same flags with files in which two rows have changed places."""
+    said = list(flags)
+    for place in range(1, len(said), 2):
+        np.save(folder / said[place].name, np.load(said[place])[::-1].copy())
+        said[place] = folder / said[place].name
+    return said
+
+
+def _pixels(pictures: dict[str, bytes], name: str) -> Any:
+    return np.asarray(Image.open(io.BytesIO(pictures[name]))).astype(int)
+
+
+def test_a_folder_is_not_continued_with_other_inputs(
+    at: Path, clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each input another content under the same name."""
+    rows, filled = ["--image_embeddings", tmp_path / "rows.npy"], ["--images", tmp_path / "images", "--masks"]
+    many = tmp_path / "many.txt"
+    many.write_text("a red ring in the centre\n" * 1002)
+    guide = ["--cond_scale", "2", "--guide_with", tmp_path / "guide"]
+    image = ["--model", at / "image"]
+
+    def picture(path: Path, value: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((16, 16, 3), value, np.uint8)).save(path)
+
+    def begin() -> None:
+        np.save(tmp_path / "rows.npy", np.ones((1, 30), np.float32))
+        for name in ("images", "masks"):
+            picture(tmp_path / name / "0.png", 200)
+        decoder(first=FIRST["image"], seed=1).save_pretrained(tmp_path / "guide")
+        write_clip(tmp_path)
+
+    begin()
+    weights = Path(clip[3]).read_bytes()
+    of_clip = ["--clip", clip[1], "--clip_weights", tmp_path / "tiny.safetensors"]
+    changes: list[tuple[str, list[Any], Any]] = [
+        ("image_embeddings_sha256", [*image, *rows],
+         lambda: np.save(tmp_path / "rows.npy", np.zeros((1, 30), np.float32))),
+        ("images_sha256", [*image, *rows, *filled, tmp_path / "masks"],
+         lambda: picture(tmp_path / "images" / "0.png", 20)),
+        ("masks_sha256", [*image, *rows, *filled, tmp_path / "masks"],
+         lambda: picture(tmp_path / "masks" / "0.png", 20)),
+        ("guide_with_sha256", [*image, *rows, *guide],
+         lambda: decoder(first=FIRST["image"], seed=2).save_pretrained(tmp_path / "guide")),
+        ("clip_weights_sha256", ["--model", at / "clip", "--prompts", "x", *of_clip],
+         lambda: (tmp_path / "tiny.safetensors").write_bytes(weights[:-4] + bytes(4))),
+        ("labels_sha256", [*image, "--prompt_file", many, "--batch_size", "1002", "--stop_at_unet", "1"],
+         lambda: many.write_text("a red ring in the centre\n" * 1001 + "a red star in the centre")),
+    ]  # fmt: skip
+    for name, said, change in changes:
+        begin()
+        drawn(tmp_path / name, *said)
+        drawn(tmp_path / name, *said)
+        change()
+        assert f"begun with other settings: {name} was " in refusal(capsys, tmp_path / name, *said)
+    begin()
+    often = [*image, *rows, *filled, tmp_path / "masks", "--resample_times"]
+    drawn(tmp_path / "often", *often, "1")
+    assert "resample_times was 1 and is now 2" in refusal(capsys, tmp_path / "often", *often, "2")
+
+
+def test_what_cannot_be_drawn_gives_one_line(
+    at: Path, clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, text, none = (["--model", at / name] for name in ("image", "text", "none"))
+    rows, texts, images = (
+        ["--image_embeddings", at / "rows.npy"], ["--text_embeddings", at / "texts.npy"], ["--images", at / "large"]
+    )  # fmt: skip
+    second, masks = [*image, "--start_at_unet", "2", "--images", at / "small"], ["--masks", at / "masks"]
+    mistakes: list[tuple[list[Any], str]] = [
+        (image, "the model needs a condition"),
+        ([*image, "--prompts", "a red dog on the left"], "is no caption of demo:shapes"),
+        ([*image, "--image_embeddings", at / "narrow.npy"], "the model takes image_embed of width 30"),
+        ([*image, "--image_embeddings", at / "texts.npy"], "has the shape (2, 9, 32)"),
+        ([*image, "--image_embeddings", "nowhere.npy"], "nowhere.npy"),
+        ([*image, "--image_embeddings", at / "large" / "0.png"], "it is no numpy array"),
+        ([*image, "--start_at_unet", "2"], "--start_at_unet 2 needs --images"),
+        ([*image, *RING, *images, "--masks", tmp_path], "no image"),
+        (["--model", "nowhere"], "nowhere"),
+        ([*text, *rows], "--image_embeddings has no effect: the Unets that draw take text_encodings"),
+        ([*text, *texts, *rows], "--image_embeddings has no effect: the Unets that draw take text_encodings"),
+        ([*text, "--text_embeddings", at / "long.npy"], "gives texts of 13 tokens; the model takes at most 12"),
+        ([*image, *texts], "--text_embeddings has no effect: the Unets that draw take image_embed"),
+        ([*image, *RING, *rows], "--prompts has no effect: the Unets that draw take image_embed, which --image_emb"),
+        ([*none, *rows], "--image_embeddings has no effect: the Unets that draw take no condition"),
+        ([*none, *RING], "--prompts has no effect: the Unets that draw take no condition"),
+        ([*second, *RING], "--prompts has no effect: the Unets that draw take no condition"),
+        ([*second, *rows], "--image_embeddings has no effect: the Unets that draw take no condition"),
+        ([*image, *RING, *images], "--images is used for nothing"),
+        ([*image, "--start_at_unet", "5", *images], "Unets 5 to 2 do not exist: the model has 1 to 2"),
+        ([*second, "--stop_at_unet", "1"], "Unets 2 to 1 do not exist"),
+        ([*second, *masks], "--images are filled in or enlarged"),
+        ([*image, *RING, *images, *masks], "2 --images and 1 conditions"),
+        ([*image, *RING, *masks], "--masks needs --images"),
+        ([*image, *RING, *clip[:2]], "needs the file of its weights"),
+        ([*image, *RING, *clip[2:]], "--clip_weights has no effect with --clip None"),
+        ([*image, *rows, *clip], "--clip has nothing to encode"),
+        ([*image, *images, *clip], f"--images gives width {DIM}; the model takes image_embed of width 30"),
+        ([*image, *rows, "--guide_with", at / "guide"], "--guide_with has no effect with --cond_scale [1.0]"),
+        ([*second, "--guide_with", at / "guide", "--cond_scale", "3", "1"], "--guide_with has no effect"),
+        ([*image, *rows, "--guide_with", at / "short", "--cond_scale", "2"], "the guide has 1 Unets"),
+        ([*second, "--cond_scale", "3"], "--cond_scale has no effect: the Unets that draw take no condition"),
+        ([*image, *rows, "--cond_scale", "3", "1", "1"], "--cond_scale has 3 values and the model 2 Unets"),
+        ([*image, *rows, "--ddim_eta", "0.5"], "--ddim_eta has no effect with --sampler dpmpp_2m"),
+        ([*image, *rows, "--cfg_rescale", "0.5"], "--cfg_rescale has no effect with --cond_scale [1.0]"),
+        ([*image, *rows, "--guidance_interval", "1", "2"], "--guidance_interval has no effect with --cond_scale"),
+        ([*image, *rows, "--resample_times", "3"], "--resample_times has no effect with --masks None"),
+    ]  # fmt: skip
+    for number, (said, wanted) in enumerate(mistakes):
+        line = refusal(capsys, tmp_path / f"out{number}", *said)
+        assert wanted in line and not (tmp_path / f"out{number}").exists(), (said, line)
