@@ -301,6 +301,10 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--image_folder", str(tmp_path / "none*.tar")], "none*.tar"),
         (["--image_folder", str(bare)], "has none: put KEY.img_emb.npy"),
         (["--image_folder", str(bare), "--condition_on", "text"], "has none: put KEY.text_emb.npy"),
+        (
+            ["--image_folder", str(captioned), "--image_sizes", "8", "24"],
+            "its shorter side has 20 pixels, fewer than 24",
+        ),
         (["--random_flip"], "--random_flip"),
         (["--resnet_groups", "3"], "resnet_groups 3 must divide"),
         (["--clip", "ViT-B-32"], "ViT-B-32"),

@@ -37,7 +37,8 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("images").add_argument
     add("--image_folder", "--webdataset_base_url", metavar="PATH", default="demo:shapes",
         help="webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for the "
-        "number; or a folder of images with .txt and .npy files beside them; demo:shapes draws captioned images itself")
+        "number; or a folder of images with .txt and .npy files beside them; images smaller than the pictures to draw "
+        "are left out; demo:shapes draws captioned images itself")
     add("--start_shard", type=non_negative_int, default=0, metavar="N", help="number of the first tar")
     add("--end_shard", type=non_negative_int, metavar="N", help="number of the last tar (default: of all)")
     add("--shard_width", type=positive_int, default=6, metavar="DIGITS",
