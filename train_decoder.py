@@ -160,18 +160,17 @@ def evaluate(
     decoder: Decoder,
     feed: Feed[ConditionedBatch],
     unets: Mapping[int, UnetTraining],
-    clip: Clip | None,
+    embed: Callable[[Any], dict[str, Any]],
     backend: distributed.Backend,
 ) -> dict[str, float]:
     """Errors of the trained Unets over the validation split and all processes: means, and by quarter of the noise."""
-    from models.clip import with_embeddings
     from training.measures.unets import UnetErrors
 
     measured = UnetErrors({n: unet.draws.losses_by_noise() for n, unet in unets.items()}, backend.device)
     was_training = decoder.training
     decoder.eval()
     for batch in feed.validation():
-        whole = with_embeddings(batch, clip)
+        whole = embed(batch)
         for number, unet in unets.items():
             measured.add(number, *unet.validation_errors(decoder.unets[number - 1], whole, len(feed.valid_set)))
     decoder.train(was_training)
@@ -210,6 +209,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
     with backend.agreement():
         clip = Clip.from_file(args.clip, args.clip_weights or "", backend.device) if args.clip else None
+    embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
     feed = data.decoder_feed(
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **takes,
@@ -224,7 +224,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
 
     generation = Generation(
-        feed, lambda batch: decoder.training_pictures(with_embeddings(batch, clip), 0)[1],
+        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
         Sampling(**sampling_of(args)), backend, args.seed,
     )  # fmt: skip
     ema = make_ema(decoder, args.ema_decay, args.ema_power)
@@ -234,7 +234,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
-        errors = evaluate(model, feed, unets, clip, backend)
+        errors = evaluate(model, feed, unets, embed, backend)
         is_judged = args.n_evaluation_samples and ema.kept(model) is model and run.due(args.evaluate_every_n_steps)
         return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge()) if is_judged else {})}
 
@@ -249,7 +249,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        batch = with_embeddings(batch, clip)
+        batch = embed(batch)
         for number, engine in engines.items():
             unet = unets[number]
             rate = learning_rate(step, run.progress.total_steps, unet.warmup, args.lr_cosine)

@@ -119,7 +119,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--clip", str(folder / "tiny.json"), "--clip_weights", str(folder / "tiny.safetensors")]
 
 
-def test_every_batch_goes_through_each_tower_of_clip_once_whatever_the_number_of_unets(
+def test_every_batch_goes_once_through_each_tower_of_clip_that_the_condition_needs_whatever_the_number_of_unets(
     clip: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -130,11 +130,16 @@ def test_every_batch_goes_through_each_tower_of_clip_once_whatever_the_number_of
 
     for name in ("embed_images", "embed_text"):
         monkeypatch.setattr(Clip, name, counted(name))
-    for sizes in (["8"], ["8", "16"], ["4", "8", "16"]):
+    both = {"embed_images", "embed_text"}
+    cases: list[tuple[str, list[str], set[str]]] = [
+        ("image,text", ["8"], both), ("image,text", ["8", "16"], both), ("image,text", ["4", "8", "16"], both),
+        ("image", ["8"], {"embed_images"}), ("text", ["8"], {"embed_text"}),
+    ]  # fmt: skip
+    for number, (condition, sizes, towers) in enumerate(cases):
         calls.clear()
-        DECODER.train(tmp_path / str(len(sizes)), *ONE, *clip, "--condition_on", "image,text", "--image_sizes", *sizes)
+        DECODER.train(tmp_path / str(number), *ONE, *clip, "--condition_on", condition, "--image_sizes", *sizes)
         # Two updates, 13 samples to validate in two batches, and the conditions of the picture.
-        assert Counter(calls) == {"embed_images": 5, "embed_text": 5}, sizes
+        assert Counter(calls) == dict.fromkeys(towers, 5), (condition, sizes)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +322,11 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3 guides away from what the model draws"),
         (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),
         (["--evaluate_every_n_steps", "2"], "--evaluate_every_n_steps has no effect"),
+        (["--text_cond_drop_prob", "0.1"], "--text_cond_drop_prob has no effect with --condition_on image; leave"),
+        (["--max_text_len", "77"], "--max_text_len has no effect"),
+        (["--condition_on", "text", "--image_cond_drop_prob", "0.2"], "--image_cond_drop_prob has no effect"),
+        (["--condition_on", "text", "--image_embed_scale", "1"], "--image_embed_scale has no effect"),
+        (["--condition_on", "none", "--clip", "ViT-B-32", "--clip_weights", "w"], "--clip has no effect"),
     ]
     for number, (said, text) in enumerate(mistakes):
         assert text in DECODER.refused(tmp_path / f"run{number}", *said), said

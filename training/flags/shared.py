@@ -58,7 +58,7 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         help="digits at the end of an image's key that are the number of its row")
     add("--clip", metavar="NAME",
         help="compute embeddings from images and texts with this model of open_clip, such as ViT-L-14-quickgelu, or "
-        "the path of its open_clip_config.json")
+        "the path of its open_clip_config.json; longer captions than it takes are cut off at its last token")
     add("--clip_weights", metavar="FILE", help="weights for --clip: safetensors or a plain state dict")
 
     add = parser.add_argument_group("splits").add_argument
