@@ -177,7 +177,7 @@ def evaluate(
     return measured.result(backend.sum)
 
 
-def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device: torch.device) -> Callable[[], Any]:
+def load_judge(args: argparse.Namespace, is_read: bool, clip: Clip | None, device: torch.device) -> Callable[..., Any]:
     """Makes what judges drawn pictures: the measures whose weights are given, and a reader of the demonstration's."""
     from data.images.scenes import drawing, triples_of
     from models.files.published import read_state_dict
@@ -187,8 +187,7 @@ def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
     lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
-    is_readable = clip is None and samples.held_out(1) is not None and "image" in args.condition_on
-    wanted = (lambda batch: triples_of(batch["image_embed"])) if is_readable else None
+    wanted = (lambda batch: triples_of(batch["image_embed"])) if is_read else None
     inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
     return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device)
 
@@ -216,16 +215,17 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     samples: Any = feed.samples
     widths = samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
+    unseen = samples.held_out(args.n_evaluation_samples) if clip is None and takes["takes_image"] else None
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        judge = load_judge(args, samples, clip, backend.device)
+        judge = load_judge(args, unseen is not None, clip, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
 
     generation = Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
-        Sampling(**sampling_of(args)), backend, args.seed,
+        Sampling(**sampling_of(args)), backend, args.seed, unseen,
     )  # fmt: skip
     ema = make_ema(decoder, args.ema_decay, args.ema_power)
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
@@ -236,7 +236,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     def validate(model: Decoder, step: int) -> dict[str, float]:
         errors = evaluate(model, feed, unets, embed, backend)
         is_judged = args.n_evaluation_samples and ema.kept(model) is model and run.due(args.evaluate_every_n_steps)
-        return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge()) if is_judged else {})}
+        return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge) if is_judged else {})}
 
     evaluation = Evaluation(
         cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures", validate=validate,

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import convert
 import sample
 import train_decoder
+from data.images.scenes import is_held_out, triples_of
 from distributed import Backend
 from distributed.collectives import Alone
 from models import Decoder
@@ -47,7 +48,9 @@ def test_the_log_has_the_error_of_each_unet_by_quarter_of_the_noise_and_what_pic
         # 13 stratified levels: the quarters hold 4, 3, 3 and 3 of them, in some order.
         assert min(quarters) < line[f"valid/unet{number}/error"] < max(quarters)
     assert line["valid/loss"] == pytest.approx(line["valid/unet1/error"] + line["valid/unet2/error"])
-    assert all(0 <= line[f"valid/{name}"] <= 1 for name in ("shape", "colour", "place"))
+    assert all(
+        0 <= line[f"valid/{kind}{name}"] <= 1 for name in ("shape", "colour", "place") for kind in ("", "unseen/")
+    )
 
 
 def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit(trained: Path, tmp_path: Path) -> None:
@@ -146,8 +149,8 @@ def test_every_batch_goes_once_through_each_tower_of_clip_that_the_condition_nee
     ("owner", "name", "call"),
     [
         (train_decoder.UnetTraining, "validation_errors", 19),  # of 8 in each validation; two weights, two Unets
-        (Generation, "pictures", 2),  # of two, one for each Unet, at update 4
-        (Generation, "pictures", 4),  # at the last update
+        (Generation, "pictures", 1),  # at update 4
+        (Generation, "pictures", 2),  # at the last update
     ],
     ids=["validating", "drawing", "drawing the last picture"],
 )
@@ -257,10 +260,14 @@ def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradie
 ) -> None:
     sample, errors = Decoder.sample, DECODER.module.UnetTraining.validation_errors
     scales: list[Any] = []
+    sizes: list[int] = []
+    is_unseen: list[set[bool]] = []
     gradients: list[bool] = []
 
     def sampled(self: Decoder, conditions: Any, noise: Any, sampling: Any, **how: Any) -> Any:
         scales.append(list(sampling.cond_scale))
+        sizes.append(how["batch"])
+        is_unseen.append(set(map(is_held_out, triples_of(conditions["image_embed"]))))
         return sample(self, conditions, noise, sampling, **how)
 
     def measured(self: Any, *batch: Any) -> Any:
@@ -271,7 +278,9 @@ def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradie
     monkeypatch.setattr(Decoder, "sample", sampled)
     monkeypatch.setattr(DECODER.module.UnetTraining, "validation_errors", measured)
     DECODER.train(tmp_path, "--max_steps", "1", "--cond_scale", "3", "1", "--n_evaluation_samples", "2")
-    assert scales == [[3.0, 1.0]] * 3, "one evaluation, and a column of pictures for each Unet"
+    assert scales == [[3.0, 1.0]] * 4
+    assert sizes == [2, 2, 4, 4], "seen and unseen combinations, and six rows of pictures of both Unets, four at once"
+    assert is_unseen == [{False}, {True}, {False}, {False}]
     assert gradients and not any(gradients)
 
 

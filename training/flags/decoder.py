@@ -150,7 +150,7 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("evaluation").add_argument
     add("--n_evaluation_samples", type=non_negative_int, default=0, metavar="N",
         help="pictures to draw for conditions of the validation split and to judge by the measures below; those of "
-        "demo:shapes are read, too")
+        "demo:shapes are read, too, and as many of combinations that it never shows")
     add("--evaluate_every_n_steps", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates between two such evaluations, which measure what a validation does too; 0: only at the end")
     add("--fid_weights", metavar="FILE", help="report FID, KID and inception score with these weights of Inception")
