@@ -177,8 +177,8 @@ def evaluate(
     return measured.result(backend.sum)
 
 
-def load_judge(args: argparse.Namespace, is_read: bool, clip: Clip | None, device: torch.device) -> Callable[..., Any]:
-    """Makes what judges drawn pictures: the measures whose weights are given, and a reader of the demonstration's."""
+def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device: torch.device) -> tuple[Any, Any]:
+    """What makes judges of drawn pictures, by the weights that are given; and unseen samples, if they can be read."""
     from data.images.scenes import drawing, triples_of
     from models.files.published import read_state_dict
     from models.perceptual import load_perceptual
@@ -187,9 +187,11 @@ def load_judge(args: argparse.Namespace, is_read: bool, clip: Clip | None, devic
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
     lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
-    wanted = (lambda batch: triples_of(batch["image_embed"])) if is_read else None
+    is_stored = clip is None and "image" in args.condition_on
+    unseen = samples.held_out(args.n_evaluation_samples) if is_stored else None
+    wanted = (lambda batch: triples_of(batch["image_embed"])) if unseen is not None else None
     inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
-    return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device)
+    return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device), unseen
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -209,16 +211,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():
         clip = Clip.from_file(args.clip, args.clip_weights or "", backend.device) if args.clip else None
     embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
-    feed = data.decoder_feed(
+    feed: Any = data.decoder_feed(
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **takes,
     )  # fmt: skip
-    samples: Any = feed.samples
-    widths = samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
-    unseen = samples.held_out(args.n_evaluation_samples) if clip is None and takes["takes_image"] else None
+    widths = feed.samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        judge = load_judge(args, unseen is not None, clip, backend.device)
+        judge, unseen = load_judge(args, feed.samples, clip, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
