@@ -157,26 +157,25 @@ def evaluate(
     decoder: Decoder,
     feed: Feed[ConditionedBatch],
     unets: Mapping[int, UnetTraining],
-    clip: Clip | None,
+    embed: Callable[[Any], dict[str, Any]],
     backend: distributed.Backend,
 ) -> dict[str, float]:
     """Errors of the trained Unets over the validation split and all processes: means, and by quarter of the noise."""
-    from models.clip import with_embeddings
     from training.measures.unets import UnetErrors
 
     measured = UnetErrors({n: unet.draws.losses_by_noise() for n, unet in unets.items()}, backend.device)
     was_training = decoder.training
     decoder.eval()
     for batch in feed.validation():
-        whole = with_embeddings(batch, clip)
+        whole = embed(batch)
         for number, unet in unets.items():
             measured.add(number, *unet.validation_errors(decoder.unets[number - 1], whole, len(feed.valid_set)))
     decoder.train(was_training)
     return measured.result(backend.sum)
 
 
-def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device: torch.device) -> Callable[[], Any]:
-    """Makes what judges drawn pictures: the measures whose weights are given, and a reader of the demonstration's."""
+def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device: torch.device) -> tuple[Any, Any]:
+    """What makes judges of drawn pictures, by the weights that are given; and unseen samples, if they can be read."""
     from data.images.scenes import drawing, triples_of
     from models.files.published import read_state_dict
     from models.perceptual import load_perceptual
@@ -185,10 +184,11 @@ def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
     lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
-    is_readable = clip is None and samples.held_out(1) is not None and "image" in args.condition_on
-    wanted = (lambda batch: triples_of(batch["image_embed"])) if is_readable else None
+    is_stored = clip is None and "image" in args.condition_on
+    unseen = samples.held_out(args.n_evaluation_samples) if is_stored else None
+    wanted = (lambda batch: triples_of(batch["image_embed"])) if unseen is not None else None
     inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
-    return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device)
+    return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device), unseen
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -207,22 +207,22 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
     with backend.agreement():
         clip = Clip.from_file(args.clip, args.clip_weights or "", backend.device) if args.clip else None
-    feed = data.decoder_feed(
+    embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
+    feed: Any = data.decoder_feed(
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **takes,
     )  # fmt: skip
-    samples: Any = feed.samples
-    widths = samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
+    widths = feed.samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        judge = load_judge(args, samples, clip, backend.device)
+        judge, unseen = load_judge(args, feed.samples, clip, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
 
     generation = Generation(
-        feed, lambda batch: decoder.training_pictures(with_embeddings(batch, clip), 0)[1],
-        Sampling(**sampling_of(args)), backend, args.seed,
+        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
+        Sampling(**sampling_of(args)), backend, args.seed, unseen,
     )  # fmt: skip
     ema = make_ema(decoder, args.ema_decay, args.ema_power)
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
@@ -231,9 +231,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
-        errors = evaluate(model, feed, unets, clip, backend)
+        errors = evaluate(model, feed, unets, embed, backend)
         is_judged = args.n_evaluation_samples and ema.kept(model) is model and run.due(args.evaluate_every_n_steps)
-        return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge()) if is_judged else {})}
+        return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge) if is_judged else {})}
 
     evaluation = Evaluation(
         cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures", validate=validate,
@@ -246,7 +246,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        batch = with_embeddings(batch, clip)
+        batch = embed(batch)
         for number, engine in engines.items():
             unet = unets[number]
             rate = learning_rate(step, run.progress.total_steps, unet.warmup, args.lr_cosine)

@@ -1,6 +1,7 @@
 """Speed of train_decoder.py against a bare loop, what gradient checkpointing costs and saves, and seconds of sampling.
 
-The model is that of the demonstration, configs/decoder/demo.yaml: 24 pixels, and crops of 16 of 48 pixels."""
+The model is that of the demonstration, configs/decoder/demo.yaml: 24 pixels, and crops of 16 of 48 pixels. One Unet is
+its first one."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
+import yaml
 
 import train_decoder
+from data.images.scenes import WIDTH
 from models.decoder import Decoder, Sampling
+from training.flags.unets import PER_UNET
 from training.generation import noise_of
 
 from .jobs import GIVE_MEMORY_BACK, PYTHON, JobFailed, measure
@@ -20,8 +24,6 @@ from .training import above_mib, against_bare_loops, peak_mib
 
 _SPEED_GOAL = Goal("ratio", ">=", 0.95)
 _DEMO = ("--config", "configs/decoder/demo.yaml", "--sample_timesteps", "1", "--num_images_save", "1")
-_FIRST = ("--image_sizes", "24", "--dim_mults", "2,4", "--num_resnet_blocks", "2", "--random_crop_sizes", "0",
-          "--switches", "memory_efficient,coordinates", "--cond_scale", "3")  # fmt: skip
 # Whole pictures of the second Unet, so that activations take more memory than PyTorch itself.
 _WHOLE_PICTURES = ("--random_crop_sizes", "0")
 _PICTURES = 4
@@ -31,12 +33,19 @@ def decoder(rounds: int) -> Iterator[Row]:
     """Training in one process, and drawing pictures."""
     goals = {"fused_adam": _SPEED_GOAL, "same_noise": _SPEED_GOAL, "channels_last": None}
     of_script = partial(against_bare_loops, script="train_decoder", rounds=rounds, turns=5, updates=1)
-    yield from of_script("train_decoder.py, one Unet", [*_DEMO, *_FIRST], goals)
+    yield from of_script("train_decoder.py, one Unet", [*_DEMO, *first_unet()], goals)
     yield from of_script("train_decoder.py, two Unets", _DEMO, goals)
     recomputing = [*_DEMO, *_WHOLE_PICTURES, "--gradient_checkpointing"]
     yield from of_script("... --gradient_checkpointing, whole pictures", recomputing, {"fused_adam": None})
     yield from _memory()
     yield from _sampling(rounds)
+
+
+def first_unet() -> list[str]:
+    """Flags that leave the demonstration its first Unet alone."""
+    said = yaml.safe_load(train_decoder.DEMO_CONFIG.read_text())
+    of_first = {name: said[name][0] for name in ("image_sizes", *PER_UNET) if isinstance(said.get(name), list)}
+    return [word for name, value in of_first.items() for word in (f"--{name}", str(value))]
 
 
 def _memory() -> Iterator[Row]:
@@ -63,9 +72,9 @@ def _sampling(rounds: int) -> Iterator[Row]:
     """The same conditions and the same first noise, on the demonstration's Unets before training."""
     parser = train_decoder.build_parser()
     args = parser.parse(_DEMO)
-    model = train_decoder.build_model(args, {"image_embed": 180, "text_encodings": None}).eval()
+    model = train_decoder.build_model(args, {"image_embed": WIDTH, "text_encodings": None}).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    conditions = {"image_embed": torch.randn(_PICTURES, 180, device=model.device)}
+    conditions = {"image_embed": torch.randn(_PICTURES, WIDTH, device=model.device)}
     samplings = [Sampling(name, (n,), args.cond_scale) for name, n in (("dpmpp_2m", 20), ("ddim", 250))]
     _seconds(model, conditions, samplings[0])
     times = [[_seconds(model, conditions, sampling) for sampling in samplings] for _ in range(rounds)]

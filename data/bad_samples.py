@@ -29,7 +29,8 @@ class Unsuitable(ValueError):
 
 
 class Incomplete(Unsuitable):
-    """A sample lacks a part that others have, such as its embedding: it is counted, but not named one by one."""
+    """A sample lacks what others have, such as its embedding or enough pixels: it is counted, but not named one by
+    one."""
 
 
 class BadSampleLog:

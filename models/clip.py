@@ -9,7 +9,7 @@ import contextlib
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +131,21 @@ class Clip(nn.Module):
         return {"clip_score": (drawn[rows], texts), "clip_image_score": (drawn, self.embed_images(batch["images"]))}
 
 
-def with_embeddings(batch: Mapping[str, Any], clip: Clip | None) -> dict[str, Any]:
-    """A batch with what CLIP, if there is one, makes of its images and of the tokens of its captions: image_embed
-    (b, d) and text_encodings (b, L, text_dim). One call of each tower for all Unets."""
-    if clip is None:
-        return dict(batch)
-    text = {"text_encodings": clip.embed_text(batch["tokens"])[1]} if "tokens" in batch else {}
-    return {**batch, "image_embed": clip.embed_images(batch["images"]), **text}
+def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: Collection[str]) -> dict[str, Any]:
+    """A batch with what CLIP, if there is one, makes of it. One call of each tower for all Unets, and none of a tower
+    whose results nobody takes.
+
+    Args:
+        batch: "images" uint8 (b, 3, h, w), and "tokens" int64 (b, L) of the captions.
+        condition_on: "image" adds image_embed (b, d) of the images, "text" text_encodings (b, L, text_dim) of the
+            tokens.
+    """
+    whole = dict(batch)
+    if clip is not None and "image" in condition_on:
+        whole["image_embed"] = clip.embed_images(batch["images"])
+    if clip is not None and "text" in condition_on:
+        whole["text_encodings"] = clip.embed_text(batch["tokens"])[1]
+    return whole
 
 
 @contextlib.contextmanager

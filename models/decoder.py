@@ -202,6 +202,7 @@ class Decoder(Pretrained):
         resample_times: int = 5,
         guide: Decoder | None = None,
         on_step: Callable[[int, int], None] | None = None,
+        on_pictures: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Pictures (b, c, s, s) in [0, 1] of the last size that is asked for.
 
@@ -216,6 +217,8 @@ class Decoder(Pretrained):
             resample_times: See `Inpaint`.
             guide: A weaker decoder to guide away from (autoguidance), with as many Unets, of the same sizes and noise
                 levels, that take no other conditions. It has no effect where `sampling.cond_scale` is 1.
+            on_step: Called with the steps that a Unet has made and those it will make.
+            on_pictures: Called with the pictures (b, c, s', s') in [0, 1] of each Unet, the last one's too.
 
         Raises:
             ValueError: one line, if arguments do not fit the decoder.
@@ -242,27 +245,26 @@ class Decoder(Pretrained):
                 known = resized(inpaint_image, side) * 2 - 1
                 kept = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
                 inpaint = Inpaint(known, kept, resample_times)
+            scale, steps = _of(sampling.cond_scale, index), min(_of(sampling.steps, index), schedule.timesteps)
+            denoise = guided(
+                passes, schedule, scale=scale, interval=sampling.interval, guide=weaker, rescale=sampling.rescale,
+                is_conditional=is_conditional(unet),
+            )  # fmt: skip
             pictures = sample(
-                guided(
-                    passes,
-                    schedule,
-                    scale=_of(sampling.cond_scale, index),
-                    interval=sampling.interval,
-                    guide=weaker,
-                    rescale=sampling.rescale,
-                    is_conditional=is_conditional(unet),
-                ),
+                denoise,
                 schedule,
                 source("first", 0, shape),
                 draw=lambda name, step, source=source, shape=shape: source(name, step, shape),  # type: ignore[misc]
                 sampler=sampling.sampler,
-                steps=min(_of(sampling.steps, index), schedule.timesteps),
+                steps=steps,
                 spacing=sampling.spacing,
                 eta=sampling.eta if sampling.sampler == "ddim" else 0.0,
                 threshold=(lambda x: dynamic_threshold(x, sampling.quantile)) if sampling.quantile else _clipped,
                 inpaint=inpaint,
                 on_step=on_step,
             ).clamp(-1, 1)
+            if on_pictures is not None:
+                on_pictures((pictures + 1) / 2)
         assert pictures is not None
         return (pictures + 1) / 2
 

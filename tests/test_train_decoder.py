@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import convert
 import train_decoder
+from data.images.scenes import is_held_out, triples_of
 from distributed import Backend
 from distributed.collectives import Alone
 from models import Decoder
@@ -42,7 +43,9 @@ def test_the_log_has_the_error_of_each_unet_by_quarter_of_the_noise_and_what_pic
         # 13 stratified levels: the quarters hold 4, 3, 3 and 3 of them, in some order.
         assert min(quarters) < line[f"valid/unet{number}/error"] < max(quarters)
     assert line["valid/loss"] == pytest.approx(line["valid/unet1/error"] + line["valid/unet2/error"])
-    assert all(0 <= line[f"valid/{name}"] <= 1 for name in ("shape", "colour", "place"))
+    assert all(
+        0 <= line[f"valid/{kind}{name}"] <= 1 for name in ("shape", "colour", "place") for kind in ("", "unseen/")
+    )
 
 
 def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit(trained: Path, tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_clip(tmp_path_factory.mktemp("clip"))
 
 
-def test_every_batch_goes_through_each_tower_of_clip_once_whatever_the_number_of_unets(
+def test_every_batch_goes_once_through_each_tower_of_clip_that_the_condition_needs_whatever_the_number_of_unets(
     clip: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -122,19 +125,24 @@ def test_every_batch_goes_through_each_tower_of_clip_once_whatever_the_number_of
 
     for name in ("embed_images", "embed_text"):
         monkeypatch.setattr(Clip, name, counted(name))
-    for sizes in (["8"], ["8", "16"], ["4", "8", "16"]):
+    both = {"embed_images", "embed_text"}
+    cases: list[tuple[str, list[str], set[str]]] = [
+        ("image,text", ["8"], both), ("image,text", ["8", "16"], both), ("image,text", ["4", "8", "16"], both),
+        ("image", ["8"], {"embed_images"}), ("text", ["8"], {"embed_text"}),
+    ]  # fmt: skip
+    for number, (condition, sizes, towers) in enumerate(cases):
         calls.clear()
-        DECODER.train(tmp_path / str(len(sizes)), *ONE, *clip, "--condition_on", "image,text", "--image_sizes", *sizes)
+        DECODER.train(tmp_path / str(number), *ONE, *clip, "--condition_on", condition, "--image_sizes", *sizes)
         # Two updates, 13 samples to validate in two batches, and the conditions of the picture.
-        assert Counter(calls) == {"embed_images": 5, "embed_text": 5}, sizes
+        assert Counter(calls) == dict.fromkeys(towers, 5), (condition, sizes)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
         (train_decoder.UnetTraining, "validation_errors", 19),  # of 8 in each validation; two weights, two Unets
-        (Generation, "pictures", 2),  # of two, one for each Unet, at update 4
-        (Generation, "pictures", 4),  # at the last update
+        (Generation, "pictures", 1),  # at update 4
+        (Generation, "pictures", 2),  # at the last update
     ],
     ids=["validating", "drawing", "drawing the last picture"],
 )
@@ -244,10 +252,14 @@ def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradie
 ) -> None:
     sample, errors = Decoder.sample, DECODER.module.UnetTraining.validation_errors
     scales: list[Any] = []
+    sizes: list[int] = []
+    is_unseen: list[set[bool]] = []
     gradients: list[bool] = []
 
     def sampled(self: Decoder, conditions: Any, noise: Any, sampling: Any, **how: Any) -> Any:
         scales.append(list(sampling.cond_scale))
+        sizes.append(how["batch"])
+        is_unseen.append(set(map(is_held_out, triples_of(conditions["image_embed"]))))
         return sample(self, conditions, noise, sampling, **how)
 
     def measured(self: Any, *batch: Any) -> Any:
@@ -258,7 +270,9 @@ def test_the_scale_of_guidance_reaches_the_pictures_and_validation_has_no_gradie
     monkeypatch.setattr(Decoder, "sample", sampled)
     monkeypatch.setattr(DECODER.module.UnetTraining, "validation_errors", measured)
     DECODER.train(tmp_path, "--max_steps", "1", "--cond_scale", "3", "1", "--n_evaluation_samples", "2")
-    assert scales == [[3.0, 1.0]] * 3, "one evaluation, and a column of pictures for each Unet"
+    assert scales == [[3.0, 1.0]] * 4
+    assert sizes == [2, 2, 4, 4], "seen and unseen combinations, and six rows of pictures of both Unets, four at once"
+    assert is_unseen == [{False}, {True}, {False}, {False}]
     assert gradients and not any(gradients)
 
 
@@ -321,6 +335,10 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--image_folder", str(tmp_path / "none*.tar")], "none*.tar"),
         (["--image_folder", str(bare)], "has none: put KEY.img_emb.npy"),
         (["--image_folder", str(bare), "--condition_on", "text"], "has none: put KEY.text_emb.npy"),
+        (
+            ["--image_folder", str(captioned), "--image_sizes", "8", "24"],
+            "its shorter side has 20 pixels, fewer than 24",
+        ),
         (["--random_flip"], "--random_flip"),
         (["--resnet_groups", "3"], "resnet_groups 3 must divide"),
         (["--clip", "ViT-B-32"], "ViT-B-32"),
@@ -333,6 +351,11 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3 guides away from what the model draws"),
         (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),
         (["--evaluate_every_n_steps", "2"], "--evaluate_every_n_steps has no effect"),
+        (["--text_cond_drop_prob", "0.1"], "--text_cond_drop_prob has no effect with --condition_on image; leave"),
+        (["--max_text_len", "77"], "--max_text_len has no effect"),
+        (["--condition_on", "text", "--image_cond_drop_prob", "0.2"], "--image_cond_drop_prob has no effect"),
+        (["--condition_on", "text", "--image_embed_scale", "1"], "--image_embed_scale has no effect"),
+        (["--condition_on", "none", "--clip", "ViT-B-32", "--clip_weights", "w"], "--clip has no effect"),
     ]
     for number, (said, text) in enumerate(mistakes):
         assert text in DECODER.refused(tmp_path / f"run{number}", *said), said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,9 @@ from .measures.shapes_reader import Reading, ShapesReader
 from .noise import Noise
 from .pictures.images import grid
 
-CHUNK = 16  # pictures that are drawn at once. Kernels may round differently for another number, so it never changes.
+# Pictures that are drawn at once. Kernels may round differently for another number, so it never depends on that of the
+# processes. Few pictures are shown, and no process should draw all of them.
+CHUNK, CHUNK_SHOWN = 16, 4
 _LONGEST_LABEL = 48
 
 Batch = Mapping[str, Any]
@@ -87,8 +90,8 @@ def judges(
     wanted: Callable[[Batch], Sequence[Any]] | None,
     image_size: int,
     device: torch.device,
-) -> Callable[[], PictureJudge]:
-    """Makes empty judges.
+) -> Callable[[bool], PictureJudge]:
+    """Makes empty judges, with True one that only reads what pictures show.
 
     Args:
         inception, lpips, clip: Networks; None leaves out what needs them.
@@ -101,10 +104,10 @@ def judges(
         assert reader is not None and wanted is not None
         return reader.accuracy(pictures, wanted(batch))
 
-    def empty() -> PictureJudge:
+    def empty(only_reads: bool) -> PictureJudge:
         names = clip.cosines if clip else ()
         quality = GenerationQuality(device, inception=inception, lpips=lpips, cosines=names)
-        is_measured = inception or lpips or clip
+        is_measured = (inception or lpips or clip) and not only_reads
         return PictureJudge(
             quality if is_measured else None, clip.compared if clip else None, read if reader else None,
             Reading._fields if reader else (), device,
@@ -131,7 +134,8 @@ class Generation:
     Args:
         conditions: Batch -> the conditions of its pictures, (b, ...) each.
         sampling: How noise becomes pictures, as the decoder takes it.
-        how: Further arguments of the decoder's `sample`.
+        unseen: Samples of combinations that training never shows, of which is read what pictures of them show; None if
+            there are none.
     """
 
     def __init__(
@@ -141,40 +145,55 @@ class Generation:
         sampling: Any,
         processes: Processes,
         seed: int,
-        **how: Any,
+        unseen: Any = None,
     ) -> None:
-        self._feed, self._conditions, self._sampling, self._how = feed, conditions, sampling, how
+        self._feed, self._conditions, self._sampling, self._unseen = feed, conditions, sampling, unseen
         self._processes, self._seed = processes, seed
 
-    def judge(self, decoder: Decoder, count: int, judge: PictureJudge) -> dict[str, float]:
+    def judge(self, decoder: Decoder, count: int, judges: Callable[[bool], PictureJudge]) -> dict[str, float]:
         """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer,
-        and return what the judge says of them. Collective."""
-        for numbers in self._mine(count):
-            batch = self._feed.validation_samples(numbers)
-            pictures = self.pictures(decoder, self._conditions(batch), numbers)
-            wanted = slice(0, min(len(numbers), count - numbers[0]))
-            judge.add({name: value[wanted] for name, value in batch.items()}, pictures[wanted], numbers[wanted])
+        and as many for unseen samples; return what judges say of them, "unseen/..." of the latter. Collective.
+
+        Args:
+            judges: Makes a judge, see the function `judges`.
+        """
+        values = self._judged(decoder, count, judges(False), self._feed.validation_samples)
+        if self._unseen is not None:
+            load = partial(self._feed.others, self._unseen)
+            unseen = self._judged(decoder, count, judges(True), load)
+            values |= {f"unseen/{name}": value for name, value in unseen.items()}
+        return values
+
+    def _judged(
+        self, decoder: Decoder, count: int, judge: PictureJudge, load: Callable[[range], Batch]
+    ) -> dict[str, float]:
+        with self._processes.agreement():  # some processes draw fewer, and wait longer than a collective would
+            for numbers in self._mine(count, CHUNK):
+                batch = load(numbers)
+                pictures = self.pictures(decoder, self._conditions(batch), numbers)
+                wanted = slice(0, min(len(numbers), count - numbers[0]))
+                judge.add({name: value[wanted] for name, value in batch.items()}, pictures[wanted], numbers[wanted])
         return judge.result(self._processes)
 
     def draw(self, decoder: Decoder, shown: Batch) -> Image.Image:
         """A row for each sample: its image, then what each Unet draws for its condition; labelled by its caption.
         Collective; the picture is whole on every process."""
-        conditions = self._conditions(shown)
-        count = len(shown["images"])
-        columns = [shown["images"].float() / 255]
-        for number in range(1, len(decoder.image_sizes) + 1):
-            drawn, places = [], []
-            for numbers in self._mine(count):
-                rows = torch.tensor([place % count for place in numbers], device=columns[0].device)
+        conditions, images = self._conditions(shown), shown["images"].float() / 255
+        count, places = len(images), []
+        drawn: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
+        with self._processes.agreement():
+            for numbers in self._mine(count, CHUNK_SHOWN):
+                rows = torch.tensor([place % count for place in numbers], device=images.device)
                 of_rows = {name: value[rows] for name, value in conditions.items()}
                 n_wanted = min(len(numbers), count - numbers[0])
-                drawn.append(self.pictures(decoder, of_rows, numbers, stop_at=number)[:n_wanted])
                 places += list(numbers)[:n_wanted]
-            side = decoder.image_sizes[number - 1]
-            mine = torch.cat([columns[0].new_zeros(0, columns[0].shape[1], side, side), *drawn])
-            everywhere = self._processes.gather(mine)
-            order = [place for of_rank in self._processes.gather_objects(places) for place in of_rank]
-            columns.append(everywhere[torch.tensor(order).argsort().to(everywhere.device)])
+                of_unets: list[Tensor] = []
+                self.pictures(decoder, of_rows, numbers, on_pictures=of_unets.append)
+                for column, pictures in zip(drawn, of_unets, strict=True):
+                    column.append(pictures[:n_wanted])
+        order = [place for of_rank in self._processes.gather_objects(places) for place in of_rank]
+        by_place = torch.tensor(order).argsort().to(images.device)
+        columns = [images, *(self._processes.gather(torch.cat(column))[by_place] for column in drawn)]
         largest = max(column.shape[-1] for column in columns)
         same = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
         rows_of = torch.stack(same, dim=1)
@@ -189,13 +208,13 @@ class Generation:
         with self._processes.autocast():
             return decoder.sample(
                 conditions, noise, self._sampling, batch=len(numbers),
-                on_step=lambda done, total: self._processes.mark("drawing pictures"), **{**self._how, **how},
+                on_step=lambda done, total: self._processes.mark("drawing pictures"), **how,
             )  # fmt: skip
 
-    def _mine(self, count: int) -> Iterator[range]:
+    def _mine(self, count: int, chunk: int) -> Iterator[range]:
         """The numbers of the pictures that this process draws, in chunks of one size; those from `count` on only fill
         the last chunk."""
-        size = min(CHUNK, count)
+        size = min(chunk, count)
         for first in range(self._processes.rank * size, count, self._processes.world_size * size):
             yield range(first, first + size)
 

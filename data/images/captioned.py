@@ -156,7 +156,8 @@ class _InFolder:
 def open_captioned(
     spec: str, *, image_size: int, shards: Shards = ALL_SHARDS, flip: bool = False, seed: int = 0
 ) -> CaptionedFiles:
-    """Open a set of images with captions: a folder, or tars, named as for `open_images`, or by a path with `{}`.
+    """Open a set of images with captions: a folder, or tars, named as for `open_images`, or by a path with `{}`. Images
+    whose shorter side has fewer than `image_size` pixels are `Incomplete`: a model that draws would learn their blur.
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
@@ -170,7 +171,7 @@ def open_captioned(
         if shards.first or shards.last is not None:
             raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} is a folder of images")
         places = _InFolder(path, files.names)
-    images = ImageFiles(places.images, image_size=image_size, flip=flip, seed=seed)
+    images = ImageFiles(places.images, image_size=image_size, flip=flip, seed=seed, enlarge=False)
     return CaptionedFiles(places, images, shards)
 
 

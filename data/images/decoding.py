@@ -12,6 +12,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from ..bad_samples import Incomplete
 from ..files.source import Source, open_source
 from ..hashing import derive_key
 
@@ -33,35 +34,38 @@ _UPRIGHT = {
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode_image(path: str, image_size: int, channels: int) -> Tensor:
+def decode_image(path: str, image_size: int, channels: int, enlarge: bool = True) -> Tensor:
     """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped.
 
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha.
     Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
-    more than 179 million pixels, which Pillow refuses as a decompression bomb.
+    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
+    shorter side has fewer than `image_size` pixels.
     """
     with open(path, "rb") as file:
-        return decode_image_file(file, image_size, channels)
+        return decode_image_file(file, image_size, channels, enlarge)
 
 
-def decode_source(source: Source, image_size: int, channels: int) -> Tensor:
+def decode_source(source: Source, image_size: int, channels: int, enlarge: bool = True) -> Tensor:
     """`decode_image` of a file, or of the part of a tar that holds one."""
     if source.size is None:
-        return decode_image(source.path, image_size, channels)
+        return decode_image(source.path, image_size, channels, enlarge)
     with open_source(source) as file, io.BufferedReader(file, _BUFFER) as buffered:
         try:
-            return decode_image_file(buffered, image_size, channels)
+            return decode_image_file(buffered, image_size, channels, enlarge)
         except ValueError:
             if file.error:  # Pillow saw the end of the file instead
                 raise file.error from None
             raise
 
 
-def decode_image_file(file: BinaryIO, image_size: int, channels: int) -> Tensor:
+def decode_image_file(file: BinaryIO, image_size: int, channels: int, enlarge: bool = True) -> Tensor:
     """`decode_image` of an open file that can be read at random."""
     try:
-        pixels = np.asarray(_with_channels(_decode(file, image_size), channels)).transpose(2, 0, 1)
+        pixels = np.asarray(_with_channels(_decode(file, image_size, enlarge), channels)).transpose(2, 0, 1)
         return torch.from_numpy(np.ascontiguousarray(pixels))
+    except Incomplete:
+        raise
     except UnidentifiedImageError:
         is_empty = file.seek(0, os.SEEK_END) == 0
         reason = "the file is empty" if is_empty else f"the content is none of {', '.join(_FORMATS)}"
@@ -75,9 +79,11 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
-def _decode(file: BinaryIO, size: int) -> Image.Image:
+def _decode(file: BinaryIO, size: int, enlarge: bool) -> Image.Image:
     """Open file -> upright square of mode L, RGB or RGBA."""
     with Image.open(file, formats=_FORMATS) as image:
+        if not enlarge and min(image.size) < size:
+            raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {size}")
         width, height = _decode_small(image, size)
         square = _resize_and_crop(_resizable(image), width, height, size)
         orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors

@@ -28,19 +28,26 @@ class Images(Samples, Protocol):
 
 
 class ImageFiles:
-    """Images in files or in tars. See `Images` for the methods."""
+    """Images in files or in tars. See `Images` for the methods.
+
+    Args:
+        enlarge: Whether images whose shorter side has fewer than `image_size` pixels are enlarged; else `load` raises
+            `Incomplete` for them.
+    """
 
     def __init__(
-        self, places: Places, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0
-    ) -> None:
+        self, places: Places, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0,
+        enlarge: bool = True,
+    ) -> None:  # fmt: skip
         self.places, self.describe, self.name = places, places.describe, places.name
         self.image_size, self.channels, self.flip, self.seed = image_size, channels, flip, seed
+        self.enlarge = enlarge
 
     def __len__(self) -> int:
         return len(self.places)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        image = decode_source(self.places.source(index), self.image_size, self.channels)
+        image = decode_source(self.places.source(index), self.image_size, self.channels, self.enlarge)
         return randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image
 
 

@@ -18,10 +18,12 @@ import data.feed
 import train_decoder
 from benchmarks.bare import VARIANTS, bare_loop
 from benchmarks.bare_decoder import bare_updates
+from benchmarks.decoder import first_unet
 from benchmarks.gan import GAMES, _bare, _ours
 from benchmarks.loading import plain_decode, write_photos
 from benchmarks.video_loading import plain_clip, write_videos
 from data.files.source import Source
+from data.images.scenes import WIDTH
 from data.stream import TrainingStream
 from data.videos.decoding import ClipDecoder
 from models import Decoder, DiscreteVAE
@@ -94,7 +96,7 @@ def test_the_bare_loop_makes_the_updates_of_train_decoder(tmp_path: Path, monkey
     trained = DECODER.train(tmp_path, *said)
     assert len(batches) == 3
     args = DECODER.arguments_of(tmp_path)
-    model = train_decoder.build_model(args, {"image_embed": 30, "text_encodings": None})
+    model = train_decoder.build_model(args, {"image_embed": WIDTH, "text_encodings": None})
     start = of_each_unet(model)
     loop = bare_updates(model, args, batches, VARIANTS["same_noise"])
     for _ in batches:
@@ -103,6 +105,13 @@ def test_the_bare_loop_makes_the_updates_of_train_decoder(tmp_path: Path, monkey
     for before, after, expected in zip(start, ours, of_each_unet(model), strict=True):
         assert (after - before).abs().median() > 3e-4
         assert (after - expected).abs().mean() < 1e-7
+
+
+def test_one_unet_is_the_first_of_the_demonstration() -> None:
+    parser, demo = train_decoder.build_parser(), ["--config", str(train_decoder.DEMO_CONFIG)]
+    both = (parser.parse([*demo, *more]) for more in ([], first_unet()))
+    whole, first = (train_decoder.build_model(args, {"image_embed": WIDTH, "text_encodings": None}) for args in both)
+    assert first.config["stages"] == whole.config["stages"][:1]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

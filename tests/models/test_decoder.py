@@ -126,9 +126,11 @@ def test_a_step_is_one_pass_and_conditions_are_computed_once(
 
 def test_a_cascade_in_two_calls_is_the_cascade_in_one() -> None:
     model, noise, sampling = decoder(), noise_of(range(4)), Sampling(steps=[3, 4])
-    whole = model.sample({"image_embed": EMBEDDINGS}, noise, sampling, batch=4)
+    both: list[torch.Tensor] = []
+    whole = model.sample({"image_embed": EMBEDDINGS}, noise, sampling, batch=4, on_pictures=both.append)
     small = model.sample({"image_embed": EMBEDDINGS}, noise, sampling, batch=4, stop_at=1)
     assert small.shape == (4, 3, 8, 8)
+    assert [torch.equal(ours, other) for ours, other in zip(both, (small, whole), strict=True)] == [True, True]
     parts = model.sample({}, noise, sampling, batch=4, start_at=2, images=small)
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)  # in [0, 1] and back to [-1, 1] rounds once
 

@@ -28,6 +28,7 @@ def add_decoder_arguments(parser: argparse.ArgumentParser) -> None:
         help="take its flags from a training configuration of DALLE2-pytorch, YAML or JSON; those of --config and of "
         "the command line override them; what has no flag is refused by name")
     add_unet_arguments(parser)
+    add_condition_arguments(parser)
     add_cascade_arguments(parser)
     add_diffusion_arguments(parser)
     add_sampling_arguments(parser)
@@ -54,6 +55,11 @@ def add_unet_arguments(parser: argparse.ArgumentParser) -> None:
         help="groups of the group normalisations")
     add("--switches", type=Names(*SWITCHES), nargs="+", default=[()], metavar="NAME,...",
         help=f"none, or a comma list of {', '.join(SWITCHES)}")
+
+
+def add_condition_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of what the first Unet of a cascade is given."""
+    add = parser.add_argument_group("conditions").add_argument
     add("--condition_on", type=Names("image", "text"), default="image", metavar="NAMES",
         help="what the first Unet is given: none, or a comma list of image, text")
     add("--image_embed_scale", type=non_negative_float, default=0.0, metavar="X",
@@ -61,45 +67,46 @@ def add_unet_arguments(parser: argparse.ArgumentParser) -> None:
         "about 1")
     add("--max_text_len", type=positive_int, default=256, metavar="TOKENS",
         help="text encodings are padded to so many tokens; longer ones are refused")
+    add("--image_cond_drop_prob", type=fraction, default=0.1, metavar="P",
+        help="share of samples that train without their image embedding, for guidance")
+    add("--text_cond_drop_prob", type=fraction, default=0.5, metavar="P",
+        help="share of samples that train without their text, for guidance")
 
 
 def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the noise schedules and the losses of a cascade."""
     add = parser.add_argument_group("diffusion (one value for all Unets, or one for each)").add_argument
-    add("--timesteps", type=positive_int, default=1000, metavar="LEVELS", help="noise levels")
     add("--noise_schedule", "--beta_schedule", type=str.lower, choices=SCHEDULES, nargs="+", default=["cosine"],
         help="how the signal-to-noise ratio falls over the noise levels")
+    add("--objective", type=str.lower, choices=("noise", "x_start", "v", "flow"), nargs="+", default=["v"],
+        help="what a Unet predicts")
+    add("--loss_weight", type=str.lower, choices=("none", "min_snr", "p2", "sigmoid", "learned"), nargs="+",
+        default=["none"], help="weight of the loss by noise level")
+    add("--learned_variance", type=int, choices=(0, 1), nargs="+", default=[0], metavar="0|1",
+        help="also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)")
+    add("--random_crop_sizes", type=non_negative_int, nargs="+", default=[0], metavar="PIXELS",
+        help="train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of all "
+        "upsampling Unets, in a list the first is 0")
+    add = parser.add_argument_group("diffusion (the same for all Unets)").add_argument
+    add("--timesteps", type=positive_int, default=1000, metavar="LEVELS", help="noise levels")
     add("--zero_terminal_snr", action=argparse.BooleanOptionalAction, default=True,
         help="the highest noise level is noise alone (Lin et al. 2023)")
     add("--noise_shift", type=positive_int, metavar="PIXELS",
         help="more noise for larger pictures: shift the log SNR by 2 log(PIXELS / side) (Hoogeboom et al. 2023)")
-    add("--objective", type=str.lower, choices=("noise", "x_start", "v", "flow"), nargs="+", default=["v"],
-        help="what a Unet predicts")
     add("--loss_type", choices=("l2", "l1", "huber"), default="l2", help="distance of prediction and target")
-    add("--loss_weight", type=str.lower, choices=("none", "min_snr", "p2", "sigmoid", "learned"), nargs="+",
-        default=["none"], help="weight of the loss by noise level")
     add("--min_snr_gamma", type=positive_float, default=5.0, metavar="GAMMA", help="of min_snr (Hang et al. 2023)")
     add("--p2_loss_weight_gamma", type=non_negative_float, default=1.0, metavar="GAMMA",
         help="gamma of p2 (Choi et al. 2022)")
     add("--p2_loss_weight_k", type=positive_float, default=1.0, metavar="K", help="k of p2")
     add("--sigmoid_bias", type=float, default=-1.0, metavar="B", help="bias of sigmoid (Hoogeboom et al. 2024)")
-    add("--learned_variance", type=int, choices=(0, 1), nargs="+", default=[0], metavar="0|1",
-        help="also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)")
     add("--vb_loss_weight", type=non_negative_float, default=0.001, metavar="WEIGHT",
         help="weight of the variational bound that trains a learned variance, as a sum over all levels")
-    add("--image_cond_drop_prob", type=fraction, default=0.1, metavar="P",
-        help="share of samples that train without their image embedding, for guidance")
-    add("--text_cond_drop_prob", type=fraction, default=0.5, metavar="P",
-        help="share of samples that train without their text, for guidance")
     add("--time_sampling", type=str.lower, choices=("uniform", "logit_normal"), default="uniform",
         help="distribution of noise levels in training")
     add("--logit_normal", type=float, nargs=2, default=[0.0, 1.0], metavar=("MEAN", "STD"),
         help="of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise")
     add("--stratified_times", action=argparse.BooleanOptionalAction, default=True,
         help="spread the noise levels of a batch evenly: less variance, the same expectation")
-    add("--random_crop_sizes", type=non_negative_int, nargs="+", default=[0], metavar="PIXELS",
-        help="train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of all "
-        "upsampling Unets, in a list the first is 0")
     add("--lowres_condition", type=str.lower, choices=("noise", "blur", "none"), default="blur",
         help="what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before")
     add("--blur_prob", type=fraction, default=0.5, metavar="P", help="share of conditions that are blurred")
@@ -135,7 +142,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of how the Unets of a cascade are trained and judged."""
-    add = parser.add_argument_group("training (rates and decay: one value for all Unets, or one for each)").add_argument
+    add = parser.add_argument_group("training (rate, warm-up and decay: one value, or one for each Unet)").add_argument
     add("--train_unets", type=positive_int, nargs="+", metavar="NUMBER",
         help="numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)")
     add("--init_from", metavar="DIR", help="start from a model/ folder")
@@ -149,7 +156,7 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("evaluation").add_argument
     add("--n_evaluation_samples", type=non_negative_int, default=0, metavar="N",
         help="pictures to draw for conditions of the validation split and to judge by the measures below; those of "
-        "demo:shapes are read, too")
+        "demo:shapes are read, too, and as many of combinations that it never shows")
     add("--evaluate_every_n_steps", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates between two such evaluations, which measure what a validation does too; 0: only at the end")
     add("--fid_weights", metavar="FILE", help="report FID, KID and inception score with these weights of Inception")

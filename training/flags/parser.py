@@ -147,8 +147,9 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         idle = [] if is_met else [flag for flag in flags if flag in args.on_command_line]
         if idle:
-            now = f"--{other} {getattr(args, other)}"
-            self.error(f"--{idle[0]} has no effect with {now}; leave it out, or give --{other} {needed}")
+            value = getattr(args, other)
+            now = (",".join(value) or "none") if isinstance(value, tuple) else value
+            self.error(f"--{idle[0]} has no effect with --{other} {now}; leave it out, or give --{other} {needed}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.

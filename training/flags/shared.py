@@ -37,7 +37,8 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("images").add_argument
     add("--image_folder", "--webdataset_base_url", metavar="PATH", default="demo:shapes",
         help="webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for the "
-        "number; or a folder of images with .txt and .npy files beside them; demo:shapes draws captioned images itself")
+        "number; or a folder of images with .txt and .npy files beside them; images smaller than the pictures to draw "
+        "are left out; demo:shapes draws captioned images itself")
     add("--start_shard", type=non_negative_int, default=0, metavar="N", help="number of the first tar")
     add("--end_shard", type=non_negative_int, metavar="N", help="number of the last tar (default: of all)")
     add("--shard_width", type=positive_int, default=6, metavar="DIGITS",
@@ -57,7 +58,7 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         help="digits at the end of an image's key that are the number of its row")
     add("--clip", metavar="NAME",
         help="compute embeddings from images and texts with this model of open_clip, such as ViT-L-14-quickgelu, or "
-        "the path of its open_clip_config.json")
+        "the path of its open_clip_config.json; longer captions than it takes are cut off at its last token")
     add("--clip_weights", metavar="FILE", help="weights for --clip: safetensors or a plain state dict")
 
     add = parser.add_argument_group("splits").add_argument

@@ -200,6 +200,12 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
     parser.refuse_idle(args, several, "image_sizes", "of several Unets", len(args.image_sizes) > 1)
     of_judging = ["fid_weights", "lpips_weights", "evaluate_every_n_steps"]
     parser.refuse_idle(args, of_judging, "n_evaluation_samples", "above 0", args.n_evaluation_samples > 0)
+    for kind, flags in {"image": ["image_embed_scale"], "text": ["max_text_len"]}.items():
+        flags = [f"{kind}_cond_drop_prob", *flags]
+        with_it = ",".join(sorted({*args.condition_on, kind}))
+        parser.refuse_idle(args, flags, "condition_on", with_it, kind in args.condition_on)
+    is_clip_used = bool(args.condition_on) or args.n_evaluation_samples > 0
+    parser.refuse_idle(args, ["clip"], "condition_on", "image or text, or give --n_evaluation_samples", is_clip_used)
     dropped = {"image": args.image_cond_drop_prob, "text": args.text_cond_drop_prob}
     never = [kind for kind in args.condition_on if not dropped[kind]]
     if args.cond_scale[0] != 1 and never:

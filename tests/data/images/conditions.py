@@ -30,9 +30,9 @@ def arguments(**changed: Any) -> argparse.Namespace:
     return args
 
 
-def picture(number: int) -> bytes:
+def picture(number: int, size: tuple[int, int] = (12, 12)) -> bytes:
     content = io.BytesIO()
-    Image.new("RGB", (12, 12), (number % 256, number * 7 % 256, 255 - number % 256)).save(content, "png")
+    Image.new("RGB", size, (number % 256, number * 7 % 256, 255 - number % 256)).save(content, "png")
     return content.getvalue()
 
 

@@ -120,6 +120,16 @@ def test_an_image_without_a_caption_has_an_empty_one(tmp_path):
     assert [found.load(i)["captions"] for i in range(3)] == ["image 0", "", "image 2"]
 
 
+def test_an_image_that_would_have_to_be_enlarged_is_missing(tmp_path):
+    sizes = {0: (7, 30), 1: (30, 7), 2: (8, 8), 3: (8, 30)}
+    but = {number: {**members(number, "npy"), "png": picture(number, size)} for number, size in sizes.items()}
+    found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
+    for index in (0, 1):
+        with pytest.raises(Incomplete, match="its shorter side has 7 pixels, fewer than 8"):
+            found.load(index)
+    assert [found.load(index)["images"].shape for index in (2, 3)] == [(3, 8, 8)] * 2
+
+
 def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_damaged(tmp_path):
     nan = embedding(5)
     nan[2] = np.nan

@@ -1,0 +1,83 @@
+"""Drawing pictures over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.training.processes import OneProcess
+from training.generation import CHUNK, CHUNK_SHOWN, Generation
+
+
+class Recorded(OneProcess):
+    """The first of two processes; remembers what is done in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size, self.events = 2, list[str]()
+        self.agreement, self.gather = self._agreement, self._gather  # type: ignore[assignment]
+
+    @contextmanager
+    def _agreement(self) -> Iterator[None]:
+        yield
+        self.events.append("meets the others")
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        yield
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """As if the other process had drawn the same."""
+        self.events.append("collective")
+        return torch.cat([tensor, tensor])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.events.append("collective")
+        return [value, value]
+
+
+class Judge:
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.numbers = events, list[int]()
+
+    def add(self, batch: Any, pictures: Tensor, numbers: range) -> None:
+        self.numbers += numbers
+
+    def result(self, processes: Any) -> dict[str, float]:
+        self.events.append("collective")
+        return {"shape": 1.0}
+
+
+def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_collective() -> None:
+    """Drawing lasts longer on one process than a collective waits."""
+    processes, sizes = Recorded(), list[int]()
+
+    class Decoder:
+        image_sizes = (2, 4)
+
+        def sample(self, *given: Any, batch: int, on_pictures: Any = None, **how: Any) -> Tensor:
+            sizes.append(batch)
+            processes.events.append("draws")
+            for side in self.image_sizes:
+                (on_pictures or (lambda pictures: None))(torch.zeros(batch, 3, side, side))
+            return torch.zeros(batch, 3, 4, 4)
+
+    class Feed:
+        def validation_samples(self, numbers: range) -> dict[str, Any]:
+            return {"images": torch.zeros(len(numbers), 3, 4, 4)}
+
+    generation = Generation(Feed(), lambda batch: {}, None, processes, 0)
+    n = 2 * CHUNK_SHOWN
+    generation.draw(Decoder(), {"images": torch.zeros(n, 3, 4, 4), "captions": [""] * n})
+    assert sizes == [CHUNK_SHOWN]
+    assert processes.events[:2] == ["draws", "meets the others"] and set(processes.events[2:]) == {"collective"}
+
+    processes.events.clear()
+    judge = Judge(processes.events)
+    assert generation.judge(Decoder(), 3 * CHUNK - 1, lambda only_reads: judge) == {"shape": 1.0}
+    assert judge.numbers == [*range(CHUNK), *range(2 * CHUNK, 3 * CHUNK - 1)], "every second chunk"
+    assert processes.events == ["draws", "draws", "meets the others", "collective"]
