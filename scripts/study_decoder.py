@@ -33,6 +33,7 @@ from training.measures.shapes_reader import ShapesReader
 from training.pictures.images import grid
 
 SCALES = (1.0, 1.5, 2.0, 3.0, 5.0)
+INTERVAL = (0.5, 3.0)  # as in the configuration of the demonstration
 SEED = 1  # of scenes that no run of the demonstration has seen, and of the noise
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ class Study:
         for begin in range(0, len(numbers), CHUNK):
             part = list(numbers[begin : begin + CHUNK])
             given = {} if conditions is None else {"image_embed": conditions[begin : begin + CHUNK]}
-            how = Sampling(**{"steps": [20], "cond_scale": [3.0, 1.0], **sampling})
+            how = Sampling(**{"steps": [20], "cond_scale": [3.0, 1.0], "interval": INTERVAL, **sampling})
             drawn.append(self.decoder.sample(given, noise_of(SEED, part, CPU), how, batch=len(part), stop_at=stop_at))
         return torch.cat(drawn)
 
