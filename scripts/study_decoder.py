@@ -33,7 +33,7 @@ from training.measures.shapes_reader import ShapesReader
 from training.pictures.images import grid
 
 SCALES = (1.0, 1.5, 2.0, 3.0, 5.0)
-INTERVAL = (0.5, 3.0)  # as in the configuration of the demonstration
+INTERVAL = (0.2, 5.0)  # as in the configuration of the demonstration
 SEED = 1  # of scenes that no run of the demonstration has seen, and of the noise
 CPU = torch.device("cpu")
 
