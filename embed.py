@@ -230,20 +230,20 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     return 0
 
 
-def stages_of(args: argparse.Namespace) -> list[Callable[..., int]]:
-    """The stages that the flags ask for, in order. Raises UserMistake, in one line, if a flag lacks one it needs."""
+def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Callable[..., int]]:
+    """The stages that the flags ask for, in order. Ends with one line if a flag lacks one it needs."""
     searching = bool(args.query or args.query_file)
     asked = {"audio": bool(args.audio), "query": searching, "fit_quantizer": bool(args.fit_quantizer)}
     args.index = args.index or args.output
     for flag, others in NEEDS.items():
         if not asked[flag] and (unused := [name for name in others if name in args.explicit]):
-            raise distributed.UserMistake(f"--{unused[0]} is for --{flag}; leave it out, or say --{flag}")
+            parser.error(f"--{unused[0]} is for --{flag}; leave it out, or say --{flag}")
     if not (any(asked.values()) or args.quantizer):
-        raise distributed.UserMistake("nothing to do: say --audio, --query, --fit_quantizer or --quantizer")
+        parser.error("nothing to do: say --audio, --query, --fit_quantizer or --quantizer")
     if (args.audio or searching) and not args.model:
-        raise distributed.UserMistake("--audio and --query need --model, the model/ folder of a run of train_mulan.py")
+        parser.error("--audio and --query need --model, the model/ folder of a run of train_mulan.py")
     if (args.audio and not args.output) or not args.index:
-        raise distributed.UserMistake("which index? say --index, or --output beside --audio to make one")
+        parser.error("which index? say --index, or --output beside --audio to make one")
     quantizing = args.quantizer and not searching
     stages = {make_index: args.audio, fit_quantizer: args.fit_quantizer, write_codes: quantizing, search: searching}
     return [stage for stage, is_asked in stages.items() if is_asked]
@@ -252,12 +252,8 @@ def stages_of(args: argparse.Namespace) -> list[Callable[..., int]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    try:
-        stages = stages_of(args)
-        with distributed.for_inference(args) as backend:
-            run_stages(stages, args, backend)
-    except distributed.UserMistake as mistake:
-        parser.error(str(mistake))
+    stages = stages_of(parser, args)
+    distributed.launch_inference(lambda backend: run_stages(stages, args, backend), parser, args)
 
 
 if __name__ == "__main__":

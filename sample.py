@@ -316,11 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
     check_flags(parser, args)
-    try:
-        with distributed.for_inference(args) as backend:
-            run_stages([draw], args, backend)
-    except distributed.UserMistake as mistake:
-        parser.error(str(mistake))
+    distributed.launch_inference(lambda backend: run_stages([draw], args, backend), parser, args)
 
 
 if __name__ == "__main__":

@@ -205,11 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse(argv)
     if args.decode and (unused := [f"--{name}" for name in ENCODING_ONLY if name in args.explicit]):
         parser.error(f"{unused[0]} is for encoding; leave it out beside --decode")
-    try:
-        with distributed.for_inference(args) as backend:
-            run_stages([decode if args.decode else encode], args, backend)
-    except distributed.UserMistake as mistake:
-        parser.error(str(mistake))
+    distributed.launch_inference(
+        lambda backend: run_stages([decode if args.decode else encode], args, backend), parser, args
+    )
 
 
 if __name__ == "__main__":

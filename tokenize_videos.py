@@ -184,11 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stage, idle, when = (decode, ENCODING_ONLY, "encoding") if args.decode else (encode, ("format",), "--decode")
     if unused := [f"--{name}" for name in idle if name in args.explicit]:
         parser.error(f"{unused[0]} is for {when} alone; leave it out")
-    try:
-        with distributed.for_inference(args) as backend:
-            run_stages([stage], args, backend)
-    except distributed.UserMistake as mistake:
-        parser.error(str(mistake))
+    distributed.launch_inference(lambda backend: run_stages([stage], args, backend), parser, args)
 
 
 if __name__ == "__main__":

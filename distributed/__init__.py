@@ -164,10 +164,17 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
     return backend(launch, options, args)
 
 
-def for_inference(args: argparse.Namespace) -> Backend:
-    """Like `from_args`, for a script that trains nothing: the processes share no batch, and `args` needs no flags of
-    training. Sets `args.fresh` to False if the launcher starts a job again."""
+def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse.Namespace) -> None:
+    """Like `launch`, for a script that trains nothing: connect the processes and call ``run(backend)``. The processes
+    share no batch, and `args` needs no flags of training. Sets `args.fresh` to False if the launcher starts a job
+    again."""
     args.fresh = args.fresh and not launched_again()
     without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}
-    return from_args(argparse.Namespace(**{**vars(args), **without_training, "batch_size": 0, "explicit": explicit}))
+    try:
+        with from_args(
+            argparse.Namespace(**{**vars(args), **without_training, "batch_size": 0, "explicit": explicit})
+        ) as backend:
+            run(backend)
+    except UserMistake as mistake:
+        parser.error(str(mistake))
