@@ -45,7 +45,8 @@ def first_unet() -> list[str]:
     """Flags that leave the demonstration its first Unet alone."""
     said = yaml.safe_load(train_decoder.DEMO_CONFIG.read_text())
     of_first = {name: said[name][0] for name in ("image_sizes", *PER_UNET) if isinstance(said.get(name), list)}
-    return [word for name, value in of_first.items() for word in (f"--{name}", str(value))]
+    flags = [word for name, value in of_first.items() for word in (f"--{name}", str(value))]
+    return [*flags, "--random_crop_sizes", "0"]  # the first Unet sees whole pictures
 
 
 def _memory() -> Iterator[Row]:

@@ -28,6 +28,7 @@ from data.stream import TrainingStream
 from data.videos.decoding import ClipDecoder
 from models import Decoder, DiscreteVAE
 from tests.scripts import DECODER
+from training.flags.unets import check_unet_flags, refuse_idle_decoder_flags
 
 
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (301, 333), (128, 143), (143, 128), (128, 128), (100, 90)])
@@ -109,7 +110,10 @@ def test_the_bare_loop_makes_the_updates_of_train_decoder(tmp_path: Path, monkey
 
 def test_one_unet_is_the_first_of_the_demonstration() -> None:
     parser, demo = train_decoder.build_parser(), ["--config", str(train_decoder.DEMO_CONFIG)]
-    both = (parser.parse([*demo, *more]) for more in ([], first_unet()))
+    both = [parser.parse([*demo, *more]) for more in ([], first_unet())]
+    for args in both:  # as the script refuses flags
+        check_unet_flags(parser, args)
+        refuse_idle_decoder_flags(parser, args)
     whole, first = (train_decoder.build_model(args, {"image_embed": WIDTH, "text_encodings": None}) for args in both)
     assert first.config["stages"] == whole.config["stages"][:1]
 

@@ -196,7 +196,7 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
     of_blur = ["blur_prob", "blur_sigma"]
     parser.refuse_idle(args, of_blur, "lowres_condition", "blur", args.lowres_condition == "blur")
     parser.refuse_idle(args, ["lowres_noise_level"], "lowres_condition", "noise", args.lowres_condition == "noise")
-    several = ["lowres_condition", "blur_prob", "blur_sigma", "random_crop_sizes"]
+    several = ["lowres_condition", "blur_prob", "blur_sigma"]
     parser.refuse_idle(args, several, "image_sizes", "of several Unets", len(args.image_sizes) > 1)
     of_judging = ["fid_weights", "lpips_weights", "evaluate_every_n_steps"]
     parser.refuse_idle(args, of_judging, "n_evaluation_samples", "above 0", args.n_evaluation_samples > 0)
