@@ -330,6 +330,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--ddim_eta", "0.5"], "--ddim_eta has no effect with --sampler dpmpp_2m"),
         (["--guidance_interval", "1", "2"], "--guidance_interval has no effect with --cond_scale [1.0]"),
         (["--cfg_rescale", "0.5", "--cond_scale", "1", "1"], "--cfg_rescale has no effect with --cond_scale"),
+        (["--condition_on", "none", "--cond_scale", "3"], "--cond_scale has no effect with --condition_on"),
         (["--guidance_interval", "2", "1"], "the first number has to be the smaller one"),
         (["--switches", "self_attention"], "expected none, or a comma list of self_attn"),
         (["--image_folder", str(tmp_path / "none*.tar")], "none*.tar"),

@@ -204,6 +204,8 @@ def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) 
         flags = [f"{kind}_cond_drop_prob", *flags]
         with_it = ",".join(sorted({*args.condition_on, kind}))
         parser.refuse_idle(args, flags, "condition_on", with_it, kind in args.condition_on)
+    of_guidance = ["cond_scale", "guidance_interval", "cfg_rescale"]
+    parser.refuse_idle(args, of_guidance, "condition_on", "image or text", bool(args.condition_on))
     is_clip_used = bool(args.condition_on) or args.n_evaluation_samples > 0
     parser.refuse_idle(args, ["clip"], "condition_on", "image or text, or give --n_evaluation_samples", is_clip_used)
     dropped = {"image": args.image_cond_drop_prob, "text": args.text_cond_drop_prob}
