@@ -403,7 +403,7 @@ def import_weights(args: argparse.Namespace) -> None:
     """Copy the weights into a new run folder, and write a start.yaml with their path and the flags that they need."""
     import yaml
 
-    from training.files import write_atomically
+    from tandem.files.writing import write_atomically
 
     run_dir = Path(args.run_dir)
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import distributed
-from training import files
 from training.flags.converters import positive_int
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
@@ -134,7 +133,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
         "batch_size": args.batch_size, "precision": backend.options.precision, **kernel_settings(args, backend),
         "files": len(sounds.names), "names_sha256": names_sha256(sounds.names), "files_per_shard": args.files_per_shard,
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     shards = embedding_shards(output, sounds.names)
     embed, _ = embedders(model, args.model, backend)
 
@@ -163,7 +162,7 @@ def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: S
         "task": "fit", "index_sha256": index.sha256, "num_quantizers": args.num_quantizers,
         "codebook_size": args.codebook_size, "epochs": args.quantizer_epochs, **kernel_settings(args, backend),
     }  # fmt: skip
-    output = OutputFolder(Path(args.fit_quantizer), settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.fit_quantizer), settings, backend, fresh=args.fresh, say=say)
     with backend.agreement():
         if backend.is_root and not (output.path / "config.json").exists():
             quantizer = ResidualQuantizer(index.index["dim"], args.num_quantizers, args.codebook_size)
@@ -188,7 +187,7 @@ def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say
         index = read_embeddings(args.index)
         quantizer, about = load(ResidualQuantizer, args.quantizer, backend)
     settings = {"task": "quantize", "index_sha256": index.sha256, **about, **kernel_settings(args, backend)}
-    output = OutputFolder(index.folder / CODES, settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(index.folder / CODES, settings, backend, fresh=args.fresh, say=say)
     shards = quantized_shards(output, index.rows, quantizer.num_quantizers, quantizer.codebook_size)
 
     def codes_of(todo: Sequence[int]) -> Iterator[Any]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from training import files
 from training.flags.converters import non_negative_int, positive_int
 from training.flags.decoder import add_sampling_arguments
 from training.flags.idle import refuse_idle_flags
@@ -268,7 +267,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
         "clip": args.clip, "resample_times": args.resample_times if args.masks else None, **hashes,
         "precision": backend.options.precision, **kernel_settings(args, backend),
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     paths = [output.path / f"{number:05d}.png" for number in range(total)]
     firsts = range(0, total, args.batch_size)
 

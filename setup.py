@@ -1,5 +1,5 @@
 """The four leaves install as tandem.models, tandem.data, tandem.distributed and tandem.training: a top-level package
-called ``distributed`` would break dask."""
+called ``distributed`` would break dask. tandem.files, which the leaves import, has that name in a checkout too."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ setup(
     description="Training scripts for the parts of generative models, with the same numbers on every backend",
     license="MIT",
     python_requires=">=3.10",
-    packages=[f"tandem.{name}" for name in PACKAGES],
-    package_dir={f"tandem.{name}": name.replace(".", "/") for name in PACKAGES},
+    packages=["tandem.files", *(f"tandem.{name}" for name in PACKAGES)],
+    package_dir={
+        "tandem.files": "tandem/files",
+        **{f"tandem.{name}": name.replace(".", "/") for name in PACKAGES},
+    },
     install_requires=[
         "torch>=2.10",
         "numpy>=1.26",

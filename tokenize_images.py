@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from training import files
 from training.flags.converters import positive_int
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
@@ -154,7 +153,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         "dtype": str(code_dtype(tokenizer.num_codes)), "image_size": image_size, "images": len(names),
         "names_sha256": names_sha256(names), "images_per_shard": args.images_per_shard, "format": args.format,
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     shards = code_shards(output, names)
 
     def codes_of(todo: Sequence[int]) -> Iterator[tuple[list[Tensor], list[data.BadSample]]]:
@@ -190,7 +189,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         stored.require_model(tokenizer.weights_sha256, args.model)
         pictures = png_files(Path(args.output), stored.paths)
     settings = {"task": "decode", **computation(args, backend, tokenizer), "index_sha256": stored.sha256}
-    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     n_shards, sizes = len(stored.paths), {"batch_size": args.batch_size, "num_threads": max(1, args.num_workers)}
     for shard in output.rounds(range(n_shards), "decoded"):
         with backend.agreement():

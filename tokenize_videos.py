@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import distributed
-from training import files
 from training.flags.converters import positive_float, positive_int
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
@@ -109,7 +108,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         "videos": len(names), "names_sha256": names_sha256([*names, *parts]),
         "videos_per_shard": args.videos_per_shard, "format": "safetensors",
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     shards = code_shards(output, names)
 
     def open_stream() -> Callable[[Tensor], np.ndarray]:
@@ -151,7 +150,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
         videos = film_files(Path(args.output), stored, ending, model.frames_per_code)
     settings = {"task": "decode", **about, "index_sha256": stored.sha256, "format": args.format}
-    output = OutputFolder(Path(args.output), settings, backend, files, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
 
     def open_stream() -> Callable[[Tensor], Tensor]:
         state = model.start_decoding()

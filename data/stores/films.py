@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from tandem.files.writing import create, replacing
 
 from .codes import StoredCodes
 from .output import explained_write
@@ -102,11 +103,7 @@ def _write_pngs(paths: Sequence[Path], frames: Frames, num_threads: int) -> None
 
 def _write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Write a file whole or not at all, and sync it."""
-    temporary = path.with_name(f".{path.name}.tmp")
     with explained_write(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with replacing(path) as temporary, create(temporary) as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)

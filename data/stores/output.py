@@ -8,20 +8,16 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from tandem.files import writing
+from tandem.files.reading import read_json
 
 from ..bad_samples import reason_of
 from ..contracts import Processes
 
 SETTINGS_FILE = "settings.json"
 _LONGEST_VALUE = 40
-
-
-class Files(Protocol):
-    """How files are written and locked: the interface of `training.files`, which this package must not import."""
-
-    def write_atomically(self, path: Path, content: bytes) -> None: ...
-    def hold(self, path: Path) -> Any: ...
 
 
 class OutputFolder:
@@ -45,12 +41,11 @@ class OutputFolder:
         path: Path,
         settings: Mapping[str, Any],
         processes: Processes,
-        files: Files,
         *,
         fresh: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.path, self.settings, self.processes, self.say, self._files = path, settings, processes, say, files
+        self.path, self.settings, self.processes, self.say = path, settings, processes, say
         self.shards_left = 0  # after the rounds that were made
         on_all = processes.gather_objects(settings)
         with processes.agreement():
@@ -67,7 +62,7 @@ class OutputFolder:
         """Write a file of the folder whole or not at all, even if the process is killed. Raises ValueError, in one
         line, if the file cannot be written."""
         with explained_write(self.path / name):
-            self._files.write_atomically(self.path / name, content)
+            writing.write_atomically(self.path / name, content)
 
     def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:
         """Spread shards over the processes: yields this process's shard of each round, or None if no shard is left for
@@ -87,12 +82,12 @@ class OutputFolder:
         """Make, lock and claim the folder. Raises OSError and ValueError."""
         lock = self.path / ".lock"
         if fresh and self.path.is_dir():
-            with self._files.hold(lock):
+            with writing.hold(lock):
                 moved = self._move_away()
             began = f"starting over; what was in {self.path} is in {moved}"
             self.say(began if moved else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._files.hold(lock)
+        self._lock = writing.hold(lock)
         self._claim()
 
     def _move_away(self) -> Path | None:
@@ -117,14 +112,12 @@ class OutputFolder:
                 "give an --output that is new or empty"
             )
         else:
-            self._files.write_atomically(path, json_bytes(self.settings))
+            writing.write_atomically(path, json_bytes(self.settings))
 
     def _require_same(self, path: Path) -> None:
         try:
-            before = json.loads(path.read_text())
-            if not isinstance(before, dict):
-                raise ValueError("it holds no JSON object")
-        except (OSError, ValueError, RecursionError) as error:
+            before = read_json(path)
+        except (OSError, ValueError) as error:
             hint = "give another --output, or start over with --fresh"
             raise ValueError(f"cannot read {path}: {reason_of(error)}; {hint}") from None
         now = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,8 @@ from pathlib import Path, PurePosixPath
 import torch
 from PIL import Image
 from torch import Tensor
+
+from tandem.files.writing import create, replacing
 
 from .codes import StoredCodes
 from .output import explained_write
@@ -52,11 +53,10 @@ def save(path: Path, pixels: Tensor) -> None:
     of the time; after a power cut, the next start finds incomplete files by `is_complete`."""
     content = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(content, "png")
-    temporary = path.with_name(f".{path.name}.tmp")
     with explained_write(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content.getbuffer())
-        os.replace(temporary, path)
+        with replacing(path, is_synced=False) as temporary, create(temporary) as file:
+            file.write(content.getbuffer())
 
 
 def to_pixels(images: Tensor) -> Tensor:

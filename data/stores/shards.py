@@ -24,13 +24,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as safetensors_load
 from safetensors.numpy import save as safetensors_save
 
+from tandem.files.reading import DAMAGES
+
 from ..bad_samples import BadSample, BadSampleLog, reason_of
 from .output import OutputFolder, json_bytes, sha256_of
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
-_DAMAGES = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError,
-)  # fmt: skip
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
 
 Array = npt.NDArray[Any]
 COUNT = "code_frames"  # key of the number of rows of an item that has several

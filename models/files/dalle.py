@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.files.reading import check_regular
+
 from .archive import check_archive, check_sizes
 from .building import check_arguments
-from .errors import one_line, regular
+from .errors import one_line
 from .writing import on_cpu, replacing
 
 HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
@@ -33,7 +35,7 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
     try:
-        check_archive(regular(path))
+        check_archive(check_regular(path))
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         hparams, weights = dict(content["hparams"]), dict(content["weights"])
     except OSError as error:

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.files.reading import check_regular, read_json
+
 from ..unet import Unet
 from .archive import Ignored, check_archive, check_sizes
 from .building import build_with_weights, check_arguments
 from .dalle2_config import CROSS_ATTENTION, PUBLIC_VERSION, decoder_part, settings_of, training_config, unet_arguments
-from .errors import one_line, regular
-from .pretrained import read_json
+from .errors import one_line
 from .writing import on_cpu, replacing
 
 CONFIG_FILE = "decoder_config.json"
@@ -248,7 +249,7 @@ def _read(
 ) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]], dict[int, Tensor]]:
     """The configuration of the decoder in a file, and by index its unets' weights and alpha^2 (T,) of their levels."""
     try:
-        check_archive(regular(path), ignored=_IGNORED)
+        check_archive(check_regular(path), ignored=_IGNORED)
         with torch.serialization.safe_globals([(Ignored, name.replace(" ", ".")) for name in _IGNORED]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 _LONGEST_ERROR = 500
 
 
@@ -16,10 +14,3 @@ def one_line(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Text that may quote a file, with ``?`` for every control character, so that no file can control the terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
-
-
-def regular(path: Path) -> Path:
-    """``path``. Raises a ValueError if it is a device or a pipe, because reading one may never end."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{path.name} is not a regular file")
-    return path

@@ -12,15 +12,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tandem.files.reading import check_inside, check_regular, read_json
+
 from .building import build_with_weights, check_arguments
-from .errors import one_line, regular
+from .errors import one_line
 from .writing import on_cpu, replacing
 
 CONFIG_FILE = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-# Far more than a config or an index needs; a longer file, or an endless one, is not read.
-_LONGEST_JSON_BYTES = 1 << 26
 
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -59,7 +58,7 @@ class Pretrained(nn.Module):
         with _errors_of(folder):
             weights: dict[str, Tensor] = {}
             for path, names in _weight_files(folder).items():
-                with safe_open(regular(path), framework="pt") as file:
+                with safe_open(check_regular(path), framework="pt") as file:
                     weights |= {name: file.get_tensor(name) for name in names or file.keys()}
             check_arguments(config, weights)
         return cls._built(folder, config, weights)
@@ -115,29 +114,11 @@ def read_headers(folder: Path) -> dict[str, Headers]:
     headers: dict[str, Headers] = {}
     with _errors_of(folder):
         for path, names in _weight_files(folder).items():
-            with safe_open(regular(path), framework="numpy") as file:  # "pt" would reserve memory for the whole file
+            # The framework "pt" would reserve memory for the whole file.
+            with safe_open(check_regular(path), framework="numpy") as file:
                 parts = {name: file.get_slice(name) for name in names or file.keys()}
                 headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in parts.items()}
     return headers
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a bounded size.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or holds something else.
-    """
-    with regular(path).open("rb") as file:
-        text = file.read(_LONGEST_JSON_BYTES + 1)
-    if len(text) > _LONGEST_JSON_BYTES:
-        raise ValueError(f"{path.name} is longer than {_LONGEST_JSON_BYTES} bytes")
-    try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
-    return content
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -153,8 +134,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
             raise ValueError(f"its {_INDEX} names {str(file)[:80]!r}, which is no file in the folder")
         files.setdefault(folder / file, []).append(name)
     for path in files:
-        if path.resolve().parent != folder.resolve():
-            raise ValueError(f"{path.name} is a link that leaves the folder; copy the folder with `cp -rL`")
+        check_inside(path, folder)
     return files
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from tandem.files.reading import check_regular
+
 from ..decoder import Decoder
 from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
 from .dalle2_config import check_overruled, decoder_part, settings_of, unet_arguments
 from .description import describe_weights
-from .errors import one_line, regular
+from .errors import one_line
 from .public_schedules import noise_arguments
 
 _LONGEST_BEGINNING = 1 << 20
@@ -22,7 +24,7 @@ _LONGEST_BEGINNING = 1 << 20
 def is_public_decoder(path: Path) -> bool:
     """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Reads little of it, and
     runs none of its code. Raises ValueError, in one line, if it is no regular file."""
-    regular(path)
+    check_regular(path)
     if (path.parent / CONFIG_FILE).is_file():
         return True
     try:

@@ -11,8 +11,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tandem.files.reading import check_regular
+
 from .archive import check_archive, check_old_file, check_sizes
-from .errors import one_line, regular
+from .errors import one_line
 
 
 def read_state_dict(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -35,7 +37,7 @@ def read_state_dict(path: Path, names: Collection[str] | None = None) -> dict[st
 
 
 def _read(path: Path, names: Collection[str] | None) -> dict[Any, Any]:
-    if regular(path).suffix == ".safetensors":
+    if check_regular(path).suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
     in_archive = zipfile.is_zipfile(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +9,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .errors import one_line
+from tandem.files import writing
 
-_UMASK = os.umask(0)
-os.umask(_UMASK)
+from .errors import one_line
 
 
 def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -28,15 +26,9 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: one line, if it could not be written; ``path`` is then as it was.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        yield unfinished
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.chmod(0o666 & ~_UMASK)  # safetensors makes files that only their owner can read
-        os.replace(unfinished, path)
+        with writing.replacing(path) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for any error of the disk
         reason = getattr(error, "strerror", None) or one_line(error)
         raise OSError(f"cannot write {path}: {reason}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -17,9 +17,9 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import embed
+import tandem.files.writing
 import tokenize_images
 import tokenize_videos
-import training.files
 from models import VQGAN, MuLaN, VideoTokenizer
 from tests.data.videos.files import write_video
 
@@ -34,7 +34,7 @@ VIDEOS = {
     "a.mp4": 5, "b.mkv": 4, "cats/1.mov": 3, "cats/2.png": 1, "cats/old/3.m4v": 6, "d.bmp": 1, "e.mp4": 20,
     "z/f.mkv": 2, "z/g.mp4": 7,
 }  # fmt: skip
-write_atomically = training.files.write_atomically
+write_atomically = tandem.files.writing.write_atomically
 
 
 class Killed(BaseException):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..files import NEW_FILE_MODE, sync
+from tandem.files.writing import replacing, sync
+
 from ..profiles import Profile, coefficients, exponent_of
 from .format import Tree
 
@@ -103,15 +103,9 @@ class AverageFiles:
 
     def _write(self, name: str, weights: dict[str, Tensor], profile: dict[str, float]) -> None:
         self.folder.mkdir(exist_ok=True)
-        unfinished = self.folder / f".{name}{_UNFINISHED}"
-        try:
+        with replacing(self.folder / name) as unfinished:
             # One entry, because the library writes several in any order, and the same run should give the same bytes.
             save_file(weights, unfinished, metadata={_HEADER: json.dumps(profile)})
-            unfinished.chmod(NEW_FILE_MODE)  # the library makes files that only their owner can read
-            sync(unfinished)
-            os.replace(unfinished, self.folder / name)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def _stored(self, part: str) -> list[_Stored]:
         """The averages of a part, oldest first."""

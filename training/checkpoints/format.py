@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..files import NEW_FILE_MODE, sync
+from tandem.files.writing import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
 _CHUNK_BYTES = 1 << 24

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.files.writing import sync, write_atomically
+
 from ..contracts import Processes
-from ..files import sync, write_atomically
 from .format import Tree, check_sums, damaged, read_checkpoint, write_folder
 from .snapshot import Snapshot
 

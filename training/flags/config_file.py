@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from tandem.files.reading import compose_yaml
+
 from .converters import nearest
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
@@ -67,14 +69,13 @@ def converted(value: Any, action: argparse.Action) -> Any:
 
 def _mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
-        with open(path, encoding="utf-8") as file:
-            root = yaml.compose(file, Loader=yaml.SafeLoader)
+        root = compose_yaml(path)
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"the config {path} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"the config {path} is not YAML that can be used: {error}") from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):

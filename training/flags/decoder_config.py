@@ -6,7 +6,6 @@ Where a configuration says nothing, its own defaults hold, not those of the flag
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -14,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
+
+from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes, read_yaml
 
 from .converters import nearest
 from .decoder_keys import (
@@ -268,12 +269,11 @@ _Loader.yaml_implicit_resolvers = {
 
 def _read(path: str) -> Section:
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        found = json.loads(text) if text.lstrip().startswith("{") else yaml.load(text, Loader=_Loader)
+        text = read_bytes(path, LONGEST_JSON_BYTES)
+        found = parse_json(text) if text.lstrip().startswith(b"{") else read_yaml(path, _Loader)
     except OSError as error:
         raise ValueError(f"cannot read the configuration: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"is neither YAML nor JSON: {_short(error)}") from None
     if not isinstance(found, dict) or not isinstance(found.get("decoder"), dict):
         raise ValueError("is no training configuration of DALLE2-pytorch: it has no part called decoder")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, sync
+from tandem.files.reading import read_json_or_empty
+from tandem.files.writing import sync
 
 FACTS = "best.json"
 
@@ -114,7 +115,7 @@ class BestModel:
             self.value, self.step = value, of_step
 
     def _facts(self) -> dict[str, Any]:
-        return read_json(self.path / FACTS)
+        return read_json_or_empty(self.path / FACTS)
 
     def _replace(self, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
         self._tidy()

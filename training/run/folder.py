@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..files import hold, read_json, write_atomically
+from tandem.files.reading import read_json_or_empty
+from tandem.files.writing import hold, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
@@ -149,7 +150,7 @@ class RunFolder:
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))
         probe.unlink()
-        finished_step = read_json(self.model_dir / "training.json").get("step")
+        finished_step = read_json_or_empty(self.model_dir / "training.json").get("step")
         return moved_to, (self.model_dir / "config.json").exists(), finished_step
 
     def _move_away(self) -> str:
@@ -162,7 +163,7 @@ class RunFolder:
 
 def last_start(output_dir: str | Path) -> dict[str, Any]:
     """environment.json of the run in this folder, from its last start; empty if there is none."""
-    return read_json(Path(output_dir) / "environment.json")
+    return read_json_or_empty(Path(output_dir) / "environment.json")
 
 
 def environment() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..files import write_atomically
+from tandem.files.writing import write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0

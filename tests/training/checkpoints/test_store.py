@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.files import writing
 from tests.training.processes import OneProcess
-from training import files
 from training.checkpoints import store as checkpoint
 from training.checkpoints.format import write_folder
 from training.checkpoints.store import Checkpoints, read_checkpoint
@@ -121,7 +121,7 @@ def test_everything_is_synced_before_the_rename_and_the_rename_after_it(checkpoi
 
     checkpoints._synced_first = checkpoints.folder.parent / "metrics.jsonl"
     checkpoints._synced_first.touch()
-    monkeypatch.setattr(files.os, "fsync", watched_fsync)
+    monkeypatch.setattr(writing.os, "fsync", watched_fsync)
     monkeypatch.setattr(checkpoint.os, "rename", lambda *paths: (events.append("RENAME"), rename(*paths)))
     save(checkpoints, 1, {"model": {"w": torch.zeros(1)}}, {})
     commit = events.index("RENAME")

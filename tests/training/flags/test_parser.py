@@ -249,6 +249,7 @@ def test_saved_settings_read_back_as_the_same_arguments(parser, config):
         ("- batch_size", "must be a mapping"),
         ("batch_size 8", "must be a mapping"),
         ("batch_size: [8", "is not YAML"),
+        ("[" * 50_000, "is not YAML that can be used: it is nested too deeply"),
         ("seed: !!python/object/apply:os.system ['true']", "seed: expected a single value, got a list"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training import files
+from tandem.files import writing
 from training.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
@@ -70,7 +70,7 @@ def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("training.files.os.fsync", full)
+    monkeypatch.setattr("tandem.files.writing.os.fsync", full)
     with pytest.raises(ValueError, match="No space left on device; make room"):
         RunFolder(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
@@ -167,7 +167,7 @@ def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.3)
     code = f"""if True:
         from training.run.folder import RunFolder
         folder = RunFolder({str(tmp_path)!r})

@@ -85,7 +85,7 @@ def test_cutting_back_is_atomic(tmp_path, monkeypatch):
     tracker = JsonlTracker(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {})
-    monkeypatch.setattr("training.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    monkeypatch.setattr("tandem.files.writing.os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
     with pytest.raises(OSError, match="killed here"):
         tracker.cut_back(1)
     assert steps(tmp_path) == [1, 2, 3]

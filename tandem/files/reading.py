@@ -1,0 +1,193 @@
+"""Reading files that somebody else may have made: no pipe or device, no more than a bounded length, one kind of error.
+
+Nothing here keeps the rest of a program from following a link: data sets and run folders may be linked. Only what
+belongs to a model folder or to a checkpoint has to be in it, see `check_inside`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import struct
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import yaml
+
+DAMAGES: tuple[type[Exception], ...] = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError,
+    MemoryError, NotImplementedError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+"""What reading and interpreting a damaged or hostile file can raise; safetensors adds its SafetensorError. RuntimeError
+is not one of them, because PyTorch raises it for mistakes of this program too."""
+
+# The longest files that are read whole. A state of a run has kilobytes, or some megabytes with a list of bad samples;
+# config files have kilobytes, and PyYAML reads 100 kB in a second.
+LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
+# Values in one file: an empty list takes two bytes in a file and 64 in memory.
+_MOST_VALUES = 1 << 21
+
+
+def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
+    """Open a file for reading, whose length is at most `limit` bytes; a link to it is followed.
+
+    Raises:
+        OSError: it is missing, a folder or not readable.
+        ValueError: one line, if it is longer, or no regular file: reading a pipe or a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        _check_kind(path, status.st_mode)
+        if limit is not None and status.st_size > limit:
+            raise _too_long(path, limit)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_regular(path: Path) -> Path:
+    """The path, for a library that opens it by itself.
+
+    Raises:
+        OSError: it is missing or a folder.
+        ValueError: one line, if it is a pipe or a device.
+    """
+    _check_kind(path, path.stat().st_mode)
+    return path
+
+
+def check_inside(path: Path, folder: Path) -> Path:
+    """The path of a file in a folder.
+
+    Raises:
+        ValueError: one line, if it is a link that leaves the folder: what comes with a folder may name any file.
+    """
+    if path.is_symlink() and path.resolve().parent != folder.resolve():
+        raise ValueError(f"{path.name} is a link that leaves the folder; copy the folder with `cp -rL`")
+    return path
+
+
+def read_bytes(path: str | Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises OSError and ValueError, as `open_regular`."""
+    with open_regular(path, limit) as file:
+        content = file.read(limit + 1)  # some files of the system, such as those of /proc, do not say their length
+    if len(content) > limit:
+        raise _too_long(path, limit)
+    return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value in JSON.
+
+    Raises:
+        ValueError: one line, if it is no JSON, nested too deeply, or has too many values for the memory.
+    """
+    comma, opening = (b",", (b"[", b"{")) if isinstance(content, bytes) else (",", ("[", "{"))
+    if content.count(comma) + sum(map(content.count, opening)) > _MOST_VALUES:  # type: ignore[arg-type]
+        raise ValueError(f"it holds more than {_MOST_VALUES} values")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: str | Path, limit: int = LONGEST_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OSError, ValueError: one line; it cannot be read, is no regular file, too long or too deep, or holds no object.
+    """
+    found = parse_json(read_bytes(path, limit))
+    if not isinstance(found, dict):
+        raise ValueError(f"{os.path.basename(path)} holds no JSON object")
+    return found
+
+
+def read_json_or_empty(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing, damaged, or holds something else."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def read_yaml(path: str | Path, loader: type[yaml.SafeLoader] | None = None) -> Any:
+    """The value in a YAML file, made by PyYAML's SafeLoader, or by a loader derived from it.
+
+    Raises:
+        OSError, ValueError: one line, as for `compose_yaml`.
+    """
+    import yaml
+
+    def construct(made: yaml.SafeLoader, node: yaml.Node | None) -> Any:
+        return None if node is None else made.construct_document(node)
+
+    return _with_yaml(path, loader or yaml.SafeLoader, construct)
+
+
+def compose_yaml(path: str | Path) -> yaml.Node | None:
+    """The nodes of a YAML file, with their text and lines; None if it is empty. Nothing is constructed.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: one line, if it is no regular file, no UTF-8 text, no YAML, too long or nested too deeply, or if
+            aliases (`*name`) make it much longer than it is.
+    """
+    import yaml
+
+    return _with_yaml(path, yaml.SafeLoader, lambda made, node: node)
+
+
+def _with_yaml(path: str | Path, loader: Any, use: Any) -> Any:
+    import yaml
+
+    text = read_bytes(path, LONGEST_YAML_BYTES).decode()  # a UnicodeDecodeError is a ValueError
+    damages: tuple[type[Exception], ...] = (yaml.YAMLError, *DAMAGES)  # a tag that does not fit its text raises many
+    try:
+        made = loader(text)
+        made.name = str(path)  # for messages about a line
+        try:
+            node = made.get_single_node()
+            _check_aliases(node)
+            return use(made, node)
+        finally:
+            made.dispose()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except damages as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def _check_aliases(root: Any) -> None:
+    """Raise a ValueError if a tree of YAML nodes has more nodes than a file may, or no end: an alias stands for all of
+    its node, and ten aliases of ten aliases of ... fill any memory as soon as somebody copies or prints them."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if isinstance(node.value, str):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = _MOST_VALUES + 1  # what a node has that contains itself
+            pairs = (child for entry in node.value for child in (entry if isinstance(entry, tuple) else (entry,)))
+            sizes[id(node)] = 1 + sum(map(size, pairs))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > _MOST_VALUES:
+        raise ValueError("its aliases make it endless, or far longer than the file")
+
+
+def _check_kind(path: str | Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{os.path.basename(path)} is not a regular file")
+
+
+def _too_long(path: str | Path, limit: int) -> ValueError:
+    return ValueError(f"{os.path.basename(path)} is longer than {limit} bytes")

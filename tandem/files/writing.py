@@ -1,0 +1,120 @@
+"""Writing files so that a reader, or a run after a crash, sees either the old or the new content, never a part.
+
+Temporary files, lock files and files that grow are never followed if they are links: a folder that somebody prepared
+could otherwise have any file of the user overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, because os.umask() is not safe in a thread
+
+_LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
+_LONGEST_HOLDER = 200  # characters of a lock file that an error quotes
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file beside `path`, sync it, and rename it over `path`. Raises OSError."""
+    with replacing(path) as temporary, create(temporary) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, is_synced: bool = True) -> Iterator[Path]:
+    """The path of a temporary file beside `path`, which does not exist; the body makes it. Then it is synced, unless
+    that would take too long, and renamed over `path`. If anything fails, it is deleted and `path` stays as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # what a killed process left, or a link, which is not followed
+    try:
+        yield temporary
+        temporary.chmod(NEW_FILE_MODE)  # safetensors makes files that only their owner can read
+        if is_synced:
+            sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def create(path: Path) -> BinaryIO:
+    """Open a new file for writing. Raises FileExistsError if there is one, or a link."""
+    return os.fdopen(_open(path, os.O_WRONLY | os.O_EXCL), "wb")
+
+
+def open_appending(path: Path) -> BinaryIO:
+    """Open a file for appending; make it if there is none.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a pipe or a device.
+    """
+    return os.fdopen(_regular(path, _open(path, os.O_WRONLY | os.O_APPEND)), "ab")
+
+
+def hold(path: Path) -> BinaryIO:
+    """Lock a file until the returned file is closed or this process ends. Waits up to 10 s for another process.
+
+    Raises:
+        OSError: the file cannot be made, or is a link, a pipe or a device.
+        ValueError: another process holds the lock.
+    """
+    file = os.fdopen(_regular(path, _open(path, os.O_RDWR)), "r+b")
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            with file:
+                said = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
+            holder = "".join(sign if sign.isprintable() else "?" for sign in said) or "another process"
+            raise ValueError(
+                f"{path.parent} is in use by {holder}; end it first, or give another --output_dir"
+            ) from None
+        except OSError:
+            return file  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        file.flush()
+        return file
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's list of names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path, flags: int) -> int:
+    # O_NONBLOCK: opening a pipe that nobody reads would wait for ever.
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link; remove it", str(path)) from None
+        raise
+
+
+def _regular(path: Path, descriptor: int) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file; remove it", str(path))
+    return descriptor

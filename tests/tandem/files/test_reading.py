@@ -1,0 +1,129 @@
+"""Files that would never end, fill the memory or crash a parser are one line of a ValueError, at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.files import reading
+from tandem.files.reading import (
+    check_inside,
+    check_regular,
+    compose_yaml,
+    open_regular,
+    read_bytes,
+    read_json,
+    read_json_or_empty,
+    read_yaml,
+)
+
+
+def complaint(read: Callable[[Path], Any], path: Path) -> str:
+    with pytest.raises(ValueError) as raised:
+        read(path)
+    text = str(raised.value)
+    assert text and "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("read", [open_regular, check_regular, read_json, read_yaml, compose_yaml])
+def test_a_pipe_a_device_and_a_link_to_one_are_refused_and_a_folder_is_said_to_be_one(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it: an ordinary open() would wait for ever
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
+        assert complaint(read, path) == f"{path.name} is not a regular file"
+    with pytest.raises(IsADirectoryError):
+        read(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "missing")
+
+
+def test_a_link_to_a_file_is_followed(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    (tmp_path / "b.json").symlink_to("a.json")
+    assert read_json(tmp_path / "b.json") == {"a": 1}
+
+
+def test_a_longer_file_is_refused_before_it_is_read_and_one_that_does_not_say_its_length_afterwards(tmp_path):
+    path = tmp_path / "long.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    assert complaint(read_json, path) == f"long.json is longer than {1 << 26} bytes"
+    assert complaint(read_yaml, path) == f"long.json is longer than {1 << 18} bytes"
+    assert complaint(lambda path: read_bytes(path, 10), Path("/proc/self/status")) == "status is longer than 10 bytes"
+    assert read_bytes(Path("/proc/self/status"), 1 << 20).startswith(b"Name:")
+
+
+@pytest.mark.parametrize(("content", "expected"), [
+    ("[" * 100_000, "it is nested too deeply"), ('{"a":' * 100_000, "it is nested too deeply"),
+    ('{"a": [' + "[]," * 2_000_000 + "0]}", "it holds more than 2097152 values"),
+    ("[1]", "a.json holds no JSON object"),
+    ("{", "Expecting"), (b"\xff", "codec can't decode"), ('{"a": ' + "9" * 5000 + "}", "digits"),
+], ids=["deep list", "deep object", "many values", "no object", "no JSON", "no text", "long number"])  # fmt: skip
+def test_json_that_is_no_object_of_a_bounded_size_and_depth_is_refused(content, expected, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert expected in complaint(read_json, path)
+    assert read_json_or_empty(path) == {}
+
+
+MULTIPLYING = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))])
+
+
+@pytest.mark.parametrize("read", [read_yaml, compose_yaml])
+@pytest.mark.parametrize(("content", "expected"), [
+    ("[" * 50_000, "it is nested too deeply"), (MULTIPLYING, "its aliases make it endless, or far longer"),
+    ("a: &a [*a]", "its aliases make it endless"), ("a: [", "while parsing"), (b"a: \xff", "codec can't decode"),
+    ("a: \x07", "special characters"),
+], ids=["deep", "multiplying", "endless", "no YAML", "no text", "control character"])  # fmt: skip
+def test_yaml_that_is_deep_endless_or_none_is_refused(read, content, expected, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert expected in complaint(read, path)
+
+
+@pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "!!timestamp x", "!!python/object/apply:os.getcwd []",
+                                   "2024-99-99", "{[]: 1}"])  # fmt: skip
+def test_a_yaml_tag_that_does_not_fit_its_text_is_one_line(value, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"a: {value}")
+    complaint(read_yaml, tmp_path / "a.yaml")
+
+
+def test_what_people_and_this_program_write_as_yaml_is_read(tmp_path):
+    path = tmp_path / "a.yaml"
+    shared = [1, 2]
+    path.write_text(yaml.safe_dump({"a": shared, "b": shared, "c": {"d": None, "e": "ü"}}))
+    assert "*id001" in path.read_text()
+    assert read_yaml(path) == {"a": shared, "b": shared, "c": {"d": None, "e": "\u00fc"}}
+    path.write_text("base: &base {a: 1, b: 2}\nmore: {<<: *base, b: 3}\n")
+    assert read_yaml(path)["more"] == {"a": 1, "b": 3}
+    path.write_text("# nothing\n")
+    assert read_yaml(path) is None and compose_yaml(path) is None
+
+
+def test_a_link_that_leaves_its_folder_is_refused_and_one_that_stays_in_it_is_not(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret").touch()
+    (folder / "file").touch()
+    (folder / "inside").symlink_to("file")
+    (folder / "outside").symlink_to(tmp_path / "secret")
+    (tmp_path / "linked").symlink_to("folder")
+    for name in ("file", "inside"):
+        assert check_inside(tmp_path / "linked" / name, tmp_path / "linked") == tmp_path / "linked" / name
+    said = complaint(lambda path: check_inside(path, folder), folder / "outside")
+    assert "outside is a link that leaves the folder" in said
+
+
+def test_whatever_parsers_raise_is_in_one_tuple():
+    for damage in ("[" * 100_000, "{}"):
+        with pytest.raises(reading.DAMAGES):
+            json.loads(damage)["key"]
+    with pytest.raises(reading.DAMAGES):
+        int(json.loads("1e400"))
