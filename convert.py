@@ -209,12 +209,12 @@ def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, A
 
 def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
     """The script that trained a run, and its arguments, from config.yaml."""
-    import yaml
+    from tandem.files.reading import read_yaml
 
     path = run / "config.yaml"
     try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        config = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"the checkpoint's model is described by its run's config.yaml, but: {error}") from None
     for script in SCRIPTS:
         module = importlib.import_module(script.module)
@@ -406,7 +406,9 @@ def import_weights(args: argparse.Namespace) -> None:
     from tandem.files.writing import write_atomically
 
     run_dir = Path(args.run_dir)
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    # start.yaml is written last, so a folder without it is what a try left that did not finish.
+    there = {path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*")}
+    if run_dir.exists() and (not run_dir.is_dir() or there - {"init", "init/model.safetensors", "init/config.json"}):
         raise ValueError(f"{run_dir} exists already; give a new folder")
     model = load_model(Path(args.path), args.weights)
     found = [script for script in SCRIPTS if script.model == type(model).__name__]

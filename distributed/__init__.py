@@ -98,17 +98,22 @@ def launch(
 
     Args:
         train: The script's training; settings are all arguments by flag name, a backend's configuration included.
-        parser: The parser that made ``args``; it has ``add_arguments``, ``error(text)`` and ``settings(args)``.
+        parser: The parser that made ``args``; it has ``add_arguments``, ``error(text, is_agreed=...)``, which ends the
+            process, and ``settings(args)``. An error is agreed on if all processes end with it.
         args: The parsed arguments, which the script has checked.
         last_start: Takes an output folder and returns what ``Backend.describe`` returned when
             the run in that folder was last started.
     """
     is_new = args.fresh and not launched_again()
     try:
-        with from_args(args, {} if is_new else last_start(args.output_dir)) as backend:
-            train(args, parser.settings(args), backend)
+        backend = from_args(args, {} if is_new else last_start(args.output_dir))
     except UserMistake as mistake:
         parser.error(str(mistake))
+    try:
+        with backend:
+            train(args, parser.settings(args), backend)
+    except UserMistake as mistake:
+        parser.error(str(mistake), is_agreed=True)
 
 
 def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = None) -> Backend:
@@ -172,9 +177,13 @@ def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse
     without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}
     try:
-        with from_args(
+        backend = from_args(
             argparse.Namespace(**{**vars(args), **without_training, "batch_size": 0, "explicit": explicit})
-        ) as backend:
-            run(backend)
+        )
     except UserMistake as mistake:
         parser.error(str(mistake))
+    try:
+        with backend:
+            run(backend)
+    except UserMistake as mistake:
+        parser.error(str(mistake), is_agreed=True)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .engines.base import Engine
-from .errors import TrainingStopped, UserMistake, first_line, say
+from .errors import TrainingStopped, UserMistake, first_line, lacks_memory, say
 from .options import Options
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
@@ -275,14 +275,19 @@ class Backend(ABC):
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """For work that may fail on one process alone, such as opening files. A ValueError or OSError on any process
-        becomes the same UserMistake on all, so that none waits for one that has left. The work may last longer on one
-        process than a collective would wait, if it calls ``mark`` now and then. Call no collectives inside."""
+        """For work that may fail on one process alone, such as opening files or building a model. A ValueError, an
+        OSError or a lack of memory on any process becomes the same UserMistake on all, so that none waits for one that
+        has left. The work may last longer on one process than a collective would wait, if it calls ``mark`` now and
+        then. Call no collectives inside."""
         mistake: str | None = None
         try:
             yield
         except (ValueError, OSError) as error:
             mistake = first_line(error)
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.meet()
         for rank, text in enumerate(self.gather_objects(mistake)):
             if text is not None:

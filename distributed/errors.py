@@ -32,6 +32,13 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip()
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory was asked for that there is not, on the CPU or on a GPU."""
+    # PyTorch raises a plain RuntimeError if the CPU's memory is exhausted, or if a size overflows.
+    said = ("not enough memory", "can't allocate memory", "out of memory", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
+
+
 def say(text: str) -> None:
     """Print one line on stderr, after the script's name."""
     print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr, flush=True)

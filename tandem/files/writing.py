@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from .reading import open_regular
+
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, because os.umask() is not safe in a thread
 
 _LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
-_LONGEST_HOLDER = 200  # characters of a lock file that an error quotes
+_LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -55,12 +57,12 @@ def create(path: Path) -> BinaryIO:
 
 
 def open_appending(path: Path) -> BinaryIO:
-    """Open a file for appending; make it if there is none.
+    """Open a file for appending, whose descriptor can also be read; make it if there is none.
 
     Raises:
         OSError: it cannot be opened, or is a link, a pipe or a device.
     """
-    return os.fdopen(_regular(path, _open(path, os.O_WRONLY | os.O_APPEND)), "ab")
+    return os.fdopen(_regular(path, _open(path, os.O_RDWR | os.O_APPEND)), "ab")
 
 
 def hold(path: Path) -> BinaryIO:
@@ -79,18 +81,27 @@ def hold(path: Path) -> BinaryIO:
             if time.monotonic() < deadline:
                 time.sleep(0.2)
                 continue
-            with file:
-                said = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
-            holder = "".join(sign if sign.isprintable() else "?" for sign in said) or "another process"
+            file.close()
             raise ValueError(
-                f"{path.parent} is in use by {holder}; end it first, or give another --output_dir"
+                f"{path.parent} is in use by {_holder_of(path)}; end it first, or give another --output_dir"
             ) from None
         except OSError:
-            return file  # a file system without locks
+            pass  # a file system without locks
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        file.write(_this_process().encode())
         file.flush()
         return file
+
+
+def other_holder(path: Path, ours: BinaryIO) -> str | None:
+    """Who holds the lock file `path`, in words, if it is another file than `ours`, which this process holds; else
+    None. A lock file that was deleted is nobody's."""
+    # Do not open our own file: closing it once would release the lock.
+    with contextlib.suppress(FileNotFoundError):
+        if not os.path.samestat(os.fstat(ours.fileno()), path.stat()):
+            holder = _holder_of(path)
+            return None if holder == _this_process() else holder
+    return None
 
 
 def sync(path: Path) -> None:
@@ -100,6 +111,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder_of(path: Path) -> str:
+    """Who wrote a lock file last, in words. This process must not hold it."""
+    try:
+        with open_regular(path) as file:
+            said = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
+    except (OSError, ValueError):
+        said = ""
+    return "".join(sign if sign.isprintable() else "?" for sign in said) or "another process"
 
 
 def _open(path: Path, flags: int) -> int:

@@ -17,7 +17,7 @@ from tandem.files.writing import replacing, sync
 from ..profiles import Profile, coefficients, exponent_of
 from .format import Tree
 
-_NAME = re.compile(r"step_(\d{8,})_(\w[\w.-]*)_(\d[\d.e-]*)\.safetensors")
+_NAME = re.compile(r"step_([0-9]{8,})_(\w[\w.-]*)_([0-9][0-9.e-]*)\.safetensors")
 _UNFINISHED = ".tmp"
 _HEADER = "average"
 

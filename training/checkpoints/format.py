@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tandem.files.reading import DAMAGES, check_inside, check_regular, open_regular, read_bytes, read_json
 from tandem.files.writing import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
 _CHUNK_BYTES = 1 << 24
+# state.json lists the samples that could not be read and those that are incomplete, 10 bytes for each of the latter.
+LONGEST_STATE_BYTES, _LONGEST_SUMS_BYTES = 1 << 28, 1 << 20
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
 _PART_NAME = re.compile(r"\w[\w.-]*")  # a file name that cannot lead out of the folder
 
 # Nested dicts with string keys, whose leaves are tensors and JSON values.
@@ -57,12 +62,12 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
     if verify:
         check_sums(folder)
     try:
-        state = json.loads((folder / STATE).read_bytes())
+        state = read_json(inside(folder, STATE), LONGEST_STATE_BYTES)
         parts: dict[str, Tree] = state["parts"]
         for name, part in parts.items():
             if not _PART_NAME.fullmatch(name) or not isinstance(part, dict):
                 raise ValueError(f"{name!r} is not the name of a part, or its value is not a mapping")
-            for path, tensor in load_file(folder / f"{name}.safetensors").items():
+            for path, tensor in load_file(inside(folder, f"{name}.safetensors")).items():
                 *branches, leaf = path.split("/")
                 tree = part
                 for branch in branches:
@@ -71,7 +76,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
         return parts, dict(state["meta"])
     except OSError as error:
         raise damaged(Path(error.filename or folder), error.strerror or str(error)) from None
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, SafetensorError) as error:
+    except _DAMAGES as error:
         raise damaged(folder, f"{type(error).__name__}: {error}") from None
 
 
@@ -86,12 +91,12 @@ def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -
     names = {STATE, *sums} | {file.name for file in folder.glob("*.safetensors")}
     for name in sorted(names):
         mark(f"checking {name}")
-        if (folder / name).exists() and not (folder / name).is_file():  # reading a device might never end
-            raise damaged(folder / name, "it is not a regular file")
         try:
-            found = _sha256(folder / name, mark)
+            found = _sha256(inside(folder, name), mark)
         except OSError as error:
             raise damaged(folder / name, error.strerror or str(error)) from None
+        except ValueError as error:
+            raise damaged(folder, str(error)) from None
         if sums.get(name) != found:
             raise damaged(folder / name, f"its content is not what was written: its checksum differs from {SUMS}")
 
@@ -99,22 +104,38 @@ def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -
 def _read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = read_bytes(inside(folder, SUMS), _LONGEST_SUMS_BYTES).decode(errors="replace").splitlines()
     except OSError as error:
         raise damaged(path, error.strerror or str(error)) from None
+    except ValueError as error:
+        raise damaged(folder, str(error)) from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if strange := [name for name in sums if Path(name).name != name or name in ("", ".", "..")]:
         raise damaged(path, f"{strange[0]!r} is no file of this folder")
     return sums
 
 
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file of a checkpoint. Raises OSError and ValueError if it is no regular file in the folder."""
+    return check_regular(check_inside(folder / name, folder))
+
+
 def _sha256(path: Path, mark: Callable[[str], None] = lambda phase: None) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             mark(f"checking {path.name}")
     return digest.hexdigest()
+
+
+@contextmanager
+def explained(folder: Path, part: str) -> Iterator[None]:
+    """Turn the errors of a part that restores itself from a state of another form into the ValueError of `damaged`."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise damaged(folder, f"its part {part} is not what was written: {type(error).__name__}: {error}") from None
 
 
 def damaged(path: Path, reason: str) -> ValueError:

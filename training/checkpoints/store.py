@@ -19,7 +19,7 @@ from .format import Tree, check_sums, damaged, read_checkpoint, write_folder
 from .snapshot import Snapshot
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
-_NAME = re.compile(r"step_\d{8,}")
+_NAME = re.compile(r"step_[0-9]{8,}")
 
 # Writes something beside a checkpoint: (step, tensors by part and name, JSON values by part).
 Beside = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
@@ -33,9 +33,18 @@ class Checkpoints:
         keep: Number of newest checkpoints that are not deleted, at least 1.
         processes: The processes of the run; all of them call `save` and `wait`.
         synced_first: A file whose content must reach the disk before a checkpoint does; it need not exist.
+        check: Raises OSError if nothing may be written to `folder` now.
     """
 
-    def __init__(self, folder: Path, keep: int, processes: Processes, *, synced_first: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        processes: Processes,
+        *,
+        synced_first: Path | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         assert keep >= 1, keep
         self.folder = folder
         #: Why the newest checkpoint is not on the disk, in one line; None if it is. Set on the root alone.
@@ -44,7 +53,7 @@ class Checkpoints:
         self.requested_step: int | None = None
         #: Seconds of the longest write so far, from the copy to the rename.
         self.longest_seconds = 0.0
-        self._keep, self._processes, self._synced_first = keep, processes, synced_first
+        self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
 
@@ -105,6 +114,8 @@ class Checkpoints:
             raise ValueError(
                 f"{errors[0][1]}, and {_others(len(errors) - 1)}: restore one of them, or start over with --fresh"
             )
+        if links := [path for path in self.folder.glob("step_*") if path.is_symlink()]:
+            raise ValueError(f"{links[0]} is a link; put the checkpoint itself there, with `cp -rL`")
         if (self.folder / "latest").exists() or any(self.folder.glob(f"{_DAMAGED}*")):
             raise ValueError(f"{self.folder} held checkpoints that are gone; restore one, or start over with --fresh")
         return None
@@ -144,6 +155,7 @@ class Checkpoints:
         unfinished = self.folder / f"{_UNFINISHED}{path.name}"
         try:
             snapshot.finish()
+            self._check()
             self._make_room()
             if beside is not None:
                 beside(step, snapshot.tensors, snapshot.values)
@@ -175,7 +187,7 @@ class Checkpoints:
             sync(self.folder.parent)
         for prefix in (_UNFINISHED, _UNWANTED):
             for leftover in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(leftover)
+                leftover.unlink() if leftover.is_symlink() or leftover.is_file() else shutil.rmtree(leftover)
 
 
 def _others(n: int) -> str:
@@ -183,15 +195,19 @@ def _others(n: int) -> str:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left are ignored."""
+    """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left, and links, are ignored."""
     return next(reversed(_found(folder)), None)
 
 
+def step_of(path: Path) -> int:
+    """The number of updates after which a checkpoint was made, by its name."""
+    return int(path.name.removeprefix("step_"))
+
+
 def _found(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
-    return sorted(
-        (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(path.name[5:])
-    )
+    """The checkpoints in a folder, oldest first. A link is none: it would have a run go on from any folder."""
+    named = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def _set_aside(path: Path) -> Path:

@@ -15,8 +15,9 @@ USAGE_ERROR = 2
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh"})
 
-# A launcher ends all processes when the first one fails, so the others wait until the root has printed its error.
-_ROOT_SPEAKS_FIRST_SECONDS = 2.0
+# A launcher ends all processes when the first one fails, so the others wait until the root has printed its error. If
+# they are still there much later, the root made no mistake.
+_ROOT_SPEAKS_FIRST_SECONDS, _OTHERS_SPEAK_AFTER_SECONDS = 2.0, 10.0
 
 _UNSET = object()
 
@@ -39,7 +40,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with a YAML config file, suggestions for misspelt flags, and errors of one line from the root alone.
+    """argparse with a YAML config file, suggestions for misspelt flags, and errors of one line.
 
     No flag may be `required=True`, because argparse would not see its value in the config file.
 
@@ -62,11 +63,17 @@ class ArgumentParser(argparse.ArgumentParser):
         self._alternatives: list[dict[str, Any]] = []
         self._readers: dict[str, Reader] = {}
 
-    def error(self, message: str) -> NoReturn:
-        """Print `prog: error: message` as one line on the root's stderr, and exit with code 2."""
+    def error(self, message: str, *, is_agreed: bool = False) -> NoReturn:
+        """Print `prog: error: message` as one line on stderr, and exit with code 2.
+
+        `is_agreed`: all processes end with this message, so the root alone prints it. Otherwise it may be that of one
+        process, such as one on a machine that lacks a file: the others print it too, but so late that their launcher
+        has ended them if the root printed it.
+        """
         if not self._is_root():
-            time.sleep(_ROOT_SPEAKS_FIRST_SECONDS)
-            sys.exit(USAGE_ERROR)
+            time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
+            if is_agreed:
+                sys.exit(USAGE_ERROR)
         self.exit(USAGE_ERROR, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
 
     def print_help(self, file: Any = None) -> None:

@@ -56,7 +56,9 @@ class BestModel:
             return not math.isnan(value)
         return value < self.value if self._lowest else value > self.value
 
-    def save_if_better(self, value: float, step: int, write: Callable[[Path], None]) -> bool:
+    def save_if_better(
+        self, value: float, step: int, write: Callable[[Path], None], check: Callable[[], None] = lambda: None
+    ) -> bool:
         """Keep a model if it is better than the best so far; returns whether it is now in `path`. Collective.
 
         If the disk fails, `failure` says why, and the best model stays as it was.
@@ -65,6 +67,7 @@ class BestModel:
             value: The same on every process.
             step: Completed updates.
             write: Writes the model's files into a folder; called on the root alone.
+            check: Raises OSError if nothing may be written now; called on the root alone.
         """
         self.failure = None
         if not self.is_better(value):
@@ -73,10 +76,12 @@ class BestModel:
         if self._is_root:
             facts = {"step": step, "metric": self.metric, "value": value}
             try:
+                check()
                 self._replace(facts, write)
             except OSError as error:
                 failure = _reason(self.path, error)
                 with contextlib.suppress(OSError):  # the next call, or the next start, tries again
+                    check()
                     self._tidy()
             written = self._facts() == facts  # the model may be in place although a later operation failed
         self.failure, written = self._broadcast((failure, written))

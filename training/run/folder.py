@@ -1,6 +1,7 @@
 """The folder of a run: what it holds, whether it can be written, and whether it fits the present arguments."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -13,13 +14,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import read_json_or_empty
-from tandem.files.writing import hold, write_atomically
+from tandem.files.reading import read_json_or_empty, read_yaml
+from tandem.files.writing import hold, other_holder, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
 # Data order, split and noise depend on the seed: with another seed, a resumed run would not continue the old run.
 _OF_THE_RUN = ("seed",)
+
+# What --fresh must not leave in place, and the keys by which config.yaml is known to be that of a run.
+_OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
+_OF_EVERY_CONFIG = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
 
 
 class RunFolder:
@@ -58,6 +63,7 @@ class RunFolder:
     def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
         """Write the picture of a step, or a film of it, on the root; `name` distinguishes several models. Raises
         OSError if it cannot be written."""
+        self.check_is_here()
         self.samples_dir.mkdir(exist_ok=True)
         file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
         write_atomically(self.samples_dir / f"{file_name}.{ending}", content)
@@ -89,14 +95,13 @@ class RunFolder:
         Raises:
             ValueError: one line naming each of `model_arguments` that differs, with both values.
         """
-        import yaml
 
         def check() -> None:
             path = self.path / "config.yaml"
             try:
-                saved = yaml.safe_load(path.read_text())
-            except (OSError, ValueError, yaml.YAMLError) as error:
-                reason = " ".join(str(error).split())
+                saved = read_yaml(path)
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else error
                 raise ValueError(f"cannot resume: {path}: {reason}; restore it, or start over with --fresh") from None
             saved = saved if isinstance(saved, dict) else {}
             was, now = resolve(saved), resolve(config)
@@ -123,9 +128,11 @@ class RunFolder:
             except ValueError as error:
                 message = str(error)
             except OSError as error:
+                where = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
+                room = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
                 message = (
-                    f"cannot write the run folder {self.path}: {error.strerror or error}; "
-                    "make room there or give another --output_dir"
+                    f"cannot write the run folder {self.path}: {error.strerror or error}{where}; "
+                    f"{room}give another --output_dir"
                 )
         result, message = self._broadcast((result, message))
         if message is not None:
@@ -137,11 +144,31 @@ class RunFolder:
         path = self.model_dir / "training.json"
         self._on_root(lambda: write_atomically(path, json.dumps({"step": step}).encode()))
 
+    def check_is_here(self) -> None:
+        """Raise OSError if the folder is no longer that in which this run began: it was renamed or deleted meanwhile,
+        and another run may have begun in its place. On the root."""
+        if not self.path.is_dir():
+            raise OSError(f"the run folder {self.path} is gone; if it was renamed, rename it back")
+        if holder := other_holder(self.path / ".lock", self._lock):
+            raise OSError(f"the run folder {self.path} now belongs to {holder}")
+
     def _open(self, fresh: bool) -> tuple[str | None, bool, int | None]:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"--output_dir {str(self.path)!r} is not UTF-8 text, and weights in a folder of such a name cannot be "
+                "read again; give another --output_dir"
+            ) from None
         moved_to = None
-        if fresh and any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
+        if fresh and (found := [name for name in _OF_RUNS if (self.path / name).exists()]):
+            if not self._holds_run():
+                raise ValueError(
+                    f"--fresh renames a folder that holds a run, and {self.path} holds {found[0]} of something else; "
+                    "give another --output_dir"
+                )
             with hold(self.path / ".lock"):
                 moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -151,7 +178,17 @@ class RunFolder:
         write_atomically(probe, bytes(4096))
         probe.unlink()
         finished_step = read_json_or_empty(self.model_dir / "training.json").get("step")
-        return moved_to, (self.model_dir / "config.json").exists(), finished_step
+        is_step = type(finished_step) is int
+        return moved_to, (self.model_dir / "config.json").exists(), finished_step if is_step else None
+
+    def _holds_run(self) -> bool:
+        """Whether a run left something here that nothing else writes; names such as config.yaml are common."""
+        with contextlib.suppress(OSError, ValueError):
+            config = read_yaml(self.path / "config.yaml")
+            if isinstance(config, dict) and config.keys() >= _OF_EVERY_CONFIG:
+                return True
+        has_facts = {"command", "packages"} <= read_json_or_empty(self.path / "environment.json").keys()
+        return has_facts or any(self.checkpoints_dir.glob("*step_*/state.json"))
 
     def _move_away(self) -> str:
         folder = Path(os.path.abspath(self.path))
@@ -159,6 +196,27 @@ class RunFolder:
         old = next(path for path in names if not path.exists())
         os.rename(folder, old)
         return str(old)
+
+
+def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:
+    """Check that a run does not write into a folder of samples, where its pictures would become samples themselves.
+
+    Args:
+        sources: What flags name as the place of samples, by flag.
+
+    Raises:
+        ValueError: one line, if a source is a folder that is `output_dir`, or holds it and does not hide it from what
+            lists the samples by a name that begins with a dot.
+    """
+    for flag, source in sources.items():
+        if source is None or not os.path.isdir(source):
+            continue
+        path = os.path.relpath(os.path.realpath(output_dir), os.path.realpath(source)).split(os.sep)
+        if path == ["."] or not any(part.startswith(".") for part in path):  # ".." leads out of the source
+            raise ValueError(
+                f"--output_dir {output_dir} is in --{flag} {source}, so that the pictures of the run would become "
+                "samples; give an --output_dir outside"
+            )
 
 
 def last_start(output_dir: str | Path) -> dict[str, Any]:

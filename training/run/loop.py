@@ -153,6 +153,7 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
                     values[f"{prefix}/{name}"] = value
         if best := evaluation.best:
             (write, *_) = evaluation.write.values()
-            best.save_if_better(values[best.metric], run.progress.step, partial(write, evaluation.average.kept(online)))
+            keep = partial(write, evaluation.average.kept(online))
+            best.save_if_better(values[best.metric], run.progress.step, keep, run.folder.check_is_here)
             run.warn(best.failure)
     return values

@@ -69,7 +69,8 @@ class Progress:
 
         Raises:
             ValueError: if the batch size differs, because the count of steps could not be continued, or if the size of
-                the training split differs, because the order of samples could not be continued.
+                the training split differs, because the order of samples could not be continued; or if the samples seen
+                are no whole number of updates.
         """
         if state["batch_size"] != self.batch_size:
             raise ValueError(
@@ -82,7 +83,13 @@ class Progress:
                 f"{self.samples_per_epoch}, so their order cannot be continued: restore the data, --valid_fraction and "
                 "--seed, or start over with --fresh"
             )
-        self.samples = state["samples"]
+        samples = state["samples"]
+        if type(samples) is not int or samples < 0 or samples % self.batch_size:
+            raise ValueError(
+                f"the checkpoint says that {str(samples)[:40]} samples were seen, which is no whole number of updates "
+                f"of {self.batch_size}; restore an older one, or start over with --fresh"
+            )
+        self.samples = samples
         line = state.get("unfinished_line")
         self.unfinished_line = None if line is None else dict(line)
 

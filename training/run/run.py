@@ -11,11 +11,12 @@ from PIL import Image
 from torch import Tensor
 
 from ..checkpoints.averages import AverageFiles
-from ..checkpoints.store import Checkpoints
+from ..checkpoints.format import damaged, explained
+from ..checkpoints.store import Checkpoints, step_of
 from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
-from .folder import RunFolder
+from .folder import RunFolder, check_apart
 from .loop import Evaluation, updates
 from .progress import Progress, ProgressDisplay, total_samples_from
 from .random_state import RandomState
@@ -23,6 +24,7 @@ from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
 _TIMES = ("samples_per_second", "seconds")
+_FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data")  # flags of the scripts
 
 
 class Run:
@@ -51,10 +53,13 @@ class Run:
         self.args, self._settings, self._processes, self._feed = args, settings, processes, feed
         self._model_arguments, self._resolve = model_arguments, resolve
         with processes.agreement():
+            check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
             # A launcher that restarts the processes passes the same arguments, but the run must then go on.
             fresh = args.fresh and not processes.is_restart
             self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
-            self.tracker = make_trackers(args.report_to, self.folder.path, settings, processes.is_root)
+            self.tracker = make_trackers(
+                args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here
+            )
         size = feed.samples_per_epoch
         total_samples = total_samples_from(
             epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
@@ -62,7 +67,11 @@ class Run:
         self.progress = Progress(args.batch_size, size, total_samples)
         metrics_file = self.folder.path / "metrics.jsonl"
         self._checkpoints = Checkpoints(
-            self.folder.checkpoints_dir, args.keep_n_checkpoints, processes, synced_first=metrics_file
+            self.folder.checkpoints_dir,
+            args.keep_n_checkpoints,
+            processes,
+            synced_first=metrics_file,
+            check=self.folder.check_is_here,
         )
         self._averages = AverageFiles(self.folder.path / "snapshots")
         self.deadline = Deadline(args.save_before_minutes)
@@ -107,7 +116,10 @@ class Run:
             if latest:
                 self.folder.check_config(self._settings, self._model_arguments, self._resolve)
             for name, state in states.items():
-                self._parts[name].load_state_dict(state)
+                with explained(Path(latest), name):
+                    self._parts[name].load_state_dict(state)
+            if latest and self.progress.step != step_of(Path(latest)):
+                raise damaged(Path(latest), f"it holds the state of update {self.progress.step}")
             if self.folder.finished_step == self.progress.step:  # the model is written after the last evaluation
                 self.progress.unfinished_line = None
             if not self.is_complete:  # a finished run keeps the record of how it was trained
@@ -274,7 +286,8 @@ class Run:
         if line and not evaluation_is_due:
             self.write_line({**line, "bad_samples": self._feed.bad_samples.count})
         if not self._failed():
-            self.say(f"asked to stop: saved update {step}; run the same command again to go on")
+            again = "run it again without --fresh" if self.args.fresh else "run the same command again"
+            self.say(f"asked to stop: saved update {step}; {again} to go on")
         self.close()
         raise SystemExit(ASKED_TO_STOP)
 
@@ -286,6 +299,7 @@ class Run:
         failure = None
         if self._processes.is_root:
             try:
+                self.folder.check_is_here()
                 write(path)
             except OSError as error:
                 failure = " ".join(str(error).split())
@@ -319,7 +333,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if writer != reader:
         lines.append(
             f"it was written by {writer} and goes on with {reader}: the same samples in the same order; sums in "
-            "another order, which shows in the seventh digit"
+            "another order, a difference that begins in the seventh digit and grows"
         )
     if before.get("precision") != now.get("precision"):
         lines.append(

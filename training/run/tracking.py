@@ -12,7 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from tandem.files.writing import write_atomically
+from tandem.files.reading import open_regular, parse_json
+from tandem.files.writing import open_appending, write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
@@ -23,24 +24,29 @@ class JsonlTracker:
 
     NaN and infinities, which JSON does not have, are written as null. Lines that cannot be written are kept and
     written with the next one.
+
+    Args:
+        check: Raises OSError if `folder` is no longer that of the run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "metrics.jsonl"
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
+        self.path, self._check = folder / "metrics.jsonl", check
         #: Why lines are waiting, in one line; None if none are.
         self.failure: str | None = None
-        self._last_step = -1
+        self._last_step: float = -1
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._waiting: list[bytes] = []
 
     def cut_back(self, step: int) -> None:
         """Delete the lines after `step`, and a last line that is incomplete."""
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        if self.path.is_symlink():
+            raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
+        lines = _lines_of(self.path)
         kept = [line for line in lines if _step_of(line) <= step]
         if kept != lines:
             write_atomically(self.path, b"".join(kept))
         self._size = sum(map(len, kept))
-        self._last_step = max((json.loads(line)["step"] for line in kept), default=-1)
+        self._last_step = max(map(_step_of, kept), default=-1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a line."""
@@ -56,7 +62,15 @@ class JsonlTracker:
     def _write(self) -> None:
         content = b"".join(self._waiting)
         try:
-            with open(self.path, "ab") as file:
+            self._check()
+            with open_appending(self.path) as file:
+                size = file.seek(0, os.SEEK_END)
+                if size < self._size:
+                    # Truncating to the expected size would fill the file up with zero bytes.
+                    _say(f"{self.path} lost lines while the run goes on: {size} of {self._size} bytes are left")
+                    self._size = size
+                    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                        content = b"\n" + content
                 file.truncate(self._size)  # remove what the last failed write left
                 file.write(content)
         except OSError as error:
@@ -74,12 +88,22 @@ class JsonlTracker:
             self._write()
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinity if the line is incomplete."""
+def _lines_of(path: Path) -> list[bytes]:
+    """The lines of a file; none if there is no file. Raises OSError and ValueError if it is no regular file."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        with open_regular(path) as file:
+            return file.readlines()
+    except FileNotFoundError:
+        return []
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinity if the line is incomplete or damaged."""
+    try:
+        step = parse_json(line)["step"] if line.endswith(b"\n") else math.inf
+    except (ValueError, LookupError, TypeError):
         return math.inf
+    return step if type(step) is int else math.inf
 
 
 class TensorBoardTracker:
@@ -216,12 +240,19 @@ def _say(text: str) -> None:
     print(" ".join(text.split()), file=sys.stderr, flush=True)
 
 
-def make_trackers(report_to: Collection[str], folder: Path, config: Mapping[str, Any], is_root: bool) -> Trackers:
+def make_trackers(
+    report_to: Collection[str],
+    folder: Path,
+    config: Mapping[str, Any],
+    is_root: bool,
+    check: Callable[[], None] = lambda: None,
+) -> Trackers:
     """metrics.jsonl and the trackers named in `report_to`; only the root writes anything.
 
     Args:
         report_to: "tensorboard", "wandb", or both; empty: metrics.jsonl alone.
         config: The run's arguments, shown beside the curves.
+        check: Of `JsonlTracker`.
 
     Raises:
         ValueError: on every process, if a named tracker is not installed.
@@ -235,4 +266,4 @@ def make_trackers(report_to: Collection[str], folder: Path, config: Mapping[str,
         "tensorboard": lambda: TensorBoardTracker(folder),
         "wandb": lambda: WandbTracker(folder, config),
     }
-    return Trackers(JsonlTracker(folder), {name: optional[name] for name in report_to})
+    return Trackers(JsonlTracker(folder, check), {name: optional[name] for name in report_to})

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import json
+import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from tandem.files.reading import parse_json, read_bytes
 
 from ...errors import UserMistake
 from ...options import Options
 
 AUTO = "auto"
+_LONGEST_BYTES = 1 << 20
+_LARGEST = 2**63 - 1  # of int64; no number of a configuration comes near it
 
 # The keys that "DeepSpeed Configuration JSON" documents (deepspeed.ai, 2026).
 SECTIONS = frozenset({
@@ -35,11 +38,11 @@ def read_config(path: str) -> dict[str, Any]:
         UserMistake: missing, unreadable, not JSON, not an object, or a key is given twice.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        hooks = {"object_pairs_hook": _without_duplicates, "parse_constant": _no_constant, "parse_float": _finite}
+        config = parse_json(read_bytes(path, _LONGEST_BYTES), **hooks)
     except OSError as error:
         raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserMistake(f"--deepspeed_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserMistake(f"--deepspeed_config {path} holds a {type(config).__name__}, not an object {{...}}")
@@ -98,9 +101,11 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
         if value is None or value == AUTO:
             return None
         fits = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
-        if not fits or value < least:
+        if not fits or not least <= value <= _LARGEST:
             what = "a whole number" if kind is int else "a number"
-            raise UserMistake(f"{label or key} in {path} is {value!r}, {what} of at least {least:g} was expected")
+            raise UserMistake(
+                f"{label or key} in {path} is {repr(value)[:40]}, {what} from {least:g} to {_LARGEST:.1e} was expected"
+            )
         return value
 
     fill("grad_accum_steps", "gradient_accumulation_steps", number("gradient_accumulation_steps", config, int, 1))
@@ -213,6 +218,12 @@ def _without_auto(value: Any) -> Any:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"JSON has no number {name}")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -133,10 +133,10 @@ def test_a_contradiction_is_one_line_that_names_both(said: Json, config: Json, n
 
 
 WRONG_VALUES: dict[str, list[Any]] = {
-    "train_batch_size": ["8", 8.5, True, 0, [8]],
+    "train_batch_size": ["8", 8.5, True, 0, [8], 10**30],
     MICRO: ["4", 0],
     ACCUMULATION: [0, 1.5],
-    "gradient_clipping": ["1.0", -1.0, True],
+    "gradient_clipping": ["1.0", -1.0, True, 1e30, 10**30, 10**400],
     "bf16": [True],
     "bf16.enabled": ["true"],
     "fp16": [[]],
@@ -168,6 +168,8 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_it(key: str, value: An
         (b"{]", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b'{"gradient_clipping": NaN}', "not JSON"),
+        (b'{"zero_optimization": {"reduce_bucket_size": 1e999}}', "not JSON: the number 1e999 is too large"),
+        (b'{"zero_optimization": ' + b" " * (1 << 20) + b"{}}", "longer than 1048576 bytes"),
         (b"[" * 100_000, "not JSON"),
         (b"[1, 2]", "holds a list"),
         (b"null", "NoneType"),

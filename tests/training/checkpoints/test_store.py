@@ -214,3 +214,53 @@ def test_nothing_is_pickled(checkpoints):
         json.loads(file.read_bytes()[8 : 8 + header_bytes])
     with pytest.raises(TypeError, match="not JSON serializable"):
         save(checkpoints, 2, {"model": {"object": object()}}, {})
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "SHA256SUMS"])
+@pytest.mark.parametrize("what", ["a pipe", "a link out of the folder", "a device"])
+def test_a_file_that_is_a_pipe_a_device_or_elsewhere_is_refused_at_once(checkpoints, name, what):
+    save(checkpoints, 1, parts(), {})
+    path, elsewhere = checkpoints.latest() / name, checkpoints.folder.parent / "elsewhere"
+    path.rename(elsewhere)
+    if what == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if what == "a device" else elsewhere)
+    for read in (read_checkpoint, lambda folder: read_checkpoint(folder, verify=False)):
+        if name == "SHA256SUMS" and read is not read_checkpoint:
+            continue  # is not looked at
+        with pytest.raises(ValueError, match=rf"{name} is (not a regular file|a link that leaves the folder)"):
+            read(checkpoints.latest())
+    with pytest.raises(ValueError, match="there is no other one"):
+        checkpoints.newest_good(print)
+
+
+def test_a_state_that_would_fill_the_memory_is_refused_before_it_is_parsed(checkpoints):
+    save(checkpoints, 1, parts(), {})
+    (checkpoints.latest() / "state.json").write_bytes(b"[" + b"[]," * 5_000_000 + b"0]")
+    with pytest.raises(ValueError, match="holds more than 4194304 lists, objects and keys"):
+        read_checkpoint(checkpoints.latest(), verify=False)
+
+
+def test_a_checkpoint_that_is_a_link_is_not_followed_and_said(checkpoints, tmp_path):
+    save(checkpoints, 1, parts(), {})
+    checkpoints.latest().rename(tmp_path / "elsewhere")
+    (checkpoints.folder / "step_00000001").symlink_to(tmp_path / "elsewhere")
+    assert checkpoints.latest() is None
+    with pytest.raises(ValueError, match=r"step_00000001 is a link; put the checkpoint itself there"):
+        checkpoints.newest_good(print)
+
+
+def test_names_with_other_digits_are_no_checkpoints_and_leftovers_that_are_links_are_removed_themselves(
+    checkpoints, tmp_path
+):
+    save(checkpoints, 1, parts(), {})
+    (checkpoints.folder / "step_\N{ARABIC-INDIC DIGIT NINE}0000009").mkdir()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    (checkpoints.folder / ".unfinished-x").symlink_to(tmp_path / "precious")
+    (checkpoints.folder / ".unwanted-y").touch()
+    assert checkpoints.newest_good(print).name == "step_00000001"
+    save(checkpoints, 2, parts(), {})
+    assert checkpoints.failure is None and checkpoints.latest().name == "step_00000002"
+    assert (tmp_path / "precious" / "file").exists() and not list(checkpoints.folder.glob(".*"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from tandem.files import writing
-from training.run.folder import RunFolder
+from training.run.folder import RunFolder, check_apart, last_start
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,6 +49,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path, path):
     with pytest.raises(ValueError, match="cannot write the run folder") as error:
         RunFolder(path)
     assert "\n" not in str(error.value) and path in str(error.value) and "--output_dir" in str(error.value)
+    assert "make room" not in str(error.value), "room is not what is missing"
 
 
 def test_a_folder_without_write_permission_is_refused(tmp_path):
@@ -63,7 +65,7 @@ def test_a_folder_without_write_permission_is_refused(tmp_path):
         [sys.executable, "-c", script],
         capture_output=True, text=True, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert result.stdout.startswith("cannot write the run folder locked: Permission denied")
+    assert result.stdout.startswith("cannot write the run folder locked: Permission denied (at locked/.lock); give")
 
 
 def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -76,9 +78,12 @@ def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
+OF_A_RUN = {"output_dir": "runs/vae", "keep_n_checkpoints": 3, "on_bad_sample": "replace"}
+
+
 def begun(path: Path) -> RunFolder:
     run = RunFolder(path)
-    run.write_config({"image_size": 128, "num_tokens": 8192, "batch_size": 8})
+    run.write_config({"image_size": 128, "num_tokens": 8192, "batch_size": 8, **OF_A_RUN})
     return run
 
 
@@ -97,6 +102,122 @@ def test_fresh_moves_the_old_run_away_whole(tmp_path, monkeypatch):
 def test_without_fresh_or_without_a_run_a_folder_stays_where_it_is(tmp_path, content, fresh):
     (tmp_path / content).write_text("mine")
     assert RunFolder(tmp_path, fresh=fresh).moved_to is None and (tmp_path / content).exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_fresh_refuses_a_folder_in_which_names_are_those_of_a_run_and_content_is_not(tmp_path, name):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "photo.jpg").touch()
+    path = tmp_path / "thesis" / name
+    path.mkdir() if name == "checkpoints" else path.write_text("output_dir: mine")
+    with pytest.raises(
+        ValueError, match=f"--fresh renames a folder that holds a run, .* holds {name} of something else"
+    ):
+        RunFolder(tmp_path / "thesis", fresh=True)
+    assert sorted(os.listdir(tmp_path / "thesis")) == sorted([name, "photo.jpg"]) and os.listdir(tmp_path) == ["thesis"]
+
+
+@pytest.mark.parametrize("left", ["config.yaml", "environment.json", "checkpoints"])
+def test_fresh_knows_a_run_by_what_is_left_of_it(tmp_path, left):
+    run = begun(tmp_path / "vae")
+    run.write_environment({})
+    checkpoint = run.checkpoints_dir / "damaged-step_00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").touch()
+    (run.path / "metrics.jsonl").touch()
+    for name in {"config.yaml", "environment.json"} - {left}:
+        (run.path / name).unlink()
+    if left != "checkpoints":
+        shutil.rmtree(run.checkpoints_dir)
+    assert RunFolder(run.path, fresh=True).moved_to == str(tmp_path / "vae.old-1")
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_written(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
+    with pytest.raises(ValueError, match="is not UTF-8 text") as error:
+        RunFolder(path)
+    assert not path.exists() and str(error.value).encode()
+
+
+def test_a_folder_that_was_renamed_or_is_that_of_another_run_is_not_written_to(tmp_path):
+    run = begun(tmp_path / "a")
+    run.check_is_here()
+    os.rename(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(OSError, match="is gone; if it was renamed, rename it back"):
+        run.check_is_here()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").write_text("process 1 on\x1b another")
+    with pytest.raises(OSError, match=r"now belongs to process 1 on\? another"):
+        run.write_sample(100, b"png")
+    assert os.listdir(tmp_path / "a") == [".lock"]
+    shutil.rmtree(tmp_path / "a")
+    os.rename(tmp_path / "b", tmp_path / "a")
+    run.check_is_here()
+    (tmp_path / "a" / ".lock").unlink()
+    run.check_is_here()  # a lock that somebody took for a leftover is no reason to lose a run
+
+
+def test_looking_whether_the_folder_is_here_does_not_release_the_lock(tmp_path):
+    run = RunFolder(tmp_path)
+    run.check_is_here()
+    script = f"""if True:
+        import pathlib
+        from tandem.files import writing
+        writing._LOCK_SECONDS = 0
+        writing.hold(pathlib.Path({str(tmp_path)!r}) / ".lock")
+    """
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert f"is in use by process {os.getpid()}" in result.stderr
+
+
+@pytest.mark.parametrize("name", [".lock", "..writable.tmp", ".config.yaml.tmp"])
+def test_nothing_is_written_through_a_link_that_is_in_the_folder(tmp_path, name):
+    (tmp_path / "treasure").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "treasure")
+    if name == ".lock":
+        with pytest.raises(ValueError, match=r"it is a link; remove it \(at .*\.lock\)"):
+            RunFolder(tmp_path / "run")
+    else:
+        begun(tmp_path / "run")
+    assert (tmp_path / "treasure").read_text() == "mine"
+
+
+MULTIPLYING = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))])
+
+
+@pytest.mark.parametrize("content", ["[" * 50_000, MULTIPLYING, "a pipe"], ids=["deep", "multiplying", "pipe"])
+def test_a_config_that_would_hold_a_start_up_is_one_line(tmp_path, content):
+    run = begun(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    os.mkfifo(tmp_path / "config.yaml") if content == "a pipe" else (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"cannot resume: .*config\.yaml: .*; restore it, or start over") as error:
+        run.check_config({"image_size": 128}, ("image_size",))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"step": 1e400}', '{"step": "a"}', '{"step": [7]}', "a pipe"])
+def test_facts_that_no_run_wrote_are_as_good_as_none(tmp_path, content):
+    run = begun(tmp_path)
+    run.model_dir.mkdir()
+    for path in (run.model_dir / "training.json", tmp_path / "environment.json"):
+        os.mkfifo(path) if content == "a pipe" else path.write_text(content)
+    assert RunFolder(tmp_path).finished_step is None
+    assert "command" not in last_start(tmp_path)
+
+
+def test_a_run_inside_a_folder_of_samples_is_refused_unless_it_is_hidden_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("photos/more")
+    (tmp_path / "linked").symlink_to("photos/more")
+    for output in ("photos", "photos/", "photos/runs/vae", "linked/vae", f"{tmp_path}/photos/vae"):
+        with pytest.raises(
+            ValueError, match=f"--output_dir {output} is in --image_folder photos, so that the pictures"
+        ):
+            check_apart(output, {"video_folder": None, "image_folder": "photos"})
+    for output in ("runs/vae", "photos.vae", ".", "photos/.runs/vae", "photos/../vae"):
+        check_apart(output, {"image_folder": "photos"})
+    check_apart("photos", {"image_folder": "demo:shapes", "audio_data": "photos/{0..9}.tar"})
 
 
 def test_a_run_with_its_model_is_finished(tmp_path):
@@ -169,7 +290,7 @@ def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.3)
     code = f"""if True:
-        from training.run.folder import RunFolder
+        from training.run.folder import RunFolder, check_apart, last_start
         folder = RunFolder({str(tmp_path)!r})
         print('ready', flush=True)
         input()
@@ -179,7 +300,7 @@ def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_end
     ) as other:
         assert other.stdout.readline() == "ready\n"
         for fresh in (False, True):
-            (tmp_path / "config.yaml").write_text("{}")
+            (tmp_path / "config.yaml").write_text(yaml.safe_dump(OF_A_RUN))
             with pytest.raises(ValueError, match=f"is in use by process {other.pid} on .*; end it first"):
                 RunFolder(tmp_path, fresh=fresh)
         other.kill()

@@ -1,6 +1,7 @@
 """A run on one process: what it leaves behind, and how it goes on."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -333,6 +334,105 @@ def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
         file.write('{"step": 2')  # as a disk that fills in the middle of a line leaves it
     tracker.log(4, {})
     assert logged(tmp_path, "step") == [1, 2, 3, 4] and tracker.failure is None
+
+
+def moved_in_update(monkeypatch, number: int, move) -> None:
+    """Call a function in the middle of an update."""
+
+    class Moving(Weights):
+        def step(self):
+            if self.weight[0] == number - 1:
+                move()
+            return super().step()
+
+    monkeypatch.setitem(globals(), "Weights", Moving)
+
+
+def test_a_folder_that_is_renamed_under_a_run_does_not_reappear_and_the_run_says_that_it_ends_unsaved(
+    tmp_path, monkeypatch, capsys
+):
+    moved_in_update(monkeypatch, 3, lambda: os.rename(tmp_path / "a", tmp_path / "b"))
+    with pytest.raises(SystemExit) as exit:
+        train(tmp_path / "a")
+    assert exit.value.code == 1 and os.listdir(tmp_path) == ["b"]
+    said = capsys.readouterr().err
+    assert f"the run folder {tmp_path / 'a'} is gone; if it was renamed, rename it back" in said
+    monkeypatch.undo()
+    train(tmp_path / "b")
+    assert logged(tmp_path / "b", "weight") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_that_is_renamed_and_renamed_back_has_all_its_lines(tmp_path, monkeypatch):
+    moved_in_update(monkeypatch, 3, lambda: os.rename(tmp_path / "a", tmp_path / "b"))
+    moved = Weights.step
+
+    def back(self):
+        if self.weight[0] == 4:
+            os.rename(tmp_path / "b", tmp_path / "a")
+        return moved(self)
+
+    monkeypatch.setattr(Weights, "step", back)
+    train(tmp_path / "a")
+    assert (
+        logged(tmp_path / "a", "weight") == [1, 2, 3, 4, 5, 6]
+        and b"\0" not in (tmp_path / "a/metrics.jsonl").read_bytes()
+    )
+
+
+def test_a_run_that_began_where_another_one_was_is_left_alone(tmp_path, monkeypatch):
+    def content(folder) -> dict[Path, bytes]:
+        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def replace() -> None:
+        os.rename(tmp_path / "a", tmp_path / "b")
+        train(tmp_path / "c", stop_at=2)
+        os.rename(tmp_path / "c", tmp_path / "a")
+        (tmp_path / "a" / ".lock").write_text("process 1 on another")
+        before.update(content(tmp_path / "a"))
+
+    before: dict[Path, bytes] = {}
+    moved_in_update(monkeypatch, 3, replace)
+    with pytest.raises(SystemExit) as exit:
+        train(tmp_path / "a")
+    assert exit.value.code == 1 and before and content(tmp_path / "a") == before
+
+
+def edited(folder, edit) -> None:
+    """Change the newest checkpoint, as somebody who also changes its checksums."""
+    checkpoint = max((folder / "checkpoints").glob("step_*"))
+    state = json.loads((checkpoint / "state.json").read_text())
+    edit(state["parts"])
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+            for path in checkpoint.iterdir() if path.name != "SHA256SUMS"]  # fmt: skip
+    (checkpoint / "SHA256SUMS").write_text("".join(sums))
+
+
+@pytest.mark.parametrize(("edit", "expected"), [
+    (lambda parts: parts["progress"].update(samples="x"), "x samples were seen"),
+    (lambda parts: parts["progress"].update(samples=-4), "-4 samples were seen"),
+    (lambda parts: parts["progress"].update(samples=4 * 10**30), "it holds the state of update 1000000"),
+    (lambda parts: parts["progress"].clear(), "its part progress is not what was written: KeyError: 'batch_size'"),
+    (lambda parts: parts["progress"].update(unfinished_line=[7]), "its part progress is not what was written"),
+    (lambda parts: parts["best"].clear(), "its part best is not what was written: KeyError"),
+    (lambda parts: parts["best"].update(value=[]), "best"),
+    (lambda parts: parts.update(random=[]), "ValueError: 'random' is not the name of a part"),
+    (lambda parts: parts.update(progress=7), "'progress' is not the name of a part"),
+])  # fmt: skip
+def test_a_checkpoint_that_was_edited_and_summed_again_is_one_line(tmp_path, edit, expected):
+    train(tmp_path, stop_at=2)
+    edited(tmp_path, edit)
+    with pytest.raises(ValueError) as error:
+        train(tmp_path)
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_who_stops_a_run_that_was_started_with_fresh_is_told_to_leave_it_out(tmp_path, capsys):
+    train(tmp_path)
+    for flags, advice in ((["--fresh"], "run it again without --fresh to go on"), ([], "run the same command again")):
+        with pytest.raises(SystemExit):
+            train(tmp_path, *flags, here=OneProcess(stop_after=2))
+        assert advice in capsys.readouterr().err
 
 
 def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, monkeypatch):

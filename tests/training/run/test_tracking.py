@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from unittest.mock import Mock
 
@@ -79,6 +80,53 @@ def test_a_resumed_file_holds_each_step_once_and_no_torn_line(tmp_path, torn, st
     second.cut_back(step)
     second.log(step + 1, {"loss": -1.0})
     assert steps(tmp_path) == [*range(1, min(step, 7) + 1), step + 1]
+
+
+@pytest.mark.parametrize("left", [0, 5, 13])
+def test_a_file_that_was_cut_while_the_run_goes_on_is_said_and_not_filled_with_zeros(tmp_path, capsys, left):
+    tracker, path = JsonlTracker(tmp_path), tmp_path / "metrics.jsonl"
+    tracker.log(1, {})
+    tracker.log(2, {})
+    os.truncate(path, left)  # a line has 12 bytes
+    tracker.log(3, {})
+    tracker.log(4, {})
+    assert capsys.readouterr().err.splitlines() == [
+        f"{path} lost lines while the run goes on: {left} of 24 bytes are left"
+    ]
+    assert path.read_bytes().endswith(b'{"step": 3}\n{"step": 4}\n') and b"\0" not in path.read_bytes()
+    resumed = JsonlTracker(tmp_path)
+    resumed.cut_back(4)
+    assert steps(tmp_path)[-2:] == [3, 4]
+
+
+def test_a_file_that_was_deleted_while_the_run_goes_on_begins_again(tmp_path, capsys):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {})
+    (tmp_path / "metrics.jsonl").unlink()
+    tracker.log(2, {})
+    assert steps(tmp_path) == [2] and "lost lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"step": "a"}', '{"step": 1e400}', '{"step": true}', '{"step": null}',
+                                  "[]", "7", '{"step": ' + "9" * 5000 + "}"])  # fmt: skip
+def test_a_line_that_no_run_wrote_is_dropped_on_resuming(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    tracker = JsonlTracker(tmp_path)
+    tracker.cut_back(9)
+    tracker.log(10, {})
+    assert steps(tmp_path) == [1, 2, 10]
+
+
+def test_metrics_that_are_a_pipe_or_a_link_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not a regular file"):
+        JsonlTracker(tmp_path).cut_back(0)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "treasure").write_text("mine")
+    (tmp_path / "metrics.jsonl").symlink_to("treasure")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a link; put the file itself there"):
+        JsonlTracker(tmp_path).cut_back(0)
+    assert (tmp_path / "treasure").read_text() == "mine"
 
 
 def test_cutting_back_is_atomic(tmp_path, monkeypatch):
