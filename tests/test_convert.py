@@ -267,6 +267,29 @@ def test_an_imported_run_starts_from_the_weights_with_the_flags_that_they_need(
     assert_same_bits(train_vae.build_model(args).state_dict(), saved(run, "ema"))
 
 
+def test_an_import_that_found_no_room_can_be_repeated(
+    run: Path, tmp_path: Path, refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, made = os.replace, []
+
+    def full(source: Any, target: Path) -> None:
+        if made:
+            raise OSError(28, "No space left on device")
+        made.append(target)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert "No space left" in refused("import", run, tmp_path / "new")
+    assert made == [tmp_path / "new" / "init" / "model.safetensors"]
+    converted("import", run, tmp_path / "new")
+    assert (tmp_path / "new" / "start.yaml").exists()
+    assert "exists already" in refused("import", run, tmp_path / "new")
+    (tmp_path / "other" / "init").mkdir(parents=True)
+    (tmp_path / "other" / "init" / "notes.txt").touch()
+    assert "exists already" in refused("import", run, tmp_path / "other")
+
+
 @pytest.fixture(scope="module")
 def powers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight updates of a model with buffers, and a save after every second one. Tests only look at it."""
@@ -405,6 +428,14 @@ def with_config(run: Path, tmp: Path, **changes: Any) -> Path:
     return tmp / "run"
 
 
+def with_config_file(run: Path, tmp: Path, make: Callable[[Path], object]) -> Path:
+    """The run, with another file as config.yaml."""
+    path = with_config(run, tmp) / "config.yaml"
+    path.unlink()
+    make(path)
+    return path.parent
+
+
 MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     "nothing there": (lambda run, tmp: tmp / "nowhere", "it does not exist"),
     "an empty folder": (lambda run, tmp: tmp, "expected a run folder"),
@@ -413,6 +444,15 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     "a run of absurd depth": (lambda run, tmp: with_config(run, tmp, num_layers=10**9), "num_layers 1000000000 is"),
     "a run of 4 million blocks": (lambda run, tmp: with_config(run, tmp, num_resnet_blocks=4 << 20), "many more"),
     "a run of a newer script": (lambda run, tmp: with_config(run, tmp, colour="red"), "unknown key 'colour'"),
+    "a run whose config is a pipe": (lambda run, tmp: with_config_file(run, tmp, os.mkfifo), "is not a regular file"),
+    "a run whose config has no end": (
+        lambda run, tmp: with_config_file(run, tmp, lambda path: path.symlink_to("/dev/zero")),
+        "is not a regular file",
+    ),
+    "a run whose config is deep": (
+        lambda run, tmp: with_config_file(run, tmp, lambda path: path.write_text("[" * 50_000)),
+        "nested too deeply",
+    ),
     "a model of another kind": (unknown_model, "Perceiver, which is no model of this version"),
     "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "not a zip file"),
 }

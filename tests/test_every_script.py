@@ -229,6 +229,14 @@ def test_broken_files_are_named_counted_and_replaced_and_an_epoch_is_the_rest_of
     assert len(metrics(tmp_path / "run")) == math.ceil(2 * 24 / 8)
 
 
+def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp_path: Path) -> None:
+    folder = script.data.write(tmp_path / "data", 24)
+    before = files(tmp_path)
+    for run in (folder, folder / "runs" / "a"):
+        assert f"is in --{script.data.flag} {folder}" in script.refused(run, f"--{script.data.flag}", str(folder))
+        assert files(tmp_path) == before
+
+
 # Resuming.
 
 

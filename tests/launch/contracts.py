@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distributed import Backend, Engine
+from distributed import Backend, Engine, UserMistake
 
 BATCH = 24  # divides by 1, 2, 3 and 4 processes with 1 or 2 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "4"]
@@ -317,7 +317,21 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "objects": backend.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)],
         "broadcast": backend.broadcast_object(f"from {rank}") == "from 0",
         "any": backend.any(rank == world - 1) and not backend.any(False),
+        "lack_of_memory": lack_of_memory(backend),
     }
+
+
+def lack_of_memory(backend: Backend) -> bool:
+    """Whether all processes end with one message if the last one alone asks for more memory than there is."""
+    last = backend.world_size - 1
+    try:
+        with backend.agreement():
+            if backend.rank == last:
+                torch.empty(1 << 60)
+    except UserMistake as mistake:
+        text = str(mistake)
+        return text.startswith("not enough memory: ") and text.endswith(f" (on rank {last})" if last else "memory)")
+    return False
 
 
 def measure(args: argparse.Namespace, backend: Backend) -> None:
