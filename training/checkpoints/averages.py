@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tandem.files.reading import DAMAGES, parse_json
 from tandem.files.writing import replacing, sync
 
 from ..profiles import Profile, coefficients, exponent_of
@@ -19,6 +20,7 @@ from .format import Tree
 
 _NAME = re.compile(r"step_([0-9]{8,})_(\w[\w.-]*)_([0-9][0-9.e-]*)\.safetensors")
 _UNFINISHED = ".tmp"
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
 _HEADER = "average"
 
 
@@ -122,9 +124,9 @@ class AverageFiles:
 def _profile(path: Path) -> Profile:
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads(file.metadata()[_HEADER])
+            header = parse_json(file.metadata()[_HEADER].encode())
         updates, exponent = int(header["updates"]), exponent_of(float(header["length"]))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except _DAMAGES as error:
         raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if not 1 <= updates < 1 << 53:
         raise ValueError(f"cannot read {path}: it averages {updates} updates")

@@ -12,11 +12,12 @@ from typing import Any
 
 from PIL import Image
 
-from tandem.files.reading import open_regular, parse_json
+from tandem.files.reading import open_regular, parse_json, read_bytes
 from tandem.files.writing import open_appending, write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
+_LONGEST_ID_BYTES = 1000
 
 
 class JsonlTracker:
@@ -148,7 +149,7 @@ class WandbTracker:
         # Without a key wandb.init would ask for one at a prompt.
         has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
         options: dict[str, Any] = {
-            "id": id_file.read_text().strip(),
+            "id": read_bytes(id_file, _LONGEST_ID_BYTES).decode().strip(),
             "resume": "allow",
             "name": folder.name,
             "dir": str(folder),

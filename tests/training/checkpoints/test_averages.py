@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from tests.training.disk import failing
@@ -134,7 +134,9 @@ def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
         files.of_length("ema_of.two", 0.07, like)
     path = files.folder / "step_00000020_ema_of.two_0.05.safetensors"
     whole = path.read_bytes()
-    for content in (b"", whole[:40], whole[:-1], whole.replace(b'pdates\\": 20', b'pdates\\": -1')):
+    other = whole.replace(b'pdates\\": 20', b'pdates\\": -1')
+    deep = save({"weight": torch.zeros(1)}, metadata={"average": "[" * 100_000})
+    for content in (b"", whole[:40], whole[:-1], other, deep):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot read .*_0\.05\.safetensors: .") as error:
             files.of_length("ema_of.two", 0.07, dict(made().named_parameters()))
