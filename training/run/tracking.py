@@ -96,6 +96,8 @@ def _lines_of(path: Path) -> list[bytes]:
             return file.readlines()
     except FileNotFoundError:
         return []
+    except ValueError as error:
+        raise ValueError(f"cannot go on in {path.parent}: {error}; remove it, or start over with --fresh") from None
 
 
 def _step_of(line: bytes) -> float:
