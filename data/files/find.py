@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .packed import PackedStrings
 from .source import Source
 
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
+_MOST_FILES = 1 << 20  # that ranges stand for
+_LONGEST_QUOTE = 200
 
 
 class ManifestFile(NamedTuple):
@@ -97,6 +100,9 @@ def _only_tars(paths: list[str], what: str, manifests: bool) -> list[str]:
 
 def expanded(pattern: str) -> list[str]:
     """Paths of `{000..010}` and `*`, in order."""
+    ranges = [int(last) - int(first) + 1 for first, last in _RANGE.findall(pattern)]
+    if math.prod(max(1, count) for count in ranges) > _MOST_FILES:
+        raise ValueError(f"{pattern[:_LONGEST_QUOTE]!r} stands for more than {_MOST_FILES} files: name fewer at a time")
     paths = [pattern]
     while _RANGE.search(paths[0]):
         paths = [counted for path in paths for counted in _counted(path)]

@@ -18,6 +18,8 @@ from .source import Source
 RowType = TypeVar("RowType")
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_LATEST = 1e9  # seconds; about thirty years
+_LONGEST_QUOTE = 40
 _UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 
@@ -151,8 +153,9 @@ def _seconds(entry: Mapping[str, Any], key: str, missing: float) -> float:
         return missing
     try:
         seconds = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"its {key} is {value!r}, which is no time in seconds")
+    if not 0 <= seconds <= _LATEST:
+        text = repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+        raise ValueError(f"its {key} is {text[:_LONGEST_QUOTE]}, which is no time in seconds")
     return seconds

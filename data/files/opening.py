@@ -40,14 +40,23 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
         folders = []
         for entry in entries:
             name = f"{relative}/{entry.name}" if relative else entry.name
-            if entry.is_dir():
+            is_folder, is_file = _kind(entry)
+            if is_folder:
                 folders.append(name)
-            elif entry.name.lower().endswith(endings) and entry.is_file():
+            elif entry.name.lower().endswith(endings) and is_file:
                 files.append(name)
             else:
                 n_others += 1
         pending += sorted(folders, reverse=True)  # of two links to one folder, follow the first in order
     return sorted(files), n_others
+
+
+def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+    """Whether an entry is a folder, and whether it is a file; neither, if it is a link to itself."""
+    try:
+        return entry.is_dir(), entry.is_file()
+    except OSError:
+        return False, False
 
 
 def nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:

@@ -47,12 +47,15 @@ def test_linked_folders_are_followed_once_and_loops_end(tmp_path):
     (tmp_path / "set" / "c").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "set" / "3.jpg").symlink_to(tmp_path / "elsewhere" / "2.jpg")
     (tmp_path / "set" / "dangling.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    (tmp_path / "set" / "itself.jpg").symlink_to(tmp_path / "set" / "itself.jpg")
     assert listed(tmp_path / "set") == ["3.jpg", "a/1.jpg", "b/2.jpg"]
 
 
 def test_what_is_no_set_of_images_is_named(tmp_path):
     text = one_line(open_images, str(tmp_path / "phtos"), image_size=8)
     assert str(tmp_path / "phtos") in text and "demo:shapes" in text
+    for pattern in ("{0..1000000000000}.tar", "{000..999}/{000..999}/{0..9}.tar", "{0..999999999999999999}.tar"):
+        assert "stands for more than 1048576 files" in one_line(open_images, str(tmp_path / pattern), image_size=8)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     text = one_line(open_images, str(tmp_path / "loop"), image_size=8)
     assert text.startswith(f"cannot read the folder {str(tmp_path / 'loop')!r}: ")
