@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickletools
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,11 @@ _ZIP64_END, _LOCATOR, _END = 56, 20, 22
 # Far more than the names and shapes of a state dict need; in an old file the values of the tensors come after them.
 _LONGEST_PICKLES_BYTES = 1 << 22
 
+# Values in a tuple, also in the tuples in it, each as often as it is named: PyTorch needs seven and the sizes.
+_LARGEST_TUPLE = 1 << 10
+
 _NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG"}
-_MEMOS = {"BINPUT", "LONG_BINPUT"}
+_MEMOS, _RECALLS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
 
 
 class Ignored:
@@ -60,12 +63,14 @@ def check_archive(path: Path, ignored: Collection[str] = ()) -> None:
         pickles = [member for member in members if member.filename.lower().endswith("/data.pkl")]
         if len(pickles) != 1:  # PyTorch's reader ignores the case of names
             raise ValueError(f"it holds data.pkl {len(pickles)} times")
+        if pickles[0].file_size > _LONGEST_PICKLES_BYTES:
+            raise ValueError(f"its data.pkl is longer than {_LONGEST_PICKLES_BYTES} bytes")
         unpacked = sum(max(member.file_size, member.compress_size) for member in members)
         if any(member.compress_type for member in members) or unpacked > path.stat().st_size:
             raise ValueError("it would unpack to more than the file; PyTorch writes no such files")
         instructions = archive.read(pickles[0])
-    for opcode, argument, _ in pickletools.genops(instructions):
-        _check_call(opcode.name, argument, _CALLS.union(ignored))
+    for opcode, argument in _operations(instructions):
+        _check_call(opcode, argument, _CALLS.union(ignored))
 
 
 def check_old_file(path: Path) -> None:
@@ -81,12 +86,12 @@ def check_old_file(path: Path) -> None:
     elements = 0
     for _ in range(5):
         before: list[tuple[str, Any]] = []
-        for opcode, argument, _ in pickletools.genops(pickles):
-            _check_call(opcode.name, argument, _OLD_CALLS)
-            if opcode.name == "BINPERSID":
+        for opcode, argument in _operations(pickles):
+            _check_call(opcode, argument, _OLD_CALLS)
+            if opcode == "BINPERSID":
                 elements += _elements_of_storage(before)
-            if opcode.name not in _MEMOS:
-                before = [*before[-2:], (opcode.name, argument)]
+            if opcode not in _MEMOS:
+                before = [*before[-2:], (opcode, argument)]
     if elements > path.stat().st_size:  # PyTorch allocates storages before it looks for their data
         raise ValueError("its tensors are larger than the file")
 
@@ -96,6 +101,37 @@ def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
     several tensors share let a tiny file claim huge tensors."""
     if sum(tensor.nbytes for tensor in tensors) > path.stat().st_size:
         raise ValueError(f"{path}: its weights are larger than the file that holds them")
+
+
+def _operations(pickled: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
+    """The operations of a pickle and their arguments.
+
+    Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values. A tuple in a tuple in a tuple, a million times,
+    ends the process when it becomes the key of a dict; one that holds the one before it twice, forty times, keeps the
+    process busy for days.
+    """
+    stack: list[Any] = []  # of each value how many values it holds; marks as they are
+    memo: dict[Any, int] = {}
+    for opcode, argument, _ in pickletools.genops(pickled):
+        yield opcode.name, argument
+        try:
+            if opcode.name in _MEMOS:
+                memo[argument] = stack[-1]
+                continue
+            held: int = memo[argument] if opcode.name in _RECALLS else 1
+            for kind in reversed(opcode.stack_before):
+                if kind is pickletools.stackslice:
+                    while (size := stack.pop()) is not pickletools.markobject:
+                        held += size
+                elif kind is not pickletools.markobject:
+                    held += stack.pop()
+        except (IndexError, KeyError, TypeError):
+            raise ValueError("its pickle is damaged") from None
+        is_tuple = opcode.name.startswith("TUPLE")
+        if is_tuple and held > _LARGEST_TUPLE:
+            raise ValueError(f"it holds a tuple of more than {_LARGEST_TUPLE} values")
+        size = held if is_tuple or opcode.name in _RECALLS else 1
+        stack += [kind if kind is pickletools.markobject else size for kind in opcode.stack_after]
 
 
 def _check_call(opcode: str, argument: Any, allowed: set[str]) -> None:

@@ -20,7 +20,7 @@ from tandem.files.reading import check_regular, read_json
 
 from ..unet import Unet
 from .archive import Ignored, check_archive, check_sizes
-from .building import build_with_weights, check_arguments
+from .building import build_with_weights, check_arguments, plain_values
 from .dalle2_config import CROSS_ATTENTION, PUBLIC_VERSION, decoder_part, settings_of, training_config, unet_arguments
 from .errors import one_line
 from .writing import on_cpu, replacing
@@ -272,6 +272,8 @@ def _read(
             decoder = decoder_part(content["config"])
         else:
             decoder = decoder_part(_config_beside(path, config))
+        for _ in plain_values("its configuration", decoder):
+            pass
         if max(unets) >= len(decoder["unets"]):
             raise ValueError(f"it holds unet {max(unets) + 1}, and its configuration has {len(decoder['unets'])}")
     return decoder, unets, tables

@@ -268,6 +268,14 @@ def with_unet(**changes: Any) -> Decoder:
     return {**CONFIG, "unets": [CONFIG["unets"][0], {**CONFIG["unets"][1], **changes}]}
 
 
+def doubled(times: int) -> list[Any]:
+    """2^times lists to whoever walks through them, of which few are in the file."""
+    value: list[Any] = []
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
     "no unets": (lambda path: laion(path, changed(unets=[])), "has no list of unets"),
     "unets of numbers": (lambda path: laion(path, changed(unets=[1, 2])), "has no list of unets"),
@@ -286,6 +294,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a dict as a width": (lambda path: laion(path, with_unet(dim={})), "dim {}: give an even number"),
     "groups": (lambda path: laion(path, with_unet(resnet_groups=3)), "resnet_groups 3 must divide"),
     "heads of size 0": (lambda path: laion(path, with_unet(attn_dim_head=0)), "is not a decoder"),
+    "2^40 sizes": (lambda path: laion(path, changed(image_sizes=[doubled(40)])), "holds more than 1048576 values"),
+    "2^40 schedules": (lambda path: laion(path, changed(beta_schedule=doubled(40))), "more than 1048576 values"),
     "no weights": (lambda path: laion(path, model={"a": torch.ones(1)}), "holds no weights of unets"),
     "a list of weights": (lambda path: laion(path, model=[1]), "its weights are no dict of names"),
     "a word as a weight": (lambda path: laion(path, model={"unets.0.a": "b"}), "its unets.0.a is not a tensor"),

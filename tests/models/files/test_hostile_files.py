@@ -132,6 +132,12 @@ def doubled(times: int) -> dict[str, Any]:
     return value
 
 
+def tuple_as_key(path: Path, tuples: bytes) -> None:
+    """A dict whose key is a tuple that these operations make of the empty tuple."""
+    pt(path)
+    rezipped(path, change=lambda pickled: b"\x80\x02})" + tuples + b"K\x01s.")
+
+
 RAN = Path("ran")  # made by code that runs, in the folder of the test
 
 PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -170,6 +176,10 @@ PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "list in itself": (lambda path: pt(path, {**HPARAMS, "hidden_dim": in_itself()}), "nested too deeply"),
     "object in itself": (lambda path: pt(path, {**HPARAMS, "hidden_dim": object_in_itself()}), "too deeply"),
     "2^60 objects": (lambda path: pt(path, {**HPARAMS, "hidden_dim": doubled(60)}), "more than 1048576 values"),
+    "key of 2 million tuples": (lambda path: tuple_as_key(path, b"\x85" * 2_000_000), "a tuple of more than 1024"),
+    "key of 2^40 values": (lambda path: tuple_as_key(path, b"q\0h\0\x86" * 40), "a tuple of more than 1024 values"),
+    "pickle without a stack": (lambda path: tuple_as_key(path, b"s" * 9), "its pickle is damaged"),
+    "pickle of 5 MB": (lambda path: tuple_as_key(path, b"K\0" * 2_500_000), "its data.pkl is longer than"),
     "tensor in an object": (lambda path: pt(path, {**HPARAMS, "hidden_dim": [{"a": torch.ones(5)}]}), "a Tensor"),
     "object of numbers": (lambda path: pt(path, {**HPARAMS, "hidden_dim": {1: 5}}), "a dict whose keys are not all"),
     "whole numbers": (lambda path: pt(path, weights=cast(torch.int64)), "of the kind torch.float32, not torch.int64"),
