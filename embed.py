@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import distributed
-from training.flags.converters import positive_int
+from training.flags.converters import positive_int, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages
@@ -53,22 +53,22 @@ def build_parser() -> ArgumentParser:
     group.add_argument("--index", metavar="DIR", help="index to search or to quantize (default: --output)")
 
     add = parser.add_argument_group("embedding").add_argument
-    add("--max_clips", type=positive_int, default=6, metavar="CLIPS",
+    add("--max_clips", type=size, default=6, metavar="CLIPS",
         help="a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle")
-    add("--files_per_shard", type=positive_int, default=256, metavar="FILES", help="sounds per file of embeddings")
+    add("--files_per_shard", type=size, default=256, metavar="FILES", help="sounds per file of embeddings")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
         help="where a file cannot be read: leave it out and name it in bad.jsonl, or stop")
 
     add = parser.add_argument_group("search").add_argument
     add("--query", action="append", metavar="TEXT", help="a sentence, or the path of a sound file; may be repeated")
     add("--query_file", metavar="FILE", help="more queries, one per line")
-    add("--top_k", type=positive_int, default=10, metavar="ROWS", help="how many matches to show for each query")
+    add("--top_k", type=size, default=10, metavar="ROWS", help="how many matches to show for each query")
     add("--json", action="store_true", help="print a JSON object per query, not a table")
 
     add = parser.add_argument_group("codes").add_argument
     add("--fit_quantizer", metavar="DIR", help="learn residual codebooks from the index and save them here")
-    add("--num_quantizers", type=positive_int, default=12, metavar="LEVELS", help="codes per embedding")
-    add("--codebook_size", type=positive_int, default=1024, metavar="ENTRIES", help="per level")
+    add("--num_quantizers", type=size, default=12, metavar="LEVELS", help="codes per embedding")
+    add("--codebook_size", type=size, default=1024, metavar="ENTRIES", help="per level")
     add("--quantizer_epochs", type=positive_int, default=10, metavar="EPOCHS",
         help=f"passes over the index; of a large one, over {FIT_ROWS} embeddings per codebook entry")
     add("--quantizer", metavar="DIR",

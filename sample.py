@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from training.flags.converters import non_negative_int, positive_int
+from training.flags.converters import non_negative_int, positive_int, size
 from training.flags.decoder import add_sampling_arguments
 from training.flags.idle import refuse_idle_flags
 from training.flags.inference import add_computation_arguments, add_output_arguments
@@ -56,7 +56,7 @@ def build_parser() -> ArgumentParser:
         help="model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the "
         "size of the last Unet, as in training")
     add("--clip_weights", metavar="FILE", help="weights for --clip: safetensors or a plain state dict")
-    add("--count", type=positive_int, default=1, metavar="N",
+    add("--count", type=size, default=1, metavar="N",
         help="pictures for each condition; without conditions, pictures of a model that takes none")
     add("--seed", type=non_negative_int, default=0, metavar="INT", help="seed of the noise")
     add("--start_at_unet", type=positive_int, default=1, metavar="NUMBER",
@@ -239,12 +239,15 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     from models import Decoder
     from models.clip import Clip
     from models.decoder import Sampling
+    from models.files.building import require_room
     from training.generation import noise_of
 
     with backend.agreement():
         decoder = Decoder.from_pretrained(Path(args.model)).to(backend.device)
         weaker = Decoder.from_pretrained(args.guide_with).to(backend.device) if args.guide_with else None
         unets = check_unets(args, decoder, weaker)
+        largest = decoder.image_sizes[unets[-1]]
+        require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
         side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
         images = data.open_images(args.images, image_size=side) if args.images else None
         masks = data.open_images(args.masks, image_size=side) if args.masks else None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from training.flags.converters import positive_int
+from training.flags.converters import pixels, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages
@@ -47,9 +47,9 @@ def build_parser() -> ArgumentParser:
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
 
     add = parser.add_argument_group("encoding").add_argument
-    add("--image_size", type=positive_int, metavar="PIXELS",
+    add("--image_size", type=pixels, metavar="PIXELS",
         help="side of the centre crop; default: the model's, and only a VQGAN takes another")
-    add("--images_per_shard", type=positive_int, default=1024, metavar="IMAGES", help="images whose codes share a file")
+    add("--images_per_shard", type=size, default=1024, metavar="IMAGES", help="images whose codes share a file")
     add("--format", choices=("safetensors", "npy"), default="safetensors", help="file format of the codes")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
         help="where a file cannot be read: leave it out and name it in the index, or stop")
@@ -108,13 +108,17 @@ def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
     return Tokenizer(config, sha256, num_codes, model.image_size, model.channels, encode, decode)
 
 
-def grid_of(tokenizer: Tokenizer, image_size: int, backend: distributed.Backend) -> list[int]:
+def grid_of(args: argparse.Namespace, tokenizer: Tokenizer, image_size: int, backend: distributed.Backend) -> list[int]:
     """[h', w'] of the codes of images of this size. Raises ValueError, in one line, if the model does not take them."""
     import torch
 
+    from models.files.building import require_room
+
     if image_size != tokenizer.image_size and tokenizer.config["model"] == "DiscreteVAE":
         raise ValueError(f"--image_size {image_size}: this model takes {tokenizer.image_size} alone; leave it out")
-    images = torch.zeros(1, tokenizer.channels, image_size, image_size, device=backend.device)
+    sizes = args.batch_size, tokenizer.channels, image_size, image_size
+    require_room(f"a batch of {args.batch_size} images of {image_size} pixels", *sizes)
+    images = torch.zeros(1, *sizes[1:], device=backend.device)
     try:
         return list(tokenizer.encode(images).shape[1:])
     except ValueError as error:
@@ -145,7 +149,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     with backend.agreement():
         tokenizer = load_tokenizer(Path(args.model), backend)
         image_size = args.image_size or tokenizer.image_size
-        grid = grid_of(tokenizer, image_size, backend)
+        grid = grid_of(args, tokenizer, image_size, backend)
         images = data.open_images(args.image_folder, image_size=image_size, channels=tokenizer.channels)
         names = [images.name(index) for index in range(len(images))]
     settings = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import distributed
-from training.flags.converters import positive_float, positive_int
+from training.flags.converters import frame_rate, pixels, positive_int, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages
@@ -51,11 +51,11 @@ def build_parser() -> ArgumentParser:
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
 
     add = parser.add_argument_group("encoding").add_argument
-    add("--fps", type=positive_float, metavar="HZ",
+    add("--fps", type=frame_rate, metavar="HZ",
         help="frames per second, chosen by time stamps (default: all frames of the file)")
     add("--frame_stride", type=positive_int, default=1, metavar="N", help="take every N-th frame of the file")
-    add("--image_size", type=positive_int, metavar="PIXELS", help="side of the centre crop (default: the model's)")
-    add("--videos_per_shard", type=positive_int, default=8, metavar="VIDEOS",
+    add("--image_size", type=pixels, metavar="PIXELS", help="side of the centre crop (default: the model's)")
+    add("--videos_per_shard", type=size, default=8, metavar="VIDEOS",
         help="videos whose codes share a file, which one process makes; for long films 1")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
         help="where a file cannot be read: leave it out and name it in the index, or stop")
@@ -92,13 +92,15 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from data import open_videos, to_unit_range
     from data.stores.codes import code_dtype, code_shards, write_code_index
     from data.stores.output import OutputFolder, names_sha256
-    from data.videos.films import DEMO_FRAMES, encode_films, names_of
+    from data.videos.films import DEMO_FRAMES, PIECE_FRAMES, encode_films, names_of
+    from models.files.building import require_room
     from models.video.layers import check_side
 
     with backend.agreement():
         model, about = load_tokenizer(args, backend)
         side, dtype = args.image_size or model.image_size, code_dtype(model.num_codes)
         check_side("--image_size", side, model.pixels_per_code)
+        require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         speed = {"fps": args.fps, "frame_stride": args.frame_stride}
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
         names, parts = names_of(videos)

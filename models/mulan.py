@@ -17,6 +17,9 @@ from .text_transformer import TextTransformer
 # Upper bound of the factor of the similarities (Radford et al. 2021, section 2.5).
 MAX_SCALE = 100.0
 
+# Of one clip; in fp32, 1 GiB.
+_MOST_NUMBERS = 1 << 28
+
 
 class MulanOutput(NamedTuple):
     """Results of a forward pass; h = 1 + hierarchical_layers. Index 0 of h is the final output, i is i layers below."""
@@ -109,10 +112,11 @@ class MuLaN(Pretrained):
         self.config = constructor_arguments(locals())
         _check_config(self.config)
         self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
-        self.clip_samples = round(clip_seconds * sample_rate)
+        self.clip_samples = round(min(clip_seconds * sample_rate, _MOST_NUMBERS))
         self.frontend = Spectrogram(sample_rate, n_fft, hop_length, n_mels, fmin, fmax, spectrogram, patch_size)
         if self.frontend.bands < patch_size:
             raise ValueError(f"patch_size {patch_size} is larger than the {self.frontend.bands} bands of a spectrogram")
+        self._check_clip()
         audio = audio_dim, audio_depth, heads, dim_head
         self.audio = AudioTransformer(*audio, patch_size, patch_dropout, hierarchical_layers, gradient_checkpointing)
         text = text_dim, text_depth, heads, dim_head
@@ -122,6 +126,19 @@ class MuLaN(Pretrained):
         self.text_latents = Latents(outputs, text_dim, dim_latent)
         self.tau = nn.Parameter(torch.full((outputs,), math.log(init_temperature)))
         self.bias = nn.Parameter(torch.full((outputs,), float(init_bias)))
+
+    def _check_clip(self) -> None:
+        """Set `clip_numbers`, how many numbers a clip of clip_seconds has at once: its samples, its spectrum and the
+        distances of its patches. Raise a ValueError if there are too many."""
+        config, frames = self.config, self.frontend.frames(self.clip_samples)
+        patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
+        self.clip_numbers = self.clip_samples + frames * (config["n_fft"] + 2) + config["heads"] * patches**2
+        if self.clip_numbers >= _MOST_NUMBERS:
+            clip = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
+            raise ValueError(
+                f"{clip} takes more than {4 * _MOST_NUMBERS / 1e9:.2g} GB, because attention compares each patch with "
+                "each: use shorter clips, a longer hop_length or a larger patch_size"
+            )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `nn.Module.compile` does."""

@@ -319,6 +319,13 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
     "a folder of something else": (QUERY, lambda tmp: {"--index": empty(tmp)}, "holds no index"),
     "index of another model": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
     "other clips": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(clip_seconds=1.0))}, "not made by"),
+    **{
+        name: (FILL, lambda tmp, claimed=claimed: {"--model": saved(tmp / "m", mulan(), **claimed)}, "more than 1.1 GB")
+        for name, claimed in {
+            "clips of 12 days": {"clip_seconds": 1e6}, "endless clips": {"clip_seconds": 1e300},
+            "a frame for each sample": {"clip_seconds": 99.0, "hop_length": 1},
+        }.items()
+    },
     "no such sound": (QUERY, lambda tmp: {"--query": "missing.wav"}, "no file 'missing.wav'"),
     "a sound that is none": (QUERY, lambda tmp: {"--query": text_file(tmp, "text")}, "cannot read"),
     "an empty query": (QUERY, lambda tmp: {"--query": " "}, "empty"),

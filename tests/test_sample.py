@@ -14,6 +14,7 @@ from PIL import Image
 
 import sample
 from models.clip import Clip
+from tests.launch.filling import saved
 from tests.models.test_clip import DIM, TEXT_DIM, write_clip
 from tests.models.test_decoder import decoder
 from tests.scripts import files
@@ -193,6 +194,9 @@ def test_what_cannot_be_drawn_gives_one_line(
     rows, texts, images = (
         ["--image_embeddings", at / "rows.npy"], ["--text_embeddings", at / "texts.npy"], ["--images", at / "large"]
     )  # fmt: skip
+    small = decoder(first=FIRST["image"])
+    sizes = zip(small.config["stages"], (2**20, 2**21), strict=True)
+    huge = saved(tmp_path / "huge", small, stages=[{**stage, "image_size": side} for stage, side in sizes])
     second, masks = [*image, "--start_at_unet", "2", "--images", at / "small"], ["--masks", at / "masks"]
     mistakes: list[tuple[list[Any], str]] = [
         (image, "the model needs a condition"),
@@ -200,6 +204,7 @@ def test_what_cannot_be_drawn_gives_one_line(
         ([*image, "--image_embeddings", at / "narrow.npy"], "the model takes image_embed of width 30"),
         ([*image, "--image_embeddings", at / "texts.npy"], "has the shape (2, 9, 32)"),
         ([*image, "--image_embeddings", "nowhere.npy"], "nowhere.npy"),
+        (["--model", huge, *rows], "16 pictures of 2097152 pixels: "),
         ([*image, "--image_embeddings", at / "large" / "0.png"], "it is no numpy array"),
         ([*image, "--start_at_unet", "2"], "--start_at_unet 2 needs --images"),
         ([*image, *RING, *images, "--masks", tmp_path], "no image"),

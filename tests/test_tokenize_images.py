@@ -4,7 +4,6 @@ test_filled_folders.py."""
 # ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tarfile
@@ -219,12 +218,6 @@ def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):
 # Mistakes.
 
 
-def another_class(folder: Path) -> Path:
-    config = json.loads((saved(folder, vqgan()) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model": "Discriminator"}))
-    return folder
-
-
 def a_file(tmp: Path) -> Path:
     (tmp / "file").write_text("")
     return tmp / "file"
@@ -232,7 +225,8 @@ def a_file(tmp: Path) -> Path:
 
 MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "another kind of model": (lambda tmp: {"--model": another_class(tmp / "m")}, "a DiscreteVAE or a VQGAN"),
+    "another kind of model": (
+        lambda tmp: {"--model": saved(tmp / "m", vqgan(), model="Discriminator")}, "a DiscreteVAE or a VQGAN"),
     "no folder": (lambda tmp: {"--image_folder": tmp / "nowhere"}, "nowhere"),
     "no images": (lambda tmp: {"--image_folder": tmp}, "no image in"),
     "no such demonstration": (lambda tmp: {"--image_folder": "demo:cats"}, "demo:cats"),
@@ -240,12 +234,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "output is a file": (lambda tmp: {"--output": a_file(tmp)}, "cannot write the folder"),
     "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18 does not fit the model"),
     "image size of a vae": (lambda tmp: {"--image_size": 32, "--model": saved(tmp / "m", vae())}, "takes 16 alone"),
+    "image size of terabytes": (
+        lambda tmp: {"--model": saved(tmp / "m", vae(), image_size=2**21)}, "images of 2097152 pixels: "),
     "image size 0": (lambda tmp: {"--image_size": 0}, "--image_size"),
     "two sources": (lambda tmp: {"--decode": tmp}, "not allowed with"),
     "channels that no image has": (lambda tmp: {"--model": saved(tmp / "m", vqgan(channels=1))}, "not 1"),
     "a flag of encoding": (lambda tmp: {"--image_folder": None, "--decode": tmp, "--format": "npy"}, "is for encoding"),
     "unknown flag": (lambda tmp: {"--image_sise": 16}, "did you mean --image_size?"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

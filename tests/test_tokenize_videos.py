@@ -331,12 +331,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no folder": (lambda tmp: {"--video_folder": tmp / "nowhere"}, "nowhere"),
     "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
     "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18 must be a multiple of 4"),
+    "image size of terabytes": (
+        lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(), image_size=2**21)}, "a video of 2097152 pixels: "),
     "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "exclude each other"),
     "two sources": (lambda tmp: {"--decode": tmp}, "not allowed with"),
     "a flag of encoding": (lambda tmp: {"--video_folder": None, "--decode": tmp, "--fps": 5}, "is for encoding"),
     "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format is for --decode"),
     "a flag of batches": (lambda tmp: {"--batch_size": 2}, "--batch_size"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -17,7 +17,7 @@ from .moving import FRAMES_PER_SECOND, Moving
 from .sets import VideoFiles
 
 DEMO_FRAMES = 41  # of a clip that is drawn
-_PIECE_FRAMES = 16
+PIECE_FRAMES = 16
 _WHOLE = (0.0, math.inf)
 
 
@@ -45,7 +45,7 @@ def pieces(videos: Moving | VideoFiles, index: int) -> Iterator[Piece]:
         yield Piece(videos.load(index), FRAMES_PER_SECOND / videos.frames_per_step)
         return
     frames = videos.clips.frames(videos.source(index))
-    while piece := list(itertools.islice(frames, _PIECE_FRAMES)):
+    while piece := list(itertools.islice(frames, PIECE_FRAMES)):
         yield Piece(torch.stack([frame for frame, _ in piece], dim=1), piece[-1][1])
 
 

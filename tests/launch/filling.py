@@ -195,6 +195,10 @@ def broken_copy(source: Path, folder: Path, *names: str) -> Path:
     return folder
 
 
-def saved(folder: Path, model: Any) -> Path:
+def saved(folder: Path, model: Any, /, **claimed: Any) -> Path:
+    """The folder of a model, whose config.json claims something else."""
     model.save_pretrained(folder)
+    if claimed:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **claimed}))
     return folder
