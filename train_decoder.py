@@ -82,11 +82,11 @@ def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`."""
     import torch
 
-    from models import Decoder
+    from models import Decoder, build_in_memory
 
     torch.manual_seed(args.seed)
-    decoder = Decoder(
-        stages_of(args, widths), timesteps=args.timesteps, zero_terminal_snr=args.zero_terminal_snr,
+    decoder = build_in_memory(
+        Decoder, stages=stages_of(args, widths), timesteps=args.timesteps, zero_terminal_snr=args.zero_terminal_snr,
         noise_shift=args.noise_shift, lowres_condition=args.lowres_condition,
         lowres_noise_level=args.lowres_noise_level,
     )  # fmt: skip

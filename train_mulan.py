@@ -20,13 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.flags.converters import (
-    fraction,
-    non_negative_int,
-    positive_float,
-    positive_int,
-    templates,
-)
+from training.flags.converters import fraction, non_negative_int, positive_float, size, size_or_0, templates
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
 from training.run.folder import last_start
@@ -63,16 +57,16 @@ def build_parser() -> ArgumentParser:
     add_sound_arguments(parser)
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--audio_dim", type=positive_int, default=512, metavar="DIM", help="width of the audio tower")
-    add("--audio_depth", type=positive_int, default=6, metavar="LAYERS", help="transformer layers of the audio tower")
-    add("--text_dim", type=positive_int, default=512, metavar="DIM", help="width of the text tower")
-    add("--text_depth", type=positive_int, default=6, metavar="LAYERS", help="transformer layers of the text tower")
-    add("--heads", type=positive_int, default=8, metavar="N", help="attention heads of both towers")
-    add("--dim_head", type=positive_int, default=64, metavar="DIM", help="width of an attention head")
-    add("--patch_size", type=positive_int, default=16, metavar="BINS", help="side of a patch of the spectrogram")
+    add("--audio_dim", type=size, default=512, metavar="DIM", help="width of the audio tower")
+    add("--audio_depth", type=size, default=6, metavar="LAYERS", help="transformer layers of the audio tower")
+    add("--text_dim", type=size, default=512, metavar="DIM", help="width of the text tower")
+    add("--text_depth", type=size, default=6, metavar="LAYERS", help="transformer layers of the text tower")
+    add("--heads", type=size, default=8, metavar="N", help="attention heads of both towers")
+    add("--dim_head", type=size, default=64, metavar="DIM", help="width of an attention head")
+    add("--patch_size", type=size, default=16, metavar="BINS", help="side of a patch of the spectrogram")
     add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
         help="part of the patches that is left out in training")
-    add("--dim_latent", type=positive_int, default=128, metavar="DIM", help="width of the common space")
+    add("--dim_latent", type=size, default=128, metavar="DIM", help="width of the common space")
     add("--init_from", metavar="DIR", help="start from a model/ folder")
 
     add = parser.add_argument_group("loss").add_argument
@@ -80,7 +74,7 @@ def build_parser() -> ArgumentParser:
         help="contrastive loss; only the memory of sigmoid does not grow with the number of processes")
     add("--duplicates", type=str.lower, choices=("masked", "negatives"), default="masked",
         help="pairs of sounds with equal captions: masked: not compared; negatives: pushed apart")
-    add("--hierarchical_layers", type=non_negative_int, default=0, metavar="LAYERS",
+    add("--hierarchical_layers", type=size_or_0, default=0, metavar="LAYERS",
         help="apply the loss to the outputs of this number of layers before the last, too")
     add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
         help="inverse temperature at the start: cosines are multiplied by it; it is learned, up to 100")
@@ -129,11 +123,12 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from models import MuLaN
+    from models import MuLaN, build_in_memory
 
     torch.manual_seed(args.seed)
     names = (*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)
-    model = MuLaN(vocab_size=tokenizer.vocab_size, **{name: getattr(args, name) for name in names})
+    arguments = {name: getattr(args, name) for name in names}
+    model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
     if args.init_from:
         tokenizer.require_same(args.init_from)
         model.load_weights_from(args.init_from)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.flags.converters import non_negative_float, non_negative_int, positive_float, positive_int
+from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import (
@@ -70,21 +70,21 @@ def build_parser() -> ArgumentParser:
         help="layers of the encoder, mirrored in the decoder: residual, residual_space, consecutive_residual:NUMBER, "
         "compress_space[:CHANNELS], compress_time[:CHANNELS], attend_space, attend_time, linear_attend_space, "
         "gateloop_time, adaptive")
-    add("--init_dim", type=positive_int, default=64, metavar="DIM", help="channels before the first layer")
-    add("--max_dim", type=positive_int, metavar="DIM", help="no layer has more channels (default: no limit)")
-    add("--input_kernel", type=positive_int, default=7, metavar="N", help="side of the first convolution's kernel")
-    add("--output_kernel", type=positive_int, default=3, metavar="N", help="side of the last convolution's kernel")
-    add("--residual_kernel", type=positive_int, default=3, metavar="N", help="side of the residual layers' kernels")
+    add("--init_dim", type=size, default=64, metavar="DIM", help="channels before the first layer")
+    add("--max_dim", type=size, metavar="DIM", help="no layer has more channels (default: no limit)")
+    add("--input_kernel", type=size, default=7, metavar="N", help="side of the first convolution's kernel")
+    add("--output_kernel", type=size, default=3, metavar="N", help="side of the last convolution's kernel")
+    add("--residual_kernel", type=size, default=3, metavar="N", help="side of the residual layers' kernels")
     add("--pad_mode", choices=("constant", "replicate", "reflect"), default="constant",
         help="padding in space of the first and the last convolution")
     add("--norm", choices=("none", "rms"), default="none",
         help="rms: RMSNorm over the channels of each position before the convolutions of residual layers")
-    add("--patch_size", type=positive_int, default=1, metavar="PIXELS",
+    add("--patch_size", type=size, default=1, metavar="PIXELS",
         help="cut frames into patches of this side before the first layer; a power of two")
     add("--patch", choices=("haar", "pixels"), default="haar",
         help="what a patch becomes: its Haar wavelet coefficients, or its pixels")
     add("--separate_first_frame", action="store_true", help="give the first frame convolutions of its own")
-    add("--time_window", type=non_negative_int, default=16, metavar="FRAMES",
+    add("--time_window", type=size_or_0, default=16, metavar="FRAMES",
         help="attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning")
     add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
         help="lfq gets X tanh(z / X) instead of z; 0: z")
@@ -129,11 +129,11 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
     import torch
 
-    from models import VideoTokenizer
+    from models import VideoTokenizer, build_in_memory
     from models.video.layers import check_frames
 
     torch.manual_seed(args.seed)
-    generator = VideoTokenizer(**{name: getattr(args, name) for name in GENERATOR})
+    generator = build_in_memory(VideoTokenizer, **{name: getattr(args, name) for name in GENERATOR})
     check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
         load = generator.inflate_from if args.inflate else generator.load_weights_from
@@ -147,10 +147,10 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
     """The discriminator with seeded weights, the same on every process."""
     import torch
 
-    from models import VideoDiscriminator
+    from models import VideoDiscriminator, build_in_memory
 
     torch.manual_seed(args.seed)
-    discriminator = VideoDiscriminator(args.discr_dim or args.init_dim, layers=args.discr_layers)
+    discriminator = build_in_memory(VideoDiscriminator, dim=args.discr_dim or args.init_dim, layers=args.discr_layers)
     discriminator.check_side(args.image_size)
     return discriminator
 

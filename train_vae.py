@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.flags.converters import non_negative_float, non_negative_int, positive_float, positive_int
+from training.flags.converters import non_negative_float, positive_float, size, size_or_0
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_image_arguments, add_run_arguments
 from training.run.folder import last_start
@@ -49,13 +49,13 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--transparent", action="store_true", help="RGBA instead of RGB")
-    add("--num_tokens", type=positive_int, default=8192, metavar="CODES", help="size of the codebook")
-    add("--num_layers", type=positive_int, default=3, metavar="N",
+    add("--num_tokens", type=size, default=8192, metavar="CODES", help="size of the codebook")
+    add("--num_layers", type=size, default=3, metavar="N",
         help="halvings of the side: a code stands for 2^N x 2^N pixels")
-    add("--num_resnet_blocks", type=non_negative_int, default=2, metavar="N",
+    add("--num_resnet_blocks", type=size_or_0, default=2, metavar="N",
         help="residual blocks on the coarsest grid")
-    add("--emb_dim", type=positive_int, default=512, metavar="DIM", help="width of a codebook entry")
-    add("--hidden_dim", type=positive_int, default=256, metavar="DIM", help="channels of the convolutions")
+    add("--emb_dim", type=size, default=512, metavar="DIM", help="width of a codebook entry")
+    add("--hidden_dim", type=size, default=256, metavar="DIM", help="channels of the convolutions")
     add("--init_from", metavar="FILE", help="start from the weights of a vae-final.pt or a model/ folder")
 
     add = parser.add_argument_group("loss and schedules").add_argument
@@ -109,10 +109,11 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from models import DiscreteVAE
+    from models import DiscreteVAE, build_in_memory
 
     torch.manual_seed(args.seed)
-    model = DiscreteVAE(
+    model = build_in_memory(
+        DiscreteVAE,
         image_size=args.image_size,
         num_tokens=args.num_tokens,
         codebook_dim=args.emb_dim,

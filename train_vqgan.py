@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from training.flags.converters import (
-    non_negative_int,
-    positive_float,
-    positive_int,
-    whole_numbers,
-)
+from training.flags.converters import non_negative_int, positive_float, size, sizes
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import (
@@ -56,11 +51,11 @@ def build_parser() -> ArgumentParser:
     add_image_arguments(parser, image_size=256, image_size_help="a multiple of 2^num_layers")
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--dim", type=positive_int, default=128, metavar="DIM",
+    add("--dim", type=size, default=128, metavar="DIM",
         help="channels at full resolution; every halving doubles them")
-    add("--num_layers", type=positive_int, default=4, metavar="N",
+    add("--num_layers", type=size, default=4, metavar="N",
         help="halvings of the side: a code stands for 2^N x 2^N pixels")
-    add("--num_resnet_blocks", type=whole_numbers, default="1", metavar="N[,N...]",
+    add("--num_resnet_blocks", type=sizes, default="1", metavar="N[,N...]",
         help="residual blocks of the coarsest level, or of each level, finest first")
     add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
 
@@ -112,7 +107,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from models import VQGAN
+    from models import VQGAN, build_in_memory
 
     torch.manual_seed(args.seed)
     names = (
@@ -121,7 +116,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     )  # fmt: skip
     first, *others = args.num_resnet_blocks  # one number is that of the coarsest level
     blocks = [first, *others] if others else first
-    model = VQGAN(num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
+    model = build_in_memory(VQGAN, num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
     if args.init_from:
         model.load_weights_from(args.init_from)
     return model
@@ -131,10 +126,10 @@ def build_discriminator(args: argparse.Namespace) -> Discriminator:
     """The discriminator with seeded weights, the same on every process."""
     import torch
 
-    from models import Discriminator
+    from models import Discriminator, build_in_memory
 
     torch.manual_seed(args.seed)
-    discriminator = Discriminator(args.discr_dim or args.dim, layers=args.discr_layers)
+    discriminator = build_in_memory(Discriminator, dim=args.discr_dim or args.dim, layers=args.discr_layers)
     discriminator.check_side(args.image_size)
     return discriminator
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,9 +52,9 @@ def launched_again() -> bool:
 
 def _minutes(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) <= 1e6:  # about two years; PyTorch cannot count much longer times
             return float(text)
-    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1e6, got {text!r}")
 
 
 def _steps(text: str) -> int:

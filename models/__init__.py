@@ -5,6 +5,7 @@ from __future__ import annotations
 from .decoder import Decoder
 from .discrete_vae import DiscreteVAE, VAEOutput
 from .discriminator import Discriminator
+from .files.building import build_in_memory
 from .mulan import MuLaN, MulanOutput
 from .quantizers.residual import ResidualQuantizer
 from .unet import Unet
@@ -14,5 +15,5 @@ from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
     "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "ResidualQuantizer", "Unet",
-    "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput",
+    "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput", "build_in_memory",
 ]  # fmt: skip

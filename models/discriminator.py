@@ -8,6 +8,7 @@ import math
 from torch import Tensor, nn
 
 _LAST_KERNEL = 4  # side of the unpadded convolution that gives the logits
+_MOST_LAYERS = 40
 
 
 class Discriminator(nn.Module):
@@ -31,6 +32,8 @@ class Discriminator(nn.Module):
         if min(dim, channels, layers, groups) < 1:
             sizes = f"dim {dim}, {channels} channels, {layers} layers and {groups} groups"
             raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1")
+        if layers > _MOST_LAYERS:
+            raise ValueError(f"{layers} layers of a discriminator are as many halvings; give at most {_MOST_LAYERS}")
         widths = [dim] + [dim * 2**level for level in range(layers)]
         self.smallest_side = _LAST_KERNEL * 2**layers
         self.layers = nn.Sequential(

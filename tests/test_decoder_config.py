@@ -165,7 +165,7 @@ def test_every_key_is_used(where: str, value: Any, expected: dict[str, Any], tmp
     ("data.preprocessing.Resize", 64, "data.preprocessing.Resize: unknown key"),
     ("data.splits.train", 0.8, "data.splits: train, val and test add up to 1.05, not to 1"),
     ("data.splits.valid", 0.1, "data.splits.valid: unknown key; did you mean val?"),
-    ("data.batch_size", "many", "data.batch_size: expected a whole number above 0"),
+    ("data.batch_size", "many", "data.batch_size: expected a whole number from 1 to 4194304"),
     ("data", 3, "data 3: give a mapping of keys to values"),
     ("train.amp", True, "train.amp True: leave it out and give --precision bf16"),
     ("train.device", "cpu", "train.device cpu: leave it out"),

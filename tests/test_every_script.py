@@ -90,6 +90,28 @@ def test_without_data_the_demonstration_runs(script: Script, tmp_path: Path, mon
     assert getattr(args, flag) == "data" and args.output_dir == f"runs/{name}"
 
 
+# Where a script has them, flags with numbers that no machine has room for, and with numbers that it has no room for
+# when they meet.
+TOO_LARGE = {
+    "num_tokens": 10**12, "hidden_dim": 10**9, "image_size": 2**40, "num_resnet_blocks": 10**9, "num_workers": 10**9,
+    "batch_size": 10**12, "num_frames": 10**12, "codebook_size": 10**12, "dim": 10**9, "init_dim": 10**9,
+    "audio_dim": 10**9, "text_depth": 10**9, "discr_dim": 10**9, "timesteps": 10**12, "timeout_minutes": 10**300,
+    "epochs": 10**300,
+}  # fmt: skip
+TOO_LARGE_TOGETHER = {"train_vae": "hidden_dim", "train_vqgan": "discr_dim", "train_tokenizer": "init_dim",
+                      "train_decoder": "dim", "train_mulan": "text_dim"}  # fmt: skip
+
+
+def test_numbers_beyond_any_memory_are_refused_before_any_is_taken(script: Script, tmp_path: Path) -> None:
+    known = vars(script.parsed())
+    for flag, value in TOO_LARGE.items():
+        if flag in known:
+            assert f"--{flag}: expected a" in script.refused(tmp_path, f"--{flag}", str(value))
+    assert "GB of memory that this machine has: choose a smaller one" in script.refused(
+        tmp_path, f"--{TOO_LARGE_TOGETHER[script.name]}", "4000000"
+    )
+
+
 # A run and what it leaves.
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+import models
 from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, ResidualQuantizer, VideoTokenizer
 from models.attention import Transformer
+from models.files import building
 from models.log_mel import Spectrogram
 from models.perceptual import load_perceptual
 from models.quantizers import make_quantizer
@@ -26,6 +28,14 @@ def tokenizer(**changes: Any) -> VideoTokenizer:
 
 def spectrogram(**changes: Any) -> Spectrogram:
     return Spectrogram(**{"n_fft": 512, **changes})
+
+
+def build_in_memory(kind: Callable[..., Any], **arguments: Any) -> Any:
+    return models.build_in_memory(kind, **arguments)
+
+
+def require_room(what: str, side: int) -> None:
+    building.require_room(what, 3, side, side)
 
 
 MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -66,6 +76,12 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     *((tokenizer, {name: 0}, f"{name} 0") for name in ("patch_size", "channels", "init_dim", "heads", "dim_head")),
     *((Discriminator, {"dim": 4, **wrong}, "give numbers of at least 1")
       for wrong in ({"dim": 0}, {"layers": 0}, {"groups": -1}, {"channels": 0})),
+    (Discriminator, {"dim": 4, "layers": 4_000_000}, "4000000 layers .* give at most 40"),
+    (build_in_memory, {"kind": DiscreteVAE, "num_tokens": 10**12}, "num_tokens 1000000000000 is too large: 4194304"),
+    (build_in_memory, {"kind": DiscreteVAE, "hidden_dim": 4_000_000}, "GB of memory that this machine has"),
+    (build_in_memory, {"kind": DiscreteVAE, "num_resnet_blocks": 4_000_000}, "more than 16384 tensors"),
+    (build_in_memory, {"kind": Discriminator, "dim": 4_000_000, "layers": 40}, "choose a smaller one"),
+    (require_room, {"what": "a picture", "side": 2**40}, "a picture: .* GB are more than the .* GB that this machine"),
     *((Transformer, {"dim": 8, "depth": 1, "heads": 1, "dim_head": 1, **wrong}, "at least 1")
       for wrong in ({"dim": 0}, {"depth": 0}, {"heads": 0}, {"dim_head": -1})),
     (spectrogram, {"kind": "mfcc"}, "spectrogram 'mfcc'"),
@@ -102,7 +118,8 @@ MISTAKES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 # Towers of two layers, and 64 bands: each of the values is refused, and the message names its argument.
 MULAN: dict[str, tuple[Any, ...]] = {
-    "sample_rate": (0, 16000.0, "16000"), "clip_seconds": (0, -1.0, math.nan, math.inf), "n_fft": (0, 1, None),
+    "sample_rate": (0, 16000.0, "16000"), "clip_seconds": (0, -1.0, math.nan, math.inf, 1e6, 1e308),
+    "n_fft": (0, 1, None),
     "hop_length": (0, 5000), "n_mels": (0, 600, True), "fmin": (-1.0, 8000.0), "fmax": (0.0, 9000.0),
     "spectrogram": ("mfcc", None), "patch_size": (0, 65), "patch_dropout": (-0.1, 1.0, 0.7),
     "time_mask_fraction": (-0.1, 1.0), "frequency_mask_fraction": (-0.1, 1.0, math.nan), "audio_dim": (0, 18),

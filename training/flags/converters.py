@@ -11,15 +11,29 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-def _whole_number(text: str, minimum: int, expected: str) -> int:
+# Every number of 18 digits fits into 64 bits. The limit also keeps int() from writing out 1e999999999.
+_LARGEST_NUMBER = 10**18 - 1
+_LONGEST_QUOTE = 40
+
+
+def _whole_number(text: str, minimum: int, expected: str, maximum: int = _LARGEST_NUMBER) -> int:
     try:
         number = decimal.Decimal(text)
     except decimal.InvalidOperation:
         number = decimal.Decimal("nan")
-    # Every number of 18 digits fits into 64 bits. The limit also keeps int() from writing out 1e999999999.
-    if not number.is_finite() or number.adjusted() > 17 or number != int(number) or number < minimum:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    if not number.is_finite() or not minimum <= number <= maximum or number != int(number):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
     return int(number)
+
+
+def quoted(text: str) -> str:
+    """A text in quotation marks, cut off if it is long."""
+    return repr(text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}...")
+
+
+def _up_to(maximum: int, minimum: int = 1) -> Callable[[str], int]:
+    expected = f"a whole number from {minimum} to {maximum}"
+    return partial(_whole_number, minimum=minimum, expected=expected, maximum=maximum)
 
 
 def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float:
@@ -28,7 +42,7 @@ def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and accepts(number)):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
     return number
 
 
@@ -36,9 +50,20 @@ def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float
 positive_int = partial(_whole_number, minimum=1, expected="a whole number above 0")
 non_negative_int = partial(_whole_number, minimum=0, expected="a whole number, 0 or more")
 
+# Whole numbers of what takes memory or time for each one. They are refused beyond what any machine has room for, so
+# that a slip of the keyboard gets a line and not a machine without memory. `models.files` has the same limit for the
+# numbers in strangers' files.
+MOST = 1 << 22
+size, size_or_0 = _up_to(MOST), _up_to(MOST, minimum=0)
+pixels, pixels_or_0 = _up_to(1 << 14), _up_to(1 << 14, minimum=0)
+worker_count, thread_count = _up_to(1024, minimum=0), _up_to(1024)
+digit_count = _up_to(18)
+
 # Finite numbers.
 positive_float = partial(_number, accepts=lambda number: number > 0, expected="a number above 0")
 non_negative_float = partial(_number, accepts=lambda number: number >= 0, expected="a number, 0 or more")
+frame_rate = partial(_number, accepts=lambda number: 0 < number <= 1000, expected="a number above 0 and at most 1000")
+epoch_count = partial(_number, accepts=lambda number: 0 < number <= 1e9, expected="a number above 0 and at most 1e9")
 fraction = partial(_number, accepts=lambda number: 0 <= number < 1, expected="a number from 0 to below 1")
 # 0.2886 is the length of the plain mean, see `training.profiles`.
 average_length = partial(
@@ -94,7 +119,7 @@ def _template(text: str) -> str:
     return text
 
 
-whole_numbers = Joined(",", non_negative_int)
+sizes = Joined(",", size_or_0)
 two_fractions = Joined(",", fraction, count=2)
 templates = Joined("|", _template)
 

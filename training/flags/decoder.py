@@ -7,8 +7,19 @@ from __future__ import annotations
 
 import argparse
 
-from .converters import Names, fraction, non_negative_float, non_negative_int, positive_float, positive_int
-from .converters import whole_numbers as numbers
+from .converters import (
+    Names,
+    fraction,
+    non_negative_float,
+    non_negative_int,
+    pixels,
+    pixels_or_0,
+    positive_float,
+    positive_int,
+    size,
+    size_or_0,
+    sizes,
+)
 
 UNET_SWITCHES = (
     "self_attn", "sparse_attn", "memory_efficient", "self_cond", "coordinates", "cosine_sim_self_attn",
@@ -37,21 +48,21 @@ def add_decoder_arguments(parser: argparse.ArgumentParser) -> None:
 def add_unet_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the Unets of a cascade."""
     add = parser.add_argument_group("model (one value for all Unets, or one for each)").add_argument
-    add("--image_sizes", "--image_size", type=positive_int, nargs="+", default=[64], metavar="PIXELS",
+    add("--image_sizes", "--image_size", type=pixels, nargs="+", default=[64], metavar="PIXELS",
         help="side of the pictures of each Unet, ascending; as many Unets as sizes")
-    add("--dim", type=positive_int, nargs="+", default=[128], metavar="DIM", help="channels of the finest level")
-    add("--dim_mults", type=numbers, nargs="+", default=[(1, 2, 3, 4)], metavar="N,N...",
+    add("--dim", type=size, nargs="+", default=[128], metavar="DIM", help="channels of the finest level")
+    add("--dim_mults", type=sizes, nargs="+", default=[(1, 2, 3, 4)], metavar="N,N...",
         help="channels of each level, finest first, as multiples of --dim; each further level halves the side")
-    add("--cond_dim", type=positive_int, nargs="+", metavar="DIM",
+    add("--cond_dim", type=size, nargs="+", metavar="DIM",
         help="width of the tokens that cross-attention sees (default: --dim)")
-    add("--num_resnet_blocks", type=numbers, nargs="+", default=[(2,)], metavar="N[,N...]",
+    add("--num_resnet_blocks", type=sizes, nargs="+", default=[(2,)], metavar="N[,N...]",
         help="residual blocks per level: one number, or one for each level")
-    add("--attn_heads", type=positive_int, nargs="+", default=[16], metavar="N", help="heads of self-attention")
-    add("--attn_dim_head", type=positive_int, nargs="+", default=[32], metavar="DIM", help="width of such a head")
-    add("--cross_attn_heads", type=positive_int, nargs="+", default=[8], metavar="N",
+    add("--attn_heads", type=size, nargs="+", default=[16], metavar="N", help="heads of self-attention")
+    add("--attn_dim_head", type=size, nargs="+", default=[32], metavar="DIM", help="width of such a head")
+    add("--cross_attn_heads", type=size, nargs="+", default=[8], metavar="N",
         help="heads of the attention to the condition")
-    add("--cross_attn_dim_head", type=positive_int, nargs="+", default=[64], metavar="DIM", help="width of such a head")
-    add("--resnet_groups", type=positive_int, nargs="+", default=[8], metavar="N",
+    add("--cross_attn_dim_head", type=size, nargs="+", default=[64], metavar="DIM", help="width of such a head")
+    add("--resnet_groups", type=size, nargs="+", default=[8], metavar="N",
         help="groups of the group normalisations")
     add("--switches", type=Names(*SWITCHES), nargs="+", default=[()], metavar="NAME,...",
         help=f"none, or a comma list of {', '.join(SWITCHES)}")
@@ -65,7 +76,7 @@ def add_condition_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image_embed_scale", type=non_negative_float, default=0.0, metavar="X",
         help="factor on image embeddings; 0: the square root of their width, which gives unit-length ones entries of "
         "about 1")
-    add("--max_text_len", type=positive_int, default=256, metavar="TOKENS",
+    add("--max_text_len", type=size, default=256, metavar="TOKENS",
         help="text encodings are padded to so many tokens; longer ones are refused")
     add("--image_cond_drop_prob", type=fraction, default=0.1, metavar="P",
         help="share of samples that train without their image embedding, for guidance")
@@ -84,14 +95,14 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
         default=["none"], help="weight of the loss by noise level")
     add("--learned_variance", type=int, choices=(0, 1), nargs="+", default=[0], metavar="0|1",
         help="also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)")
-    add("--random_crop_sizes", type=non_negative_int, nargs="+", default=[0], metavar="PIXELS",
+    add("--random_crop_sizes", type=pixels_or_0, nargs="+", default=[0], metavar="PIXELS",
         help="train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of all "
         "upsampling Unets, in a list the first is 0")
     add = parser.add_argument_group("diffusion (the same for all Unets)").add_argument
-    add("--timesteps", type=positive_int, default=1000, metavar="LEVELS", help="noise levels")
+    add("--timesteps", type=size, default=1000, metavar="LEVELS", help="noise levels")
     add("--zero_terminal_snr", action=argparse.BooleanOptionalAction, default=True,
         help="the highest noise level is noise alone (Lin et al. 2023)")
-    add("--noise_shift", type=positive_int, metavar="PIXELS",
+    add("--noise_shift", type=size, metavar="PIXELS",
         help="more noise for larger pictures: shift the log SNR by 2 log(PIXELS / side) (Hoogeboom et al. 2023)")
     add("--loss_type", choices=("l2", "l1", "huber"), default="l2", help="distance of prediction and target")
     add("--min_snr_gamma", type=positive_float, default=5.0, metavar="GAMMA", help="of min_snr (Hang et al. 2023)")
@@ -122,7 +133,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling").add_argument
     add("--sampler", type=str.lower, choices=("dpmpp_2m", "ddim", "ddpm", "heun"), default="dpmpp_2m",
         help="how noise becomes a picture")
-    add("--sample_timesteps", type=positive_int, nargs="+", default=[20], metavar="STEPS",
+    add("--sample_timesteps", type=size, nargs="+", default=[20], metavar="STEPS",
         help="steps of the sampler, one number or one for each Unet")
     add("--spacing", type=str.lower, choices=("uniform", "karras"), default="uniform",
         help="noise levels that the steps visit: evenly by number; or more of them near pure noise and near the clean "
@@ -154,7 +165,7 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
         help="weight decay of matrices; biases and scales do not decay")
     add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")
     add = parser.add_argument_group("evaluation").add_argument
-    add("--n_evaluation_samples", type=non_negative_int, default=0, metavar="N",
+    add("--n_evaluation_samples", type=size_or_0, default=0, metavar="N",
         help="pictures to draw for conditions of the validation split and to judge by the measures below; those of "
         "demo:shapes are read, too, and as many of combinations that it never shows")
     add("--evaluate_every_n_steps", type=non_negative_int, default=0, metavar="UPDATES",

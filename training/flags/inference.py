@@ -2,7 +2,7 @@
 
 import argparse
 
-from .converters import non_negative_int, positive_int
+from .converters import size, thread_count, worker_count
 
 
 def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, required: bool = False) -> None:
@@ -18,10 +18,10 @@ def add_computation_arguments(
     # fmt: off
     add = parser.add_argument_group("computation").add_argument
     if batch_size is not None:
-        add("--batch_size", type=positive_int, default=batch_size, metavar=unit, help="per forward pass of a process")
+        add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
     add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32",
         help="precision of the forward pass")
-    add("--num_workers", type=non_negative_int, default=2, metavar="N", help=num_workers_help)
-    add("--cpu_threads", type=positive_int, default=1, metavar="N",
+    add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
+    add("--cpu_threads", type=thread_count, default=1, metavar="N",
         help="threads of each process, on a CPU; starting more processes is faster than more threads")
     # fmt: on

@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from .converters import (
     Names,
     average_length,
+    digit_count,
+    epoch_count,
     fraction,
+    frame_rate,
     non_negative_float,
     non_negative_int,
     number_or,
+    pixels,
     positive_float,
     positive_int,
+    size,
+    sizes,
     two_fractions,
-    whole_numbers,
+    worker_count,
 )
 from .parser import ArgumentParser
 
@@ -26,9 +32,9 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     add("--image_folder", metavar="PATH", default="demo:shapes",
         help="folder of training images (jpg, png, webp, bmp), with subfolders; or webdataset tars; demo:shapes draws "
         "images itself")
-    add("--image_size", type=positive_int, default=image_size, metavar="PIXELS", help=image_size_help)
+    add("--image_size", type=pixels, default=image_size, metavar="PIXELS", help=image_size_help)
     add("--random_flip", action="store_true", help="mirror each training image with probability 1/2")
-    add("--num_images_save", type=positive_int, default=4, metavar="N",
+    add("--num_images_save", type=size, default=4, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
 
 
@@ -41,11 +47,11 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         "are left out; demo:shapes draws captioned images itself")
     add("--start_shard", type=non_negative_int, default=0, metavar="N", help="number of the first tar")
     add("--end_shard", type=non_negative_int, metavar="N", help="number of the last tar (default: of all)")
-    add("--shard_width", type=positive_int, default=6, metavar="DIGITS",
+    add("--shard_width", type=digit_count, default=6, metavar="DIGITS",
         help="digits of the number that {} in --image_folder stands for")
     add("--random_flip", action="store_true",
         help="mirror each training image with probability 1/2; only without captions and stored embeddings")
-    add("--num_images_save", "--n_sample_images", type=positive_int, default=6, metavar="N",
+    add("--num_images_save", "--n_sample_images", type=size, default=6, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
 
     add = parser.add_argument_group("embeddings").add_argument
@@ -54,7 +60,7 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)")
     add("--text_embeddings", "--text_embeddings_url", metavar="PATH",
         help="text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)")
-    add("--index_width", type=positive_int, default=4, metavar="DIGITS",
+    add("--index_width", type=digit_count, default=4, metavar="DIGITS",
         help="digits at the end of an image's key that are the number of its row")
     add("--clip", metavar="NAME",
         help="compute embeddings from images and texts with this model of open_clip, such as ViT-L-14-quickgelu, or "
@@ -74,9 +80,9 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     add("--video_folder", "--dataset_folder", metavar="PATH", default="demo:moving",
         help="folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl "
         "manifest; or webdataset tars; demo:moving draws clips itself")
-    add("--image_size", type=positive_int, default=image_size, metavar="PIXELS", help=image_size_help)
-    add("--num_frames", type=positive_int, default=17, metavar="FRAMES", help="frames of a clip")
-    add("--fps", type=positive_float, metavar="HZ",
+    add("--image_size", type=pixels, default=image_size, metavar="PIXELS", help=image_size_help)
+    add("--num_frames", type=size, default=17, metavar="FRAMES", help="frames of a clip")
+    add("--fps", type=frame_rate, metavar="HZ",
         help="frames per second of a clip, chosen by time stamps (default: all frames of the file)")
     add("--frame_stride", type=positive_int, default=1, metavar="N", help="take every N-th frame of the file")
     add("--short_clips", type=str.lower, choices=("repeat", "hold", "skip"), default="repeat",
@@ -91,7 +97,7 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
         help="with --image_folder, every N-th update is one of images")
     add("--split_seed", "--random_split_seed", type=non_negative_int, default=42, metavar="INT",
         help="seed that chooses the validation split")
-    add("--num_videos_save", type=positive_int, default=3, metavar="N",
+    add("--num_videos_save", type=size, default=3, metavar="N",
         help="clips in a sample picture; at most a batch of them if there is no validation split")
 
 
@@ -101,7 +107,7 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
     add("--audio_data", metavar="PATH", default="demo:tones",
         help="csv or jsonl manifest, folder with a .txt or .json per sound, or webdataset tars; demo:tones synthesises "
         "sounds")
-    add("--sample_rate", type=positive_int, default=16000, metavar="HZ",
+    add("--sample_rate", type=size, default=16000, metavar="HZ",
         help="sample rate to which all sounds are resampled")
     add("--clip_seconds", type=positive_float, default=10.0, metavar="SECONDS",
         help="length of the clip cut from a sound: at a random place in training, from the middle in validation")
@@ -109,18 +115,18 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of the clip in samples, instead of --clip_seconds")
     add("--tokenizer", default="clip", metavar="FILE",
         help="text tokenizer: clip, or the path of a Hugging Face tokenizer.json")
-    add("--max_text_tokens", type=positive_int, default=256, metavar="TOKENS",
+    add("--max_text_tokens", type=size, default=256, metavar="TOKENS",
         help="texts are cut off after this number of tokens")
     add("--split_seed", type=non_negative_int, default=42, metavar="INT", help="seed that chooses the validation split")
-    add("--num_sounds_shown", type=positive_int, default=8, metavar="N", help="spectrograms in a sample picture")
+    add("--num_sounds_shown", type=size, default=8, metavar="N", help="spectrograms in a sample picture")
 
     add = parser.add_argument_group("spectrogram").add_argument
     add("--spectrogram", type=str.lower, choices=("log_mel", "power"), default="log_mel",
         help="kind of spectrogram that the model is given")
-    add("--n_fft", type=positive_int, default=1024, metavar="SAMPLES", help="length of the Fourier transform's window")
-    add("--hop_length", type=positive_int, default=160, metavar="SAMPLES",
+    add("--n_fft", type=size, default=1024, metavar="SAMPLES", help="length of the Fourier transform's window")
+    add("--hop_length", type=size, default=160, metavar="SAMPLES",
         help="distance between two windows of the Fourier transform")
-    add("--n_mels", type=positive_int, default=64, metavar="BANDS", help="number of mel bands")
+    add("--n_mels", type=size, default=64, metavar="BANDS", help="number of mel bands")
     add("--fmin", type=non_negative_float, default=0.0, metavar="HZ", help="lowest frequency of the mel bands")
     add("--fmax", type=positive_float, metavar="HZ",
         help="highest frequency of the mel bands (default: half of --sample_rate)")
@@ -141,14 +147,14 @@ def add_quantizer_arguments(
     add = parser.add_argument_group("quantizer").add_argument
     add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
         help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
-    add("--codebook_size", type=positive_int, default=codebook_size, metavar="CODES",
+    add("--codebook_size", type=size, default=codebook_size, metavar="CODES",
         help="a power of two for lfq and bsq")
-    add("--codebook_dim", type=positive_int, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")
+    add("--codebook_dim", type=size, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")
     add("--vq_decay", type=fraction, default=0.8, metavar="DECAY",
         help="decay of the moving averages from which the codebook is computed (vq)")
     add("--vq_cosine", action="store_true",
         help="take the codebook entry at the smallest angle instead of distance (vq)")
-    add("--fsq_levels", type=whole_numbers, metavar="N,N...",
+    add("--fsq_levels", type=sizes, metavar="N,N...",
         help="levels per dimension, instead of those that make --codebook_size (fsq)")
     add("--commitment_loss_weight", type=non_negative_float, default=commitment_loss_weight, metavar="WEIGHT",
         help="weight of the loss that keeps the encoder near its codes")
@@ -189,9 +195,9 @@ def add_adversary_arguments(
         help="weight of the perceptual loss")
 
     add = parser.add_argument_group("adversary").add_argument
-    add("--discr_dim", type=positive_int, metavar="DIM",
+    add("--discr_dim", type=size, metavar="DIM",
         help="channels of the discriminator's first layer (default: as many as the generator's)")
-    add("--discr_layers", type=positive_int, default=4, metavar="N",
+    add("--discr_layers", type=size, default=4, metavar="N",
         help="times that the discriminator halves the image, whose side must be at least 4 x 2^N pixels")
     add("--discr_start_step", "--discr_start_after_step", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates of the generator before the discriminator takes part")
@@ -257,14 +263,14 @@ def add_run_arguments(
     add("--fresh", action="store_true", help="start over; a run in --output_dir is renamed to DIR.old-N")
     add("--seed", type=non_negative_int, default=0, metavar="INT",
         help="seed of the initial weights, the data order, the noise and the split")
-    add("--epochs", type=positive_float, default=epochs, metavar="EPOCHS", help="passes over the training data")
+    add("--epochs", type=epoch_count, default=epochs, metavar="EPOCHS", help="passes over the training data")
     add(*names("max_steps"), type=positive_int, metavar="UPDATES",
         help="stop after this number of updates, if --epochs would last longer")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch_size", type=positive_int, default=batch_size, metavar="SAMPLES",
+    add("--batch_size", type=size, default=batch_size, metavar="SAMPLES",
         help="samples per update, over all processes and accumulation steps")
-    add(*names("grad_accum_steps"), type=positive_int, default=1, metavar="N",
+    add(*names("grad_accum_steps"), type=size, default=1, metavar="N",
         help="gradient accumulation: micro-batches per update, on each process")
     add("--max_grad_norm", type=non_negative_float, default=max_grad_norm, metavar="NORM",
         help="clip the gradient to this 2-norm; 0: no clipping")
@@ -287,7 +293,7 @@ def add_run_arguments(
             help="compute the layers' activations again in the backward pass: slower, and far less memory")
 
     add = parser.add_argument_group("data loading").add_argument
-    add("--num_workers", type=non_negative_int, default=num_workers, metavar="N",
+    add("--num_workers", type=worker_count, default=num_workers, metavar="N",
         help="loader processes per training process; 0: load in the training process")
     add(*names("valid_fraction"), type=fraction, default=valid_fraction, metavar="FRACTION",
         help="fraction of the data that is held out for validation; 0: none")

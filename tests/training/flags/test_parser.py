@@ -12,13 +12,16 @@ from training.flags.converters import (
     Names,
     average_length,
     fraction,
+    frame_rate,
     non_negative_float,
     non_negative_int,
     positive_float,
     positive_int,
+    size,
+    sizes,
     templates,
     two_fractions,
-    whole_numbers,
+    worker_count,
 )
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments
@@ -74,6 +77,9 @@ NOT_FINITE = ["nan", "inf", "-inf", "x", "", "-1e-9", "-1e-300"]
     [
         (positive_int, WHOLE, [*NOT_WHOLE, "0"], "whole number"),
         (non_negative_int, {**WHOLE, "0": 0}, NOT_WHOLE, "whole number"),
+        (size, {"1": 1, "4194304": 1 << 22}, [*NOT_WHOLE, "0", "4194305", "1e12"], "from 1 to 4194304, got"),
+        (worker_count, {"0": 0, "1024": 1024}, [*NOT_WHOLE, "1025", "1e9", "9" * 5000], "from 0 to 1024, got .{,45}$"),
+        (frame_rate, {"29.97": 29.97, "1000": 1000.0}, [*NOT_FINITE, "0", "1e300"], "at most 1000, got"),
         (positive_float, {"1e-300": 1e-300}, [*NOT_FINITE, "0"], "expected a number"),
         (non_negative_float, {"0": 0.0}, NOT_FINITE, "expected a number"),
         (fraction, {"0": 0.0}, [*NOT_FINITE, "1"], "expected a number"),
@@ -91,8 +97,8 @@ def test_numbers_are_read_exactly_and_what_is_none_or_out_of_range_is_refused(co
 @pytest.mark.parametrize(
     ("convert", "text", "values", "saved"),
     [
-        (whole_numbers, "1", (1,), "1"),
-        (whole_numbers, "0,1e1,2", (0, 10, 2), "0,10,2"),
+        (sizes, "1", (1,), "1"),
+        (sizes, "0,1e1,2", (0, 10, 2), "0,10,2"),
         (two_fractions, "0.9,.990", (0.9, 0.99), "0.9,0.99"),
         (templates, "{}|a {}", ("{}", "a {}"), "{}|a {}"),
         (Names("wandb", "tensorboard"), "WandB, tensorboard,wandb", ("tensorboard", "wandb"), "tensorboard,wandb"),
@@ -112,7 +118,7 @@ def test_a_list_in_one_text_becomes_a_tuple_and_config_yaml_holds_the_text(conve
 @pytest.mark.parametrize(
     ("convert", "texts", "expected"),
     [
-        (whole_numbers, ["", "1,", "1,-1", "a"], "whole number"),
+        (sizes, ["", "1,", "1,-1", "a"], "whole number"),
         (two_fractions, ["0.9", "0.9,0.9,0.9"], "2 values with ',' between them"),
         (two_fractions, ["0.9,1"], "from 0 to below 1"),
         (templates, ["", "{}|a sound"], r"expected \{\} for the name in every sentence"),
@@ -224,11 +230,11 @@ def test_saved_settings_read_back_as_the_same_arguments(parser, config):
         ("no_flip: true", "unknown key 'no_flip'"),
         ("config: other.yaml", "config belongs on the command line"),
         ("fresh: true", "fresh belongs on the command line"),
-        ("batch_size: eight", "line 1: batch_size: expected a whole number above 0, got 'eight'"),
-        ("batch_size: 1.5", "batch_size: expected a whole number above 0, got '1.5'"),
-        ("batch_size: true", "batch_size: expected a whole number above 0, got 'true'"),
-        ("batch_size: null", "batch_size: expected a whole number above 0, got 'null'"),
-        ("batch_size:", "batch_size: expected a whole number above 0, got ''"),
+        ("batch_size: eight", "line 1: batch_size: expected a whole number from 1 to 4194304, got 'eight'"),
+        ("batch_size: 1.5", "batch_size: expected a whole number from 1 to 4194304, got '1.5'"),
+        ("batch_size: true", "batch_size: expected a whole number from 1 to 4194304, got 'true'"),
+        ("batch_size: null", "batch_size: expected a whole number from 1 to 4194304, got 'null'"),
+        ("batch_size:", "batch_size: expected a whole number from 1 to 4194304, got ''"),
         ("learning_rate: yes", "learning_rate: expected a number above 0, got 'yes'"),
         ("precision: off", "precision: expected one of fp32, bf16, fp16; got 'off'"),
         ("batch_size: [8]", "batch_size: expected a single value, got a list"),
@@ -272,7 +278,7 @@ def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
         (["--batch_sise=8"], "unknown flag --batch_sise; did you mean --batch_size?"),
         (["--batch", "8"], "unknown flag --batch"),
         (["photos"], "unexpected argument 'photos'"),
-        (["--batch_size", "0"], "argument --batch_size: expected a whole number above 0, got '0'"),
+        (["--batch_size", "0"], "argument --batch_size: expected a whole number from 1 to 4194304, got '0'"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--report_to", "mlflow"], "argument --report_to: expected none, or a comma list of tensorboard, wandb; got"),
         (["--config"], "argument --config: expected one argument"),
