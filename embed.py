@@ -123,9 +123,11 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     from data.stores.embeddings import embedding_shards, write_embedding_index
     from data.stores.output import OutputFolder, names_sha256
     from models import MuLaN
+    from models.files.building import require_room
 
     with backend.agreement():
         model, about = load(MuLaN, args.model, backend)
+        require_room(f"a batch of {args.batch_size} clips", args.batch_size, model.clip_numbers)
         decoder = ClipDecoder(model.config["sample_rate"], model.clip_samples)
         sounds = open_long_sounds(args.audio, decoder, args.max_clips)
     settings = {
@@ -209,6 +211,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from data.stores.embeddings import read_embeddings
     from data.stores.search import Answer, read_queries
     from models import MuLaN, ResidualQuantizer
+    from models.files.building import require_room
 
     with backend.agreement():
         if backend.is_root:
@@ -217,6 +220,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             if not about.items() <= index.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
             decoder, how = ClipDecoder(model.config["sample_rate"], model.clip_samples), index.index
+            require_room(f"a batch of {how['batch_size']} clips", how["batch_size"], model.clip_numbers)
             # Embed a sound with the settings of the index, so that a sound which is in the index has the cosine 1.
             embed, embed_text = embedders(model, args.model, backend)
             embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from models import Decoder
 
+MOST_BYTES = 1 << 30  # of a file of conditions
 KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the dimensions of several
 
 
@@ -119,10 +120,12 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
 
     from data.files.arrays import find_array
     from data.images.scenes import condition_of
+    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
 
     prompts = list(args.prompts or [])
     if args.prompt_file:
-        prompts += [line.strip() for line in Path(args.prompt_file).read_text().splitlines() if line.strip()]
+        text = read_bytes(args.prompt_file, LONGEST_JSON_BYTES).decode()
+        prompts += [line.strip() for line in text.splitlines() if line.strip()]
         if not prompts:
             raise ValueError(f"--prompt_file {args.prompt_file} holds no text")
     flag = "--prompts" if args.prompts else "--prompt_file"
@@ -141,7 +144,7 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
     for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
-                found = torch.from_numpy(find_array(path).read())
+                found = torch.from_numpy(find_array(path).read(limit=MOST_BYTES))
             except ValueError as error:
                 raise ValueError(f"--{option} {path}: {error}") from None
             if found.ndim != KINDS[name] or not len(found):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
+
 from .files.opening import missing_package
 
 _NAME_OF_CLIP = "clip"
@@ -58,7 +60,7 @@ class Tokenizer:
     def require_same(self, model_folder: str | os.PathLike[str]) -> None:
         """Raise ValueError, in one line, if a model's folder holds another tokenizer's file, or lacks this one's."""
         path = Path(model_folder, FILE)
-        theirs = path.read_bytes() if path.is_file() else b""
+        theirs = read_bytes(path, LONGEST_JSON_BYTES) if path.is_file() else b""
         if theirs != self._content:
             raise ValueError(
                 f"the model in {os.fspath(model_folder)} was trained with another tokenizer than {self.name}: give "
@@ -135,7 +137,7 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     except ImportError:
         raise missing_package("a tokenizer.json", "tokenizers") from None
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(path, LONGEST_JSON_BYTES)
         fast = Fast.from_str(content.decode())
         fast.no_padding()
         fast.enable_truncation(max_text_tokens)  # this keeps the marks of start and end

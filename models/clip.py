@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .files.building import build_with_weights
+from tandem.files.reading import DAMAGES, read_json
+
+from .files.building import build_with_weights, check_arguments
 from .files.errors import one_line
 from .files.published import read_state_dict
 
@@ -72,13 +73,18 @@ class Clip(nn.Module):
         config, preprocessing = _configuration(name)
         text = config.get("text_cfg") or {}
         _check_text(name, config, text)
-        tokenizer = _tokenizer(text)
         kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
         try:
+            state = read_state_dict(Path(weights))
+            check_arguments(config, state)
             with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-                network = build_with_weights(lambda: kind(**copy.deepcopy(config)), read_state_dict(Path(weights)))
+                network = build_with_weights(lambda: kind(**copy.deepcopy(config)), state)
         except ValueError as error:
             raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
+        try:
+            tokenizer = _tokenizer(text)
+        except DAMAGES as error:
+            raise ValueError(f"--clip {name} has no tokenizer of such options: {one_line(error)}") from None
         if (vocabulary := text.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
             raise ValueError(f"--clip {name} knows {vocabulary} tokens, but its tokenizer {tokenizer.vocab_size}")
         mean, std = (preprocessing.get(key) or default for key, default in (("mean", _MEAN), ("std", _STD)))
@@ -161,13 +167,18 @@ def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of open_clip's model, and how its images are normalised. Raises ValueError, in one line."""
     if name.lower().endswith(".json"):
         try:
-            content = json.loads(Path(name).read_text(encoding="utf-8"))
+            content = read_json(name)
             config, preprocessing = content.get("model_cfg", content), content.get("preprocess_cfg", {})
             if not {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys():
                 raise ValueError("it has not all of embed_dim, vision_cfg and text_cfg")
+            parts = preprocessing, config["vision_cfg"], config["text_cfg"], config["text_cfg"].get("tokenizer_kwargs")
+            if not all(isinstance(part, dict) for part in parts if part is not None):
+                raise ValueError("its parts are no objects")
+            if config["vision_cfg"].get("timm_model_pretrained"):
+                raise ValueError("it would download weights: set timm_model_pretrained to false")
         except OSError as error:
             raise ValueError(f"cannot read --clip {name}: {error.strerror}") from None
-        except (ValueError, AttributeError, RecursionError) as error:
+        except (ValueError, AttributeError) as error:
             raise ValueError(f"--clip {name} is no configuration of open_clip: {one_line(error)}") from None
         return config, preprocessing
     import open_clip
@@ -184,7 +195,8 @@ def _tokenizer(text: dict[str, Any]) -> Any:
     """CLIP's tokenizer with the options of a text tower."""
     import open_clip
 
-    return open_clip.SimpleTokenizer(context_length=text.get("context_length", 77), **text.get("tokenizer_kwargs", {}))
+    options = text.get("tokenizer_kwargs") or {}
+    return open_clip.SimpleTokenizer(context_length=text.get("context_length", 77), **options)
 
 
 def _check_text(name: str, config: dict[str, Any], text: dict[str, Any]) -> None:

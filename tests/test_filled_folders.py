@@ -268,6 +268,26 @@ def shard_of(value: int, shape: tuple[int, ...], dtype: Any) -> Callable[[Path, 
     return lambda folder, name: damage_shard(folder, name, np.full(shape, value, dtype))
 
 
+def replaced(path: Path, make: Callable[[Path], Any]) -> None:
+    path.unlink()
+    make(path)
+
+
+def bottomless(path: Path) -> None:
+    """A file that is far longer than any memory, and takes no room on the disk."""
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def claimed_npy(folder: Path, name: str) -> None:
+    """A shard whose header claims 10^12 rows, with the checksum to it."""
+    path = folder / f"{name}-00000.npy"
+    np.save(path, np.zeros((4, 4, 4), np.uint16))
+    path.write_bytes(path.read_bytes().replace(b"(4, 4, 4), }         ", b"(1000000000000, 4), }", 1))
+    first, *rest = index(folder)["shards"]
+    change_index(folder, shards=[{**first, "file": path.name, "sha256": sha256_of([path])}, *rest])
+
+
 DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "no index": (ALL, lambda f, name: (f / "index.json").unlink(), "did not finish"),
     "no folder": (ALL, lambda f, name: shutil.rmtree(f), "no such folder"),
@@ -291,16 +311,30 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not codes (9, 4, 4)"),
     "a video without codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, code_frames=0), "has 0 rows"),
     "more codes than there are": (
-        [TOKENIZE_VIDEOS],
-        lambda f, name: damage_first_line(f, code_frames=10**9),
-        "not in order",
-    ),
+        [TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, code_frames=10**9), "not in order"),
     "more frames than codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
     "no frames": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=None), "has None frames"),
     "no rate": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, fps=None), "None frames per second"),
     "a rate of 0": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, fps=0), "0 frames per second"),
+    "an index that waits": (ALL, lambda f, name: replaced(f / "index.json", os.mkfifo), "not a regular file"),
+    "an endless index": (ALL, lambda f, name: replaced(f / "index.json", bottomless), "longer than 67108864 bytes"),
+    "lines that wait": (ALL, lambda f, name: replaced(f / "index.jsonl", os.mkfifo), "not a regular file"),
+    "an endless line": (ALL, lambda f, name: replaced(f / "index.jsonl", bottomless), "longer than 1048576 bytes"),
+    "a shard that waits": (
+        ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", os.mkfifo), "not a regular file"),
+    "an endless shard": (ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", bottomless), "is longer than"),
+    "shard -1": (CODERS, lambda f, name: damage_first_line(f, shard=-1), "not in order"),
+    "shard true": (CODERS, lambda f, name: damage_first_line(f, shard=True), "not in order"),
+    "a grid of 10^12": ([TOKENIZE], lambda f, name: change_index(f, grid=[10**6, 10**6]), "claims a shape of (4, 1000"),
+    "a grid of words": ([TOKENIZE], lambda f, name: change_index(f, grid=["a", "b"]), "claims a shape of (4, 'a', '"),
+    "an array of 10^12": ([TOKENIZE], claimed_npy, "it holds uint16 (1000000000000, 4), not (4, 4, 4)"),
+    "embeddings that are no numbers": ([EMBED], shard_of(np.nan, (4, 8), np.float32), "not all of its numbers are fin"),
+    "a negative number of rows": (
+        [EMBED], lambda f, name: change_index(f, shards=[{**index(f)["shards"][0], "rows": -4}], rows=-4), "cannot be"),
+    "a dimension that is none": ([EMBED], lambda f, name: change_index(f, dim=8.0), "one of its numbers cannot be"),
+    "batches of 10^12": ([EMBED], lambda f, name: change_index(f, batch_size=10**12), "more than the"),
     "fractional codes": ([TOKENIZE], shard_of(0, (4, 4, 4), np.float32), "float32"),
-}
+}  # fmt: skip
 
 
 def test_a_damaged_folder_is_refused_in_one_line(script, whole, model, tmp_path, capsys):

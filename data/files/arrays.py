@@ -10,8 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem.files.reading import open_regular
+
 Array = npt.NDArray[np.float32]
 
+LARGEST_BYTES = 1 << 26  # of the numbers of one sample
 _LONGEST_HEADER = 4096  # bytes; numpy writes 128 for arrays of plain numbers
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -24,18 +27,20 @@ class StoredArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    def read(self) -> Array:
-        """All of it. Raises OSError if the file cannot be read."""
-        return self._numbers(0, self.shape)
+    def read(self, limit: int = LARGEST_BYTES) -> Array:
+        """All of it. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or is cut off."""
+        return self._numbers(0, self.shape, limit)
 
     def row(self, index: int) -> Array:
-        """Entry `index` of the first dimension; nothing else is read. Raises OSError if the file cannot be read."""
+        """Entry `index` of the first dimension; nothing else is read. Raises what `read` raises."""
         assert 0 <= index < self.shape[0], (index, self.shape)
-        return self._numbers(index, self.shape[1:])
+        return self._numbers(index, self.shape[1:], LARGEST_BYTES)
 
-    def _numbers(self, index: int, shape: tuple[int, ...]) -> Array:
+    def _numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
         size = math.prod(shape) * self.dtype.itemsize
-        with open(self.path, "rb", buffering=0) as file:
+        if size > limit:
+            raise ValueError(f"{self.path} holds {size} bytes where at most {limit} are read")
+        with open_regular(self.path) as file:
             content = os.pread(file.fileno(), size, self.offset + index * size)
         if len(content) < size:
             raise ValueError(f"{self.path} was cut off after it was opened")
@@ -48,7 +53,7 @@ def find_array(path: str, offset: int = 0, size: int | None = None) -> StoredArr
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
     is cut off.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size - offset if size is None else size
         header = io.BytesIO(os.pread(file.fileno(), min(size, _LONGEST_HEADER), offset))
     try:

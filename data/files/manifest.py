@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
+import itertools
 import math
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
+
+from tandem.files.reading import open_regular, parse_json
 
 from ..bad_samples import reason_of
 from .packed import PackedStrings
@@ -20,6 +22,7 @@ RowType = TypeVar("RowType")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _LATEST = 1e9  # seconds; about thirty years
 _LONGEST_QUOTE = 40
+_LONGEST_LINE = 1 << 20  # characters
 _UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 
@@ -79,7 +82,7 @@ def read_manifest(path: str, columns: Columns, parse: Callable[[Mapping[str, Any
     line, if one is wrong, as `parse` does."""
     line = 0
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
             delimiter = _DELIMITERS.get(os.path.splitext(path)[1].lower())
             rows = _json_lines(file, columns) if delimiter is None else _table(file, delimiter, columns)
             for number, entry in rows:
@@ -101,13 +104,24 @@ class _BadLine(Exception):
         self.line = line
 
 
+def _lines(file: io.TextIOBase) -> Iterator[str]:
+    """The lines of a file. Raises `_BadLine` at one that is too long for a row: a file can be one line, without end."""
+    for number in itertools.count(1):
+        line = file.readline(_LONGEST_LINE + 1)
+        if len(line) > _LONGEST_LINE:
+            raise _BadLine(number, f"it is longer than {_LONGEST_LINE} characters")
+        if not line:
+            return
+        yield line
+
+
 def _json_lines(file: io.TextIOBase, columns: Columns) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(_lines(file), 1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            entry = parse_json(line.encode())
+        except ValueError as error:
             raise _BadLine(number, f"it is no JSON object: {error}; write one object per line") from None
         if not isinstance(entry, Mapping):
             raise _BadLine(number, f"it is no JSON object: write {columns.example}, one per line")
@@ -115,7 +129,7 @@ def _json_lines(file: io.TextIOBase, columns: Columns) -> Iterator[tuple[int, Ma
 
 
 def _table(file: io.TextIOBase, delimiter: str, columns: Columns) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    reader = csv.reader(file, delimiter=delimiter)
+    reader = csv.reader(_lines(file), delimiter=delimiter)
     try:
         header = [name.strip() for name in next(reader, [])]
         if not all({*names} & {*header} for names in columns.needed):

@@ -7,7 +7,9 @@ import io
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from tandem.files.reading import open_regular
 
 
 class Source(NamedTuple):
@@ -40,7 +42,7 @@ class FileWindow(io.RawIOBase):
     """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` keeps an error of the file
     system, if there was one, because C code that calls this class cannot pass it on."""
 
-    def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
         self._descriptor, self._offset, self._size, self._at = file.fileno(), offset, size, 0
         self.error: OSError | None = None
 
@@ -74,7 +76,7 @@ class FileWindow(io.RawIOBase):
 @contextlib.contextmanager
 def open_source(source: Source) -> Iterator[FileWindow]:
     """The bytes of a source. Raises OSError, and ValueError, in one line, if there are none."""
-    with open(source.path, "rb", buffering=0) as file:
+    with open_regular(source.path) as file:
         size = os.fstat(file.fileno()).st_size if source.size is None else source.size
         if size == 0:
             raise ValueError("the file is empty")

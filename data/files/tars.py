@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import os
 import tarfile
@@ -16,12 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem.files.reading import DAMAGES, open_regular
+
 from ..bad_samples import reason_of
 from .packed import PackedStrings
 from .source import Source
 
 _VERSION = 1
 _BLOCK = tarfile.BLOCKSIZE
+_DAMAGES: tuple[type[Exception], ...] = (tarfile.TarError, *DAMAGES)
+_LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
 
 
 class Members(NamedTuple):
@@ -130,7 +135,7 @@ def open_index(path: str, members: Members) -> TarIndex:
         status = os.stat(path)
         key = np.array([_VERSION, status.st_size, status.st_mtime_ns], np.int64)
         for cache in _cache_files(path, members.suffix):
-            if (index := _load_index(cache, key, 2 * len(members.kinds))) is not None:
+            if (index := _load_index(cache, key, len(members.kinds), status.st_size)) is not None:
                 return index
         index = scan(path, members)
     except OSError as error:
@@ -169,20 +174,39 @@ def scan(path: str, members: Members) -> TarIndex:
     return TarIndex([name for name, _ in found], table)
 
 
+class _Headers:
+    """An open tar, of which no more than a header or a long name is read at once, whatever length the tar claims."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _LONGEST_HEADER:
+            raise tarfile.ReadError(f"it claims a header of {size} bytes")
+        return self._file.read(size)
+
+
 def _members(path: str) -> Iterator[tuple[str, int, int]]:
     """Name, first byte and size of every file in a tar."""
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         n_bytes = os.fstat(file.fileno()).st_size
         try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
+            unbuffered: Any = _Headers(io.FileIO(file.fileno(), closefd=False))  # headers are small and far apart
+            with tarfile.open(fileobj=unbuffered, mode="r:") as tar:
+                begin = -1
                 while (member := tar.next()) is not None:
                     tar.members.clear()  # type: ignore[attr-defined]  # the list would grow with the tar
+                    if not begin < tar.offset or member.size < 0:
+                        raise tarfile.ReadError(f"{member.name!r} has a size below 0")
+                    begin = tar.offset
                     if member.offset_data + (member.size if member.isreg() else 0) > n_bytes:
                         raise tarfile.ReadError(f"{member.name!r} lies beyond its end")
                     if member.isreg() and not member.issparse():
                         yield member.name, member.offset_data, member.size
                 end = tar.offset
-        except (tarfile.TarError, EOFError) as error:
+        except OSError:
+            raise
+        except _DAMAGES as error:
             raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
         # Check the end, because tarfile stops silently at anything that is no header; a whole tar ends with zeros.
         if os.pread(file.fileno(), _BLOCK, min(end, n_bytes)) != bytes(_BLOCK):
@@ -202,17 +226,25 @@ def _cache_files(path: str, suffix: str) -> list[str]:
     ]
 
 
-def _load_index(cache: str, key: npt.NDArray[np.int64], n_columns: int) -> TarIndex | None:
-    """The index in a file; None if there is no such file, or it is of another tar, or damaged."""
+def _load_index(cache: str, key: npt.NDArray[np.int64], n_kinds: int, n_bytes: int) -> TarIndex | None:
+    """The index in a file; None if there is no such file, or it is of another tar, or damaged. `n_bytes` is the size of
+    the tar, which is larger than its index."""
     try:
-        with np.load(cache, allow_pickle=False) as stored:
-            table, ends, text = stored["table"], stored["ends"], stored["names"].tobytes()
-            is_table = table.shape == (len(ends), n_columns) and table.dtype == np.int64
-            if not (is_table and np.array_equal(stored["key"], key)):
-                return None
+        with open_regular(cache, limit=n_bytes + _LONGEST_HEADER) as file:
+            with zipfile.ZipFile(file) as archive:
+                if any(member.compress_type for member in archive.infolist()):
+                    return None  # it would unpack to more than the file
+            with np.load(file, allow_pickle=False) as stored:
+                table, ends, text = stored["table"], stored["ends"], stored["names"].tobytes()
+                is_table = table.shape == (len(ends), 2 * n_kinds) and table.dtype == np.int64
+                if not (is_table and np.array_equal(stored["key"], key)):
+                    return None
+        offsets, sizes = table[:, ::2], table[:, 1::2]
+        if not ((sizes == -1) | ((offsets >= 0) & (sizes >= 0) & (offsets <= n_bytes - sizes))).all():
+            return None
         begins = [0, *ends.tolist()]
         return TarIndex([os.fsdecode(text[a:b]) for a, b in itertools.pairwise(begins)], table)
-    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile):
+    except DAMAGES:
         return None
 
 

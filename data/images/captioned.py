@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tandem.files.reading import open_regular
+
 from ..files.find import Folder, FolderFiles, TarFiles, find_files
 from ..files.opening import list_files, nothing_found
 from ..files.packed import PackedStrings
@@ -213,7 +215,7 @@ def _within(paths: list[str], shards: Shards) -> list[str]:
 
 def _read_text(path: str, offset: int, size: int | None) -> str:
     """The text in a file or a part of one, with single spaces; at most 64 KiB are read."""
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         content = os.pread(file.fileno(), min(_LONGEST_CAPTION if size is None else size, _LONGEST_CAPTION), offset)
     try:
         return " ".join(content.decode("utf-8-sig").split())

@@ -12,6 +12,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from tandem.files.reading import open_regular
+
 from ..bad_samples import Incomplete
 from ..files.source import Source, open_source
 from ..hashing import derive_key
@@ -42,7 +44,7 @@ def decode_image(path: str, image_size: int, channels: int, enlarge: bool = True
     more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
     shorter side has fewer than `image_size` pixels.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return decode_image_file(file, image_size, channels, enlarge)
 
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from tandem.files.reading import open_regular
+
 from ..files.opening import missing_package
 from ..files.source import FileWindow, Source
 from ..hashing import Draws
@@ -54,7 +56,7 @@ class ClipDecoder:
         Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
-        with open(source.path, "rb", buffering=0) as file:
+        with open_regular(source.path) as file:
             whole = os.fstat(file.fileno()).st_size
             if (whole if source.size is None else source.size) == 0:
                 raise ValueError("the file is empty")

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.files.reading import open_regular
+
 from ..bad_samples import BadSample, reason_of
 from ..files.opening import list_files
 from ..files.packed import PackedStrings
@@ -107,7 +109,7 @@ def _rate_and_frames(path: str) -> tuple[int, int]:
 
     try:
         # Open by descriptor, because file names need not be valid text.
-        with open(path, "rb") as file, soundfile.SoundFile(file.fileno(), closefd=False) as sound:
+        with open_regular(path) as file, soundfile.SoundFile(file.fileno(), closefd=False) as sound:
             return sound.samplerate, sound.frames
     except RuntimeError:
         return 1, 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from tandem.files.reading import open_regular, parse_json
 
 from ..files.opening import list_files, nothing_found
 from ..files.packed import PackedStrings
@@ -88,13 +89,13 @@ def read_texts(path: str, name: str, offset: int = 0, size: int = _LONGEST_TEXT)
 
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no caption.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         content = os.pread(file.fileno(), min(size, _LONGEST_TEXT), offset)
     try:
         text = content.decode("utf-8-sig")
         is_json = name.lower().endswith(".json")
-        texts = texts_of_object(json.loads(text)) if is_json else Texts(cleaned(text.splitlines()), None)
-    except (ValueError, RecursionError) as error:
+        texts = texts_of_object(parse_json(text.encode())) if is_json else Texts(cleaned(text.splitlines()), None)
+    except ValueError as error:
         raise ValueError(f"its caption file {os.path.basename(name)} cannot be read: {error}") from None
     if not texts.captions:
         raise ValueError(NO_CAPTION)
@@ -126,8 +127,8 @@ def split_captions(text: str) -> list[str]:
     """Several captions in one string: a JSON list, or texts with | between them."""
     if text.lstrip().startswith("["):
         try:
-            parts = json.loads(text)
-        except (ValueError, RecursionError):  # such as "[music] | [applause]"
+            parts = parse_json(text.encode())
+        except ValueError:  # such as "[music] | [applause]"
             parts = None
         if _is_list_of_strings(parts):
             return list(parts)

@@ -19,7 +19,6 @@ further the number of frames before encoding and how many are shown in a second 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem.files.reading import parse_json
+
 from .output import OutputFolder
-from .shards import COUNT, LINES_FILE, Array, ShardWriter, explained, read_index, read_shard, shard_sizes
+from .shards import COUNT, LINES_FILE, Array, ShardWriter, explained, read_index, read_lines, read_shard, shard_sizes
 
 CODES = "codes"
 _DTYPES = (np.uint8, np.uint16, np.int32)
@@ -97,8 +98,8 @@ class StoredCodes:
         """Codes (n, h, w) of a shard, checked against its checksum, the index and the size of the codebook."""
         entry = self.index["shards"][shard]
         with explained(self.folder / entry["file"]):
-            codes = read_shard(self.folder, entry, CODES)
             expected = (sum(line.get(COUNT, 1) for line in self.lines[shard]), *self.index["grid"])
+            codes = read_shard(self.folder, entry, CODES, expected)
             if codes.shape != expected or codes.dtype not in _DTYPES:
                 raise ValueError(f"it holds {codes.dtype} {codes.shape}, not codes {expected}")
             if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
@@ -112,16 +113,18 @@ def read_codes(folder: str | Path) -> StoredCodes:
     folder = Path(folder)
     index, sha256 = read_index(folder, CODES)
     with explained(folder / LINES_FILE):
-        text = (folder / LINES_FILE).read_bytes()
-        if hashlib.sha256(text).hexdigest() != index["lines_sha256"]:
-            raise ValueError("its checksum is not that of the index")
         lines: list[list[dict[str, Any]]] = [[] for _ in index["shards"]]
-        rows = [0] * len(lines)
-        for line in map(json.loads, text.decode().splitlines()):
-            if line["row"] != rows[line["shard"]]:
+        rows, digest = [0] * len(lines), hashlib.sha256()
+        for text in read_lines(folder / LINES_FILE):
+            digest.update(text)
+            line = parse_json(text)
+            shard = line["shard"]
+            if type(shard) is not int or not 0 <= shard < len(lines) or line["row"] != rows[shard]:
                 raise ValueError(f"it is not in order at {line['path']!r}")
-            lines[line["shard"]].append(line)
-            rows[line["shard"]] += _count(line)
+            lines[shard].append(line)
+            rows[shard] += _count(line)
+        if digest.hexdigest() != index["lines_sha256"]:
+            raise ValueError("its checksum is not that of the index")
     return StoredCodes(folder, index, sha256, lines)
 
 

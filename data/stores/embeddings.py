@@ -15,7 +15,6 @@ Loading needs no code of this repository:
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem.files.reading import parse_json
+
 from ..order import Permutation
 from .codes import CODES, code_dtype
 from .output import OutputFolder
 from .search import Match, TopRows
-from .shards import INDEX_FILE, LINES_FILE, ShardWriter, explained, read_index, read_shard, shard_sizes
+from .shards import INDEX_FILE, LINES_FILE, ShardWriter, explained, read_index, read_lines, read_shard, shard_sizes
 
 EMBEDDINGS = "embeddings"
 BAD_FILE = "bad.jsonl"
@@ -72,10 +73,12 @@ class StoredEmbeddings:
         """Embeddings (n, d) of a shard, checked against its checksum and the index."""
         entry = self.index["shards"][shard]
         with explained(self.folder / entry["file"]):
-            vectors = read_shard(self.folder, entry, EMBEDDINGS)
             expected = (entry["rows"], self.index["dim"])
+            vectors = read_shard(self.folder, entry, EMBEDDINGS, expected)
             if vectors.shape != expected or vectors.dtype != np.float32:
                 raise ValueError(f"it holds {vectors.dtype} {vectors.shape}, not float32 {expected}")
+            if not np.isfinite(vectors).all():
+                raise ValueError("not all of its numbers are finite")
         return vectors
 
     def nearest(self, queries: Vectors, count: int, mark: Callable[[], None] = lambda: None) -> list[list[Match]]:
@@ -109,11 +112,11 @@ class StoredEmbeddings:
     def _paths(self, rows: Collection[int]) -> dict[int, str]:
         """The paths of some rows. Reads index.jsonl once, a line at a time."""
         found, digest = {}, hashlib.sha256()
-        with explained(self.folder / LINES_FILE), (self.folder / LINES_FILE).open("rb") as file:
-            for row, line in enumerate(file):
+        with explained(self.folder / LINES_FILE):
+            for row, line in enumerate(read_lines(self.folder / LINES_FILE)):
                 digest.update(line)
                 if row in rows:
-                    found[row] = str(json.loads(line)["path"])
+                    found[row] = str(parse_json(line)["path"])
             if digest.hexdigest() != self.index["lines_sha256"] or len(found) != len(rows):
                 raise ValueError("its checksum is not that of the index")
         return found
@@ -127,7 +130,11 @@ def read_embeddings(folder: str | Path) -> StoredEmbeddings:
     with explained(folder / INDEX_FILE):
         if index["task"] != "embed":
             raise ValueError("it is an index of something else")
-        if sum(entry["rows"] for entry in index["shards"]) != index["rows"] or index["dim"] < 1:
+        counts = [entry["rows"] for entry in index["shards"]]
+        numbers = (*counts, index["rows"], index["dim"] - 1, index["max_clips"] - 1, index["batch_size"] - 1)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("one of its numbers cannot be")
+        if sum(counts) != index["rows"]:
             raise ValueError("its numbers of rows do not agree")
     if index["rows"] == 0:
         raise ValueError(f"the index in {folder} is empty: none of its {index['bad']} files could be read")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files import writing
-from tandem.files.reading import read_json
+from tandem.files.reading import open_regular, read_json
 
 from ..bad_samples import reason_of
 from ..contracts import Processes
@@ -151,7 +151,7 @@ def sha256_of(paths: Iterable[Path]) -> str:
     """Hexadecimal SHA-256 of the concatenated files; for one file, the same as `sha256sum` prints."""
     digest = hashlib.sha256()
     for path in paths:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tandem.files.reading import open_regular
 from tandem.files.writing import create, replacing
 
 from .codes import StoredCodes
@@ -87,9 +88,9 @@ def output_names(paths: Sequence[str], endings: Sequence[str] | None = None) -> 
 def is_complete(path: Path) -> bool:
     """Whether a PNG exists and has its end mark as its last bytes."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, io.SEEK_END)
             file.seek(max(0, size - len(_END_OF_A_PNG)))
             return file.read() == _END_OF_A_PNG
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # none, or a pipe, which the picture then replaces
         return False

@@ -11,9 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from tandem.files.reading import read_bytes
+
 from ..bad_samples import reason_of
 from ..tokenizers import FILE as TOKENIZER_FILE
 from ..tokenizers import open_tokenizer
+
+_LONGEST_QUERIES = 1 << 26  # bytes
 
 
 class TopRows:
@@ -79,8 +83,8 @@ def read_queries(given: Sequence[str], path: str | None) -> list[str]:
     queries = list(given)
     if path is not None:
         try:
-            queries += Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeError) as error:
+            queries += read_bytes(path, _LONGEST_QUERIES).decode().splitlines()
+        except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the queries in {path}: {reason_of(error)}") from None
     queries = [query.strip() for query in queries if query.strip()]
     if not queries:

@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -24,13 +25,17 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as safetensors_load
 from safetensors.numpy import save as safetensors_save
 
-from tandem.files.reading import DAMAGES
+from tandem.files.reading import DAMAGES, LONGEST_JSON_BYTES, open_regular, parse_json, read_bytes, read_json
 
 from ..bad_samples import BadSample, BadSampleLog, reason_of
 from .output import OutputFolder, json_bytes, sha256_of
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
+
+# Of a shard: its numbers, which have at most so many bytes each; and of its file what is no number.
+_MOST_NUMBERS, _LARGEST_NUMBER_BYTES, _LONGEST_HEADER = 1 << 29, 4, 1 << 16
+_LONGEST_LINE = 1 << 20  # bytes; of an index
 
 Array = npt.NDArray[Any]
 COUNT = "code_frames"  # key of the number of rows of an item that has several
@@ -176,7 +181,7 @@ class ShardWriter:
         return [BadSample(index, self._names[index], reason) for index, *_, reason in self._record(shard)["bad"]]
 
     def _record(self, shard: int) -> Any:
-        return json.loads((self.output.path / self._file(shard, "json")).read_text())
+        return read_json(self.output.path / self._file(shard, "json"))
 
     def _file(self, shard: int, ending: str = "") -> str:
         return f"{self._name}-{shard:05d}.{ending or self._ending}"
@@ -200,14 +205,32 @@ def shard_sizes(n_items: int, items_per_shard: int) -> list[int]:
     return [min(items_per_shard, n_items - first) for first in range(0, n_items, items_per_shard)]
 
 
-def read_shard(folder: Path, entry: Mapping[str, Any], name: str) -> Array:
-    """The rows of a shard, by its entry in an index. Raises one of many errors if it is damaged: see `explained`."""
-    content = (folder / entry["file"]).read_bytes()
+def read_shard(folder: Path, entry: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:
+    """The rows of a shard, by its entry in an index, which claims this shape of them. Raises one of many errors if it
+    is damaged: see `explained`."""
+    if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
+        raise ValueError(f"the index claims a shape of {shape} for it, and it can have {_MOST_NUMBERS} numbers at most")
+    content = read_bytes(folder / entry["file"], _LONGEST_HEADER + math.prod(shape) * _LARGEST_NUMBER_BYTES)
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise ValueError("its checksum is not that of the index")
-    if entry["file"].endswith(".npy"):
-        return np.load(io.BytesIO(content), allow_pickle=False)
-    return safetensors_load(content)[name]
+    if not entry["file"].endswith(".npy"):
+        return safetensors_load(content)[name]
+    header = io.BytesIO(content)
+    if np.lib.format.read_magic(header) != (1, 0):
+        raise ValueError("it is no numpy array of codes")
+    found, is_fortran, dtype = np.lib.format.read_array_header_1_0(header)
+    if found != shape or is_fortran or dtype.hasobject:  # a header may claim any size
+        raise ValueError(f"it holds {dtype} {found}, not {shape}")
+    return np.frombuffer(content, dtype, math.prod(shape), header.tell()).reshape(shape)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file of any length. Raises OSError, and ValueError if it is no regular file or one is too long."""
+    with open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE + 1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"one of its lines is longer than {_LONGEST_LINE} bytes")
+            yield line
 
 
 def read_index(folder: Path, name: str) -> tuple[dict[str, Any], str]:
@@ -222,8 +245,8 @@ def read_index(folder: Path, name: str) -> tuple[dict[str, Any], str]:
             what = "the command that fills it did not finish: start it again"
         raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {what}")
     with explained(path):
-        content = path.read_bytes()
-        index = json.loads(content)
+        content = read_bytes(path, LONGEST_JSON_BYTES)
+        index = parse_json(content)
         for entry in index["shards"]:
             if not stays_inside(entry["file"], parts=1):
                 raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")

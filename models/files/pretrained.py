@@ -98,7 +98,7 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
         ValueError: one line, if there is no such config.json.
     """
     with _errors_of(folder):
-        config = read_json(folder / CONFIG_FILE)
+        config = read_json(check_inside(folder / CONFIG_FILE, folder))
         model = config.pop("model", None)
         if not (isinstance(model, str) and model.isidentifier()):
             raise ValueError(f"its {CONFIG_FILE} names no model")
@@ -124,8 +124,8 @@ def read_headers(folder: Path) -> dict[str, Headers]:
 def _weight_files(folder: Path) -> dict[Path, list[str]]:
     """The files of a folder's weights, each with the names of the tensors to read from it; an empty list means all."""
     if (folder / _WEIGHTS).exists() or not (folder / _INDEX).exists():
-        return {folder / _WEIGHTS: []}
-    weight_map = read_json(folder / _INDEX).get("weight_map")
+        return {check_inside(folder / _WEIGHTS, folder): []}
+    weight_map = read_json(check_inside(folder / _INDEX, folder)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"its {_INDEX} has no weight_map")
     files: dict[Path, list[str]] = {}

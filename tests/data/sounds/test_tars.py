@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,57 @@ def test_damaged_index_is_made_anew(tmp_path, content):
         kept.write_bytes(damaged)
         assert len(opened(path)) == 5
         assert kept.stat().st_size == len(whole)
+
+
+def claiming(size: bytes, kind: bytes) -> bytes:
+    """The header of a tar's member with this size and kind."""
+    header = bytearray(tarfile.TarInfo("a").tobuf())
+    header[124:136], header[156:157], header[148:156] = size, kind, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "expected"),
+    [
+        (b"\x80" + (10**12).to_bytes(11, "big"), b"L", "it claims a header of 1000000000000 bytes"),
+        (b"\x80" + (3 << 30).to_bytes(11, "big"), b"x", "it claims a header of 3221225472 bytes"),
+        (b"\xff" * 12, b"L", "damaged or cut off"),
+        (b"\xff" * 8 + b"\xff\xff\xf8\x00", b"0", "damaged or cut off"),
+    ],
+)
+def test_a_header_that_claims_much_or_less_than_nothing_takes_no_memory(tmp_path, size, kind, expected):
+    path = tmp_path / "a.tar"
+    path.write_bytes(claiming(size, kind))
+    os.truncate(path, 4 << 30)
+    tracemalloc.start()
+    assert expected in one_line(opened, path)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_a_kept_index_that_waits_or_has_no_end_or_lies_is_not_read(tmp_path):
+    path = shard(tmp_path / "a.tar", samples(5))
+    opened(path)
+    kept = tmp_path / ".a.tar.index.npz"
+    with np.load(kept) as stored:
+        content = {name: stored[name] for name in stored}
+
+    def again() -> None:
+        assert len(opened(path)) == 5 and opened(path).load(0).shape == opened(path).load(4).shape
+
+    kept.unlink()
+    os.mkfifo(kept)
+    again()
+    kept.unlink()
+    kept.touch()
+    os.truncate(kept, 1 << 40)
+    again()
+    for number in (-5, 10**15):
+        np.savez(kept, **{**content, "table": np.full_like(content["table"], number)})
+        again()
+    np.savez_compressed(kept, **content)
+    again()
 
 
 def _open_many_times(path: str, queue) -> None:
