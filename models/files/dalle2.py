@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.files.reading import check_regular, read_json
+from tandem.files.reading import DAMAGES, check_regular, read_json
 
 from ..unet import Unet
 from .archive import Ignored, check_archive, check_sizes
@@ -319,5 +319,5 @@ def _errors_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except (ValueError, LookupError, AttributeError, TypeError, RuntimeError, ArithmeticError) as error:
+    except (*DAMAGES, RuntimeError) as error:
         raise ValueError(f"{path} is not a decoder of DALLE2-pytorch: {one_line(error)}") from None

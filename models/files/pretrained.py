@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tandem.files.reading import check_inside, check_regular, read_json
+from tandem.files.reading import DAMAGES, check_inside, check_regular, read_json
 
 from .building import build_with_weights, check_arguments
 from .errors import one_line
@@ -145,5 +145,5 @@ def _errors_of(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError, SafetensorError) as error:
+    except (*DAMAGES, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None

@@ -42,8 +42,8 @@ from fuzz_inputs import TARGETS, Target, write_inputs  # noqa: E402
 MEMORY_BYTES = 1 << 30  # beyond what the process has before
 CPU_SECONDS, WALL_SECONDS = 60, 300  # a command takes less than a second
 COMMAND_LINE_EVERY = 50
-_COMMAND_LINE_BYTES = 16 << 30  # of address space, most of which is PyTorch's libraries
-_TEXTS_OF_NO_MEMORY = re.compile("MemoryError|[Cc]annot allocate|can't allocate|bad_alloc|out of memory")
+_COMMAND_LINE_BYTES = 4 << 30  # with what PyTorch takes
+_TEXTS_OF_NO_MEMORY = re.compile("MemoryError|can't allocate|bad_alloc|out of memory")
 
 
 class Result(NamedTuple):
@@ -114,8 +114,9 @@ def _become_command(target: Target, work: Path, log: Path) -> int:
     os.chdir(work)
     os.environ |= {"HOME": str(work), "XDG_CACHE_HOME": str(work / "cache")}
     faulthandler.enable()
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES,) * 2)
+    in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    # Of data and not of all addresses: a file may be mapped whatever its length, which takes no memory.
+    resource.setrlimit(resource.RLIMIT_DATA, (in_use + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
     resource.setrlimit(resource.RLIMIT_FSIZE, (HUGE, HUGE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -135,7 +136,7 @@ def _become_command(target: Target, work: Path, log: Path) -> int:
 def _on_the_command_line(target: Target, work: Path) -> tuple[int, str]:
     """As `_in_a_fork`, by a new interpreter."""
     environment = {**os.environ, "HOME": str(work), "XDG_CACHE_HOME": str(work / "cache"), "PYTHONFAULTHANDLER": "1"}
-    limits = [f"ulimit -v {_COMMAND_LINE_BYTES >> 10} -t {CPU_SECONDS + 30} -c 0", 'exec "$0" "$@"']
+    limits = [f"ulimit -d {_COMMAND_LINE_BYTES >> 10} -t {CPU_SECONDS + 30} -c 0", 'exec "$0" "$@"']
     command = ["bash", "-c", "; ".join(limits), sys.executable, str(ROOT / f"{target.script}.py"), *target.flags]
     with open(work.parent / "log", "wb") as log:
         job = subprocess.Popen(command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

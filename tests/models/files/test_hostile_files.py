@@ -228,6 +228,13 @@ def link_out(path: Path) -> None:
     os.symlink("../elsewhere.safetensors", path / "2.safetensors")
 
 
+def moved_out(path: Path, name: str) -> None:
+    """A whole folder, of which one file is a link to its content elsewhere."""
+    folder(path)
+    os.rename(path / name, path.parent / name)
+    os.symlink(f"../{name}", path / name)
+
+
 def index(path: Path, content: Any) -> None:
     sharded(path)
     (path / "model.safetensors.index.json").write_text(json.dumps(content))
@@ -271,7 +278,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown model": (lambda path: folder(path, model="os"), "holds a os"),
     "model of no name": (lambda path: folder(path, model="\x1b[2J\nDiscreteVAE"), "names no model"),
     "endless config": (
-        lambda path: replaced(path, "config.json", lambda file: os.symlink("/dev/zero", file)), "not a regular file"
+        lambda path: replaced(path, "config.json", lambda file: os.symlink("/dev/zero", file)), "a link that leaves"
     ),
     "config that waits": (lambda path: replaced(path, "config.json", os.mkfifo), "not a regular file"),
     "weights that wait": (lambda path: replaced(path, "model.safetensors", os.mkfifo), "not a regular file"),
@@ -303,6 +310,11 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shard with a zero": (lambda path: sharded(path, ("1.safetensors", "2\0")), "no file in the folder"),
     "shard that is a number": (lambda path: sharded(path, ("1.safetensors", 2)), "no file in the folder"),
     "shard that is a link out": (link_out, "2.safetensors is a link that leaves the folder"),
+    "weights that are a link out": (
+        lambda path: moved_out(path, "model.safetensors"), "model.safetensors is a link that leaves the folder"),
+    "config that is a link out": (
+        lambda path: moved_out(path, "config.json"), "config.json is a link that leaves the folder"),
+    "config of 30 million lists": (lambda path: folder(path, f'{{"a": [{"[]," * 15_000_000}1]}}'), "holds more than"),
     "shard that is missing": (lambda path: (sharded(path), (path / "2.safetensors").unlink()), "No such file"),
     "shard without its tensor": (
         lambda path: index(path, {"weight_map": dict.fromkeys(weights_of(), "2.safetensors")}), "codebook.weight"
