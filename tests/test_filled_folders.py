@@ -246,6 +246,12 @@ def test_a_folder_of_something_else_is_left_alone(fresh, script, model, source, 
     assert files(mine) == before
 
 
+def test_numbers_beyond_any_memory_are_refused(script, model, source, tmp_path, capsys):
+    for flag, value in ((script.per_shard, 10**12), ("num_workers", 10**9), ("cpu_threads", 10**9)):
+        said = script.refused(capsys, *script.flags(model, source, tmp_path / "out"), f"--{flag}", value)
+        assert f"--{flag}: expected a whole number from " in said and not (tmp_path / "out").exists()
+
+
 # Damaged folders.
 
 

@@ -6,7 +6,8 @@ import os
 import stat
 
 PREFIX = "demo:"
-DEFAULT_SIZE = 4096
+DEFAULT_SIZE, LARGEST_SIZE = 4096, 1 << 22
+_LONGEST_QUOTE = 60
 
 
 def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> tuple[list[str], int]:
@@ -90,10 +91,11 @@ def demonstration_size(spec: str, name: str, noun: str) -> int | None:
         raise ValueError(f"there is no demonstration set {spec!r}: the only one is {PREFIX}{name}")
     if number == "":
         return DEFAULT_SIZE
-    if not (number.isascii() and number.isdigit() and int(number) > 0):
+    is_number = number.isascii() and number.isdigit() and len(number) <= len(str(LARGEST_SIZE))
+    if not (is_number and 0 < int(number) <= LARGEST_SIZE):
         raise ValueError(
-            f"{spec!r} asks for {number!r} {noun}, which is no positive number: write e.g. "
-            f"{PREFIX}{name}:{DEFAULT_SIZE}"
+            f"{spec[:_LONGEST_QUOTE]!r} asks for {number[:_LONGEST_QUOTE]!r} {noun}, which is no number from 1 to "
+            f"{LARGEST_SIZE}: write e.g. {PREFIX}{name}:{DEFAULT_SIZE}"
         )
     return int(number)
 

@@ -24,6 +24,7 @@ from ..images.sets import open_images
 from .decoding import ENDINGS, ClipDecoder, require_decoder
 from .moving import FRAMES_PER_SECOND, Moving
 
+_LARGEST_CLIP_BYTES = 1 << 32
 _COLUMNS = Columns(
     needed=(("path",),),
     words="path, start_seconds and end_seconds (path alone is needed)",
@@ -78,6 +79,10 @@ def open_videos(
     flip: half of the augmented clips are mirrored left to right. The others are arguments of `ClipDecoder`. No video is
     opened. Raises ValueError, in one line, if there is no such set or nothing in it.
     """
+    if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
+        raise ValueError(
+            f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
+        )
     if fps is not None and frame_stride != 1:
         raise ValueError(f"--fps {fps:g} and --frame_stride {frame_stride} exclude each other: give one of them")
     spec = "demo:moving" if spec is None else spec

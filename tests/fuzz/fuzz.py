@@ -249,6 +249,8 @@ def fuzz(seed: int, numbers: Sequence[int] | range, minutes: float, inputs: Path
             result = run_case(seed, number, inputs, Path(folder) / "case")
         done += 1
         outcomes[f"{result.target.script} {result.code}"] += 1
+        if done % 500 == 0:
+            print(f"{done} cases, {len(faults)} faults", flush=True)
         if result.fault is not None:
             faults.append(result)
             print(report(result, seed), flush=True)

@@ -142,6 +142,9 @@ def test_what_is_no_set_of_videos_is_named(tmp_path):
         writer.write({"__key__": "0", "txt": "text"})
     assert "no video (.mp4" in one_line(opened, tmp_path / "a.tar")
     assert "exclude each other" in one_line(opened, "demo:moving", fps=8.0, frame_stride=2)
+    assert "takes 206 GB" in one_line(opened, "demo:moving", num_frames=1 << 22, image_size=128)
+    for number in ("0", "1000000000", "9" * 5000):
+        assert "which is no number from 1 to 4194304" in one_line(opened, f"demo:moving:{number}")
 
 
 def test_missing_package_says_how_to_install_it_and_the_demo_needs_none(tmp_path, monkeypatch):
