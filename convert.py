@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.files.reading import printable
 from training.flags.converters import average_length
 from training.flags.parser import ArgumentParser
 
@@ -285,7 +286,6 @@ def load_model(path: Path, which: str) -> Any:
 
 def inspect(args: argparse.Namespace) -> None:
     from models.files.description import describe_dalle_file, describe_model_folder
-    from models.files.errors import printable
     from models.files.public_decoder import describe_public_decoder, is_public_decoder
 
     kind, where = find(Path(args.path))
@@ -427,9 +427,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.run(args)
     except (ValueError, OSError) as error:
-        from models.files.errors import printable
-
-        parser.error(printable(" ".join(str(error).split())))
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":

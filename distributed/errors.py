@@ -6,6 +6,8 @@ import os
 import re
 import sys
 
+from tandem.files.reading import printable
+
 # Gloo's errors name places in its C++ source.
 _SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")
 
@@ -41,4 +43,4 @@ def lacks_memory(error: BaseException) -> bool:
 
 def say(text: str) -> None:
     """Print one line on stderr, after the script's name."""
-    print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr, flush=True)
+    print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)

@@ -329,6 +329,7 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "a shard that waits": (
         ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", os.mkfifo), "not a regular file"),
     "an endless shard": (ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", bottomless), "is longer than"),
+    "a path that is a number": (CODERS, lambda f, name: damage_first_line(f, path=5), "names '5', which is no path"),
     "shard -1": (CODERS, lambda f, name: damage_first_line(f, shard=-1), "not in order"),
     "shard true": (CODERS, lambda f, name: damage_first_line(f, shard=True), "not in order"),
     "a grid of 10^12": ([TOKENIZE], lambda f, name: change_index(f, grid=[10**6, 10**6]), "claims a shape of (4, 1000"),

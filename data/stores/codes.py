@@ -119,6 +119,8 @@ def read_codes(folder: str | Path) -> StoredCodes:
             digest.update(text)
             line = parse_json(text)
             shard = line["shard"]
+            if not isinstance(line["path"], str):
+                raise ValueError(f"it names {str(line['path'])[:40]!r}, which is no path")
             if type(shard) is not int or not 0 <= shard < len(lines) or line["row"] != rows[shard]:
                 raise ValueError(f"it is not in order at {line['path']!r}")
             lines[shard].append(line)

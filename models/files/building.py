@@ -79,19 +79,31 @@ def build_in_memory(kind: Callable[..., Model], /, **arguments: Any) -> Model:
         ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
             as ``kind``.
     """
+    check_numbers(arguments)
+    build_on_meta(lambda: kind(**arguments))
+    return kind(**arguments)
+
+
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Check that constructor arguments have JSON's types, and no whole number beyond 2^22. Raises ValueError, in one
+    line, naming the argument."""
     for name, value in arguments.items():
         for number in plain_values(name, value):
             if isinstance(number, int) and abs(number) > _HARMLESS_NUMBER:
                 raise ValueError(f"{name} {str(number)[:24]} is too large: {_HARMLESS_NUMBER} is the most")
+
+
+def build_on_meta(build: Callable[[], Model]) -> Model:
+    """The model that ``build`` makes, without memory. Raises ValueError, in one line, if its weights would not fit into
+    the memory of this machine."""
     room = _memory_bytes()
     limits = f"more than {_MOST_TENSORS} tensors, or more than the {room / 1e9:.3g} GB of memory that this machine has"
     words = f"the model would have {limits}: choose a smaller one"
     try:
         with torch.device("meta"), _at_most(_MOST_TENSORS, room, words):
-            kind(**arguments)
+            return build()
     except (RuntimeError, OverflowError) as error:  # more numbers than PyTorch can count
         raise ValueError(f"there is no model of such a size: {one_line(error)}") from None
-    return kind(**arguments)
 
 
 def require_room(what: str, *shape: int) -> None:

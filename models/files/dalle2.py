@@ -27,6 +27,7 @@ from .writing import on_cpu, replacing
 
 CONFIG_FILE = "decoder_config.json"
 WEIGHTS = ("best", "ema", "online")
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError)
 
 # What older files pickle as their version: an object of packaging.version, whose make-up has changed over the years.
 _IGNORED = frozenset((
@@ -319,5 +320,5 @@ def _errors_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except (*DAMAGES, RuntimeError) as error:
+    except _DAMAGES as error:
         raise ValueError(f"{path} is not a decoder of DALLE2-pytorch: {one_line(error)}") from None

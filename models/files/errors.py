@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tandem.files.reading import printable
+
 _LONGEST_ERROR = 500
 
 
@@ -9,8 +11,3 @@ def one_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return printable(lines[0].strip()[:_LONGEST_ERROR]) if lines else type(error).__name__
-
-
-def printable(text: str) -> str:
-    """Text that may quote a file, with ``?`` for every control character, so that no file can control the terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)

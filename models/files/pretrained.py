@@ -21,6 +21,8 @@ from .writing import on_cpu, replacing
 CONFIG_FILE = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
+
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -145,5 +147,5 @@ def _errors_of(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
-    except (*DAMAGES, RuntimeError, SafetensorError) as error:
+    except _DAMAGES as error:
         raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tandem.files.reading import check_regular
 
 from ..decoder import Decoder
+from .building import build_on_meta, check_numbers
 from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
 from .dalle2_config import check_overruled, decoder_part, settings_of, unet_arguments
 from .description import describe_weights
@@ -71,10 +70,11 @@ def configured_decoder(config: Mapping[str, Any], width: int = 512) -> tuple[Dec
         unets = [unet_arguments(decoder, index) for index in range(len(decoder["unets"]))]
         for index, arguments in enumerate(unets):
             check_overruled(decoder, index, arguments)
-        with torch.device("meta"):
-            widths = {"image_embed_dim": width, "text_embed_dim": width}
-            return _around([widths | arguments for arguments in unets], settings), settings
-    except (TypeError, AttributeError) as error:
+        widths = {"image_embed_dim": width, "text_embed_dim": width}
+        for arguments in (settings, *unets):
+            check_numbers(arguments)
+        return build_on_meta(lambda: _around([widths | arguments for arguments in unets], settings)), settings
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ValueError(one_line(error)) from None
 
 

@@ -143,6 +143,11 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
     return _with_yaml(path, yaml.SafeLoader, lambda made, node: node)
 
 
+def printable(text: str) -> str:
+    """Text that may quote a file, with ? for every control character, so that no file can control the terminal."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
 def _with_yaml(path: str | Path, loader: Any, use: Any) -> Any:
     import yaml
 

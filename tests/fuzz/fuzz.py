@@ -111,6 +111,7 @@ def _become_command(target: Target, work: Path, log: Path) -> int:
     os.dup2(descriptor, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(work)
     os.environ |= {"HOME": str(work), "XDG_CACHE_HOME": str(work / "cache")}
     faulthandler.enable()

@@ -52,9 +52,10 @@ def end_by_a_signal(_: object) -> None:
 
 def need_memory(_: object) -> None:
     try:
-        bytearray(fuzz.MEMORY_BYTES)
+        bytearray(2 * fuzz.MEMORY_BYTES)
     except MemoryError:
-        sys.exit("convert.py: error: cannot read it: MemoryError")
+        print("convert.py: error: cannot read it: MemoryError", file=sys.stderr)
+        sys.exit(2)
 
 
 def say_nothing(_: object) -> None:

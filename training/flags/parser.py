@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from tandem.files.reading import printable
+
 from .converters import Joined, Names, nearest
 
 # Exit code of a mistake in the arguments, the same as argparse's.
@@ -74,7 +76,7 @@ class ArgumentParser(argparse.ArgumentParser):
             time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
             if is_agreed:
                 sys.exit(USAGE_ERROR)
-        self.exit(USAGE_ERROR, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n")
 
     def print_help(self, file: Any = None) -> None:
         if self._is_root():

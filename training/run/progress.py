@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from tandem.files.reading import printable
+
 # Metrics that a progress line shows as step and epoch.
 _CLOCK_KEYS = {"step", "samples", "epoch", "seconds"}
 
@@ -135,7 +137,8 @@ class ProgressDisplay:
         self.say(line)
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line, which may quote a file."""
+        text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         elif self._is_root:

@@ -6,10 +6,11 @@ PyTorch is imported when the stages run, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from tandem.files.reading import printable
 
 from . import ASKED_TO_STOP
 
@@ -31,7 +32,11 @@ def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, p
 
     torch.set_num_threads(args.cpu_threads)
     to = sys.stderr if getattr(args, "json", False) else sys.stdout
-    say: Say = functools.partial(print, file=to, flush=True) if processes.is_root else (lambda text: None)
+
+    def say(text: str) -> None:
+        if processes.is_root:
+            print(printable(text), file=to, flush=True)  # it may quote a file
+
     for stage in stages:
         if shards_left := stage(args, processes, say):
             say(f"asked to stop: the same command goes on with the {shards_left} shards that are left")

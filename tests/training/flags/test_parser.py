@@ -283,6 +283,7 @@ def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
         (["--report_to", "mlflow"], "argument --report_to: expected none, or a comma list of tensorboard, wandb; got"),
         (["--config"], "argument --config: expected one argument"),
         (["--x\ny"], "unknown flag --x y"),
+        (["--x\x1b[2J\0"], "unknown flag --x?[2J?"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(parser, capsys, argv, expected):
