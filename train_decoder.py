@@ -198,7 +198,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models.decoder import Sampling
     from training.cascade import Cascade
     from training.ema import make_ema
-    from training.generation import Generation
+    from training.generation import Generation, sampling_example
     from training.measures.generation import left_out
     from training.run.best import BestModel
     from training.run.loop import Evaluation, kept_model
@@ -239,6 +239,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures", validate=validate,
         draw=lambda models, shown, step: generation.draw(kept_model(models), shown), drawn_together=True,
         also_every_n_steps=args.evaluate_every_n_steps if args.n_evaluation_samples else 0,
+        use=("sample.py", *sampling_example(args)),
     )  # fmt: skip
     norms: dict[int, Tensor] = {}
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
@@ -247,8 +248,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
         batch = embed(batch)
-        for number, engine in engines.items():
-            unet = unets[number]
+        for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
             rate = learning_rate(step, run.progress.total_steps, unet.warmup, args.lr_cosine)
             engine.lr = rate * unet.learning_rate
             for micro in engine.micro_batches(batch):

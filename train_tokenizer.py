@@ -136,8 +136,7 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     generator = build_in_memory(VideoTokenizer, **{name: getattr(args, name) for name in GENERATOR})
     check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
-        load = generator.inflate_from if args.inflate else generator.load_weights_from
-        load(args.init_from)
+        (generator.inflate_from if args.inflate else generator.load_weights_from)(args.init_from)
     if args.train_decoder_only:
         generator.freeze_encoder()
     return generator
@@ -246,6 +245,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine, ema, write={"model": VideoTokenizer.save_pretrained},
         validate=lambda model, step: evaluate(model, feed, args.num_frames, networks, backend),
         draw=lambda models, shown, step: reconstructions(models, shown, args.fps or 8),
+        use=("tokenize_videos.py", "--video_folder", args.video_folder, "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
 

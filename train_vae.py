@@ -193,6 +193,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         validate=lambda model, step: evaluate(model, feed, gumbel_temperature(step, args), backend),
         draw=lambda models, shown, step: reconstructions(models, shown, gumbel_temperature(step, args)),
         write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
+        use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),
     )
     run.resume(engine=vae, ema=ema)
 

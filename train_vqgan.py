@@ -221,6 +221,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine, ema, write={"model": VQGAN.save_pretrained},
         validate=lambda model, step: evaluate(model, feed, error, networks, backend),
         draw=lambda models, shown, step: reconstructions(models, shown),
+        use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
     if perceptual is None and not run.is_complete:

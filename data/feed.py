@@ -14,7 +14,7 @@ from torch import Tensor
 from .bad_samples import BadSample, BadSampleLog
 from .contracts import Processes, Samples
 from .images.sets import open_images
-from .order import AlternatingOrder, Split, TrainingOrder, split_samples
+from .order import AlternatingOrder, Split, TrainingOrder, share, split_samples
 from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
@@ -57,6 +57,7 @@ class Feed(Generic[BatchType]):
         divide: Splits the set into training, validation and test; without it, there is no test split. It may raise
             ValueError.
         noun: What messages call one sample, such as "image".
+        source: What messages call the set: its path.
         open_second: Opens a second set, to train on in every update whose number (from 1) divides by `second_every`;
             none of it is for validation. Its indices follow those of the first set.
 
@@ -72,12 +73,14 @@ class Feed(Generic[BatchType]):
         *,
         split_seed: int,
         noun: str,
+        source: str,
         collate: Collate,
         open_second: Callable[[], Samples] | None = None,
         second_every: int = 1,
         divide: Callable[[Any], Split] | None = None,
     ) -> None:
-        self._processes, self.noun = processes, noun
+        self._processes, self.noun, self._source = processes, noun, source
+        self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
         with processes.agreement():
             self.samples = open_samples()
             n, by_seed = len(self.samples), (split_seed, args.batch_size)
@@ -102,6 +105,18 @@ class Feed(Generic[BatchType]):
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
         self._said_incomplete = 0
+
+    def summary(self) -> str:
+        """What the data is and how it is split, in one line."""
+        parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
+        n, noun = sum(map(len, parts.values())), self.noun
+        counts = [f"{len(part)} {noun}s {use}" for use, part in parts.items() if len(part) or use != "to test"]
+        asked = share(n, self._valid_fraction)
+        if len(self.valid_set) == self._batch_size > asked:
+            counts[1] += f" (a batch is the least; --valid_fraction {self._valid_fraction:g} alone is {asked})"
+        if more := len(self.samples) - n:
+            counts.append(f"and {more} of the second set to train on")
+        return f"{self._source}: {', '.join(counts)}"
 
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
@@ -217,7 +232,9 @@ def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3
             args.image_folder, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed
         )
 
-    return Feed(open_set, args, processes, split_seed=args.seed, noun="image", collate=collate_images)
+    return Feed(
+        open_set, args, processes, split_seed=args.seed, noun="image", source=args.image_folder, collate=collate_images
+    )
 
 
 def to_unit_range(images: Tensor) -> Tensor:

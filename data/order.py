@@ -110,7 +110,7 @@ def _parts_of(
 ) -> tuple[Subset, Subset, Subset]:
     _check_fractions(valid_fraction, test_fraction)
     fractions = {"validation": valid_fraction, "test": test_fraction}
-    sizes = {name: max(_share(n, f), at_least) if f > 0 else 0 for name, f in fractions.items()}
+    sizes = {name: max(share(n, f), at_least) if f > 0 else 0 for name, f in fractions.items()}
     n_valid, n_test = sizes.values()
     n_train = n - n_valid - n_test
     if n_train < at_least:
@@ -145,9 +145,9 @@ def split_shards(
     """
     _check_fractions(valid_fraction, test_fraction)
     filled = [shard for shard in shards if len(shard)]
-    n, n_valid, n_test = len(filled), _share(len(filled), valid_fraction), _share(len(filled), test_fraction)
+    n, n_valid, n_test = len(filled), share(len(filled), valid_fraction), share(len(filled), test_fraction)
     if n <= n_valid + n_test:
-        needed = next(m for m in itertools.count(1) if m > _share(m, valid_fraction) + _share(m, test_fraction))
+        needed = next(m for m in itertools.count(1) if m > share(m, valid_fraction) + share(m, test_fraction))
         raise ValueError(
             f"{n} shards are too few: validation takes {n_valid} of them and test {n_test}, which leaves none to train "
             f"on: at least {needed} are needed; add shards, or use --split_by sample"
@@ -175,7 +175,7 @@ def _check_fractions(valid_fraction: float, test_fraction: float) -> None:
         raise ValueError(f"{said} leave nothing to train on: their sum has to be less than 1")
 
 
-def _share(n: int, fraction: float) -> int:
+def share(n: int, fraction: float) -> int:
     """ceil(fraction * n), where rounding errors do not count: 0.07 * 100 is 7.000000000000001, which must give 7."""
     return math.ceil(fraction * n - _TOLERANCE)
 

@@ -192,7 +192,7 @@ class Backend(ABC):
         return self.options.plan.grad_accum_steps
 
     def describe(self) -> dict[str, Any]:
-        """The resolved configuration as JSON values, for the log and environment.json."""
+        """The resolved configuration as JSON values, for the log and starts.jsonl."""
         plan, options = self.options.plan, self.options
         return {
             "backend": self.name, "launcher": self.launch.launcher, "world_size": self.world_size,

@@ -122,6 +122,16 @@ class DiscreteVAE(Pretrained):
             self.register_buffer(f"_{name}", torch.tensor(values)[:, None, None], persistent=False)
 
     @property
+    def num_codes(self) -> int:
+        """Number of codes: num_tokens."""
+        return self.num_tokens
+
+    @property
+    def codebook_summary(self) -> str:
+        """What the codebook is, in a few words."""
+        return f"{self.num_codes} codes"
+
+    @property
     def noise_shape(self) -> tuple[int, int, int]:
         """Shape of one sample's Gumbel noise: (num_tokens, grid side, grid side)."""
         return self.num_tokens, self.grid_size, self.grid_size

@@ -136,6 +136,11 @@ class VideoTokenizer(Pretrained):
         """Number of codes; with FSQ it may differ a little from codebook_size."""
         return int(self.quantizer.num_codes)
 
+    @property
+    def codebook_summary(self) -> str:
+        """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
+        return f"{self.config['quantizer']}: {self.quantizer.summary()}"
+
     def forward(
         self, videos: Tensor, cond: Tensor | None = None, *, observe: bool = False
     ) -> VideoTokenizerOutput | None:

@@ -102,6 +102,11 @@ class VQGAN(Pretrained):
         return int(self.quantizer.num_codes)
 
     @property
+    def codebook_summary(self) -> str:
+        """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
+        return f"{self.config['quantizer']}: {self.quantizer.summary()}"
+
+    @property
     def last_layer(self) -> nn.Conv2d:
         """The decoder's last convolution, 1 x 1."""
         layer = self.decoder[-1]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import math
+import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +36,7 @@ from tests.scripts import (
     metrics,
 )
 from training.run import stopwatch
+from training.run.folder import starts
 
 
 @pytest.fixture(scope="module", params=SCRIPTS.values(), ids=str)
@@ -130,12 +136,73 @@ def test_config_yaml_alone_repeats_the_run(script: Script, finished: Path, tmp_p
     assert_same_run(tmp_path, finished)
 
 
-def test_environment_json_says_what_ran_where_and_how(finished: Path) -> None:
-    environment = json.loads((finished / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__.split("+")[0]
-    assert {"python", "git_commit", "host", "command"} <= environment.keys()
+def test_starts_jsonl_says_what_ran_where_how_and_what_changed(script: Script, copied: Path) -> None:
+    (first,) = starts(copied)
+    assert first["packages"]["torch"] == torch.__version__.split("+")[0]
+    assert {"time", "python", "git_commit", "host", "command"} <= first.keys()
     resolved = {"backend": "single", "world_size": 1, "device": "cpu", "precision": "fp32", "batch_size": 8}
-    assert resolved.items() <= environment.items()
+    assert resolved.items() <= first.items() and (first["script"], first["step"]) == (f"{script.name}.py", 0)
+    said = script.output_of(copied, *script.eight, "--max_steps", "9", "--num_workers", "1")
+    _, second = starts(copied)
+    changed = {"max_steps": [8, 9], "num_workers": [0, 1], "output_dir": second["changed"]["output_dir"]}
+    assert (second["step"], second["changed"]) == (8, changed)
+    lines = [line for line in said.splitlines() if " was " in line and " is now " in line]
+    assert len(lines) == 3 and "--max_steps was 8 and is now 9" in lines and "--num_workers was 0 and is now 1" in lines
+
+
+def test_seconds_add_up_over_all_starts_and_every_line_has_the_time_of_day(script: Script, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hours = itertools.count()
+        patch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
+        script.train_stopped(1, tmp_path, *script.eight)
+    script.train(tmp_path, *script.eight)
+    seconds = [line["seconds"] for line in metrics(tmp_path)]
+    assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 2 * 3600
+    times = [datetime.fromisoformat(line["time"]) for line in metrics(tmp_path)]
+    assert times == sorted(times) and all(time.tzinfo is not None for time in times)
+
+
+def test_the_first_lines_say_model_and_data_and_the_last_one_what_there_is_and_what_to_do_next(
+    script: Script, tmp_path: Path
+) -> None:
+    said = script.output_of(tmp_path, "--max_steps", "1", "--valid_fraction", "0.02").splitlines()
+    (of_model,) = (line for line in said if " parameters" in line)
+    model = script.model.from_pretrained(tmp_path / "model")
+    if script.name != "train_decoder":  # its Unets are counted one by one
+        assert f": {sum(p.numel() for p in model.parameters()):,} parameters" in of_model
+    codes = getattr(model, "num_codes", None)
+    assert (f"{codes} codes" in of_model) == (codes is not None)
+    (of_data,) = (line for line in said if " to train on" in line)
+    assert of_data.startswith(f"{script.data.demonstration}:64: ")
+    assert "8 images" in of_data or f"8 {of_data.split()[2]} to validate" in of_data
+    assert "(a batch is the least; --valid_fraction 0.02 alone is 2)" in of_data
+    last = said[-1]
+    for path in ("model", "samples/step_00000001.png", "metrics.jsonl"):
+        assert str(tmp_path / path) in last and (tmp_path / path).exists()
+    _, _, command = last.partition("next: python ")
+    program, *flags = shlex.split(command)
+    parser = importlib.import_module(program.removesuffix(".py")).build_parser()
+    assert parser.parse(flags).model == str(tmp_path / "model")
+
+
+def test_the_demonstration_is_announced_and_named_in_the_help(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demonstration = os.path.relpath(script.configs / "demo.yaml")
+    assert arguments_of(script, monkeypatch).config_in_force.startswith(f"demonstration: {demonstration}, because ")
+    assert arguments_of(script, monkeypatch, f"--{script.data.flag}", "data").config_in_force is None
+    config = str(script.configs / "base.yaml")
+    assert arguments_of(script, monkeypatch, "--config", config).config_in_force == f"configuration: {config}"
+    with pytest.raises(SystemExit):
+        script.module.main(["--help"])
+    assert demonstration in " ".join(capsys.readouterr().out.split())
+
+
+def test_another_scripts_run_is_named_as_such(script: Script, copied: Path) -> None:
+    other = next(other for other in SCRIPTS.values() if other is not script)
+    before = files(copied)
+    line = other.refused(copied)
+    assert f"{copied} is a run of {script.name}.py, not of {other.name}.py" in line and files(copied) == before
 
 
 def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(script: Script, finished: Path) -> None:
@@ -320,7 +387,7 @@ def test_a_run_killed_after_training_writes_its_model_at_the_next_start(
     for path in {path for pattern in lost for path in copied.glob(pattern)}:
         path.unlink()
     assert "finished:" in script.output_of(copied, *script.eight)
-    of_this_start = ("config.yaml", "environment.json")
+    of_this_start = ("config.yaml", "starts.jsonl")
     assert {**files(copied), **{name: before[name] for name in of_this_start}} == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -222,3 +223,16 @@ class Generation:
 def _label(place: int, caption: str) -> str:
     text = caption if len(caption) <= _LONGEST_LABEL else f"{caption[: _LONGEST_LABEL - 3]}..."
     return f"{place + 1} {text}"
+
+
+def sampling_example(args: argparse.Namespace) -> list[str]:
+    """Flags of sample.py with which the model that is being trained can draw, but for --model."""
+    if not args.condition_on:
+        flags = ["--count", "4"]
+    elif args.clip:
+        flags = ["--prompts", "a text", "--clip", args.clip, "--clip_weights", args.clip_weights]
+    elif args.image_folder.startswith("demo:"):
+        flags = ["--prompts", "a red circle on the left"]
+    else:
+        flags = ["--image_embeddings" if "image" in args.condition_on else "--text_embeddings", "rows.npy"]
+    return [*flags, "--output", "pictures/"]

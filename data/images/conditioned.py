@@ -175,5 +175,6 @@ def decoder_feed(
         return split_shards(samples.images.shards, *fractions, args.seed, args.batch_size)
 
     return Feed(
-        open_set, args, processes, split_seed=args.seed, noun="image", collate=collate_entries, divide=divide
+        open_set, args, processes, split_seed=args.seed, noun="image", source=args.image_folder,
+        collate=collate_entries, divide=divide,
     )  # fmt: skip

@@ -80,4 +80,7 @@ def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokeni
         hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds}
         return CaptionedSounds(open_sounds(args.audio_data, **hearing, seed=args.seed), tokenizer, args.seed)
 
-    return Feed(open_set, args, processes, split_seed=args.split_seed, noun="sound", collate=collate_entries)
+    return Feed(
+        open_set, args, processes, split_seed=args.split_seed, noun="sound", source=args.audio_data,
+        collate=collate_entries,
+    )  # fmt: skip

@@ -168,5 +168,6 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
 
     return Feed(
         open_set, args, processes, split_seed=args.split_seed, noun="clip", collate=collate_videos,
+        source=" and ".join(filter(None, [args.video_folder, args.image_folder])),
         open_second=open_second if args.image_folder else None, second_every=args.image_every,
     )  # fmt: skip

@@ -42,7 +42,9 @@ class Engine(ABC):
 
         options = backend.options
         check_replicas(model, "before training", backend.gather_objects)
-        self.module, self._name, self._backend, self._plan = model, name, backend, options.plan
+        self.module, self.name, self._backend, self._plan = model, name, backend, options.plan
+        #: Of the whole model, trained or not.
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._optimizer: Any = optimizer
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
         self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
@@ -124,7 +126,7 @@ class Engine(ABC):
         self._guard.after_update(finite, self._updates)
         every = self._backend.options.check_replicas_every_n_steps
         if self._backend.world_size > 1 and not self._is_sharded and every > 0 and self._updates % every == 0:
-            when = f"after update {self._updates} of {self._name}"
+            when = f"after update {self._updates} of {self.name}"
             check_replicas(self.module, when, self._backend.gather_objects)
         return Update(norm, ~finite, rate)
 

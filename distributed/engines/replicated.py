@@ -34,7 +34,7 @@ class ReplicatedEngine(Engine):
                 parameter.grad = gradient
             unfuse(optimizer)
         else:
-            self._reducer = GradientReducer(parameters, self._backend.comm, self._name, self._plan.grad_accum_steps)
+            self._reducer = GradientReducer(parameters, self._backend.comm, self.name, self._plan.grad_accum_steps)
         if self._backend.options.compile:
             model.compile()
 

@@ -23,6 +23,9 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
 
+# What config.json says besides constructor arguments, for its readers; older files do not have it.
+_FACTS = ("num_codes",)
+
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -44,7 +47,8 @@ class Pretrained(nn.Module):
         with replacing(folder / _WEIGHTS) as path:
             save_file(on_cpu(self.state_dict()), path)
         with replacing(folder / CONFIG_FILE) as path:
-            path.write_text(json.dumps({"model": type(self).__name__, **self.config}, indent=2) + "\n")
+            facts = {name: getattr(self, name) for name in _FACTS if name not in self.config and hasattr(self, name)}
+            path.write_text(json.dumps({"model": type(self).__name__, **facts, **self.config}, indent=2) + "\n")
 
     @classmethod
     def from_pretrained(cls: type[Self], folder: str | Path) -> Self:
@@ -104,7 +108,7 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
         model = config.pop("model", None)
         if not (isinstance(model, str) and model.isidentifier()):
             raise ValueError(f"its {CONFIG_FILE} names no model")
-        return model, config
+        return model, {name: value for name, value in config.items() if name not in _FACTS}
 
 
 def read_headers(folder: Path) -> dict[str, Headers]:

@@ -79,6 +79,10 @@ class Quantizer(nn.Module, ABC):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
+    def summary(self) -> str:
+        """What the codebook is, in a few words."""
+        return f"{self.num_codes} codes"
+
     def connect(self, processes: Any) -> None:
         """Share statistics with the other processes: `processes` has sum, gather, rank and world_size."""
         self.all_reduce, self.gather = processes.sum, processes.gather

@@ -43,6 +43,9 @@ class FiniteScalarQuantizer(Quantizer):
         self.register_buffer("_levels", torch.tensor(levels), persistent=False)
         self.register_buffer("_place_values", torch.tensor(place_values), persistent=False)
 
+    def summary(self) -> str:
+        return f"{super().summary()}, levels {','.join(map(str, self._levels.tolist()))}"
+
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         bounded = self._bounded(rows)
         digits = self._digits(bounded.detach())

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-CLOCKS = {"seconds", "samples_per_second"}
+CLOCKS = {"seconds", "samples_per_second", "time"}
 
 
 def tensors(run_folder: Path) -> dict[str, torch.Tensor]:

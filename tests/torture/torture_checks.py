@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WALL_CLOCK = {"samples_per_second", "seconds"}  # metrics that two runs need not share
+WALL_CLOCK = {"samples_per_second", "seconds", "time"}  # metrics that two runs need not share
 
 
 class Lost(Exception):

@@ -91,21 +91,32 @@ class ArgumentParser(argparse.ArgumentParser):
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then from other files
         (`add_reader`), then the defaults.
 
-        If `argv` holds neither the flag `data_flag` nor any of those files, the config file `demonstration` is read.
+        If `argv` holds neither the flag `data_flag` nor any of those files, the config file `demonstration` is read;
+        --help says so.
 
-        The namespace also holds `explicit`, the frozenset of the dest names that were set in either place, and
-        `on_command_line`, that of those set in `argv`. A mistake ends the process through `error`.
+        The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
+        `on_command_line`, that of those set in `argv`, `script`, the script's file name, and `config_in_force`, a line
+        that says which file was read, or None. A mistake ends the process through `error`.
         """
+        if demonstration:
+            without = " and ".join(f"--{name}" for name in (data_flag, "config", *self._readers))
+            self.epilog = (
+                f"Without {without} it runs its demonstration: the flags of {_shown(demonstration)}, which differ from "
+                "the defaults above."
+            )
         given = self._from_command_line(argv)
         on_command_line = frozenset(given)
-        if demonstration and not {data_flag, *self._readers} & given.keys():
-            given.setdefault("config", os.fspath(demonstration))
+        in_force = f"configuration: {given['config']}" if "config" in given else None
+        if demonstration and not {data_flag, "config", *self._readers} & given.keys():
+            given["config"] = os.fspath(demonstration)
+            in_force = f"demonstration: {_shown(demonstration)}, because neither --{data_flag} nor --config was given"
         settings = self._from_config_file(given["config"]) if "config" in given else {}
         for name in self._readers.keys() & given.keys():
             settings = {**self._from_other_file(name, {**settings, **given}), **settings}
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
+        args.script, args.config_in_force = self.prog, in_force
         for off in self._alternatives:
             self._choose(args, off)
         return args
@@ -235,6 +246,12 @@ class ArgumentParser(argparse.ArgumentParser):
             for action in self._actions
             if action.default is not argparse.SUPPRESS
         }
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    """A path as people write it: relative to the working folder if it is below it."""
+    relative = os.path.relpath(path)
+    return os.fspath(path) if relative.startswith("..") else relative
 
 
 def _config_names(action: argparse.Action) -> list[str]:

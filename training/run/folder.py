@@ -6,18 +6,23 @@ import itertools
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import read_json_or_empty, read_yaml
+from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes, read_json_or_empty, read_yaml
 from tandem.files.writing import hold, other_holder, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
+
+STARTS = "starts.jsonl"  # an object for each start of the run
+OLD_START = "environment.json"  # what older versions wrote instead: the last start alone
 
 # Data order, split and noise depend on the seed: with another seed, a resumed run would not continue the old run.
 _OF_THE_RUN = ("seed",)
@@ -49,6 +54,7 @@ class RunFolder:
     ) -> None:
         self.path = Path(output_dir)
         self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
+        self.metrics_file = self.path / "metrics.jsonl"
         #: Created at the end of the run.
         self.model_dir = self.path / "model"
         self._is_root, self._broadcast = is_root, broadcast
@@ -75,10 +81,26 @@ class RunFolder:
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         self._on_root(lambda: write_atomically(self.path / "config.yaml", text.encode()))
 
-    def write_environment(self, facts: Mapping[str, Any]) -> None:
-        """Write environment.json: versions, commit and host, and `facts` (JSON), such as backend and ranks."""
-        path = self.path / "environment.json"
-        self._on_root(lambda: write_atomically(path, json.dumps({**environment(), **facts}, indent=2).encode()))
+    def add_start(self, facts: Mapping[str, Any]) -> None:
+        """Add a line to starts.jsonl: time, command, versions, commit and host, and `facts` (JSON), such as script,
+        backend and processes."""
+
+        def add() -> None:
+            lines = [*starts(self.path), {"time": now(), **environment(), **facts}]
+            write_atomically(self.path / STARTS, "".join(json.dumps(line) + "\n" for line in lines).encode())
+            (self.path / OLD_START).unlink(missing_ok=True)  # its content is the first line now
+
+        self._on_root(add)
+
+    def check_script(self, script: str) -> None:
+        """Refuse to go on in the folder of another script's run. Raises ValueError, in one line."""
+
+        def check() -> None:
+            found = script_of(self.path)
+            if found and found != script:
+                raise ValueError(f"{self.path} is a run of {found}, not of {script}: give another --output_dir")
+
+        self._on_root(check)
 
     def check_config(
         self,
@@ -118,6 +140,22 @@ class RunFolder:
                 )
 
         self._on_root(check)
+
+    def changed(self, config: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Settings that differ from those of the start before: by name, the old and the new value. Empty if config.yaml
+        is missing or damaged."""
+        import yaml
+
+        def find() -> dict[str, list[Any]]:
+            saved: Any = None
+            with contextlib.suppress(OSError, ValueError):
+                saved = read_yaml(self.path / "config.yaml")
+            before = saved if isinstance(saved, dict) else {}
+            now = yaml.safe_load(yaml.safe_dump(dict(config)))  # as it is read back: tuples become lists
+            differing = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
+            return json.loads(json.dumps(differing, default=str))
+
+        return dict(self._on_root(find))
 
     def _on_root(self, action: Callable[[], Any]) -> Any:
         """Run `action` on the root; every process returns its result, or raises its error as a one-line ValueError."""
@@ -219,9 +257,37 @@ def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:
             )
 
 
+def starts(output_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of starts.jsonl in a run folder, the oldest start first; damaged lines are left out."""
+    try:
+        lines = read_bytes(Path(output_dir) / STARTS, LONGEST_JSON_BYTES).splitlines()
+    except (OSError, ValueError):
+        old = read_json_or_empty(Path(output_dir) / OLD_START)
+        return [old] if old else []
+    found: list[Any] = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(parse_json(line))
+    return [start for start in found if isinstance(start, dict)]
+
+
 def last_start(output_dir: str | Path) -> dict[str, Any]:
-    """environment.json of the run in this folder, from its last start; empty if there is none."""
-    return read_json_or_empty(Path(output_dir) / "environment.json")
+    """The last line of `starts`; empty if there is none."""
+    return next(reversed(starts(output_dir)), {})
+
+
+def script_of(output_dir: str | Path) -> str | None:
+    """File name of the script whose run is in this folder; None if it is not known."""
+    start = last_start(output_dir)
+    command = start.get("command")
+    # Before starts.jsonl, the command alone said which script it was.
+    name = start.get("script") or (isinstance(command, list) and command and os.path.basename(str(command[0])))
+    return name if isinstance(name, str) and re.fullmatch(r"train_\w+\.py", name) else None
+
+
+def now() -> str:
+    """The time of day in UTC, such as 2026-01-31T12:00:00+00:00."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def environment() -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Evaluation:
         best: Keeps the model of the best validation, if the script wants it.
         name: Distinguishes the metrics and pictures of several models; "" for one.
         picture_name: What the trackers call the picture.
+        use: A command that uses the model in the first path of `write`, for the last line of the run: the script and
+            its flags besides --model; empty: none.
         also_every_n_steps: Call `validate` after these updates too (0: only at the end), besides those of
             --validate_every_n_steps; it may then do more.
         drawn_together: Call `draw` on every process, so that it may share its work between them and contain
@@ -52,6 +54,7 @@ class Evaluation:
     best: BestModel | None = None
     name: str = ""
     picture_name: str = "reconstructions"
+    use: Sequence[str] = ()
     also_every_n_steps: int = 0
     drawn_together: bool = False
 
@@ -80,10 +83,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     if run.is_complete:
         run.close()
         return
-    run.say(
-        f"{len(feed.train_set)} {feed.noun}s to train on, {len(feed.valid_set)} to validate, "
-        f"{run.progress.total_steps} updates"
-    )
+    run.say(f"{feed.summary()}; {run.progress.total_steps} updates")
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
     if run.progress.unfinished_line is not None:  # the run was stopped between this update and its evaluation
@@ -110,7 +110,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         with evaluation.engine.gathered() as online:
             for path, write in evaluation.write.items():
                 run.finish(partial(write, evaluation.average.kept(online)), run.folder.path / path)
-    run.close()
+    run.close(evaluations[0].use)
 
 
 def _validation_is_due(run: Run, feed: Feed, evaluations: Sequence[Evaluation]) -> bool:

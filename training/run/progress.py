@@ -1,4 +1,4 @@
-"""The clock of a run, and its display."""
+"""The clock of a run, its display, and lines about a run and its processes."""
 
 import math
 import shutil
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from tandem.files.reading import printable
 
 # Metrics that a progress line shows as step and epoch.
-_CLOCK_KEYS = {"step", "samples", "epoch", "seconds"}
+_CLOCK_KEYS = {"step", "samples", "epoch", "seconds", "time"}
 
 
 def total_samples_from(*, epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
@@ -28,6 +28,8 @@ class Progress:
         self.samples_per_epoch = samples_per_epoch
         self.total_samples = total_samples
         self.samples = 0
+        #: Wall-clock seconds in which they were seen, over all starts of the run; kept by `training.run.run.Run`.
+        self.seconds = 0.0
         #: Metrics of the newest update that are not logged yet, because the run was stopped before its evaluation.
         self.unfinished_line: dict[str, Any] | None = None
 
@@ -61,7 +63,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""
-        state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch")}
+        state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch", "seconds")}
         if self.unfinished_line is not None:
             state["unfinished_line"] = list(self.unfinished_line.items())  # names of metrics may hold "/"
         return state
@@ -92,6 +94,9 @@ class Progress:
                 f"of {self.batch_size}; restore an older one, or start over with --fresh"
             )
         self.samples = samples
+        seconds = state.get("seconds")  # older checkpoints do not say it
+        is_time = isinstance(seconds, int | float) and 0 <= seconds < math.inf
+        self.seconds = float(seconds) if is_time else 0.0
         line = state.get("unfinished_line")
         self.unfinished_line = None if line is None else dict(line)
 
@@ -158,3 +163,35 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def described(part: Any) -> str:
+    """An engine's number of parameters, and the codebook of its model if it has one; of other parts nothing."""
+    count = getattr(part, "num_parameters", None)
+    if count is None:
+        return ""
+    codebook = getattr(part.module, "codebook_summary", "")
+    return f"{part.name}: {count:,} parameters{f' ({codebook})' if codebook else ''}"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
+    lines = []
+    writer, reader = _place(before), _place(now)
+    if writer != reader:
+        lines.append(
+            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; sums in "
+            "another order, a difference that begins in the seventh digit and grows"
+        )
+    if before.get("precision") != now.get("precision"):
+        lines.append(
+            f"it was trained in {before.get('precision')} and goes on in {now.get('precision')}: weights and moments "
+            "are fp32 in both, the losses will differ by the precision's rounding"
+        )
+    return lines
+
+
+def _place(description: Mapping[str, Any]) -> str:
+    stage = f", ZeRO {description['zero_stage']}" if "zero_stage" in description else ""
+    device = str(description.get("device")).split(":")[0]
+    return f"{description.get('backend')} on {description.get('world_size')} x {device}{stage}"

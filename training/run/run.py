@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,14 +17,14 @@ from ..checkpoints.store import Checkpoints, step_of
 from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
-from .folder import RunFolder, check_apart
+from .folder import RunFolder, check_apart, now
 from .loop import Evaluation, updates
-from .progress import Progress, ProgressDisplay, total_samples_from
+from .progress import Progress, ProgressDisplay, changes, described, total_samples_from
 from .random_state import RandomState
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
-_TIMES = ("samples_per_second", "seconds")
+_TIMES = ("samples_per_second", "seconds", "time")
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data")  # flags of the scripts
 
 
@@ -57,6 +58,7 @@ class Run:
             # A launcher that restarts the processes passes the same arguments, but the run must then go on.
             fresh = args.fresh and not processes.is_restart
             self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
+            self.folder.check_script(args.script)
             self.tracker = make_trackers(
                 args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here
             )
@@ -65,12 +67,11 @@ class Run:
             epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
         )
         self.progress = Progress(args.batch_size, size, total_samples)
-        metrics_file = self.folder.path / "metrics.jsonl"
         self._checkpoints = Checkpoints(
             self.folder.checkpoints_dir,
             args.keep_n_checkpoints,
             processes,
-            synced_first=metrics_file,
+            synced_first=self.folder.metrics_file,
             check=self.folder.check_is_here,
         )
         self._averages = AverageFiles(self.folder.path / "snapshots")
@@ -99,6 +100,7 @@ class Run:
         states: dict[str, Any] = {}
         written_by: dict[str, Any] = {}
         news: list[str] = []
+        changed: dict[str, list[Any]] = {}
         with here.agreement():
             found = self._checkpoints.newest_good(news.append) if here.is_root else None
             if here.is_root and found is None and self.folder.finished_step is not None:
@@ -123,8 +125,10 @@ class Run:
             if self.folder.finished_step == self.progress.step:  # the model is written after the last evaluation
                 self.progress.unfinished_line = None
             if not self.is_complete:  # a finished run keeps the record of how it was trained
+                changed = self.folder.changed(self._settings)
                 self.folder.write_config(self._settings)
-                self.folder.write_environment(here.describe())
+                start = {"script": self.args.script, "step": self.progress.step, "changed": changed}
+                self.folder.add_start({**start, **here.describe()})
         with here.agreement():
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
@@ -133,20 +137,24 @@ class Run:
         self.display = ProgressDisplay(self.progress, here.is_root)
         for line in news:
             self.say(line)
+        self.warn(self.args.config_in_force)
         self.say(here.summary())
+        self.warn(", ".join(filter(None, map(described, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
             self.say(f"resumed from {latest}")
             for line in changes(written_by, here.describe()):
                 self.say(line)
+            for name, (old, new) in changed.items():
+                self.say(f"--{name} was {old} and is now {new}")
         if self.is_complete:
             self.say(
                 f"this run is finished, its model is in {self.folder.model_dir}; "
                 "give a larger --epochs or --max_steps to extend it"
             )
         self._logged_samples = self.progress.samples
-        self.stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch(self.progress.seconds)
 
     @property
     def is_complete(self) -> bool:
@@ -230,11 +238,11 @@ class Run:
         self.display.log(line)
         self._report_failure()
 
-    def _times(self) -> dict[str, float]:
-        """Samples per second since the last call, and seconds since the start."""
+    def _times(self) -> dict[str, Any]:
+        """Samples per second since the last call, seconds of all starts of the run, and the time of day."""
         rate = (self.progress.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
         self._logged_samples = self.progress.samples
-        return dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3)), strict=True))
+        return dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3), now()), strict=True))
 
     def log_image(self, name: str, image: Image.Image) -> None:
         """Log a picture to the trackers."""
@@ -257,6 +265,7 @@ class Run:
             return
         self._checkpoints.join()
         self._report_failure()
+        self.progress.seconds = round(self.stopwatch.seconds, 3)
         states = {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
         # A save that was only made because the run is stopped writes none, so that they do not depend on interruptions.
         averages = self._averages.write if self.due(self.args.save_every_n_steps) else None
@@ -286,8 +295,8 @@ class Run:
         if line and not evaluation_is_due:
             self.write_line({**line, "bad_samples": self._feed.bad_samples.count})
         if not self._failed():
-            again = "run it again without --fresh" if self.args.fresh else "run the same command again"
-            self.say(f"asked to stop: saved update {step}; {again} to go on")
+            again = "without --fresh" if self.args.fresh else "again"
+            self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")
         self.close()
         raise SystemExit(ASKED_TO_STOP)
 
@@ -308,8 +317,9 @@ class Run:
             self.close()
         self._written.append(str(path))
 
-    def close(self) -> None:
-        """Wait until everything is on the disk. If the last writes failed, the run ends here with exit code 1."""
+    def close(self, use: Sequence[str] = ()) -> None:
+        """Wait until everything is on the disk, and say what the run has written and how to use its model (see
+        `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
         self._checkpoints.wait()
         self.tracker.close()
         failures = [self._unwritten, self._checkpoints.failure, self.tracker.failure]
@@ -320,30 +330,17 @@ class Run:
         elif self._written:
             with self._processes.agreement():
                 self.folder.mark_finished(self.progress.step)
-            self.say(f"finished: {', '.join(self._written)}")
+            self.say("; ".join(self._last_words(use)))
         self.display.close()
         if failure:
             raise SystemExit(NOT_SAVED)
 
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
-    lines = []
-    writer, reader = _place(before), _place(now)
-    if writer != reader:
-        lines.append(
-            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; sums in "
-            "another order, a difference that begins in the seventh digit and grows"
-        )
-    if before.get("precision") != now.get("precision"):
-        lines.append(
-            f"it was trained in {before.get('precision')} and goes on in {now.get('precision')}: weights and moments "
-            "are fp32 in both, the losses will differ by the precision's rounding"
-        )
-    return lines
-
-
-def _place(description: Mapping[str, Any]) -> str:
-    stage = f", ZeRO {description['zero_stage']}" if "zero_stage" in description else ""
-    device = str(description.get("device")).split(":")[0]
-    return f"{description.get('backend')} on {description.get('world_size')} x {device}{stage}"
+    def _last_words(self, use: Sequence[str]) -> Iterator[str]:
+        """What the run has written, and the command that uses its model."""
+        yield f"finished: {', '.join(self._written)}"
+        if picture := max(self.folder.samples_dir.glob("step_*.png"), default=None):
+            yield f"newest picture: {picture}"
+        yield f"metrics: {self.folder.metrics_file}"
+        if use:
+            script, *flags = use
+            yield f"next: {shlex.join(['python', script, '--model', self._written[0], *flags])}"

@@ -52,15 +52,20 @@ class Deadline:
 
 
 class Stopwatch:
-    """Wall-clock seconds since this start, in total and of training alone."""
+    """Wall-clock seconds over all starts of a run, in total, and since the last lap of training alone.
 
-    def __init__(self) -> None:
-        self._start = self._lap = time.monotonic()
+    Args:
+        before: Seconds of the earlier starts.
+    """
+
+    def __init__(self, before: float = 0.0) -> None:
+        self._lap = time.monotonic()
+        self._start = self._lap - before
         self._paused_since: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Total seconds since this process started training."""
+        """Total seconds of this start, validation, pictures and saves included, and of the earlier ones."""
         return time.monotonic() - self._start
 
     @contextmanager

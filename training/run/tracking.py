@@ -122,7 +122,7 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
+        for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
@@ -173,13 +173,18 @@ class WandbTracker:
         pass
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log({"step": step, **metrics})
+        self._run.log({"step": step, **_numbers(metrics)})
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         self._run.log({"step": step, name: self._image(image)})
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics without the time of day, which is text and which these trackers record themselves."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, str)}
 
 
 class Trackers:

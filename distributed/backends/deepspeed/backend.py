@@ -121,6 +121,8 @@ class DeepSpeedBackend(Backend):
             said[-1] += " (instead of 0, which cannot save the fp32 weights behind weights of low precision)"
         if "optimizer" in self.config:
             said.append(f"optimizer {self.config['optimizer'].get('type')} of the JSON instead of the script's")
+            if "scheduler" not in self.config:
+                said[-1] += ", the schedule stays the script's"
         if "scheduler" in self.config:
             said.append("learning rate by the scheduler of the JSON instead of the script's schedule")
         return "; ".join(said)

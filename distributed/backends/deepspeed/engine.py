@@ -68,7 +68,7 @@ class ZeroEngine(Engine):
             )
         self._optimizer = self._ds.basic_optimizer
         self._sets_own_lr = self._scheduler is not None
-        backend.resolved[self._name] = {
+        backend.resolved[self.name] = {
             **runtime,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
             "optimizer_in_use": type(self._optimizer).__name__,

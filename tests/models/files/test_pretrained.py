@@ -111,7 +111,8 @@ def test_a_folder_gives_back_arguments_weights_and_outputs_exactly(case: Case, t
     model.eval().save_pretrained(folder)  # replaces
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
     config = json.loads((folder / "config.json").read_text())
-    assert config == {"model": case.kind.__name__, **model.config} and config.items() >= case.sizes.items()
+    facts = {"num_codes": model.num_codes} if hasattr(model, "num_codes") else {}
+    assert config == {"model": case.kind.__name__, **facts, **model.config} and config.items() >= case.sizes.items()
     assert load_file(folder / "model.safetensors").keys() == model.state_dict().keys()
     loaded = case.kind.from_pretrained(folder)
     assert loaded.config == model.config and not loaded.training
@@ -243,3 +244,13 @@ def test_arguments_may_hold_mappings(tmp_path: Path) -> None:
     model.config["layers"][1]["sizes"] = [3, 5]
     model.save_pretrained(tmp_path)
     assert "layers.1.weight should have shape (5, 3), not (4, 3)" in one_line_of(Stack.from_pretrained, tmp_path)
+
+
+def test_config_json_says_how_many_codes_there_are_and_one_without_it_loads(tmp_path: Path) -> None:
+    """The levels of FSQ that are published for 1024 codes make 1000."""
+    VQGAN(image_size=8, dim=4, num_layers=1, quantizer="fsq", codebook_size=1024).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["codebook_size"], config.pop("num_codes")) == (1024, 1000)
+    assert VQGAN.from_pretrained(tmp_path).codebook_summary == "fsq: 1000 codes, levels 8,5,5,5"
+    (tmp_path / "config.json").write_text(json.dumps(config))  # of an older version
+    assert VQGAN.from_pretrained(tmp_path).num_codes == 1000

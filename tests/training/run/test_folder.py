@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tandem.files import writing
-from training.run.folder import RunFolder, check_apart, last_start
+from training.run.folder import RunFolder, check_apart, last_start, script_of, starts
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,13 +33,42 @@ def test_config_and_environment_are_saved_without_environment_variables(tmp_path
     config = {"batch_size": 8, "learning_rate": 1e-4, "image_folder": None, "widths": [1, 2], "name": "größe"}
     run.write_config(config)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text(encoding="utf-8")) == config
-    run.write_environment({"backend": "single", "ranks": 1, "deepspeed_config": {"zero_optimization": {"stage": 2}}})
-    assert "not-to-be-written" not in (tmp_path / "environment.json").read_text()
-    environment = json.loads((tmp_path / "environment.json").read_text())
+    facts = {"backend": "single", "ranks": 1, "deepspeed_config": {"zero_optimization": {"stage": 2}}}
+    run.add_start(facts)
+    assert "not-to-be-written" not in (tmp_path / "starts.jsonl").read_text()
+    (environment,) = starts(tmp_path)
     assert environment["packages"]["torch"] == metadata.version("torch")
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert environment["backend"] == "single" and environment["deepspeed_config"]["zero_optimization"]["stage"] == 2
     assert environment["host"] and "git_commit" in environment
+
+
+def test_starts_are_added_behind_those_of_an_older_version_and_damaged_lines_are_left_out(tmp_path):
+    assert starts(tmp_path) == [] and last_start(tmp_path) == {} and script_of(tmp_path) is None
+    old = {"command": ["/code/train_vqgan.py", "--seed", "1"], "world_size": 2}
+    (tmp_path / "environment.json").write_text(json.dumps(old))
+    assert last_start(tmp_path) == old and script_of(tmp_path) == "train_vqgan.py"
+    run = RunFolder(tmp_path)
+    run.add_start({"script": "train_vae.py", "world_size": 4})
+    assert [start["world_size"] for start in starts(tmp_path)] == [2, 4] and script_of(tmp_path) == "train_vae.py"
+    assert not (tmp_path / "environment.json").exists()
+    with open(tmp_path / "starts.jsonl", "a") as file:
+        file.write('[1]\n{"world_size": ')
+    run.add_start({"world_size": 8})
+    assert [start["world_size"] for start in starts(tmp_path)] == [2, 4, 8]
+
+
+def test_settings_that_changed_are_found_whatever_kind_they_are(tmp_path):
+    run = begun(tmp_path)
+    config = {"image_size": 128, "num_tokens": 8192, "batch_size": 16, "new": 1}
+    assert run.changed(config) == {"batch_size": [8, 16]}
+    run.write_config({"betas": (0.9, 0.99), "image_folder": None})
+    assert run.changed({"betas": (0.9, 0.99), "image_folder": "a"}) == {"image_folder": [None, "a"]}
+    for content in ("a: [", "- 1", "image_folder: 2024-01-01"):
+        (tmp_path / "config.yaml").write_text(content)
+        assert run.changed({"image_folder": "a"}).keys() <= {"image_folder"}
+    (tmp_path / "config.yaml").unlink()
+    assert run.changed(config) == {}
 
 
 @pytest.mark.parametrize("path", ["{}/file", "{}/file/vae", "/proc/runs/vae", "{}/" + 300 * "x"])
@@ -290,7 +319,7 @@ def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.3)
     code = f"""if True:
-        from training.run.folder import RunFolder, check_apart, last_start
+        from training.run.folder import RunFolder
         folder = RunFolder({str(tmp_path)!r})
         print('ready', flush=True)
         input()

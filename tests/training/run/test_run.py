@@ -28,6 +28,7 @@ from training.flags.shared import add_run_arguments
 from training.pictures.images import Sample
 from training.run import stopwatch
 from training.run.best import BestModel
+from training.run.folder import starts
 from training.run.loop import Evaluation
 from training.run.random_state import RandomState
 from training.run.run import Run
@@ -72,6 +73,9 @@ class Numbers:
 
     def __init__(self):
         self.bad_samples = SimpleNamespace(count=0, state_dict=dict, load_state_dict=lambda state: None)
+
+    def summary(self):
+        return "16 numbers to train on"
 
     def start(self, start_samples):
         self._at = start_samples
@@ -155,7 +159,8 @@ def logged(folder, name: str) -> list:
 def test_a_run_leaves_its_settings_environment_metrics_and_checkpoints(tmp_path):
     train(tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["max_steps"] == 6
-    assert json.loads((tmp_path / "environment.json").read_text())["backend"] == "single"
+    (start,) = starts(tmp_path)
+    assert (start["backend"], start["script"], start["step"], start["changed"]) == ("single", "toy.py", 0, {})
     assert logged(tmp_path, "samples") == [4, 8, 12, 16, 20, 24]
     assert logged(tmp_path, "epoch") == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
     names = ["latest", "step_00000002", "step_00000004", "step_00000006"]
@@ -266,6 +271,24 @@ def test_a_run_that_is_nearly_out_of_time_saves_and_exits_with_75(tmp_path, caps
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
     train(tmp_path)
     assert logged(tmp_path, "weight") == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("flags", "hint"), [([], "command again to go on"), (["--fresh"], "without --fresh to go on")])
+def test_a_stopped_run_says_which_command_goes_on(tmp_path, capsys, flags, hint):
+    with pytest.raises(SystemExit):
+        train(tmp_path, *flags, here=OneProcess(stop_after=1))
+    assert hint in capsys.readouterr().err
+
+
+def test_flags_that_differ_are_said_on_resume_and_kept_with_the_start(tmp_path, capsys):
+    train(tmp_path, stop_at=2)
+    assert " is now " not in capsys.readouterr().err
+    train(tmp_path, "--max_grad_norm", "2", "--report_to", "none")
+    said = capsys.readouterr().err
+    assert said.count(" is now ") == 1 and "--max_grad_norm was 0.0 and is now 2.0" in said
+    assert [(start["step"], start["changed"]) for start in starts(tmp_path)] == [
+        (0, {}), (2, {"max_grad_norm": [0.0, 2.0]})
+    ]  # fmt: skip
 
 
 def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
@@ -446,7 +469,7 @@ def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, m
 
 def without_clocks(folder) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_second")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_second", "time")} for line in lines]
 
 
 DUE = ["--validate_every_n_steps", "2", "--sample_every_n_steps", "3", "--save_every_n_steps", "4"]
@@ -470,7 +493,7 @@ def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
     ]  # fmt: skip
     assert list(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])) == [
         "step", "samples", "epoch", "loss", "weight", "of/two", "lr", "grad_norm", "skipped_updates", "valid/weight",
-        "valid/ema/weight", "bad_samples", "samples_per_second", "seconds",
+        "valid/ema/weight", "bad_samples", "samples_per_second", "seconds", "time",
     ]  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_00000003.png", "step_00000006.png"]
     assert json.loads((tmp_path / "best" / "best.json").read_text())["value"] == 6.0
