@@ -14,9 +14,12 @@ it is run.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ from typing import Any
 from tandem.files.reading import printable
 from training.flags.converters import average_length
 from training.flags.parser import ArgumentParser
+from training.run.folder import script_of
 
 # Part of the norm of a profile that an average of another length may miss.
 FARTHEST_PROFILE = 0.2
@@ -189,6 +193,30 @@ def find(path: Path) -> tuple[str, Path]:
             return "model", folder
     missing = "" if path.exists() else " it does not exist;"
     raise ValueError(f"{path}:{missing} expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
+
+
+def model_folder(path: str | Path) -> Path:
+    """The model folder for what a user calls a model: a model folder, a run folder or a checkpoint of one, or a .pt
+    file. Of a run folder it is model/, unless a later update has been saved. A model that is in no such folder yet is
+    written to a temporary one, which is deleted when this process ends. Raises ValueError, in one line."""
+    from models.files.pretrained import CONFIG_FILE
+    from training.files import read_json
+
+    kind, where = find(Path(path))
+    if kind == "model":
+        return where
+    model, best = Path(path) / "model", Path(path) / "best"
+    is_newest = where.name == f"step_{read_json(model / 'training.json').get('step', -1):08d}"
+    if kind == "checkpoint" and is_newest and (model / CONFIG_FILE).is_file():
+        return model
+    if kind == "checkpoint" and script_of(where.parent.parent) == "train_mulan.py":
+        if (best / CONFIG_FILE).is_file():
+            return best
+        raise ValueError(f"{path}: of train_mulan.py, give the run folder, or best/ or model/ in it: no checkpoint")
+    folder = Path(tempfile.mkdtemp(prefix="model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    load_model(Path(path), "best").save_pretrained(folder / where.name)
+    return folder / where.name
 
 
 def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -47,7 +47,8 @@ def build_parser() -> ArgumentParser:
     parser.usage = "%(prog)s [--model DIR] [--audio DIR --output DIR] [--index DIR] [--query TEXT] [flags]"
     # fmt: off
     group = parser.add_argument_group("from and to")
-    group.add_argument("--model", metavar="DIR", help="model/ of a run of train_mulan.py, for --audio and --query")
+    group.add_argument("--model", metavar="DIR",
+        help="run of train_mulan.py, or its model/ or best/ folder, for --audio and --query")
     group.add_argument("--audio", metavar="DIR", help="embed every sound file in this folder, nested as you like")
     add_output_arguments(group, output_help="index to write; an index that is not complete is continued")
     group.add_argument("--index", metavar="DIR", help="index to search or to quantize (default: --output)")
@@ -118,6 +119,7 @@ def embedders(
 
 def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
     """Write the index of a folder of sounds; returns how many shards are left to do after a signal."""
+    from convert import model_folder
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
     from data.stores.embeddings import embedding_shards, write_embedding_index
@@ -126,7 +128,8 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     from models.files.building import require_room
 
     with backend.agreement():
-        model, about = load(MuLaN, args.model, backend)
+        folder = str(model_folder(args.model))
+        model, about = load(MuLaN, folder, backend)
         require_room(f"a batch of {args.batch_size} clips", args.batch_size, model.clip_numbers)
         decoder = ClipDecoder(model.config["sample_rate"], model.clip_samples)
         sounds = open_long_sounds(args.audio, decoder, args.max_clips)
@@ -137,7 +140,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     shards = embedding_shards(output, sounds.names)
-    embed, _ = embedders(model, args.model, backend)
+    embed, _ = embedders(model, folder, backend)
 
     def embeddings_of(todo: Sequence[int]) -> Iterator[Any]:
         clips = load_clips(sounds, [shards.items[shard] for shard in todo], num_workers=args.num_workers)
@@ -206,6 +209,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
+    from convert import model_folder
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_file, is_sound
     from data.stores.embeddings import read_embeddings
@@ -216,13 +220,14 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     with backend.agreement():
         if backend.is_root:
             queries, index = read_queries(args.query or [], args.query_file), read_embeddings(args.index)
-            model, about = load(MuLaN, args.model, backend)
+            folder = str(model_folder(args.model))
+            model, about = load(MuLaN, folder, backend)
             if not about.items() <= index.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
             decoder, how = ClipDecoder(model.config["sample_rate"], model.clip_samples), index.index
             require_room(f"a batch of {how['batch_size']} clips", how["batch_size"], model.clip_numbers)
             # Embed a sound with the settings of the index, so that a sound which is in the index has the cosine 1.
-            embed, embed_text = embedders(model, args.model, backend)
+            embed, embed_text = embedders(model, folder, backend)
             embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])
             vectors = torch.stack([(embed_sound if is_sound(query) else embed_text)(query) for query in queries])
             found = index.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))

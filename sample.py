@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from models import Decoder
 
 MOST_BYTES = 1 << 30  # of a file of conditions
+MODELS = ("model", "guide_with")
 KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the dimensions of several
 
 
@@ -43,7 +44,8 @@ def build_parser() -> ArgumentParser:
     parser.usage = "%(prog)s --model DIR --output DIR [conditions] [flags]"
     # fmt: off
     group = parser.add_argument_group("from and to")
-    group.add_argument("--model", required=True, metavar="DIR", help="model/ folder of a run of train_decoder.py")
+    group.add_argument("--model", required=True, metavar="DIR",
+        help="run of train_decoder.py, a checkpoint of it, or its model/ folder")
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
 
     add = parser.add_argument_group("conditions").add_argument
@@ -71,7 +73,7 @@ def build_parser() -> ArgumentParser:
     add("--resample_times", type=positive_int, default=5, metavar="N",
         help="with --masks, how often each step is made, so that old and new parts fit (RePaint)")
     add("--guide_with", metavar="DIR",
-        help="guide away from this weaker model/ folder, not from the model without condition (Karras et al. 2024)")
+        help="guide away from this weaker model, not from the model without condition (Karras et al. 2024)")
     add_sampling_arguments(parser)
     # fmt: on
     add_computation_arguments(parser, batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures")
@@ -211,15 +213,16 @@ def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | No
     return unets
 
 
-def contents(args: argparse.Namespace, pixels: Mapping[str, Any], mark: Callable[[str], None]) -> dict[str, str]:
-    """Hashes of what the pictures depend on: files, model folders, and images by the name of their flag."""
+def contents(
+    args: argparse.Namespace, folders: Mapping[str, Path], pixels: Mapping[str, Any], mark: Callable[[str], None]
+) -> dict[str, str]:
+    """Hashes of what the pictures depend on: files, model folders and images, these two by the name of their flag."""
     from data.stores.output import sha256_of
     from models.files.pretrained import read_headers
 
     hashes = {}
-    for name in ("model", "guide_with"):
-        if folder := getattr(args, name) and Path(getattr(args, name)):
-            hashes[name] = sha256_of(folder / file for file in ("config.json", *sorted(read_headers(folder))))
+    for name, folder in folders.items():
+        hashes[name] = sha256_of(folder / file for file in ("config.json", *sorted(read_headers(folder))))
     for name in ("image_embeddings", "text_embeddings", "clip", "clip_weights"):
         if (path := getattr(args, name)) and (name != "clip" or path.lower().endswith(".json")):
             hashes[name] = sha256_of([Path(path)])
@@ -237,6 +240,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     import torch
 
     import data
+    from convert import model_folder
     from data.stores.output import OutputFolder, names_sha256
     from data.stores.pngs import is_complete, save, to_pixels
     from models import Decoder
@@ -246,8 +250,9 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     from training.generation import noise_of
 
     with backend.agreement():
-        decoder = Decoder.from_pretrained(Path(args.model)).to(backend.device)
-        weaker = Decoder.from_pretrained(args.guide_with).to(backend.device) if args.guide_with else None
+        folders = {name: model_folder(path) for name in MODELS if (path := getattr(args, name))}
+        models = {name: Decoder.from_pretrained(folder).to(backend.device) for name, folder in folders.items()}
+        decoder, weaker = models["model"], models.get("guide_with")
         unets = check_unets(args, decoder, weaker)
         largest = decoder.image_sizes[unets[-1]]
         require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
@@ -263,7 +268,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
             raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
-        hashes = contents(args, {"images": images, "masks": masks}, backend.mark)
+        hashes = contents(args, folders, {"images": images, "masks": masks}, backend.mark)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
     how = sampling_of(args)

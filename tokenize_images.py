@@ -38,7 +38,7 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     group = parser.add_argument_group("from and to")
     group.add_argument("--model", required=True, metavar="DIR",
-        help="model/ folder of a run of train_vae.py or train_vqgan.py")
+        help="run of train_vae.py or train_vqgan.py, a checkpoint of it, or its model/ folder")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--image_folder", metavar="PATH",
         help="encode this folder of jpg, png, webp, bmp, nested as you like, or webdataset tars; demo:shapes draws its "
@@ -73,18 +73,20 @@ class Tokenizer(NamedTuple):
     decode: Callable[[Tensor], Tensor]  # codes -> images, about in [0, 1]
 
 
-def load_tokenizer(folder: Path, backend: distributed.Backend) -> Tokenizer:
-    """Open a model's folder. Raises ValueError, in one line, if there is no such model."""
+def load_tokenizer(path: str, backend: distributed.Backend) -> Tokenizer:
+    """Open a model (see `model_folder`). Raises ValueError, in one line, if there is no such model."""
     import torch
 
+    from convert import model_folder
     from data.stores.output import sha256_of
     from models import VQGAN, DiscreteVAE
     from models.files.pretrained import read_config, read_headers
 
     kinds: dict[str, type[VQGAN] | type[DiscreteVAE]] = {"DiscreteVAE": DiscreteVAE, "VQGAN": VQGAN}
+    folder = model_folder(path)
     name, arguments = read_config(folder)
     if name not in kinds:
-        raise ValueError(f"{folder} holds a {name}; codes are made by a {' or a '.join(kinds)}")
+        raise ValueError(f"{path} holds a {name}; codes are made by a {' or a '.join(kinds)}")
     sha256 = sha256_of(folder / file for file in sorted(read_headers(folder)))
     model = kinds[name].from_pretrained(folder).to(backend.device)
 
@@ -147,7 +149,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from training.measures.averages import code_statistics
 
     with backend.agreement():
-        tokenizer = load_tokenizer(Path(args.model), backend)
+        tokenizer = load_tokenizer(args.model, backend)
         image_size = args.image_size or tokenizer.image_size
         grid = grid_of(args, tokenizer, image_size, backend)
         images = data.open_images(args.image_folder, image_size=image_size, channels=tokenizer.channels)
@@ -189,7 +191,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
 
     with backend.agreement():
         stored = read_codes(args.decode)
-        tokenizer = load_tokenizer(Path(args.model), backend)
+        tokenizer = load_tokenizer(args.model, backend)
         stored.require_model(tokenizer.weights_sha256, args.model)
         pictures = png_files(Path(args.output), stored.paths)
     settings = {"task": "decode", **computation(args, backend, tokenizer), "index_sha256": stored.sha256}

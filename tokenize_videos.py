@@ -42,7 +42,8 @@ def build_parser() -> ArgumentParser:
     parser.usage = "%(prog)s --model DIR (--video_folder DIR | --decode DIR) --output DIR [flags]"
     # fmt: off
     group = parser.add_argument_group("from and to")
-    group.add_argument("--model", required=True, metavar="DIR", help="model/ folder of a run of train_tokenizer.py")
+    group.add_argument("--model", required=True, metavar="DIR",
+        help="run of train_tokenizer.py, a checkpoint of it, or its model/ folder")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--video_folder", metavar="PATH",
         help="encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this folder, with subfolders; or of "
@@ -72,15 +73,16 @@ def build_parser() -> ArgumentParser:
 def load_tokenizer(args: argparse.Namespace, backend: distributed.Backend) -> tuple[VideoTokenizer, dict[str, Any]]:
     """The model on the device of the run, and the settings that codes depend on besides the videos. Raises ValueError,
     in one line, if there is no such model or it cannot code videos alone."""
+    from convert import model_folder
     from data.stores.output import sha256_of
     from models import VideoTokenizer
     from models.files.pretrained import read_config, read_headers
 
-    folder = Path(args.model)
+    folder = model_folder(args.model)
     model = VideoTokenizer.from_pretrained(folder).to(backend.device)
     if model.channels != 3 or model.is_conditional:
         what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"
-        raise ValueError(f"the model in {folder} {what}; videos are coded by models of RGB without a condition")
+        raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
     name, arguments = read_config(folder)
     sha256 = sha256_of(folder / file for file in sorted(read_headers(folder)))
     computation = {"precision": backend.options.precision, **kernel_settings(args, backend)}

@@ -67,7 +67,7 @@ def build_parser() -> ArgumentParser:
     add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
         help="part of the patches that is left out in training")
     add("--dim_latent", type=size, default=128, metavar="DIM", help="width of the common space")
-    add("--init_from", metavar="DIR", help="start from a model/ folder")
+    add("--init_from", metavar="DIR", help="start from a run, or its model/ or best/ folder")
 
     add = parser.add_argument_group("loss").add_argument
     add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",
@@ -123,6 +123,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
+    from convert import model_folder
     from models import MuLaN, build_in_memory
 
     torch.manual_seed(args.seed)
@@ -130,8 +131,8 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     arguments = {name: getattr(args, name) for name in names}
     model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
     if args.init_from:
-        tokenizer.require_same(args.init_from)
-        model.load_weights_from(args.init_from)
+        tokenizer.require_same(folder := model_folder(args.init_from))
+        model.load_weights_from(folder)
     return model
 
 

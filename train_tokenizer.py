@@ -88,7 +88,7 @@ def build_parser() -> ArgumentParser:
         help="attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning")
     add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
         help="lfq gets X tanh(z / X) instead of z; 0: z")
-    add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
+    add("--init_from", metavar="DIR", help="start the generator from a run, a checkpoint or a model/ folder")
     add("--inflate", action="store_true",
         help="the model of --init_from was trained on images: frames begin as images, without memory of earlier ones")
     add("--train_decoder_only", action="store_true", help="keep the encoder and the codebook as --init_from has them")
@@ -129,6 +129,7 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
     import torch
 
+    from convert import model_folder
     from models import VideoTokenizer, build_in_memory
     from models.video.layers import check_frames
 
@@ -136,7 +137,7 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     generator = build_in_memory(VideoTokenizer, **{name: getattr(args, name) for name in GENERATOR})
     check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
-        (generator.inflate_from if args.inflate else generator.load_weights_from)(args.init_from)
+        (generator.inflate_from if args.inflate else generator.load_weights_from)(model_folder(args.init_from))
     if args.train_decoder_only:
         generator.freeze_encoder()
     return generator
@@ -194,8 +195,7 @@ def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict
     from models.i3d import i3d_features
     from models.perceptual import load_perceptual
 
-    kind = "lpips" if args.lpips_weights else "none"
-    lpips = load_perceptual(kind, args.lpips_weights, device, side=args.image_size)
+    lpips = load_perceptual("lpips" if args.lpips_weights else "none", args.lpips_weights, device, side=args.image_size)
     return {"lpips": lpips, "i3d": i3d_features(args.fvd_weights, args.num_frames, device)}
 
 

@@ -56,7 +56,8 @@ def build_parser() -> ArgumentParser:
         help="residual blocks on the coarsest grid")
     add("--emb_dim", type=size, default=512, metavar="DIM", help="width of a codebook entry")
     add("--hidden_dim", type=size, default=256, metavar="DIM", help="channels of the convolutions")
-    add("--init_from", metavar="FILE", help="start from the weights of a vae-final.pt or a model/ folder")
+    add("--init_from", metavar="FILE",
+        help="start from the weights of a run, a checkpoint, a model/ folder or a vae-final.pt")
 
     add = parser.add_argument_group("loss and schedules").add_argument
     add("--smooth_l1_loss", action="store_true", help="smooth L1 instead of MSE")
@@ -109,6 +110,7 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
+    from convert import model_folder
     from models import DiscreteVAE, build_in_memory
 
     torch.manual_seed(args.seed)
@@ -129,7 +131,8 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     )
     if args.init_from:
         try:
-            model.load_weights_from(args.init_from)
+            is_file = Path(args.init_from).is_file()
+            model.load_weights_from(args.init_from if is_file else model_folder(args.init_from))
         except ValueError as error:
             # Parameters are renamed to flags after this phrase only: the path in front of it stays as it is.
             before, needed, differing = str(error).partition("; they need ")

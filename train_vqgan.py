@@ -57,7 +57,8 @@ def build_parser() -> ArgumentParser:
         help="halvings of the side: a code stands for 2^N x 2^N pixels")
     add("--num_resnet_blocks", type=sizes, default="1", metavar="N[,N...]",
         help="residual blocks of the coarsest level, or of each level, finest first")
-    add("--init_from", metavar="DIR", help="start the generator from a model/ folder")
+    add("--init_from", metavar="DIR",
+        help="start the generator from a run, a checkpoint or a model/ folder")
 
     add_quantizer_arguments(parser, codebook_size=65536)
     add = parser.add_argument_group("reconstruction loss").add_argument
@@ -107,6 +108,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
+    from convert import model_folder
     from models import VQGAN, build_in_memory
 
     torch.manual_seed(args.seed)
@@ -118,7 +120,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     blocks = [first, *others] if others else first
     model = build_in_memory(VQGAN, num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
     if args.init_from:
-        model.load_weights_from(args.init_from)
+        model.load_weights_from(model_folder(args.init_from))
     return model
 
 

@@ -105,6 +105,27 @@ def model_of(run: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents(run / "model").items() if name != "training.json"}
 
 
+def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(run: Path, tmp_path: Path) -> None:
+    assert convert.model_folder(run) == convert.model_folder(run / "model") == run / "model"
+    (unfinished := tmp_path / "unfinished").mkdir()
+    for name in ("config.yaml", "checkpoints"):
+        (unfinished / name).symlink_to(run / name)
+    (extended := tmp_path / "extended").mkdir()
+    shutil.copytree(run / "model", extended / "model")
+    (extended / "model" / "training.json").write_text('{"step": 2}')
+    for name in ("config.yaml", "checkpoints"):
+        shutil.copytree(run / name, extended / name) if (run / name).is_dir() else shutil.copy(run / name, extended)
+    (extended / "model" / "model.safetensors").write_bytes(b"of an earlier update")
+    for path in (checkpoint_of(run), unfinished, extended):
+        assert contents(convert.model_folder(path)) == model_of(run)
+    model = DiscreteVAE.from_pretrained(convert.model_folder(run / "vae-final.pt"))
+    assert_same_bits(model, DiscreteVAE.from_pretrained(run / "model"))
+    with pytest.raises(ValueError, match="nowhere: it does not exist; expected a run folder"):
+        convert.model_folder("nowhere")
+    with pytest.raises(ValueError, match=f"is a run folder; its model is in {run / 'model'}"):
+        DiscreteVAE.from_pretrained(run)
+
+
 def test_an_exported_run_is_the_model_folder_that_the_run_wrote_itself(run: Path, tmp_path: Path) -> None:
     """Weights in several files with an index are one model, too."""
     weights = load_file(run / "model" / "model.safetensors")

@@ -150,6 +150,8 @@ def _errors_of(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if (folder / "model" / CONFIG_FILE).is_file():
+            raise ValueError(f"{folder} is a run folder; its model is in {folder / 'model'}") from None
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
     except _DAMAGES as error:
         raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None
