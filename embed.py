@@ -44,12 +44,14 @@ FIT_ROWS = 256  # --fit_quantizer uses at most this many embeddings per codebook
 def build_parser() -> ArgumentParser:
     text = "Embed sounds with a trained MuLaN, search among them, and quantize their embeddings."
     parser = ArgumentParser("embed.py", text, is_root=distributed.launched_as_root)
-    parser.usage = "%(prog)s [--model DIR] [--audio DIR --output DIR] [--index DIR] [--query TEXT] [flags]"
+    parser.usage = "%(prog)s [--model DIR] [--audio PATH --output DIR] [--index DIR] [--query TEXT] [flags]"
     # fmt: off
     group = parser.add_argument_group("from and to")
     group.add_argument("--model", metavar="DIR",
         help="run of train_mulan.py, or its model/ or best/ folder, for --audio and --query")
-    group.add_argument("--audio", metavar="DIR", help="embed every sound file in this folder, nested as you like")
+    group.add_argument("--audio", metavar="PATH",
+        help="embed every sound file in this folder, nested as you like; or the sounds of a csv or jsonl manifest, of "
+        "webdataset tars or of demo:tones, of each its middle clip alone")
     add_output_arguments(group, output_help="index to write; an index that is not complete is continued")
     group.add_argument("--index", metavar="DIR", help="index to search or to quantize (default: --output)")
 
@@ -76,7 +78,7 @@ def build_parser() -> ArgumentParser:
         help="write the codes of all embeddings to codes/ in the index; with --query: show the query's codes")
     # fmt: on
     add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help="loader processes per process")
-    distributed.add_arguments(parser)
+    distributed.add_arguments(parser, trains=False)
     return parser
 
 
@@ -147,7 +149,8 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
         return (embed_sounds(of_shard, embed, args.batch_size) for of_shard in clips)
 
     stop = args.on_bad_sample == "error"
-    filled = shards.fill(embeddings_of, lambda: write_embedding_index(shards), "embedded", stop_at_bad=stop)
+    index = functools.partial(write_embedding_index, shards, sounds.captions)
+    filled = shards.fill(embeddings_of, index, "embedded", stop_at_bad=stop)
     if not filled.shards_left:
         say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
     return filled.shards_left

@@ -77,7 +77,7 @@ def build_parser() -> ArgumentParser:
     add_sampling_arguments(parser)
     # fmt: on
     add_computation_arguments(parser, batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures")
-    distributed.add_arguments(parser)
+    distributed.add_arguments(parser, trains=False)
     return parser
 
 

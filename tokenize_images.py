@@ -57,7 +57,7 @@ def build_parser() -> ArgumentParser:
     # fmt: on
     workers = "loader processes (encoding) or threads that write (decoding) per process"
     add_computation_arguments(parser, batch_size=32, unit="IMAGES", num_workers_help=workers)
-    distributed.add_arguments(parser)
+    distributed.add_arguments(parser, trains=False)
     return parser
 
 
@@ -178,7 +178,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             counts = read_codes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         n, seconds = filled.items, filled.seconds
-        say(f"{n} images in {seconds:.3g} s, {n / seconds:.3g} images/s; {filled.bad} files were left out")
+        if n:
+            say(f"{n} images in {seconds:.3g} s, {n / seconds:.3g} images/s; {filled.bad} files were left out")
         say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
     return 0
 

@@ -66,7 +66,7 @@ def build_parser() -> ArgumentParser:
     # fmt: on
     workers = "threads per process that read videos (encoding) or compress PNGs (decoding); at least 1"
     add_computation_arguments(parser, num_workers_help=workers)
-    distributed.add_arguments(parser)
+    distributed.add_arguments(parser, trains=False)
     return parser
 
 

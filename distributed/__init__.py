@@ -64,8 +64,9 @@ def _steps(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that all backends share, and the flags of each backend."""
+def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> None:
+    """Add the flags that all backends share, and the flags of each backend. `trains` is False for a script that trains
+    nothing: --help then hides the flags that have no effect, and `launch_inference` refuses them."""
     group = parser.add_argument_group("distributed")
     # fmt: off
     group.add_argument("--distributed_backend", "--distr_backend", type=str.lower, choices=["auto", *all_backends()],
@@ -84,6 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: on
     for backend in all_backends().values():
         backend.add_arguments(group)
+    for action in group._group_actions:
+        if not trains and action.dest in _flags_of_training():
+            action.help = argparse.SUPPRESS
+
+
+def _flags_of_training() -> set[str]:
+    """Names of the flags that have no effect in a script that trains nothing."""
+    of_backends = (backend.flags_of_training for backend in all_backends().values())
+    return {"check_replicas_every_n_steps", "batch_parts"}.union(*of_backends)
 
 
 def launch(
@@ -172,6 +182,8 @@ def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse
     """Like `launch`, for a script that trains nothing: connect the processes and call ``run(backend)``. The processes
     share no batch, and `args` needs no flags of training. Sets `args.fresh` to False if the launcher starts a job
     again."""
+    if idle := sorted(_flags_of_training() & args.on_command_line):
+        parser.error(f"--{idle[0]} is for training, and this script trains nothing: leave it out")
     args.fresh = args.fresh and not launched_again()
     without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}

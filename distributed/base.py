@@ -44,6 +44,8 @@ class Backend(ABC):
     launch_order: ClassVar[int]
     """``auto`` takes the first backend, in this order, that was launched."""
     install_hint: ClassVar[str] = ""
+    flags_of_training: ClassVar[tuple[str, ...]] = ()
+    """Names of its flags that have no effect in a script that trains nothing."""
 
     device: torch.device
     comm: Communicator

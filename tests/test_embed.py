@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from filling import CLIP, EMBED, RATE, SOUNDS, Killed, files, mulan, saved, stamps, vqgan
+from filling import CLIP, EMBED, RATE, SOUNDS, Killed, files, lines, mulan, saved, stamps, vqgan
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import load_file
 from torch.nn import functional as F
@@ -203,6 +203,25 @@ def test_queries_come_from_a_file_too_and_a_table_is_shown(whole, model, tmp_pat
     tables = capsys.readouterr().out.split("\n\n")
     assert [table.splitlines()[0] for table in tables if table.strip()] == ["a dog", "two cats", "a horse"]
     assert tables[0].splitlines()[1].split() == ["rank", "cosine", "path"] and len(tables[0].splitlines()) == 4
+
+
+def test_captions_stand_beside_the_paths_where_there_are_some(model, source, tmp_path, capsys):
+    folder = shutil.copytree(source, tmp_path / "sounds")
+    (folder / "a.txt").write_text("a first tone\nanother caption\n")
+    (folder / "b.json").write_text('{"caption": "a second tone"}')
+    (folder / "quiet.json").write_text("no JSON")
+    captions = {"a.wav": "a first tone", "b.flac": "a second tone"}
+    index = EMBED.fill(model, folder, tmp_path / "index")
+    assert {line["path"]: line["captions"][0] for line in lines(index) if "captions" in line} == captions
+    (answer,) = answers(capsys, model, index, "a dog")
+    assert {match["path"]: match["caption"] for match in answer["matches"] if "caption" in match} == captions
+    embed.main(["--model", str(model), "--index", str(index), "--query", "a dog"])
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split() == ["rank", "cosine", "path", "caption"]
+    assert any(line.endswith("  a.wav   a first tone") for line in table) and "another" not in "".join(table)
+    (tmp_path / "set.csv").write_text(f"path,caption\n{source}/a.wav,of the manifest\n")
+    (line,) = lines(EMBED.fill(model, tmp_path / "set.csv", tmp_path / "of manifest"))
+    assert line["captions"] == ["of the manifest"]
 
 
 def test_an_index_is_made_and_searched_by_one_command(model, source, tmp_path, capsys):

@@ -143,6 +143,7 @@ def test_the_report_counts_the_codes_of_all_shards(codes, model, source, capsys)
     usage = code_statistics(torch.from_numpy(counts))
     said = capsys.readouterr().out
     assert f"{usage['codes_used']} of 512 codes used, perplexity {usage['perplexity']:.4g}" in said
+    assert "0 images in" not in said
 
 
 def test_a_bad_file_with_a_name_that_is_no_text_is_reported(model, source, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -24,6 +25,7 @@ from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders
 from .sets import Sounds, open_sounds
+from .sidecars import TEXT_ENDINGS, read_texts
 
 # The usual formats and others that libsndfile reads, except raw samples, whose sample rate is unknown.
 ENDINGS = (
@@ -42,11 +44,13 @@ class LongSounds(NamedTuple):
     clips: index -> float32 (k, clip_samples) in [-1, 1], 1 <= k; raises OSError or ValueError, in one line, if the
         sound cannot be read.
     describe: index -> the name by which a user finds the sound: its path.
+    captions: index -> captions of the sound; empty if there are none that can be read.
     """
 
     names: list[str]
     clips: Callable[[int], Tensor]
     describe: Callable[[int], str]
+    captions: Callable[[int], list[str]]
 
 
 def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSounds:
@@ -61,11 +65,14 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
         if names:
             require_decoders()
             paths = PackedStrings(os.path.join(path, name) for name in names)
-            return LongSounds(names, functools.partial(_clips_of, paths, decoder, max_clips), paths.__getitem__)
+            clips = functools.partial(_clips_of, paths, decoder, max_clips)
+            return LongSounds(names, clips, paths.__getitem__, lambda index: _captions_beside(paths[index]))
     seconds = decoder.clip_samples / decoder.sample_rate
     sounds = open_sounds(spec, sample_rate=decoder.sample_rate, clip_seconds=seconds)
     names = [sounds.describe(index) for index in range(len(sounds))]
-    return LongSounds(names, functools.partial(_middle_of, sounds), sounds.describe)
+    return LongSounds(
+        names, functools.partial(_middle_of, sounds), sounds.describe, lambda index: _captions_of(sounds, index)
+    )
 
 
 def _clips_of(paths: PackedStrings, decoder: ClipDecoder, max_clips: int, index: int) -> Tensor:
@@ -74,6 +81,20 @@ def _clips_of(paths: PackedStrings, decoder: ClipDecoder, max_clips: int, index:
 
 def _middle_of(sounds: Sounds, index: int) -> Tensor:
     return sounds.load(index)[None]
+
+
+def _captions_of(sounds: Sounds, index: int) -> list[str]:
+    with contextlib.suppress(OSError, ValueError):
+        return sounds.texts(index).captions
+    return []
+
+
+def _captions_beside(path: str) -> list[str]:
+    """The captions in a .json or .txt of the same name."""
+    for ending in TEXT_ENDINGS:
+        with contextlib.suppress(OSError, ValueError):
+            return read_texts(beside := os.path.splitext(path)[0] + ending, beside).captions
+    return []
 
 
 def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:

@@ -1,7 +1,8 @@
 """An index of embeddings on the disk: shards of a fixed number of files, the file of each row, and search.
 
     index/embeddings-00000.safetensors    "embeddings" float32 (n, d), of length 1
-    index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order
+    index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order;
+                                          with "captions": ["..."] where a sound has some
     index/bad.jsonl                       {"path": ..., "reason": ...}, a line per file that could not be read
     index/index.json                      settings and checksums; for the other files see shards.py
     index/codes/codes-00000.safetensors   "codes" (n, q) of the same rows, and an index.json of its own
@@ -44,9 +45,11 @@ def embedding_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
     return ShardWriter(output, np.zeros((0, output.settings["dim"]), np.float32), sizes, names, name=EMBEDDINGS)
 
 
-def write_embedding_index(shards: ShardWriter) -> None:
-    """Write index.jsonl and bad.jsonl, then index.json, which marks the index as complete. All shards must exist."""
-    lines, bad = shards.lines(), shards.bad()
+def write_embedding_index(shards: ShardWriter, captions: Callable[[int], Sequence[str]]) -> None:
+    """Write index.jsonl and bad.jsonl, then index.json, which marks the index as complete. All shards must exist.
+    `captions` gives those of a sound by its number."""
+    lines = shards.lines(lambda index: {"captions": texts} if (texts := list(captions(index))) else {})
+    bad = shards.bad()
     head = {"rows": len(lines), "bad": len(bad), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
     shards.write_index({**head, "bad_sha256": shards.write_lines(BAD_FILE, bad), "shards": shards.entries()})
 
@@ -88,9 +91,9 @@ class StoredEmbeddings:
         for shard in range(len(self.rows)):
             mark()
             top.add(self.load(shard))
-        paths = self._paths(set(top.rows.ravel().tolist()))
+        found = self._lines(set(top.rows.ravel().tolist()))
         return [
-            [Match(rank, float(cosine), paths[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
+            [Match(rank, float(cosine), *found[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
             for pair in zip(top.rows.tolist(), top.cosines, strict=True)
         ]
 
@@ -109,14 +112,16 @@ class StoredEmbeddings:
             first += size
         return vectors
 
-    def _paths(self, rows: Collection[int]) -> dict[int, str]:
-        """The paths of some rows. Reads index.jsonl once, a line at a time."""
-        found, digest = {}, hashlib.sha256()
+    def _lines(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
+        """Path, and caption if there is one, of some rows. Reads index.jsonl once, a line at a time."""
+        found: dict[int, tuple[str, str | None]] = {}
+        digest = hashlib.sha256()
         with explained(self.folder / LINES_FILE):
             for row, line in enumerate(read_lines(self.folder / LINES_FILE)):
                 digest.update(line)
                 if row in rows:
-                    found[row] = str(parse_json(line)["path"])
+                    entry = parse_json(line)
+                    found[row] = str(entry["path"]), next(map(str, entry.get("captions", [])), None)
             if digest.hexdigest() != self.index["lines_sha256"] or len(found) != len(rows):
                 raise ValueError("its checksum is not that of the index")
         return found

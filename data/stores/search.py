@@ -50,11 +50,13 @@ class TopRows:
 
 
 class Match(NamedTuple):
-    """A file that was found: its rank from 1 on, its cosine to the query, its path."""
+    """A file that was found: its rank from 1 on, its cosine to the query, its path, and its first caption if the index
+    knows one."""
 
     rank: int
     cosine: float
     path: str
+    caption: str | None = None
 
 
 class Answer(NamedTuple):
@@ -67,13 +69,19 @@ class Answer(NamedTuple):
     def as_table(self) -> str:
         """For people: the query, its codes, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
         codes = [f"codes {' '.join(map(str, self.codes))}"] if self.codes else []
-        lines = [f"{match.rank:4d}  {match.cosine:6.3f}  {match.path}" for match in self.matches]
-        text = "\n".join([self.query, *codes, "rank  cosine  path", *lines, ""])
+        width = max((len(match.path) for match in self.matches if match.caption), default=0)
+        lines = [
+            f"{match.rank:4d}  {match.cosine:6.3f}  {match.path:{width}}  {match.caption or ''}".rstrip()
+            for match in self.matches
+        ]
+        head = f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()
+        text = "\n".join([self.query, *codes, head, *lines, ""])
         return text.encode(errors="backslashreplace").decode()
 
     def as_json(self) -> str:
-        """For programs, in one line."""
-        fields: dict[str, Any] = {"query": self.query, "matches": [match._asdict() for match in self.matches]}
+        """For programs, in one line. A match without caption has no such key."""
+        matches = [{k: v for k, v in match._asdict().items() if v is not None} for match in self.matches]
+        fields: dict[str, Any] = {"query": self.query, "matches": matches}
         return json.dumps({**fields, "codes": list(self.codes)} if self.codes else fields)
 
 

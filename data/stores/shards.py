@@ -99,6 +99,8 @@ class ShardWriter:
         # Rank 0 finds the unfinished shards, which reads all existing files.
         unfinished = [k for k in range(len(self)) if not self._is_finished(k)] if processes.rank == 0 else None
         todo = processes.broadcast_object(unfinished)
+        if not todo:
+            self.output.say(f"all {len(self)} shards were {done} before, nothing is left to do: {self.output.path}")
         log = BadSampleLog(sum(map(len, self.items)))
         self._report(log, [bad for k in range(len(self)) if k not in todo for bad in self._bad(k)], stop_at_bad)
         results = iter(compute(todo[processes.rank :: processes.world_size]))
@@ -116,15 +118,17 @@ class ShardWriter:
                     write_index()
         return Filled(self.output.shards_left, sum(len(self.items[k]) for k in todo), log.count, seconds)
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Path, shard and first row of each item, and what else is known of it, in order. All shards must exist."""
+    def lines(self, notes: Callable[[int], Mapping[str, Any]] = lambda index: {}) -> list[dict[str, Any]]:
+        """Path, shard and first row of each item, and what else is known of it, in order; `notes` adds to the line of
+        an item by its index. All shards must exist."""
         lines = []
         for shard in range(len(self)):
             left_out = {sample.index for sample in self._bad(shard)}
-            paths = [self._names[index] for index in self.items[shard] if index not in left_out]
-            about = self._record(shard).get("items") or [{}] * len(paths)
+            items = [index for index in self.items[shard] if index not in left_out]
+            about = self._record(shard).get("items") or [{}] * len(items)
             firsts = itertools.accumulate((each.get(COUNT, 1) for each in about), initial=0)
-            lines += [{"path": p, "shard": shard, "row": n, **a} for p, n, a in zip(paths, firsts, about, strict=False)]
+            for index, first, each in zip(items, firsts, about, strict=False):
+                lines.append({"path": self._names[index], "shard": shard, "row": first, **each, **notes(index)})
         return lines
 
     def bad(self) -> list[dict[str, str]]:

@@ -134,7 +134,34 @@ def number_or(word: str) -> Callable[[str], float | str]:
     return convert
 
 
+# What other trainers call a flag -> what it is called here, the first of these that the script has.
+_OTHER_NAMES = {
+    "accumulate_grad_batches": ("grad_accum_steps",), "amp": ("precision",), "batch": ("batch_size",),
+    "bf16": ("precision",), "checkpoint": ("init_from", "model"), "clip_grad": ("max_grad_norm",),
+    "data": ("image_folder", "video_folder", "audio_data", "audio"), "ema": ("ema_decay",), "ema_rate": ("ema_decay",),
+    "eval_every": ("validate_every_n_steps",), "fp16": ("precision",), "grad_clip": ("max_grad_norm",),
+    "gradient_accumulation_steps": ("grad_accum_steps",), "gradient_clip_val": ("max_grad_norm",),
+    "iterations": ("max_steps",), "log_interval": ("log_every_n_steps",), "lr": ("learning_rate",),
+    "max_iters": ("max_steps",), "mixed_precision": ("precision",), "num_epochs": ("epochs",),
+    "num_steps": ("max_steps",), "out_dir": ("output_dir", "output"), "outdir": ("output_dir", "output"),
+    "overwrite": ("fresh",), "pretrained": ("init_from", "model"), "resolution": ("image_size", "image_sizes"),
+    "results_folder": ("output_dir", "output"), "run_dir": ("output_dir", "output"),
+    "save_every": ("save_every_n_steps",), "save_interval": ("save_every_n_steps",), "steps": ("max_steps",),
+    "use_ema": ("ema_decay",), "use_wandb": ("report_to",), "wandb": ("report_to",), "warmup": ("lr_warmup_steps",),
+    "warmup_steps": ("lr_warmup_steps",), "wd": ("weight_decay",), "workers": ("num_workers",),
+}  # fmt: skip
+_FOR_DATA = ("data_dir", "data_path", "dataset", "dataset_path", "train_data", "train_data_dir")
+_OTHER_NAMES.update(dict.fromkeys(_FOR_DATA, _OTHER_NAMES["data"]))
+_NEAR = 0.66  # of the ratio of difflib: one wrong letter in three
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
-    """`"; did you mean x?"` for the most similar known word, or `""` if none is similar."""
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    """`"; did you mean x?"` for the known word that other trainers call so, that begins like this one, or that differs
+    in a letter or two; `""` if there is none. Words may begin with dashes."""
+    bare = {name.lstrip("-").replace("-", "_").lower(): name for name in reversed(known)}
+    asked = word.lstrip("-").replace("-", "_").lower()
+    if same := [name for name in _OTHER_NAMES.get(asked, ()) if name in bare]:
+        return f"; did you mean {bare[same[0]]}?"
+    begun = [name for name in bare if len(asked) > 2 and name.startswith(asked)]
+    matches = begun if len(begun) == 1 else difflib.get_close_matches(asked, bare, n=1, cutoff=_NEAR)
+    return f"; did you mean {bare[matches[0]]}?" if matches else ""

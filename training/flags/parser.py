@@ -23,6 +23,18 @@ _ROOT_SPEAKS_FIRST_SECONDS, _OTHERS_SPEAK_AFTER_SECONDS = 2.0, 10.0
 
 _UNSET = object()
 
+# Flags of other trainers for what takes none here.
+_NO_FLAG = {
+    **dict.fromkeys(
+        ("--resume", "--resume_from", "--resume_from_checkpoint", "--continue"),
+        "a run is resumed by the same command again, with the same --output_dir",
+    ),
+    **dict.fromkeys(
+        ("--gpus", "--num_gpus", "--devices", "--ngpus", "--n_gpus"),
+        "the launcher starts the processes, such as torchrun --nproc_per_node 8 in front of the script",
+    ),
+}
+
 # (path, arguments of the command line and of --config) -> flags by name, each with the key in the file that it comes
 # from and its value as a config file has it. Raises ValueError, in one line, that need not name the path.
 Reader = Callable[[str, argparse.Namespace], Mapping[str, tuple[str, Any]]]
@@ -192,6 +204,8 @@ class ArgumentParser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(argv, argparse.Namespace(**unset))
         if unknown:
             flag = unknown[0].split("=")[0]
+            if flag in _NO_FLAG:
+                self.error(f"unknown flag {flag}: {_NO_FLAG[flag]}")
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{nearest(flag, list(self._option_string_actions))}")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")

@@ -36,6 +36,8 @@ class DeepSpeedBackend(Backend):
             self.zero_stage = 1
         self.resolved: dict[str, dict[str, Any]] = {}  # configuration by engine name, with DeepSpeed's defaults
 
+    flags_of_training = ("zero_stage",)
+
     @classmethod
     def is_available(cls) -> bool:
         return importlib.util.find_spec("deepspeed") is not None

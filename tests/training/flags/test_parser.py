@@ -276,7 +276,14 @@ def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
     ("argv", "expected"),
     [
         (["--batch_sise=8"], "unknown flag --batch_sise; did you mean --batch_size?"),
-        (["--batch", "8"], "unknown flag --batch"),
+        (["--batch", "8"], "unknown flag --batch; did you mean --batch_size?"),
+        (["--lr", "1e-3"], "unknown flag --lr; did you mean --learning_rate?"),
+        (["--use_ema"], "unknown flag --use_ema; did you mean --ema_decay?"),
+        (["--fp16"], "unknown flag --fp16; did you mean --precision?"),
+        (["--data_dir", "photos"], "unknown flag --data_dir; did you mean --image_folder?"),
+        (["--num-worker", "2"], "unknown flag --num-worker; did you mean --num_workers?"),
+        (["--resume", "x"], "unknown flag --resume: a run is resumed by the same command again"),
+        (["--gpus=8"], "unknown flag --gpus: the launcher starts the processes"),
         (["photos"], "unexpected argument 'photos'"),
         (["--batch_size", "0"], "argument --batch_size: expected a whole number from 1 to 4194304, got '0'"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
@@ -288,6 +295,11 @@ def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
 )
 def test_a_mistake_on_the_command_line_is_one_line(parser, capsys, argv, expected):
     assert expected in error_line(capsys, parser, *argv)
+
+
+@pytest.mark.parametrize("flag", ["--l", "--ms", "--sed_color", "--backbone", "--x", "--ep_len"])
+def test_nothing_is_suggested_where_nothing_is_near(parser, capsys, flag):
+    assert error_line(capsys, parser, flag, "1") == f"unknown flag {flag}"
 
 
 def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_said_after_the_root_had_time_to_speak(
