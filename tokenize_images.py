@@ -94,20 +94,17 @@ def load_tokenizer(path: str, backend: distributed.Backend) -> Tokenizer:
     def encode(images: Tensor) -> Tensor:
         backend.mark("encoding")
         with backend.autocast():
-            if isinstance(model, VQGAN):
-                return model.encode(images)
-            return model.get_codebook_indices(images).unflatten(1, (model.grid_size, model.grid_size))
+            return model.encode(images)
 
     @torch.no_grad()
     def decode(codes: Tensor) -> Tensor:
         backend.mark("decoding")
         codes = codes.to(backend.device)
         with backend.autocast():
-            return model.decode(codes if isinstance(model, VQGAN) else codes.flatten(1))
+            return model.decode(codes)
 
-    num_codes = model.num_codes if isinstance(model, VQGAN) else model.num_tokens
     config = {"model": name, **arguments}
-    return Tokenizer(config, sha256, num_codes, model.image_size, model.channels, encode, decode)
+    return Tokenizer(config, sha256, model.num_codes, model.image_size, model.channels, encode, decode)
 
 
 def grid_of(args: argparse.Namespace, tokenizer: Tokenizer, image_size: int, backend: distributed.Backend) -> list[int]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from models.quantizers import QUANTIZERS
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
@@ -93,7 +94,7 @@ def build_parser() -> ArgumentParser:
         help="the model of --init_from was trained on images: frames begin as images, without memory of earlier ones")
     add("--train_decoder_only", action="store_true", help="keep the encoder and the codebook as --init_from has them")
 
-    add_quantizer_arguments(parser, codebook_size=1024, commitment_loss_weight=1.0, diversity_gamma=2.5)
+    add_quantizer_arguments(parser, QUANTIZERS, codebook_size=1024, commitment_loss_weight=1.0, diversity_gamma=2.5)
     add = parser.add_argument_group("schedule").add_argument
     add("--learning_rate", type=positive_float, default=1e-5, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", "--warmup_steps", type=non_negative_int, default=1000, metavar="UPDATES",
@@ -156,12 +157,9 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
 
 
 def evaluate(
-    model: VideoTokenizer,
-    feed: Feed[VideoBatch],
-    num_frames: int,
-    networks: Mapping[str, Any],
+    model: VideoTokenizer, feed: Feed[VideoBatch], num_frames: int, networks: Mapping[str, Any],
     backend: distributed.Backend,
-) -> dict[str, float | Image.Image]:
+) -> dict[str, float | Image.Image]:  # fmt: skip
     """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
     from torch.nn import functional as F
 

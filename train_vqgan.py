@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from models.quantizers import QUANTIZERS
 from training.flags.converters import non_negative_int, positive_float, size, sizes
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
@@ -60,7 +61,7 @@ def build_parser() -> ArgumentParser:
     add("--init_from", metavar="DIR",
         help="start the generator from a run, a checkpoint or a model/ folder")
 
-    add_quantizer_arguments(parser, codebook_size=65536)
+    add_quantizer_arguments(parser, QUANTIZERS, codebook_size=65536)
     add = parser.add_argument_group("reconstruction loss").add_argument
     add("--l2_recon_loss", action="store_true", help="mean squared instead of absolute error")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -18,6 +19,49 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.net(x)
+
+
+# Images may overshoot [0, 1] a little, as resized and reconstructed ones do; those in [-1, 1] or [0, 255] do not fit.
+_LEAST, _MOST = -0.5, 1.5
+
+
+def check_images(images: Tensor, channels: int) -> None:
+    """Check the type, the shape (b, channels, height, width) and the range of images. Waits for the device.
+
+    Raises:
+        ValueError: one line.
+    """
+    if images.dim() != 4 or images.shape[1] != channels:
+        raise ValueError(f"images of shape {tuple(images.shape)}: give (b, {channels}, height, width)")
+    if not images.is_floating_point():
+        raise ValueError(f"images of {images.dtype}: give floating-point numbers in [0, 1], such as images / 255")
+    check_range(images)
+
+
+def check_range(images: Tensor) -> None:
+    """Check that images or videos, floating-point numbers, are about in [0, 1]. Waits for the device.
+
+    Raises:
+        ValueError: one line.
+    """
+    if images.numel():
+        least, most = (float(value) for value in images.aminmax())
+        if not (least >= _LEAST and most <= _MOST):
+            raise ValueError(f"images with values from {least:.4g} to {most:.4g}: scale them to [0, 1]")
+
+
+def check_codes(codes: Tensor, num_codes: int) -> None:
+    """Check that codes are whole numbers in [0, num_codes). Waits for the device.
+
+    Raises:
+        ValueError: one line.
+    """
+    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+        raise ValueError(f"codes of {codes.dtype}: give whole numbers")
+    if codes.numel():
+        least, most = (int(value) for value in codes.aminmax())
+        if least < 0 or most >= num_codes:
+            raise ValueError(f"codes from {least} to {most}: the codebook has those from 0 to {num_codes - 1}")
 
 
 def as_square(codes: Tensor) -> Tensor:

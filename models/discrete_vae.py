@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .convolutional import ResBlock, as_square
+from .convolutional import ResBlock, as_square, check_codes, check_images
 from .files.dalle import load_dalle_file, save_dalle_file
 from .files.pretrained import Pretrained, constructor_arguments
 
@@ -153,17 +153,31 @@ class DiscreteVAE(Pretrained):
         return VAEOutput(loss, self._denormalize(out), recon_loss, kl)
 
     @torch.no_grad()
-    def get_codebook_indices(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) in [0, 1] -> the most likely codes, int64 (b, s x s) in row-major order."""
-        return rearrange(self._logits(self._normalize(images)).argmax(dim=-1), "b h w -> b (h w)")
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Codes (b, s x s) in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not clamped.
+    def encode(self, images: Tensor) -> Tensor:
+        """Images (b, c, image_size, image_size) in [0, 1] -> the most likely codes, int64 (b, s, s).
 
         Raises:
-            ValueError: the number of codes is not a square.
+            ValueError: images of another size or type, or far from [0, 1].
         """
-        embedded = rearrange(self.codebook(as_square(codes)), "b h w d -> b d h w")
+        check_images(images, self.channels)
+        if images.shape[-2:] != (self.image_size, self.image_size):
+            given, side = "{} x {}".format(*images.shape[-2:]), self.image_size
+            raise ValueError(f"images of {given} pixels: this model was made for {side} x {side}")
+        return self._logits(self._normalize(images)).argmax(dim=-1)
+
+    def get_codebook_indices(self, images: Tensor) -> Tensor:
+        """As `encode`, row by row: int64 (b, s x s). The name and the shape are those of DALLE-pytorch."""
+        return rearrange(self.encode(images), "b h w -> b (h w)")
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes (b, s, s), or (b, s x s) row by row, in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not
+        clamped.
+
+        Raises:
+            ValueError: codes (b, n) whose n is not a square, or codes beyond the codebook.
+        """
+        check_codes(codes, self.num_codes)
+        embedded = rearrange(self.codebook(as_square(codes) if codes.dim() == 2 else codes), "b h w d -> b d h w")
         return self._denormalize(self.decoder(embedded).float())
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from .convolutional import check_codes, check_range
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import tokenizer_quantizer
 from .video.causal import CausalConv3d, Context
@@ -173,8 +174,10 @@ class VideoTokenizer(Pretrained):
         """Videos (b, c, f, h, w) in [0, 1] -> codes, int64 (b, f', h', w'); images (b, c, h, w) -> (b, h', w').
 
         Raises:
-            ValueError: as forward.
+            ValueError: as forward; or videos far from [0, 1].
         """
+        self._check_sides(videos)
+        check_range(videos)
         codes = torch.cat([self.quantizer.codes(z) for z in self._latents(videos, cond)], dim=1)
         return codes.squeeze(1) if videos.dim() == 4 else codes
 
@@ -185,8 +188,10 @@ class VideoTokenizer(Pretrained):
         (b, h', w') of images, which become (b, c, h, w).
 
         Raises:
-            ValueError: codes (b, n) that fill no frames; a condition that is missing or superfluous.
+            ValueError: codes (b, n) that fill no frames, or beyond the codebook; a condition that is missing or
+                superfluous.
         """
+        check_codes(codes, self.num_codes)
         if codes.dim() == 2:
             codes = self._as_grid(codes)
         quantized = self.quantizer.decode_codes(codes.unsqueeze(1) if codes.dim() == 3 else codes)
@@ -209,9 +214,10 @@ class VideoTokenizer(Pretrained):
         In eval mode, all calls together give exactly the codes of the whole clip.
 
         Raises:
-            ValueError: a height or width that does not fit, or not that of the stream.
+            ValueError: a height or width that does not fit, or not that of the stream; or frames far from [0, 1].
         """
         self._check_sides(frames)
+        check_range(frames)
         codes = [self.quantizer.codes(z) for z in self._encode_chunks(frames, state)]
         height, width = (side // self.pixels_per_code for side in frames.shape[-2:])
         return torch.cat([frames.new_zeros(len(frames), 0, height, width, dtype=torch.int64), *codes], dim=1)
@@ -230,8 +236,10 @@ class VideoTokenizer(Pretrained):
     def decode_next(self, codes: Tensor, state: StreamState) -> Tensor:
         """The next codes of a stream, (b, f', h', w') -> their frames, fp32 (b, c, f, h, w). Changes the state.
 
-        In eval mode, all calls together give exactly the frames of the whole clip.
+        In eval mode, all calls together give exactly the frames of the whole clip. Raises ValueError, in one line, for
+        codes beyond the codebook.
         """
+        check_codes(codes, self.num_codes)
         frames = [video for video, _ in self._decode_chunks(self.quantizer.decode_codes(codes), state)]
         height, width = (side * self.pixels_per_code for side in codes.shape[-2:])
         none = torch.zeros(len(codes), self.channels, 0, height, width, device=codes.device)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .convolutional import ResBlock, as_square
+from .convolutional import ResBlock, as_square, check_codes, check_images
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import tokenizer_quantizer
 from .recompute import recomputed
@@ -133,8 +133,9 @@ class VQGAN(Pretrained):
         """Images (b, c, h, w) in [0, 1] -> codes, int64 (b, h / 2^n, w / 2^n).
 
         Raises:
-            ValueError: a height or width that 2^num_layers does not divide.
+            ValueError: a height or width that 2^num_layers does not divide; whole numbers, or far from [0, 1].
         """
+        check_images(images, self.channels)
         return self.quantizer.codes(self._encode(images))
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -142,8 +143,9 @@ class VQGAN(Pretrained):
         not clamped.
 
         Raises:
-            ValueError: codes (b, n) whose n is not a square.
+            ValueError: codes (b, n) whose n is not a square, or codes beyond the codebook.
         """
+        check_codes(codes, self.num_codes)
         if codes.dim() == 2:
             codes = as_square(codes)
         return self._decode(self.quantizer.decode_codes(codes))[0]

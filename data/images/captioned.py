@@ -16,8 +16,9 @@ from ..files.find import Folder, FolderFiles, TarFiles, find_files
 from ..files.opening import list_files, nothing_found
 from ..files.packed import PackedStrings
 from ..files.tars import Members, Tars
+from .decoding import ENDINGS
 from .embeddings import IMAGE, KINDS, TEXT, Embeddings, Kind, embeddings_beside, embeddings_by_row, number_of
-from .sets import ENDINGS, ImageFiles, Images
+from .sets import ImageFiles, Images
 
 _CAPTION = (".txt",)
 _BESIDE = (_CAPTION, IMAGE.endings, TEXT.endings)

@@ -18,8 +18,10 @@ from ..bad_samples import Incomplete
 from ..files.source import Source, open_source
 from ..hashing import derive_key
 
-# Formats are recognised by content, not by name. Not all of Pillow's are allowed: PostScript would start Ghostscript.
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+# Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
+# called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
+FORMATS = {"JPEG": (".jpg", ".jpeg"), "PNG": (".png",), "WEBP": (".webp",), "BMP": (".bmp",), "GIF": ()}
+ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
 _UPRIGHT = {
@@ -70,7 +72,8 @@ def decode_image_file(file: BinaryIO, image_size: int, channels: int, enlarge: b
         raise
     except UnidentifiedImageError:
         is_empty = file.seek(0, os.SEEK_END) == 0
-        reason = "the file is empty" if is_empty else f"the content is none of {', '.join(_FORMATS)}"
+        found = ", ".join(name for name, endings in FORMATS.items() if endings)
+        reason = "the file is empty" if is_empty else f"the content is none of {found}"
         raise ValueError(reason) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
@@ -83,7 +86,7 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
 
 def _decode(file: BinaryIO, size: int, enlarge: bool) -> Image.Image:
     """Open file -> upright square of mode L, RGB or RGBA."""
-    with Image.open(file, formats=_FORMATS) as image:
+    with Image.open(file, formats=tuple(FORMATS)) as image:
         if not enlarge and min(image.size) < size:
             raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {size}")
         width, height = _decode_small(image, size)

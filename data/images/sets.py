@@ -12,10 +12,8 @@ from ..files.find import Folder, FolderFiles, TarFiles, find_files
 from ..files.opening import demonstration_size, list_files, nothing_found
 from ..files.source import Places
 from ..files.tars import Members, Tars
-from .decoding import decode_source, randomly_flipped
+from .decoding import ENDINGS, decode_source, randomly_flipped
 from .shapes import Shapes
-
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 class Images(Samples, Protocol):

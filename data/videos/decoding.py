@@ -20,8 +20,8 @@ from ..bad_samples import Unsuitable
 from ..files.opening import missing_package
 from ..files.source import Source
 from ..hashing import Draws
+from ..images.decoding import ENDINGS as IMAGE_ENDINGS
 from ..images.decoding import decode_source
-from ..images.sets import ENDINGS as IMAGE_ENDINGS
 from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")

@@ -18,8 +18,8 @@ from ..files.manifest import Columns, Parts, part_of, read_manifest
 from ..files.opening import demonstration_size, list_files, nothing_found
 from ..files.source import Places
 from ..files.tars import Members, Tars
+from ..images.decoding import ENDINGS as IMAGE_ENDINGS
 from ..images.decoding import randomly_flipped
-from ..images.sets import ENDINGS as IMAGE_ENDINGS
 from ..images.sets import open_images
 from .decoding import ENDINGS, ClipDecoder, require_decoder
 from .moving import FRAMES_PER_SECOND, Moving

@@ -1,25 +1,33 @@
-"""Quantizers of image tokenizers behind one interface."""
+"""Quantizers of image tokenizers behind one interface. Importing this file alone imports no PyTorch, as --help needs."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .base import Quantizer
-from .finite_scalar import FiniteScalarQuantizer, levels_of
-from .index_backprop import IndexBackpropQuantizer
-from .lookup_free import BinarySphericalQuantizer, LookupFreeQuantizer
-from .vector import VectorQuantizer
+if TYPE_CHECKING:
+    from .base import Quantizer
 
-_CLASSES: dict[str, type[Quantizer]] = {
-    "lfq": LookupFreeQuantizer,
-    "vq": VectorQuantizer,
-    "fsq": FiniteScalarQuantizer,
-    "bsq": BinarySphericalQuantizer,
-    "ibq": IndexBackpropQuantizer,
+
+class _Kind(NamedTuple):
+    """A quantizer: what it is, in a few words for --help; its module; its class."""
+
+    words: str
+    module: str
+    name: str
+
+
+_KINDS = {
+    "lfq": _Kind("lookup-free", "lookup_free", "LookupFreeQuantizer"),
+    "vq": _Kind("vector (EMA codebook)", "vector", "VectorQuantizer"),
+    "fsq": _Kind("finite scalar", "finite_scalar", "FiniteScalarQuantizer"),
+    "bsq": _Kind("binary spherical", "lookup_free", "BinarySphericalQuantizer"),
+    "ibq": _Kind("index backpropagation", "index_backprop", "IndexBackpropQuantizer"),
 }
-QUANTIZERS = tuple(_CLASSES)
+#: What each quantizer is, in a few words, by name.
+QUANTIZERS = {name: kind.words for name, kind in _KINDS.items()}
 
 
 def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | None = None, **options: Any) -> Quantizer:
@@ -34,12 +42,14 @@ def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | No
     Raises:
         ValueError: an unknown name or option, or a value out of range.
     """
-    if name not in _CLASSES:
+    if name not in _KINDS:
         raise ValueError(f"quantizer {name!r} is unknown; use one of {', '.join(QUANTIZERS)}")
-    kind = _CLASSES[name]
+    kind: type[Quantizer] = getattr(importlib.import_module(f".{_KINDS[name].module}", __name__), _KINDS[name].name)
     parameters = inspect.signature(kind).parameters
     sizes: dict[str, Any] = {"codebook_size": codebook_size, "dim": dim}
-    if kind is FiniteScalarQuantizer and codebook_size is not None and "levels" not in options:
+    if name == "fsq" and codebook_size is not None and "levels" not in options:
+        from .finite_scalar import levels_of
+
         sizes["levels"] = levels_of(codebook_size)
     arguments = {key: size for key, size in sizes.items() if key in parameters and size is not None} | options
     if unknown := [key for key in arguments if key not in parameters]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.quantizers import Quantizer, make_quantizer
+from models.quantizers import make_quantizer
+from models.quantizers.base import Quantizer
 
 Run = Callable[[int, Callable[[Any], Any]], list[Any]]
 

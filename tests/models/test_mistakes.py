@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import models
 from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, ResidualQuantizer, VideoTokenizer
@@ -142,3 +144,54 @@ def test_an_argument_that_cannot_be_is_named_in_one_line(
     with pytest.raises(ValueError, match=text) as caught:
         build(**arguments)
     assert "\n" not in str(caught.value)
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "vae": lambda: DiscreteVAE(**helpers.VAE).eval(),
+    **{name: lambda name=name: vqgan(quantizer=name).eval() for name in ("lfq", "vq", "fsq", "bsq", "ibq")},
+    "video": lambda: tokenizer().eval(),
+}  # fmt: skip
+GIVEN: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("encode", lambda images: images * 255, "images with values from .*: scale them to \\[0, 1\\]"),
+    ("encode", lambda images: images * 2 - 1, "images with values from -.* to .*: scale them to \\[0, 1\\]"),
+    ("encode", lambda images: images * math.nan, "from nan"),
+    ("encode", lambda images: (images * 255).to(torch.uint8), "uint8.*: give floating-point numbers"),
+    ("encode", lambda images: images[:, :1], "give .*\\(b, 3, "),
+    ("encode", lambda images: images[..., :-1], "15|7"),
+    ("decode", lambda codes: codes + 10**6, "the codebook has those from 0 to"),
+    ("decode", lambda codes: codes - 10**6, "the codebook has those from 0 to"),
+    ("decode", lambda codes: codes.float(), "codes of torch.float32: give whole numbers"),
+]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(("method", "change", "text"), GIVEN)
+def test_images_and_codes_that_cannot_be_are_refused_in_one_line(
+    name: str, method: str, change: Callable[[Tensor], Tensor], text: str
+) -> None:
+    """Without the checks, they give codes and images of nothing."""
+    model = TOKENIZERS[name]()
+    images = helpers.some_videos() if name == "video" else helpers.some_images()
+    codes = model.encode(images)
+    assert model.decode(codes).shape == images.shape
+    with pytest.raises(ValueError, match=text) as caught:
+        getattr(model, method)(change(images if method == "encode" else codes))
+    assert "\n" not in str(caught.value)
+
+
+def test_frames_and_codes_of_a_stream_are_checked_alike() -> None:
+    model = tokenizer().eval()
+    with pytest.raises(ValueError, match="scale them"):
+        model.encode_next(helpers.some_videos() * 255, model.start_encoding())
+    codes = model.encode(helpers.some_videos())
+    with pytest.raises(ValueError, match="the codebook has those from 0 to 15"):
+        model.decode_next(codes + 16, model.start_decoding())
+
+
+def test_every_tokenizer_of_images_gives_a_grid_of_codes_and_takes_rows_of_them_too() -> None:
+    for name in TOKENIZERS.keys() - {"video"}:
+        model = TOKENIZERS[name]()
+        codes = model.encode(helpers.some_images())
+        assert codes.shape == (2, 4, 4)
+        assert torch.equal(model.decode(codes), model.decode(codes.flatten(1)))
+        model.encode(helpers.some_images() * 1.4 - 0.2)  # as resizing overshoots

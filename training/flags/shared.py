@@ -138,15 +138,16 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_quantizer_arguments(
     parser: argparse.ArgumentParser,
+    quantizers: Mapping[str, str],
     *,
     codebook_size: int,
     commitment_loss_weight: float = 0.25,
     diversity_gamma: float = 1.0,
 ) -> None:
-    """Add the flags of every script whose model has a quantizer; the parameters are defaults."""
+    """Add the flags of every script whose model has a quantizer, one of `quantizers`: names, and what they are in a few
+    words. The other parameters are defaults."""
     add = parser.add_argument_group("quantizer").add_argument
-    add("--quantizer", type=str.lower, choices=("lfq", "vq", "fsq", "bsq", "ibq"), default="lfq",
-        help="lookup-free, vector (EMA codebook), finite scalar, binary spherical, index backpropagation")
+    add("--quantizer", type=str.lower, choices=tuple(quantizers), default="lfq", help=", ".join(quantizers.values()))
     add("--codebook_size", type=size, default=codebook_size, metavar="CODES",
         help="a power of two for lfq and bsq")
     add("--codebook_dim", type=size, default=32, metavar="DIM", help="width of a codebook entry (vq, ibq)")

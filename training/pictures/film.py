@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .images import Sample, grid, to_pixels
+from .images import Sample, enlarged, grid, to_pixels
 
 _FRAMES = 9  # at most, of a clip in a picture
 _HIGHEST_RATE = 1000  # frames per second that a film is played with
@@ -50,7 +50,7 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
     for clip in range(len(originals)):
         rows = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
         rows[f"|error| x {_ERROR_FACTOR}"] = (rows[last] - rows["original"]).abs() * _ERROR_FACTOR
-        clips.append(grid({name: _enlarged(frames, _STRIP_SIDE) for name, frames in rows.items()}))
+        clips.append(grid(rows, _STRIP_SIDE))
     height = clips[0].height + _GAP_PIXELS
     picture = Image.new("RGB", (clips[0].width, height * len(clips) - _GAP_PIXELS), "white")
     for place, strip in enumerate(clips):
@@ -65,15 +65,9 @@ def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np
     for clip in range(len(originals)):
         of_clip = (video[clip].transpose(0, 1) for video in (originals, *reconstructions.values()))
         gap = (0, _GAP_PIXELS, 0, _GAP_PIXELS)  # white, on the right and below
-        padded = [F.pad(_enlarged(frames, _FILM_SIDE), gap, value=1.0) for frames in of_clip]
+        padded = [F.pad(enlarged(frames, _FILM_SIDE), gap, value=1.0) for frames in of_clip]
         rows.append(torch.cat([to_pixels(frames) for frames in padded], dim=2))
     return torch.cat(rows, dim=1)[:, :-_GAP_PIXELS, :-_GAP_PIXELS].numpy()
-
-
-def _enlarged(frames: Tensor, side: int) -> Tensor:
-    """Frames (f, c, h, w), their pixels repeated so that no side has fewer than so many."""
-    factor = -(-side // min(frames.shape[-2:]))
-    return frames.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
 
 
 def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:

@@ -38,11 +38,18 @@ def to_pixels(images: Tensor) -> Tensor:
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()
 
 
-def grid(rows: Mapping[str, Tensor]) -> Image.Image:
-    """Labelled rows of images: each label -> (n, c, h, w) in [0, 1]."""
+def enlarged(images: Tensor, side: int) -> Tensor:
+    """Images (n, c, h, w), their pixels repeated so that no side has fewer than so many."""
+    factor = -(-side // min(images.shape[-2:]))
+    return images.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
+
+
+def grid(rows: Mapping[str, Tensor], least_side: int = 128) -> Image.Image:
+    """Labelled rows of images: each label -> (n, c, h, w) in [0, 1]. Small images are enlarged: no side has fewer than
+    `least_side` pixels."""
     font = ImageFont.load_default()
     margin = round(max(font.getlength(label) for label in rows)) + 3 * _GAP_PIXELS
-    pixels = {label: to_pixels(images) for label, images in rows.items()}
+    pixels = {label: to_pixels(enlarged(images, least_side)) for label, images in rows.items()}
     width = max(sum(image.shape[1] + _GAP_PIXELS for image in row) for row in pixels.values())
     height = sum(row.shape[1] + _GAP_PIXELS for row in pixels.values())
     picture = Image.new("RGB", (margin + width, height + _GAP_PIXELS), _PAPER)

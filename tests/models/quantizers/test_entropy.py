@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import Quantizer, make_quantizer
+from models.quantizers import make_quantizer
+from models.quantizers.base import Quantizer
 from tests.models.helpers import Run, in_rows, quantizer_of, some
 
 # Soft enough for every code to have a part in every vector.

@@ -13,7 +13,8 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import QUANTIZERS, Quantizer, make_quantizer
+from models.quantizers import QUANTIZERS, make_quantizer
+from models.quantizers.base import Quantizer
 from tests.models.helpers import in_rows, quantizer_of, some, state_of
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -12,9 +12,10 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import VectorQuantizer, clustering
+from models.quantizers import clustering
 from models.quantizers.hashing import random_indices
 from models.quantizers.statistics import sums_by_code
+from models.quantizers.vector import VectorQuantizer
 from tests.models.helpers import Run, assert_same_bits, in_rows, quantizer_of, some, state_of
 
 

@@ -40,7 +40,7 @@ def test_transparent_places_show_a_checkerboard_and_opaque_ones_the_colour():
 
 def test_grid_holds_each_image_to_the_byte_in_labelled_rows():
     rows = {"original": torch.rand(3, 3, 24, 32), "hard": torch.rand(3, 3, 24, 32)}
-    shown = grid(rows)
+    shown = grid(rows, least_side=24)
     picture = np.asarray(Image.open(io.BytesIO(to_png(shown))))
     assert np.array_equal(picture, np.asarray(shown))
     width, height = shown.size
@@ -55,8 +55,18 @@ def test_grid_holds_each_image_to_the_byte_in_labelled_rows():
         assert label.min() < 64, "there is ink in the margin"
 
 
+def test_small_images_are_drawn_larger_pixel_by_pixel():
+    images = torch.rand(2, 3, 32, 40)
+    picture = np.asarray(grid({"original": images}))
+    assert picture.shape[0] == 2 + 128 + 2 and picture.shape[1] > 2 * 160
+    left = picture.shape[1] - 2 * 162
+    shown = picture[2:130:4, left : left + 160 : 4]
+    assert np.array_equal(shown, to_pixels(images)[0].numpy())
+    assert grid({"large": torch.rand(1, 3, 200, 200)}).height == 204
+
+
 def test_rows_may_differ_in_length_and_size():
-    picture = grid({"many": torch.zeros(4, 1, 8, 8), "large": torch.zeros(1, 3, 40, 20)})
+    picture = grid({"many": torch.zeros(4, 1, 8, 8), "large": torch.zeros(1, 3, 40, 20)}, least_side=1)
     assert picture.height == 2 + 10 + 42 and picture.width >= 4 * 10
 
 
