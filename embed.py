@@ -1,9 +1,9 @@
 """Use a trained MuLaN: build an index of the embeddings of sound files, search the index by words or by sound, and
 compute the codes of embeddings on which MusicLM is conditioned.
 
-    python embed.py --model runs/mulan/model --audio sounds/ --output index/
-    torchrun --nproc_per_node 8 embed.py --model runs/mulan/model --audio sounds/ --output index/     # or any launcher
-    python embed.py --model runs/mulan/model --index index/ --query "a slow low sine wave" --query some.wav
+    python embed.py --model runs/mulan --audio sounds/ --output index/
+    torchrun --nproc_per_node 8 embed.py --model runs/mulan --audio sounds/ --output index/     # or any launcher
+    python embed.py --model runs/mulan --index index/ --query "a slow low sine wave" --query some.wav
     python embed.py --index index/ --fit_quantizer quantizer/      # then the codes of all embeddings:
     python embed.py --index index/ --quantizer quantizer/
 

@@ -1,9 +1,9 @@
 """Draw pictures with a trained decoder, under any launcher; the same pictures on any number of processes.
 
-    python sample.py --model runs/decoder-demo/model --prompts 'a red circle on the left' 'a blue star top right' \
+    python sample.py --model runs/decoder-demo --prompts 'a red circle on the left' 'a blue star top right' \
         --count 4 --output pictures/
-    torchrun --nproc_per_node 8 sample.py --model runs/decoder/model --image_embeddings rows.npy --output pictures/
-    python sample.py --model runs/decoder/model --clip ViT-L-14 --clip_weights vit.safetensors --images photos/ \
+    torchrun --nproc_per_node 8 sample.py --model runs/decoder --image_embeddings rows.npy --output pictures/
+    python sample.py --model runs/decoder --clip ViT-L-14 --clip_weights vit.safetensors --images photos/ \
         --output variations/
 
 OUTPUT/00000.png is a PNG for each picture, and OUTPUT/index.jsonl says of each what it was drawn for. Picture n depends

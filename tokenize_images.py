@@ -1,10 +1,10 @@
 """Write the codes of a folder of images with a trained tokenizer (DiscreteVAE or VQGAN), or decode codes to images.
 
-    python tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
-    torchrun --nproc_per_node 8 tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
-    deepspeed tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
-    horovodrun -np 8 python tokenize_images.py --model runs/vqgan/model --image_folder photos/ --output codes/
-    python tokenize_images.py --model runs/vqgan/model --decode codes/ --output images/
+    python tokenize_images.py --model runs/vqgan --image_folder photos/ --output codes/
+    torchrun --nproc_per_node 8 tokenize_images.py --model runs/vqgan --image_folder photos/ --output codes/
+    deepspeed tokenize_images.py --model runs/vqgan --image_folder photos/ --output codes/
+    horovodrun -np 8 python tokenize_images.py --model runs/vqgan --image_folder photos/ --output codes/
+    python tokenize_images.py --model runs/vqgan --decode codes/ --output images/
 
 The files are the same, byte for byte, for every launcher and any number of processes and loader workers. Run the same
 command again to continue after an interruption. data/stores/codes.py says what is in codes/, and how to load it in two

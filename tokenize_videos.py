@@ -1,10 +1,10 @@
 """Write the codes of a folder of videos and images with a trained VideoTokenizer, or decode codes to videos.
 
-    python tokenize_videos.py --model runs/tokenizer/model --video_folder clips/ --output codes/
-    torchrun --nproc_per_node 8 tokenize_videos.py --model runs/tokenizer/model --video_folder clips/ --output codes/
-    deepspeed tokenize_videos.py --model runs/tokenizer/model --video_folder clips/ --output codes/
-    horovodrun -np 8 python tokenize_videos.py --model runs/tokenizer/model --video_folder clips/ --output codes/
-    python tokenize_videos.py --model runs/tokenizer/model --decode codes/ --output videos/ --format mp4
+    python tokenize_videos.py --model runs/tokenizer --video_folder clips/ --output codes/
+    torchrun --nproc_per_node 8 tokenize_videos.py --model runs/tokenizer --video_folder clips/ --output codes/
+    deepspeed tokenize_videos.py --model runs/tokenizer --video_folder clips/ --output codes/
+    horovodrun -np 8 python tokenize_videos.py --model runs/tokenizer --video_folder clips/ --output codes/
+    python tokenize_videos.py --model runs/tokenizer --decode codes/ --output videos/ --format mp4
 
 The files are the same, byte for byte, for every launcher and any number of processes and threads. Run the same command
 again to continue after an interruption. Videos of any length go through the model frame by frame, in the same memory

@@ -77,7 +77,7 @@ def build_parser() -> ArgumentParser:
     add("--hierarchical_layers", type=size_or_0, default=0, metavar="LAYERS",
         help="apply the loss to the outputs of this number of layers before the last, too")
     add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
-        help="inverse temperature at the start: cosines are multiplied by it; it is learned, up to 100")
+        help="temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100")
     add("--init_bias", type=float, default=-10.0, metavar="BIAS",
         help="number added to the scaled cosines at the start; it is learned (sigmoid)")
 

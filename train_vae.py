@@ -69,10 +69,10 @@ def build_parser() -> ArgumentParser:
         help="Gumbel-softmax temperature at the start")
     add("--temp_min", type=positive_float, default=0.5, metavar="T", help="lowest temperature")
     add("--anneal_rate", type=non_negative_float, default=1e-6, metavar="RATE",
-        help="every 100 updates the temperature is multiplied by exp(-RATE x updates made so far)")
+        help="after updates 1, 101, 201, ... the temperature is multiplied by exp(-RATE x updates before that one)")
     add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="learning rate of Adam at the start")
     add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR",
-        help="every 100 updates the learning rate is multiplied by it")
+        help="after updates 1, 101, 201, ... the learning rate is multiplied by it")
     # fmt: on
     add_run_arguments(parser, output_dir="runs/vae")
     distributed.add_arguments(parser)

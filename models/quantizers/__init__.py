@@ -1,4 +1,7 @@
-"""Quantizers of image tokenizers behind one interface. Importing this file alone imports no PyTorch, as --help needs."""
+"""Quantizers of image tokenizers behind one interface.
+
+Importing this file alone imports no PyTorch, because --help reads the names.
+"""
 
 from __future__ import annotations
 

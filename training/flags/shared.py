@@ -303,7 +303,7 @@ def add_run_arguments(
 
     add = parser.add_argument_group("validation and logging").add_argument
     add("--log_every_n_steps", type=positive_int, default=10, metavar="UPDATES",
-        help="updates between two lines of metrics.jsonl")
+        help="updates between two lines of metrics.jsonl; losses in a line are of its own update, not means")
     add(*names("validate_every_n_steps"), type=non_negative_int, default=validate_every_n_steps, metavar="UPDATES",
         help="updates between two measurements on the validation split; 0: only at the end")
     add("--sample_every_n_steps", type=non_negative_int, default=sample_every_n_steps, metavar="UPDATES",
