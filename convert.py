@@ -206,8 +206,8 @@ def model_folder(path: str | Path) -> Path:
     if kind == "model":
         return where
     model, best = Path(path) / "model", Path(path) / "best"
-    is_newest = where.name == f"step_{read_json(model / 'training.json').get('step', -1):08d}"
-    if kind == "checkpoint" and is_newest and (model / CONFIG_FILE).is_file():
+    step = read_json(model / "training.json").get("step")
+    if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
         return model
     if kind == "checkpoint" and script_of(where.parent.parent) == "train_mulan.py":
         if (best / CONFIG_FILE).is_file():

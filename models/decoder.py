@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .convolutional import check_images
 from .diffusion.guidance import Passes, denoiser, guided
 from .diffusion.lowres import blur
 from .diffusion.sampling import Inpaint, dynamic_threshold, sample
@@ -232,6 +233,9 @@ class Decoder(Pretrained):
         if guide is not None:
             check_guide(self, guide)
         _check_batch(batch, conditions, images, inpaint_image)
+        for given in (images, inpaint_image):
+            if given is not None:
+                check_images(given, int(self.unet(0).config["channels"]))
         pictures = None if images is None else images * 2 - 1
         for index in range(start_at - 1, stop_at):
             side, unet, schedule = self.image_sizes[index], self.unet(index), self.schedule(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import distributed
 from distributed import UserMistake, backends
@@ -207,3 +209,20 @@ print(sorted({"torch", "deepspeed", "horovod", "numpy"} & set(sys.modules)))"""
     root = Path(backends.__path__[0]).parents[1]
     finished = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert finished.stdout.strip() == "[]", finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (["optimizer"], "optimizer Adam of the JSON instead of the script's, the schedule stays the script's"),
+        (["optimizer", "scheduler"], "instead of the script's; learning rate by the scheduler of the JSON"),
+    ],
+)
+def test_what_the_json_replaces_and_what_it_does_not_is_said(
+    sections: list[str], said: str, parsed: Parsed, tmp_path: Path
+) -> None:
+    parts = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}}
+    (tmp_path / "ds.json").write_text(json.dumps({name: parts[name] for name in sections}))
+    backend = distributed.from_args(parsed("--deepspeed_config", str(tmp_path / "ds.json")))
+    backend.device = torch.device("cpu")
+    assert said in backend.summary()

@@ -280,6 +280,7 @@ def test_it_is_saved_and_loaded_with_equal_pictures(tmp_path: Path) -> None:
         (lambda: Decoder([]), "at least one stage"),
         (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=3), "Unets 3 to 2 do not exist"),
         (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=2), "give the images of Unet 1"),
+        (lambda: decoder().sample({}, noise_of([0]), batch=1, start_at=2, images=torch.ones(1, 3, 8, 8) * 2), "scale"),
         (lambda: decoder().sample({"image_embed": EMBEDDINGS}, noise_of([0]), batch=1), "4 conditions or images for 1"),
     ],
 )

@@ -21,6 +21,7 @@ class DeepSpeedBackend(Backend):
     name = "deepspeed"
     launch_order = 20
     install_hint = "pip install -e .[deepspeed]"
+    flags_of_training = ("zero_stage",)
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch, options, args)
@@ -35,8 +36,6 @@ class DeepSpeedBackend(Backend):
             # Stage 0 hides the fp32 weights and moments, so they could not be saved. Stage 1 gives the same numbers.
             self.zero_stage = 1
         self.resolved: dict[str, dict[str, Any]] = {}  # configuration by engine name, with DeepSpeed's defaults
-
-    flags_of_training = ("zero_stage",)
 
     @classmethod
     def is_available(cls) -> bool:
