@@ -195,17 +195,36 @@ def find(path: Path) -> tuple[str, Path]:
     raise ValueError(f"{path}:{missing} expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
-def model_folder(path: str | Path) -> Path:
+def model_folder(path: str | Path, *kinds: str) -> Path:
     """The model folder for what a user calls a model: a model folder, a run folder or a checkpoint of one, or a .pt
     file. Of a run folder it is model/, unless a later update has been saved. A model that is in no such folder yet is
-    written to a temporary one, which is deleted when this process ends. Raises ValueError, in one line."""
+    written to a temporary one, which is deleted when this process ends.
+
+    Args:
+        kinds: Names of the classes that will do.
+
+    Raises:
+        ValueError: one line, if there is no model, or it is of another kind.
+    """
+    from models.files.pretrained import read_config
+
+    folder = _find_or_write_model(Path(path))
+    kind = read_config(folder)[0]
+    if kinds and kind not in kinds:
+        makers = {script.model: script.module for script in SCRIPTS} | {"MuLaN": "train_mulan"}
+        of_script = f" of {makers[kind]}.py" if kind in makers else ""
+        raise ValueError(f"{path} holds a {kind[:80]}{of_script}, not a {' or a '.join(kinds)}")
+    return folder
+
+
+def _find_or_write_model(path: Path) -> Path:
     from models.files.pretrained import CONFIG_FILE
     from training.files import read_json
 
-    kind, where = find(Path(path))
+    kind, where = find(path)
     if kind == "model":
         return where
-    model, best = Path(path) / "model", Path(path) / "best"
+    model, best = path / "model", path / "best"
     step = read_json(model / "training.json").get("step")
     if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
         return model
@@ -215,7 +234,7 @@ def model_folder(path: str | Path) -> Path:
         raise ValueError(f"{path}: of train_mulan.py, give the run folder, or best/ or model/ in it: no checkpoint")
     folder = Path(tempfile.mkdtemp(prefix="model-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    load_model(Path(path), "best").save_pretrained(folder / where.name)
+    load_model(path, "best").save_pretrained(folder / where.name)
     return folder / where.name
 
 

@@ -130,7 +130,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     from models.files.building import require_room
 
     with backend.agreement():
-        folder = str(model_folder(args.model))
+        folder = str(model_folder(args.model, "MuLaN"))
         model, about = load(MuLaN, folder, backend)
         require_room(f"a batch of {args.batch_size} clips", args.batch_size, model.clip_numbers)
         decoder = ClipDecoder(model.config["sample_rate"], model.clip_samples)
@@ -223,7 +223,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     with backend.agreement():
         if backend.is_root:
             queries, index = read_queries(args.query or [], args.query_file), read_embeddings(args.index)
-            folder = str(model_folder(args.model))
+            folder = str(model_folder(args.model, "MuLaN"))
             model, about = load(MuLaN, folder, backend)
             if not about.items() <= index.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")

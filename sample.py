@@ -250,7 +250,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     from training.generation import noise_of
 
     with backend.agreement():
-        folders = {name: model_folder(path) for name in MODELS if (path := getattr(args, name))}
+        folders = {name: model_folder(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
         models = {name: Decoder.from_pretrained(folder).to(backend.device) for name, folder in folders.items()}
         decoder, weaker = models["model"], models.get("guide_with")
         unets = check_unets(args, decoder, weaker)

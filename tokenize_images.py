@@ -83,10 +83,8 @@ def load_tokenizer(path: str, backend: distributed.Backend) -> Tokenizer:
     from models.files.pretrained import read_config, read_headers
 
     kinds: dict[str, type[VQGAN] | type[DiscreteVAE]] = {"DiscreteVAE": DiscreteVAE, "VQGAN": VQGAN}
-    folder = model_folder(path)
+    folder = model_folder(path, *kinds)
     name, arguments = read_config(folder)
-    if name not in kinds:
-        raise ValueError(f"{path} holds a {name}; codes are made by a {' or a '.join(kinds)}")
     sha256 = sha256_of(folder / file for file in sorted(read_headers(folder)))
     model = kinds[name].from_pretrained(folder).to(backend.device)
 

@@ -78,7 +78,7 @@ def load_tokenizer(args: argparse.Namespace, backend: distributed.Backend) -> tu
     from models import VideoTokenizer
     from models.files.pretrained import read_config, read_headers
 
-    folder = model_folder(args.model)
+    folder = model_folder(args.model, "VideoTokenizer")
     model = VideoTokenizer.from_pretrained(folder).to(backend.device)
     if model.channels != 3 or model.is_conditional:
         what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"

@@ -131,7 +131,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     arguments = {name: getattr(args, name) for name in names}
     model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
     if args.init_from:
-        tokenizer.require_same(folder := model_folder(args.init_from))
+        tokenizer.require_same(folder := model_folder(args.init_from, "MuLaN"))
         model.load_weights_from(folder)
     return model
 

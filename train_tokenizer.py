@@ -138,7 +138,8 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     generator = build_in_memory(VideoTokenizer, **{name: getattr(args, name) for name in GENERATOR})
     check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
-        (generator.inflate_from if args.inflate else generator.load_weights_from)(model_folder(args.init_from))
+        load = generator.inflate_from if args.inflate else generator.load_weights_from
+        load(model_folder(args.init_from, "VideoTokenizer"))
     if args.train_decoder_only:
         generator.freeze_encoder()
     return generator

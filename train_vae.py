@@ -132,7 +132,7 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     if args.init_from:
         try:
             is_file = Path(args.init_from).is_file()
-            model.load_weights_from(args.init_from if is_file else model_folder(args.init_from))
+            model.load_weights_from(args.init_from if is_file else model_folder(args.init_from, "DiscreteVAE"))
         except ValueError as error:
             # Parameters are renamed to flags after this phrase only: the path in front of it stays as it is.
             before, needed, differing = str(error).partition("; they need ")

@@ -121,7 +121,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     blocks = [first, *others] if others else first
     model = build_in_memory(VQGAN, num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
     if args.init_from:
-        model.load_weights_from(model_folder(args.init_from))
+        model.load_weights_from(model_folder(args.init_from, "VQGAN"))
     return model
 
 

@@ -323,7 +323,7 @@ FILL = ("--model", "--audio", "--output")
 QUERY = ("--model", "--index", "--query")
 MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str]] = {
     "no model": (FILL, lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "another class of model": (FILL, lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "holds a VQGAN, not a MuLaN"),
+    "another class of model": (FILL, lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a MuLaN"),
     "no folder": (FILL, lambda tmp: {"--audio": tmp / "nowhere"}, "nowhere"),
     "an empty folder": (FILL, lambda tmp: {"--audio": empty(tmp)}, "no sound in"),
     "output is a file": (FILL, lambda tmp: {"--output": text_file(tmp)}, "cannot write the folder"),

@@ -433,6 +433,13 @@ def test_training_starts_from_the_weights_of_another_run(
     torch.testing.assert_close(ours, theirs)
 
 
+def test_weights_of_another_script_are_refused_by_its_name(script: Script, finished: Path, tmp_path: Path) -> None:
+    other = next(other for other in SCRIPTS.values() if other is not script)
+    line = other.refused(tmp_path, "--init_from", str(finished))
+    kind, expected = script.model.__name__, other.model.__name__
+    assert f"{finished} holds a {kind} of {script.name}.py, not a {expected}" in line
+
+
 def test_weights_of_another_model_are_refused_by_what_differs(script: Script, finished: Path, tmp_path: Path) -> None:
     flag, (was, now) = next(iter(script.other_models.items()))
     more = [*script.eight, "--init_from", str(finished / "model")]
