@@ -1,5 +1,6 @@
 """Quality of reconstructed images, and use of the codes, on a validation split."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,6 +9,9 @@ from torch.nn import functional
 
 from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
 from .fid import ReconstructionFID
+
+_PARTS, _MOST_CHANNELS = 4, 4  # of Variety: parts in each direction, and channels
+_EQUAL = 1e-12  # variance of images that differ by rounding alone
 
 
 def psnr(images: Tensor, reconstructions: Tensor) -> Tensor:
@@ -51,8 +55,45 @@ def _gaussian_mean(images: Tensor) -> Tensor:
     return means.reshape(*batch, *means.shape[-2:])
 
 
+class Variety:
+    """How much of the differences between images their reconstructions keep; over all processes.
+
+    - `variance_kept`: variance of the reconstructions / variance of the images. 0: all images get one reconstruction.
+    - `explained_variance`: 1 - mean squared error / variance of the images. 1: nothing is lost. 0: no better than the
+      mean image in place of every reconstruction, which is the best that one reconstruction of all images can be.
+
+    An image is compared by the means of its 4 x 4 parts: a model keeps these first, and fine noise does not count. Both
+    are NaN if all images are equal.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        # Images, their squares, those of reconstructions and of errors; then sums of images and of reconstructions.
+        self._sums = torch.zeros(4 + 2 * _MOST_CHANNELS * _PARTS**2, dtype=torch.float64, device=device)
+
+    def add(self, images: Tensor, reconstructions: Tensor) -> None:
+        """Add images and reconstructions (b, c, h, w) in [0, 1], c <= 4."""
+        x, y = (self._parts(each) for each in (images, reconstructions))
+        squares = [z.square().sum() for z in (x, y, x - y)]
+        self._sums += torch.cat([torch.stack([squares[0].new_tensor(len(x)), *squares]), x.sum(0), y.sum(0)])
+
+    def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
+        """Values by name. Collective: one all-reduce."""
+        totals = all_reduce(self._sums.clone()).cpu()
+        means = totals[1:] / totals[0]
+        error, squared_means = means[2], means[3:].view(2, -1).square().sum(1)
+        images, reconstructions = (means[:2] - squared_means).clamp_min(0)
+        images = torch.where(images > _EQUAL, images, math.nan)
+        return {"variance_kept": (reconstructions / images).item(), "explained_variance": (1 - error / images).item()}
+
+    @staticmethod
+    def _parts(images: Tensor) -> Tensor:
+        """(b, c, h, w) -> the means of the parts, float64 (b, 64): zeros in place of channels that there are not."""
+        parts = functional.adaptive_avg_pool2d(images.double().clamp(0, 1), _PARTS).flatten(1)
+        return functional.pad(parts, (0, _MOST_CHANNELS * _PARTS**2 - parts.shape[1]))
+
+
 class ReconstructionQuality:
-    """PSNR, SSIM and use of the codes, and LPIPS and rFID if their networks are given; over all processes.
+    """PSNR, SSIM, variety and use of the codes, and LPIPS and rFID if their networks are given; over all processes.
 
     Args:
         num_codes: Size of the codebook.
@@ -72,6 +113,7 @@ class ReconstructionQuality:
         self._lpips = lpips
         names = [*losses, "psnr", "ssim", *(["lpips"] if lpips else [])]
         self._averages = Averages(*names, device=device)
+        self._variety = Variety(device)
         self._counts = torch.zeros(num_codes, dtype=torch.int64, device=device)
         self._fid = ReconstructionFID(inception, device=device) if inception else None
 
@@ -83,12 +125,15 @@ class ReconstructionQuality:
             self._fid.add(images, reconstructions)
         per_image = {name: loss.expand(len(images)) for name, loss in losses.items()}
         self._averages.add(psnr=psnr(images, reconstructions), ssim=ssim(images, reconstructions), **per_image)
+        self._variety.add(images, reconstructions)
         count_codes(self._counts, codes)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
         counts = all_reduce(self._counts.clone()).cpu()
-        values = {**self._averages.result(all_reduce), **code_statistics(counts)}
+        values = {
+            **self._averages.result(all_reduce), **self._variety.result(all_reduce), **code_statistics(counts)
+        }  # fmt: skip
         if self._fid:
             values["rfid"] = self._fid.result(all_reduce)
         return values, counts

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
 from .fid import ReconstructionFID
-from .reconstruction import psnr, ssim
+from .reconstruction import Variety, psnr, ssim
 
 
 def dpsnr(videos: Tensor, reconstructions: Tensor) -> Tensor:
@@ -45,6 +45,7 @@ class VideoQuality:
     - `psnr`, `ssim`, `lpips`: means over all frames of the values of single frames, as for images. (PSNR of a whole
       clip, from an error that is pooled over its frames, is lower.) `psnr_first` and `psnr_rest`: those of first
       frames and of all others.
+    - `variance_kept`, `explained_variance`: of single frames; see `Variety`.
     - `dpsnr`, `flicker`: means over the clips; see the functions of these names.
     - `rfvd`: Fréchet distance of I3D's logits (Unterthiner et al. 2018).
 
@@ -71,6 +72,7 @@ class VideoQuality:
         of_clips = ["psnr_first", "psnr_rest", "dpsnr", "flicker"] if num_frames > 1 else []
         names = [*losses, "psnr", *of_clips, "ssim", *(["lpips"] if lpips else [])]
         self._averages = Averages(*names, device=device)
+        self._variety = Variety(device)
         self._counts = torch.zeros(num_codes, dtype=torch.int64, device=device)
         self._fvd = ReconstructionFID(i3d, dim=400, device=device) if i3d else None
 
@@ -82,6 +84,8 @@ class VideoQuality:
         if self._lpips:
             distances = [self._lpips(y.clamp(0, 1), x).expand(len(x)) for x, y in frames]
             self._averages.add(lpips=torch.stack(distances))
+        for x, y in frames:
+            self._variety.add(x, y)
         if len(frames) > 1:
             self._averages.add(
                 psnr_first=of_frames[0], psnr_rest=of_frames[1:], dpsnr=dpsnr(videos, reconstructions),
@@ -95,7 +99,9 @@ class VideoQuality:
     def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
         counts = all_reduce(self._counts.clone()).cpu()
-        values = {**self._averages.result(all_reduce), **code_statistics(counts)}
+        values = {
+            **self._averages.result(all_reduce), **self._variety.result(all_reduce), **code_statistics(counts)
+        }  # fmt: skip
         if self._fvd:
             values["rfvd"] = self._fvd.result(all_reduce)
         return values, counts

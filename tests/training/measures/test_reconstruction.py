@@ -1,10 +1,12 @@
 """Image quality against closed forms and scikit-image."""
 
+import math
+
 import pytest
 import torch
 from skimage.metrics import structural_similarity
 
-from training.measures.reconstruction import psnr, ssim
+from training.measures.reconstruction import Variety, psnr, ssim
 
 
 def pictures(seed: int, *shape: int) -> torch.Tensor:
@@ -55,3 +57,56 @@ def test_ssim_does_not_follow_autocast():
     expected = ssim(x, y)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ssim(x, y), expected)
+
+
+def coarse_images(count: int = 6, channels: int = 3) -> torch.Tensor:
+    """Images of 4 x 4 parts that are each of one colour, 8 x 12 pixels, in [0.25, 0.75]."""
+    parts = 0.25 + 0.5 * pictures(2, count, channels, 4, 4)
+    return parts.repeat_interleave(2, 2).repeat_interleave(3, 3)
+
+
+def variety(*pairs: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    measured = Variety()
+    for images, reconstructions in pairs:
+        measured.add(images, reconstructions)
+    return measured.result()
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 1.5])
+def test_reconstructions_between_the_mean_image_and_the_image_keep_a_share_of_the_variance(share, channels):
+    images = coarse_images(channels=channels)
+    mean = images.mean(0, keepdim=True)
+    found = variety((images, mean + share * (images - mean)))
+    assert found["variance_kept"] == pytest.approx(share**2, abs=1e-6)
+    assert found["explained_variance"] == pytest.approx(1 - (1 - share) ** 2, abs=1e-6)
+
+
+def test_one_reconstruction_of_all_images_keeps_nothing_whatever_it_shows():
+    images = coarse_images()
+    for pattern in (images[:1], pictures(3, 1, 3, 8, 12), torch.zeros(1, 3, 8, 12)):
+        found = variety((images, pattern.expand_as(images)))
+        assert found["variance_kept"] == pytest.approx(0, abs=1e-9)
+        assert found["explained_variance"] < -0.01
+
+
+def test_noise_that_is_finer_than_a_part_costs_no_variety():
+    images = coarse_images()
+    chequered = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(4, 6) * 0.2
+    assert variety((images, images + chequered)) == pytest.approx({"variance_kept": 1, "explained_variance": 1})
+
+
+def test_variety_pools_exactly_over_batches_and_processes_even_one_without_images():
+    images, others = coarse_images(), coarse_images().flip(2) * 0.9
+    whole = variety((images, others))
+    assert variety((images[:1], others[:1]), (images[1:], others[1:])) == pytest.approx(whole)
+    here, there = Variety(), Variety()
+    here.add(images, others)
+    for measured, other in ((here, there), (there, here)):
+        found = measured.result(lambda sums, other=other: sums + other._sums)
+        assert found == pytest.approx(whole)
+
+
+def test_equal_images_have_no_variety_to_keep():
+    images = pictures(0, 1, 3, 8, 8).expand(4, 3, 8, 8)
+    assert all(math.isnan(value) for value in variety((images, pictures(1, 4, 3, 8, 8))).values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.measures.reconstruction import psnr, ssim
+from training.measures.reconstruction import Variety, psnr, ssim
 from training.measures.videos import VideoQuality, dpsnr, flicker
 
 
@@ -84,13 +84,17 @@ def test_values_of_frames_are_means_over_frames_and_first_frames_are_apart() -> 
     assert values["dpsnr"] == pytest.approx(dpsnr(x, y).mean().item(), rel=1e-6)
     assert values["flicker"] == pytest.approx(flicker(x, y).mean().item(), rel=1e-6)
     assert values["recon_loss"] == pytest.approx((x - y).abs().mean().item(), rel=1e-6)
+    kept = Variety()
+    kept.add(*(videos.transpose(1, 2).flatten(0, 1) for videos in (x, y)))
+    assert {name: values[name] for name in kept.result()} == pytest.approx(kept.result())
     assert values["codes_used"] == 2 and counts.tolist() == [1, 1] + [0] * 14
 
 
 def test_one_frame_videos_have_the_values_of_images_and_nothing_of_motion() -> None:
     x, y = some_videos(1), some_videos(1, seed=1)
     values, _ = measured((x, y), num_frames=1).result()
-    assert {"recon_loss", "psnr", "ssim"} == {name for name in values if not name.startswith(("codes", "perplexity"))}
+    of_codes = {"codes_used", "codes_used_fraction", "perplexity"}
+    assert values.keys() - of_codes == {"recon_loss", "psnr", "ssim", "variance_kept", "explained_variance"}
     assert values["psnr"] == pytest.approx(psnr(x[:, :, 0], y[:, :, 0]).mean().item(), rel=1e-6)
     mixed = measured((x, y), (some_videos(), some_videos(seed=1))).result()[0]
     assert mixed["dpsnr"] == pytest.approx(dpsnr(some_videos(), some_videos(seed=1)).mean().item(), rel=1e-6)
@@ -108,7 +112,8 @@ def test_two_processes_with_unequal_shares_have_the_values_of_one() -> None:
     first, second = measured((x[:7], y[:7]), i3d=i3d), measured((x[7:], y[7:]), i3d=i3d)
     assert second._fvd is not None
     others = iter([
-        second._counts, second._averages._sums_and_counts, second._fvd._real._moments, second._fvd._fake._moments
+        second._counts, second._averages._sums_and_counts, second._variety._sums,
+        second._fvd._real._moments, second._fvd._fake._moments,
     ])  # fmt: skip
     both = first.result(lambda tensor: tensor + next(others))[0]
     assert both.pop("rfvd") == pytest.approx(one.pop("rfvd"), rel=1e-4) and one["psnr"] > 0
