@@ -206,6 +206,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models.perceptual import load_perceptual
     from training.ema import make_ema
     from training.measures.averages import usage_of_codes
+    from training.measures.collapse import ReconstructionAlarm
     from training.noise import Noise
     from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, frames_of, reconstruction_loss
     from training.optimizers import make_optimizer
@@ -241,7 +242,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         weights=AdversarialWeights.from_args(args), seed=args.seed, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
-        engine, ema, write={"model": VideoTokenizer.save_pretrained},
+        engine, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=lambda model, step: evaluate(model, feed, args.num_frames, networks, backend),
         draw=lambda models, shown, step: reconstructions(models, shown, args.fps or 8),
         use=("tokenize_videos.py", "--video_folder", args.video_folder, "--output", "codes/"),

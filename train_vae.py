@@ -178,6 +178,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     import data
     from models import DiscreteVAE
     from training.ema import make_ema
+    from training.measures.collapse import ReconstructionAlarm
     from training.noise import Noise
     from training.run.loop import Evaluation
     from training.run.run import Run
@@ -190,6 +191,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     ema = make_ema(model, args.ema_decay, args.ema_power)
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     noise = Noise(args.seed, "gumbel")
+    alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
     evaluation = Evaluation(
         vae,
         ema,
@@ -197,6 +199,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         draw=lambda models, shown, step: reconstructions(models, shown, gumbel_temperature(step, args)),
         write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
         use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),
+        watch=alarm.check,
     )
     run.resume(engine=vae, ema=ema)
 

@@ -193,6 +193,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models.perceptual import load_perceptual
     from training.ema import make_ema
     from training.measures.averages import usage_of_codes
+    from training.measures.collapse import ReconstructionAlarm
     from training.objectives.adversarial import last_layer_gradient
     from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, reconstruction_loss
     from training.run.loop import Evaluation
@@ -221,7 +222,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight),
     )  # fmt: skip
     evaluation = Evaluation(
-        engine, ema, write={"model": VQGAN.save_pretrained},
+        engine, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=lambda model, step: evaluate(model, feed, error, networks, backend),
         draw=lambda models, shown, step: reconstructions(models, shown),
         use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),

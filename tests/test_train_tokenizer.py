@@ -264,6 +264,18 @@ def test_clips_of_one_frame_train_and_have_no_motion_to_measure(tmp_path: Path) 
     assert [path.suffix for path in (tmp_path / "samples").iterdir()] == [".png"]
 
 
+# The alarm.
+
+
+def test_a_collapsed_run_is_told_so_once_and_one_that_learns_is_not(tmp_path: Path) -> None:
+    long = ["--num_frames", "1", "--layers", "compress_space:8,residual", "--max_steps", "170", "--epochs", "100",
+            "--validate_every_n_steps", "85", "--log_every_n_steps", "10"]  # fmt: skip
+    said = VIDEO_TOKENIZER.output_of(tmp_path / "a", *long, "--learning_rate", "1e-2", "--gan_weight", "1000")
+    assert said.count("warning: ") == said.count("all samples get almost the same reconstruction") == 1
+    assert "Try a smaller --gan_weight_scale" in said
+    assert "warning" not in VIDEO_TOKENIZER.output_of(tmp_path / "b", *long)
+
+
 # Starting from weights.
 
 

@@ -209,6 +209,17 @@ def test_vae_final_that_was_lost_is_written_again(finished: Path, tmp_path: Path
     assert (run / "vae-final.pt").read_bytes() == (finished / "vae-final.pt").read_bytes()
 
 
+# The alarm.
+
+
+def test_a_collapsed_run_is_told_so_once_and_one_that_learns_is_not(tmp_path: Path) -> None:
+    long = ["--max_steps", "170", "--epochs", "100", "--validate_every_n_steps", "85", "--log_every_n_steps", "10"]
+    said = VAE.output_of(tmp_path / "collapsed", *long, "--kl_loss_weight", "1000")
+    assert said.count("warning: ") == said.count("all samples get almost the same reconstruction") == 1
+    assert "Try a smaller --kl_loss_weight" in said
+    assert "warning" not in VAE.output_of(tmp_path / "learns", *long)
+
+
 # Flags that do not go together.
 
 

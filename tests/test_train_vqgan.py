@@ -106,6 +106,24 @@ def test_a_checkpoint_holds_both_models_their_codebook_and_lecam(finished: Path)
         assert part in text, part
 
 
+# The alarm.
+
+LONG = ["--max_steps", "170", "--epochs", "100", "--validate_every_n_steps", "85", "--log_every_n_steps", "10",
+        "--learning_rate", "1e-3"]  # fmt: skip
+
+
+def test_a_run_whose_adversarial_loss_drowns_the_images_is_told_once_that_it_has_collapsed(tmp_path: Path) -> None:
+    said = VQGAN.output_of(tmp_path, *LONG, "--gan_weight", "1000")
+    assert said.count("warning: ") == said.count("all samples get almost the same reconstruction") == 1
+    assert "Try a smaller --gan_weight_scale" in said
+    assert metrics(tmp_path)[-1]["valid/variance_kept"] < 0.01
+
+
+def test_a_run_that_learns_is_not_warned(tmp_path: Path) -> None:
+    assert "warning" not in VQGAN.output_of(tmp_path, *LONG)
+    assert metrics(tmp_path)[-1]["valid/explained_variance"] > 0.5
+
+
 # Resuming and starting from weights.
 
 

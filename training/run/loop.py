@@ -42,6 +42,8 @@ class Evaluation:
             its flags besides --model; empty: none.
         also_every_n_steps: Call `validate` after these updates too (0: only at the end), besides those of
             --validate_every_n_steps; it may then do more.
+        watch: (completed updates, line of metrics) -> warnings to print, each in one line. Called on every process for
+            every line, which holds the same reduced values everywhere, those of `validate` among them.
         drawn_together: Call `draw` on every process, so that it may share its work between them and contain
             collectives. Only the root's picture is written.
     """
@@ -56,6 +58,7 @@ class Evaluation:
     picture_name: str = "reconstructions"
     use: Sequence[str] = ()
     also_every_n_steps: int = 0
+    watch: Callable[[int, Mapping[str, Any]], Sequence[str]] = lambda step, line: ()
     drawn_together: bool = False
 
     def __post_init__(self) -> None:
@@ -128,6 +131,9 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
         feed.report_bad_samples(run.say)
     if line:
         run.write_line({**line, "bad_samples": feed.bad_samples.count})
+        for evaluation in evaluations:
+            for warning in evaluation.watch(run.progress.step, line):
+                run.warn(warning)
     run.progress.unfinished_line = None
     if run.due(run.args.sample_every_n_steps):
         for evaluation in evaluations:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training.measures.collapse import CollapseAlarm
+from training.measures.collapse import CollapseAlarm, ReconstructionAlarm
 
 
 def said(alarm: CollapseAlarm, losses: list[float], value: float, first_step: int = 1001, **variances: float) -> list:
@@ -69,3 +69,121 @@ def test_embeddings_that_are_all_the_same_are_said_of_their_side(side):
     assert not said(alarm, [1.0], 4.0)
     assert len(said(alarm, [1.0], 4.0, **{f"{side}_variance": 1e-5})) == 1
     assert len(said(alarm, [1.0], 4.0, **{f"{other}_variance": 1e-5})) == 1
+
+
+# Reconstructions.
+
+
+def validation(psnr: float = 15.0, kept: float = 0.7, explained: float = 0.5, **more: float) -> dict[str, float]:
+    of_validation = {"psnr": psnr, "variance_kept": kept, "explained_variance": explained, **more}
+    return {f"valid/{name}": value for name, value in of_validation.items()}
+
+
+def told(
+    lines: list[dict[str, float]], every: int = 100, lr: float = 3e-4, alarm: ReconstructionAlarm | None = None,
+    first_step: int = 0,
+) -> list[tuple[int, str]]:  # fmt: skip
+    """Warnings and their updates. There is one of the lines every so many updates, and one of `lr` every ten."""
+    alarm, found = alarm or ReconstructionAlarm(), []
+    for step in range(1, len(lines) * every + 1):
+        line = {"lr": lr} if step % 10 == 0 else {}
+        line |= lines[step // every - 1] if step % every == 0 else {}
+        if line:
+            found += [(first_step + step, text) for text in alarm.check(first_step + step, line)]
+    return found
+
+
+COLLAPSED = validation(9.4, 4e-5, -1.2)
+CRITIC = {"discr_loss": 2.4}
+
+
+def test_one_reconstruction_of_all_samples_is_told_once_with_what_to_try():
+    ((step, warning),) = told([COLLAPSED | CRITIC] * 30)
+    assert step == 200, "after two validations"
+    assert warning.startswith("warning: all samples get almost the same reconstruction (9.4 dB, 0.004% of")
+    assert "--gan_weight_scale" in warning and "\n" not in warning
+    ((_, warning),) = told([COLLAPSED] * 30)
+    assert "--learning_rate" in warning and "--gan_weight_scale" not in warning, "there is no discriminator yet"
+    ((_, warning),) = told([COLLAPSED] * 30, alarm=ReconstructionAlarm("a smaller --kl_loss_weight"))
+    assert warning.endswith("Try a smaller --kl_loss_weight")
+
+
+def test_a_run_that_starts_with_one_reconstruction_and_then_learns_is_not_warned():
+    # 4 codes per image of photographs, every 25 updates; with a discriminator from the fifth on, without, and at a rate
+    # so small that 3000 updates are as many as 300.
+    kept, explained = (0, 0, 2e-5, 0.0075, 0.21, 0.36, 0.57, 0.52), (-2.3, -0.3, -0.1, 0.04, 0.29, 0.25, 0.49, 0.45)
+    lines = [validation(9 + n, k, e) for n, (k, e) in enumerate(zip(kept, explained, strict=True))]
+    for more in ({}, {"discr_loss": 1.0}):
+        assert not told([line | more for line in lines], every=25)
+    assert not told([line for line in lines for _ in range(10)], every=25, lr=3e-5)
+
+
+def test_nothing_is_said_before_150_updates_or_before_the_learning_rates_add_up():
+    dead = COLLAPSED | {"codes_used": 1.0, "discr_loss": 0.0}
+    assert not told([dead] * 14, every=10, lr=1.0)
+    assert not told([dead] * 49, lr=1e-5)
+    assert min(step for step, _ in told([dead] * 60, lr=1e-5)) == 5100, "0.05 / 1e-5 updates and the first line"
+
+
+def test_a_resumed_run_is_given_the_same_time_and_repeats_what_still_holds_once():
+    assert not told([COLLAPSED], first_step=10**6)
+    assert len(told([COLLAPSED] * 30, first_step=10**6)) == 1
+
+
+def test_samples_that_are_alike_may_get_the_same_reconstruction():
+    assert not told([validation(25, 0.001, -0.1)] * 20)
+
+
+def test_it_is_told_again_only_after_the_reconstructions_differed():
+    alarm = ReconstructionAlarm()
+    assert len(told([COLLAPSED] * 10, alarm=alarm)) == 1
+    assert not told([validation(12, 0.03, 0.1)] * 4 + [COLLAPSED] * 4, alarm=alarm, first_step=1000), "just outside"
+    assert len(told([validation()] + [COLLAPSED] * 4, alarm=alarm, first_step=2000)) == 1
+
+
+def test_a_psnr_that_stays_below_that_of_one_mean_picture_is_told_once():
+    ((step, warning),) = told([validation(9.0, 0.5, -0.3)] * 20)
+    assert step == 500 and "does not rise: 9.0 dB, no better than one mean picture" in warning
+    assert not told([*[validation(9.0, 0.5, -0.3)] * 4, validation(9.5, 0.5, 0.1)] * 5)
+    # Clips that hardly differ, while the model learns what they have in common.
+    rising = (14.8, 16.7, 17.1, 17.8, 16.3, 18.0, 18.2)
+    assert not told([validation(psnr, 2.0, -3.0) for psnr in rising] + [validation(18.2, 2.0, -3.0)] * 20)
+
+
+def test_a_psnr_that_falls_to_four_times_the_error_and_stays_there_is_told_once():
+    ((step, warning),) = told([validation(22.0)] * 5 + [validation(15.5)] * 20)
+    assert step == 1000 and "15.5 dB, 6.5 dB below its best" in warning
+    assert not told([validation(22.0)] * 5 + [validation(17.0)] * 20), "a discriminator costs some decibels"
+    assert not told([validation(22.0)] * 3 + [validation(15.0)] * 4 + [validation(22.0)] * 9)
+    assert not told([validation(22.0)] * 100), "a run that is trained to its end does not rise either"
+
+
+def test_codes_that_fall_to_a_few_are_told_once():
+    before, after = {"codes_used": 400.0}, {"codes_used": 12.0}
+    ((step, warning),) = told([before] * 10 + [after] * 40, every=10)
+    assert step == 200 and "a batch uses 12 different codes, of 400 at most before" in warning
+    assert "--quantizer" in warning
+    assert not told([before] * 10 + [{"codes_used": 40.0}] * 40, every=10)
+    assert not told([{"codes_used": 4.0}] * 40, every=10), "a batch of four patches has no more"
+    assert len(told([{"codes_used": 1.0}] * 40, every=10)) == 1
+
+
+def test_codes_are_those_of_batches_or_else_of_the_validation_split():
+    alarm = ReconstructionAlarm(remedy_of_codes="a larger --kl_loss_weight")
+    ((_, warning),) = told([validation(codes_used=900.0)] * 2 + [validation(codes_used=9.0)] * 20, alarm=alarm)
+    assert "the validation split uses 9 different codes, of 900" in warning and "--kl_loss_weight" in warning
+    assert not told([validation(codes_used=900.0), {"codes_used": 30.0}] * 20), "a batch is smaller than the split"
+
+
+def test_a_discriminator_that_always_wins_is_told_once():
+    ((step, warning),) = told([{"discr_loss": 0.01}] * 50, every=10)
+    assert step == 200 and "the discriminator always wins (its loss is 0.01)" in warning
+    assert "--discr_learning_rate" in warning
+    assert not told(([{"discr_loss": 0.0}] * 19 + [{"discr_loss": 0.1}]) * 5, every=10)
+    both = [line for _ in range(20) for line in ({"discr_loss": 0.0}, validation())]
+    assert len(told(both, every=10)) == 1, "lines without it do not count"
+
+
+def test_values_that_are_no_numbers_and_lines_without_values_are_no_collapse():
+    nothing = validation(math.nan, math.nan, math.nan) | {"codes_used": 50.0, "discr_loss": math.nan}
+    assert not told([nothing] * 50) and not told([{}] * 50)

@@ -662,3 +662,32 @@ def test_a_picture_that_is_drawn_together_may_hold_collectives(tmp_path):
     assert on_processes(2, work) == [None, None]
     drawn = np.asarray(Image.open(tmp_path / "samples" / "step_00000001.png"))
     assert drawn[:, 0, 0].tolist() == [100, 100, 200, 200]
+
+
+def test_what_is_watched_is_the_line_of_all_processes_and_a_warning_is_printed_once_by_the_root(tmp_path, capsys):
+    """Each of two processes sees the mean of their losses and what the validation gave."""
+
+    def work(threads):
+        here = OneProcess(is_root=threads.rank == 0)
+        here.broadcast_object = lambda value: threads.gather_objects(value)[0]
+        mean = lambda sums: sum(float(each["loss"]) for each in threads.gather_objects(sums)) / 2  # noqa: E731
+        here.mean = lambda sums: {"loss": mean(sums)}
+        args, settings = parsed(tmp_path, "--max_steps", "2", "--validate_every_n_steps", "2")
+        run = Run(args, settings, here, Numbers(), model_arguments=())
+        model, seen = Weights(), []
+
+        def watch(step, line):
+            seen.append((step, line["loss"], line.get("valid/psnr")))
+            return [f"warning: {number} at {step}" for number in ("one", "another")] if step == 2 else []
+
+        run.resume(model=model)
+        draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
+        for _ in run.updates(Evaluation(model, model, lambda *_: {"psnr": 9.0}, draw, watch=watch), preview=1):
+            run.add(loss=torch.tensor(1.0 + 2 * threads.rank))
+        return seen
+
+    assert on_processes(2, work) == [[(1, 2.0, None), (2, 2.0, 9.0)]] * 2
+    said = capsys.readouterr().err.splitlines()
+    warnings = [line for line in said if "warning" in line]
+    assert warnings == ["warning: one at 2", "warning: another at 2"]
+    assert said.index(warnings[0]) > max(n for n, line in enumerate(said) if line.startswith("step 2/2"))
