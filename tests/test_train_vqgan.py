@@ -24,6 +24,7 @@ from tests.scripts import (
     without_clocks,
 )
 from training.measures.reconstruction import psnr
+from training.objectives.adversaries import AdversarialWeights
 
 # Schedules.
 
@@ -122,6 +123,15 @@ def test_a_run_whose_adversarial_loss_drowns_the_images_is_told_once_that_it_has
 def test_a_run_that_learns_is_not_warned(tmp_path: Path) -> None:
     assert "warning" not in VQGAN.output_of(tmp_path, *LONG)
     assert metrics(tmp_path)[-1]["valid/explained_variance"] > 0.5
+
+
+def test_an_adaptive_weight_is_a_tenth_by_default_and_a_number_is_itself() -> None:
+    """With a whole one, the discriminator undoes what the reconstruction loss teaches: see docs/vqgan.md."""
+    for said, scale in (
+        ([], 0.1), (["--gan_weight", "0.3"], 1.0), (["--gan_weight_scale", "1"], 1.0),
+        (["--gan_weight", "0.3", "--gan_weight_scale", "0"], 0.0),
+    ):  # fmt: skip
+        assert AdversarialWeights.from_args(VQGAN.parsed(*said)).gan_weight_scale == scale
 
 
 # Resuming and starting from weights.

@@ -210,9 +210,9 @@ def add_adversary_arguments(
         help="adversarial loss of generator and discriminator")
     add("--gan_weight", type=number_or("adaptive"), default="adaptive", metavar="WEIGHT",
         help="weight of the generator's adversarial loss: a number, or adaptive, which makes the gradients of "
-        "adversarial and reconstruction loss equally large at the last layer")
-    add("--gan_weight_scale", type=non_negative_float, default=1.0, metavar="FACTOR",
-        help="factor on --gan_weight, also if that is adaptive")
+        "adversarial and reconstruction loss equally large at the last layer, before --gan_weight_scale")
+    add("--gan_weight_scale", type=non_negative_float, metavar="FACTOR",
+        help="factor on --gan_weight (default: 0.1 if that is adaptive, else 1)")
     add("--penalty", type=str.lower, choices=("one_centred", "zero_centred"), default=penalty,
         help="gradient penalty of the discriminator: one_centred draws the norm of its gradient at real images to 1, "
         "zero_centred those at real and at generated images to 0")
