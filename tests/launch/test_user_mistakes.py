@@ -76,7 +76,7 @@ def test_one_line_and_exit_code_2(mistake: str, tmp_path: Path) -> None:
     assert finished.returncode == 2, finished.output
     *before, last = finished.output.splitlines()
     assert lines_of_error(last) and expected in last, finished.output
-    assert "Traceback" not in finished.output and len(before) <= 3  # the run, its model and its data, if it got that far
+    assert "Traceback" not in finished.output and len(before) <= 3  # if it got that far: the run, its model, its data
 
 
 # Examples of mistakes that are found by all processes, by their loaders, and by the root alone. Those that are found

@@ -95,8 +95,7 @@ class Progress:
             )
         self.samples = samples
         seconds = state.get("seconds")  # older checkpoints do not say it
-        is_time = isinstance(seconds, int | float) and 0 <= seconds < math.inf
-        self.seconds = float(seconds) if is_time else 0.0
+        self.seconds = float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else 0.0
         line = state.get("unfinished_line")
         self.unfinished_line = None if line is None else dict(line)
 
