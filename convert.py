@@ -219,13 +219,13 @@ def model_folder(path: str | Path, *kinds: str) -> Path:
 
 def _find_or_write_model(path: Path) -> Path:
     from models.files.pretrained import CONFIG_FILE
-    from training.files import read_json
+    from tandem.files.reading import read_json_or_empty
 
     kind, where = find(path)
     if kind == "model":
         return where
     model, best = path / "model", path / "best"
-    step = read_json(model / "training.json").get("step")
+    step = read_json_or_empty(model / "training.json").get("step")
     if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
         return model
     if kind == "checkpoint" and script_of(where.parent.parent) == "train_mulan.py":

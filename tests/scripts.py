@@ -314,7 +314,7 @@ DECODER = Script(
         "cond_scale": [2.0, 1.0], "num_images_save": 3,
     },
     weight=lambda key: re.sub(r"unet(\d): weights/(network\.)?", lambda m: f"unets.{int(m[1]) - 1}.", key),
-    other_models={"timesteps": (1000, 500), "condition_on": ("image", "none")},
+    other_models={"timesteps": (1000, 500), "condition_on": ("image", "text")},
 )  # fmt: skip
 SCRIPTS = {script.name: script for script in (VAE, VQGAN, MULAN, VIDEO_TOKENIZER, DECODER)}
 

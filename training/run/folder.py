@@ -225,8 +225,8 @@ class RunFolder:
             config = read_yaml(self.path / "config.yaml")
             if isinstance(config, dict) and config.keys() >= _OF_EVERY_CONFIG:
                 return True
-        has_facts = {"command", "packages"} <= read_json_or_empty(self.path / "environment.json").keys()
-        return has_facts or any(self.checkpoints_dir.glob("*step_*/state.json"))
+        is_told = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
+        return is_told or any(self.checkpoints_dir.glob("*step_*/state.json"))
 
     def _move_away(self) -> str:
         folder = Path(os.path.abspath(self.path))

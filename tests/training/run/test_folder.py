@@ -146,15 +146,15 @@ def test_fresh_refuses_a_folder_in_which_names_are_those_of_a_run_and_content_is
     assert sorted(os.listdir(tmp_path / "thesis")) == sorted([name, "photo.jpg"]) and os.listdir(tmp_path) == ["thesis"]
 
 
-@pytest.mark.parametrize("left", ["config.yaml", "environment.json", "checkpoints"])
+@pytest.mark.parametrize("left", ["config.yaml", "starts.jsonl", "checkpoints"])
 def test_fresh_knows_a_run_by_what_is_left_of_it(tmp_path, left):
     run = begun(tmp_path / "vae")
-    run.write_environment({})
+    run.add_start({})
     checkpoint = run.checkpoints_dir / "damaged-step_00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").touch()
     (run.path / "metrics.jsonl").touch()
-    for name in {"config.yaml", "environment.json"} - {left}:
+    for name in {"config.yaml", "starts.jsonl"} - {left}:
         (run.path / name).unlink()
     if left != "checkpoints":
         shutil.rmtree(run.checkpoints_dir)
@@ -229,7 +229,7 @@ def test_a_config_that_would_hold_a_start_up_is_one_line(tmp_path, content):
 def test_facts_that_no_run_wrote_are_as_good_as_none(tmp_path, content):
     run = begun(tmp_path)
     run.model_dir.mkdir()
-    for path in (run.model_dir / "training.json", tmp_path / "environment.json"):
+    for path in (run.model_dir / "training.json", tmp_path / "starts.jsonl", tmp_path / "environment.json"):
         os.mkfifo(path) if content == "a pipe" else path.write_text(content)
     assert RunFolder(tmp_path).finished_step is None
     assert "command" not in last_start(tmp_path)

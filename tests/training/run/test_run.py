@@ -450,14 +450,6 @@ def test_a_checkpoint_that_was_edited_and_summed_again_is_one_line(tmp_path, edi
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
-def test_who_stops_a_run_that_was_started_with_fresh_is_told_to_leave_it_out(tmp_path, capsys):
-    train(tmp_path)
-    for flags, advice in ((["--fresh"], "run it again without --fresh to go on"), ([], "run the same command again")):
-        with pytest.raises(SystemExit):
-            train(tmp_path, *flags, here=OneProcess(stop_after=2))
-        assert advice in capsys.readouterr().err
-
-
 def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, monkeypatch):
     events = []
     sync, rename = store.sync, os.rename
