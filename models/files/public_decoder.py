@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import check_regular
+from tandem.files.reading import DAMAGES, check_regular
 
 from ..decoder import Decoder
 from .building import build_on_meta, check_numbers
@@ -31,7 +31,7 @@ def is_public_decoder(path: Path) -> bool:
             pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             with archive.open(pickled) as file:
                 return b"unets." in file.read(_LONGEST_BEGINNING)
-    except (OSError, StopIteration, zipfile.BadZipFile, RuntimeError, NotImplementedError):
+    except (*DAMAGES, StopIteration, RuntimeError):
         with path.open("rb") as file:
             return b"unets." in file.read(_LONGEST_BEGINNING)
 

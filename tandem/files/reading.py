@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import json
+import lzma
 import os
 import stat
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 DAMAGES: tuple[type[Exception], ...] = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError,
-    MemoryError, NotImplementedError, struct.error, zipfile.BadZipFile,
+    MemoryError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
+    lzma.LZMAError,
 )  # fmt: skip
 """What reading and interpreting a damaged or hostile file can raise; safetensors adds its SafetensorError. RuntimeError
 is not one of them, because PyTorch raises it for mistakes of this program too."""

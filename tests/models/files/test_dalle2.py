@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from models.files.dalle2 import (
     to_public,
 )  # fmt: skip
 from models.files.dalle2_config import DECODER_WIDE, training_config
+from models.files.public_decoder import is_public_decoder
 from tests.models.helpers import Call, assert_same_bits, one_line_of
 from tests.models.reference.unets import (
     BASE,
@@ -329,6 +331,18 @@ def test_what_is_no_decoder_is_refused_in_one_line(
     line = str(caught.value)
     assert complaint in line and "\n" not in line and (str(path) in line or line.startswith("unet "))
     assert not (tmp_path / "ran").exists()
+
+
+def test_compressed_pickles_that_are_damaged_are_no_decoder_and_raise_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "latest.pth"
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2):
+        with zipfile.ZipFile(path, "w", method) as archive:
+            archive.writestr("archive/data.pkl", bytes(range(256)) * 40)
+            start = archive.infolist()[0].header_offset + 30 + len("archive/data.pkl")
+        content = bytearray(path.read_bytes())
+        content[start + 9 : start + 40] = b"\xff" * 31
+        path.write_bytes(content)
+        assert not is_public_decoder(path)
 
 
 PRIVATE: dict[str, tuple[int, dict[str, Any], str]] = {
