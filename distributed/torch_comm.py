@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+import uuid
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +20,9 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 GRACE_SECONDS = 60
 
 
-def init_process_group(launch: Launch, device: torch.device, timeout_minutes: float) -> None:
-    """Join the default process group, with rank and address from the launcher."""
+def init_process_group(launch: Launch, device: torch.device, timeout_minutes: float) -> bool:
+    """Join the default process group, with rank and address from the launcher. Return whether the launcher had started
+    these processes before, according to any of them."""
     # Adam's first step imports this module. If that happened after the group exists, the module's default arguments
     # would keep the group's threads alive, and a thread that frees a tensor while the interpreter shuts down aborts it.
     import torch.distributed.nn  # noqa: F401
@@ -29,16 +33,17 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     # DeepSpeed reads these whatever launcher started the process.
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
-    if device.type == "cuda":
+    if device.type == "cuda" and launch.world_size > 1:  # alone, the groups that DeepSpeed makes fail (DeepSpeed#8248)
         options["device_id"] = device
+    is_restart = launch.is_restart
     if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
         # One process needs no port, and two such runs on one machine must not collide on one.
         options["store"] = dist.HashStore()
     else:
-        # torchrun keeps its store when it restarts the processes. Each start has its own prefix, so that the new
-        # processes do not read what the old ones wrote.
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
-        options["store"] = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        start = agree_on_start(store, launch)
+        options["store"] = dist.PrefixStore(f"start/{start.number}", store)
+        is_restart = start.is_restart
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -46,6 +51,54 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         world_size=launch.world_size,
         **options,
     )
+    return is_restart
+
+
+class Start(NamedTuple):
+    """One start of all processes: its number, from 1, among those that share a store, and whether it is a restart."""
+
+    number: int
+    is_restart: bool
+
+
+def agree_on_start(store: dist.Store, launch: Launch) -> Start:
+    """What every process returns when all processes of this start have called it.
+
+    torchrun keeps its store when it starts the processes again, so each start needs a prefix of its own: otherwise it
+    reads what the one before wrote. TORCHELASTIC_RESTART_COUNT cannot be that prefix, because each machine counts only
+    the failures of its own processes (pytorch/pytorch#108158).
+
+    Each process publishes a token. The root publishes the list of tokens, again and again until every process has found
+    its own token in the same list: then none of them is of an earlier start. Raises RuntimeError after the store's
+    timeout.
+    """
+    mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
+    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart]))
+    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+    tokens = seen = ""
+    while time.monotonic() < deadline:
+        if launch.is_root:
+            found = [json.loads(text) for text in store.multi_get([f"token/{rank}" for rank in ranks])]
+            if (listed := json.dumps([token for token, _ in found])) != tokens:
+                store.set("tokens", listed)
+        tokens = store.get("tokens").decode()
+        if tokens != seen and json.loads(tokens)[launch.rank : launch.rank + 1] == [mine]:
+            seen = tokens
+            store.set(f"seen/{launch.rank}", seen)
+        if launch.is_root and _all_are(store, [f"seen/{rank}" for rank in ranks], tokens):
+            number = store.add("starts", 1)
+            store.set("start", json.dumps([tokens, number, number > 1 or any(again for _, again in found)]))
+        if seen == tokens and store.check(["start"]):
+            of, number, is_restart = json.loads(store.get("start"))
+            if of == tokens:
+                return Start(number, is_restart)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+    raise RuntimeError(f"not all of the {launch.world_size} processes came")
+
+
+def _all_are(store: dist.Store, keys: list[str], value: str) -> bool:
+    return bool(store.check(keys)) and all(found.decode() == value for found in store.multi_get(keys))
 
 
 class TorchCommunicator:

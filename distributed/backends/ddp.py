@@ -21,7 +21,7 @@ class DDPBackend(Backend):
         from ..torch_comm import TorchCommunicator, init_process_group
 
         self.device = local_device(self.local_rank, self.launch.launcher)
-        init_process_group(self.launch, self.device, self.options.timeout_minutes)
+        self.is_restart = init_process_group(self.launch, self.device, self.options.timeout_minutes)
         self.comm = TorchCommunicator()
 
     def disconnect(self, gracefully: bool) -> None:

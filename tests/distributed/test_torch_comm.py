@@ -1,13 +1,21 @@
-"""A backend that disconnects ends the threads of its process group."""
+"""How processes of one start find one another, and that a backend that disconnects ends its threads."""
 
 from __future__ import annotations
 
 import os
+import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from distributed.launchers import Launch
+from distributed.torch_comm import Start, agree_on_start
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -31,3 +39,44 @@ def test_no_thread_of_the_process_group_outlives_the_backend() -> None:
     finished = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert not [name for name in finished.stdout.split() if "gloo" in name or "tcpstore" in name], finished.stdout
+
+
+class Job:
+    """A store that outlives its processes, as that of torchrun does."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(self, restarted: list[bool], late: int = 0) -> list[Start]:
+        """What ranks agree on, of which each says whether it was started before; rank `late` comes last."""
+
+        def of_rank(rank: int) -> Start:
+            client = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, timeout=timedelta(seconds=20))
+            time.sleep(0.5 * (rank == late))
+            return agree_on_start(client, Launch("torchrun", rank, 0, len(restarted), is_restart=restarted[rank]))
+
+        with ThreadPoolExecutor(len(restarted)) as threads:
+            return list(threads.map(of_rank, range(len(restarted))))
+
+    def leave_behind(self, **keys: str) -> None:
+        for key, value in keys.items():
+            self._store.set(key.replace("_", "/"), value)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_all_processes_of_a_start_agree_whatever_their_launchers_count(late: int) -> None:
+    job = Job()
+    assert job.start([False] * 3, late) == [Start(1, False)] * 3
+    # A process has failed on one of two machines: the launcher of the other one counts no restart.
+    assert job.start([False, True, False], late) == [Start(2, True)] * 3
+    # A machine has joined.
+    assert job.start([False] * 4, late) == [Start(3, True)] * 4
+    assert job.start([False], 0) == [Start(4, True)]
+
+
+def test_what_a_start_that_failed_left_behind_is_not_taken_for_a_process() -> None:
+    job = Job()
+    job.leave_behind(token_1=json.dumps(["old", False]))
+    assert job.start([False, False], late=1) == [Start(1, False)] * 2
+    job.leave_behind(tokens=json.dumps(["old", "old"]), seen_0=json.dumps(["old", "old"]))
+    assert job.start([False, False], late=1) == [Start(2, True)] * 2

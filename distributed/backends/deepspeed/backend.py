@@ -90,7 +90,7 @@ class DeepSpeedBackend(Backend):
                 "fp16 is DeepSpeed's own mode, which needs a GPU; on the CPU use --precision bf16 or fp32, or another "
                 "backend such as torchrun"
             )
-        init_process_group(self.launch, self.device, self.options.timeout_minutes)
+        self.is_restart = init_process_group(self.launch, self.device, self.options.timeout_minutes)
         deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
         self.comm = TorchCommunicator()
 
