@@ -273,7 +273,8 @@ class Backend(ABC):
         the call waits and reports it at once."""
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
-        return self._stop.agreed(here or is_orphan, now)
+        with self._in_collective("asking whether to stop"):
+            return self._stop.agreed(here or is_orphan, now)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

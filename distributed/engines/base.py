@@ -122,8 +122,9 @@ class Engine(ABC):
         rate = self.lr  # read before the backend's own scheduler advances it
         norm, finite = self._update()
         self._updates += 1
-        self._backend.watchdog.mark("computing", update=self._updates)
+        # On a GPU this waits for the reduction of the update before.
         self._guard.after_update(finite, self._updates)
+        self._backend.watchdog.mark("computing", update=self._updates)
         every = self._backend.options.check_replicas_every_n_steps
         if self._backend.world_size > 1 and not self._is_sharded and every > 0 and self._updates % every == 0:
             when = f"after update {self._updates} of {self.name}"

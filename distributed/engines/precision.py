@@ -19,7 +19,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 class LossScaler:
-    """Keeps small fp16 gradients above zero: loss x scale, gradients / scale.
+    """Keeps small fp16 gradients above zero: the loss of a backward call x scale, gradients / scale.
 
     The scale halves after a non-finite update and doubles after ``growth_interval`` finite ones (Micikevicius et
     al. 2018, section 3.2). It stays on the device, so that the host need not wait. With ``enabled=False`` the scale is

@@ -39,15 +39,22 @@ class ReplicatedEngine(Engine):
             model.compile()
 
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
-        gradient = self._guard.poison(loss, weight * self._scaler.scale)
+        gradient = self._guard.poison(loss, weight * self._loss_scale())
         self._reducer.backward(loss, gradient, self._micro_batch, retain_graph)
+
+    def _loss_scale(self) -> Tensor:
+        """The factor of the gradients. In fp16 it takes back that each backward has a share of 1 / (accumulation x
+        processes): with many processes the gradients would fall below what fp16 can hold."""
+        parts = self._plan.grad_accum_steps * self._plan.world_size if self._scaler.enabled else 1
+        return self._scaler.scale * parts
 
     @torch.no_grad()
     def _update(self) -> tuple[Tensor, Tensor]:
         self._reducer.finish()
-        norm = gradient_norm(self._reducer.gradients) / self._scaler.scale
+        scale = self._loss_scale()
+        norm = gradient_norm(self._reducer.gradients) / scale
         finite = torch.isfinite(norm)
-        divisor = (clip_divisor(norm, self._max_grad_norm) * self._scaler.scale).float()
+        divisor = (clip_divisor(norm, self._max_grad_norm) * scale).float()
         self._backend.about_to_update()
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers divide and skip in their kernel, so no pass over the gradients and no wait is needed.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Backend, Engine
+from distributed.engines.finite import SkipGuard
+from distributed.stop import StopRequest
 
 BATCH = 12
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -243,6 +245,33 @@ def test_fp16_scales_the_gradient_and_nothing_that_is_reported(make: Make) -> No
     before = weights(Model())["linear.bias"]
     ours, expected = (weights(engine.module)["linear.bias"] - before for engine in (half, full))
     torch.testing.assert_close(ours, expected, rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_fp16_scales_a_backward_alike_however_many_share_the_update(accumulate: int, make: Make) -> None:
+    engine, arriving = make("SGD", precision="fp16", grad_accum_steps=accumulate), []
+    out = engine(next(iter(engine.micro_batches({"images": batch(0)})))["images"])
+    out.register_hook(lambda gradient: arriving.append(gradient.flatten()[0].item()))
+    engine.backward(out.float().sum() / 16)
+    assert arriving == [2.0**16 / 16]
+
+
+def test_what_may_wait_for_the_reduction_is_marked_so(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    engine, waits = make("SGD"), []
+
+    def note(method: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            waits.append((method.__name__, engine._backend.watchdog._mark.collective))
+            return method(*args)
+
+        return noting
+
+    monkeypatch.setattr(SkipGuard, "after_update", note(SkipGuard.after_update))
+    monkeypatch.setattr(StopRequest, "agreed", note(StopRequest.agreed))
+    engine_loop(engine, range(1))
+    assert not engine._backend.stop_requested()
+    assert waits == [("after_update", True), ("agreed", True)]
+    assert not engine._backend.watchdog._mark.collective
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "fused Adam", "SGD with momentum", "fused SGD with momentum"])
