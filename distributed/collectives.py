@@ -100,7 +100,9 @@ class _Gather(torch.autograd.Function):
 def gather_objects(value: Any, comm: Communicator, device: torch.device) -> list[Any]:
     """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    return [json.loads(bytes(part.tolist())) for part in _all_gather_ragged(data, comm)]
+    parts = _all_gather_ragged(data, comm)
+    texts = torch.cat(parts).cpu().split([len(part) for part in parts])  # one transfer, however many processes
+    return [json.loads(bytes(text.tolist())) for text in texts]
 
 
 def _all_gather_ragged(tensor: Tensor, comm: Communicator) -> list[Tensor]:
