@@ -9,13 +9,13 @@ LEAVES = ("models", "data", "distributed", "training")
 PACKAGES = [name for leaf in LEAVES for name in (leaf, *(f"{leaf}.{sub}" for sub in find_packages(leaf)))]
 
 EXTRAS = {
-    "deepspeed": ["deepspeed>=0.19.8"],
+    "deepspeed": ["deepspeed>=0.19.8,<0.20"],  # its inside is used
     "wandb": ["wandb>=0.31"],
     "tensorboard": ["tensorboard>=2.18"],
     "fid": ["torch-fidelity>=0.4"],
-    "audio": ["soundfile>=0.13", "soxr>=1.0", "open_clip_torch>=3.0", "tokenizers>=0.21"],
+    "audio": ["soundfile>=0.13", "soxr>=1.0", "open_clip_torch>=3.0,<4", "tokenizers>=0.21"],
     "video": ["av>=17"],
-    "clip": ["open_clip_torch>=3.0"],
+    "clip": ["open_clip_torch>=3.0,<4"],
     "lion": ["lion-pytorch>=0.2.5"],
     "test": [
         "pytest>=8",

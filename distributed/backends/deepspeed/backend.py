@@ -80,6 +80,7 @@ class DeepSpeedBackend(Backend):
 
         from ...devices import local_device
         from ...torch_comm import TorchCommunicator, init_process_group
+        from . import engine  # noqa: F401  (now, so that a version without one of its names fails before anything else)
 
         logger.setLevel("WARNING")
         # Not needed: this extension for inference on CPUs would compile for minutes at the first start on a machine.

@@ -20,6 +20,7 @@ from ...engines.parts import GradientParts
 from .backend import DeepSpeedBackend
 from .config import refusals, resolve
 from .state import (
+    check_inside,
     on_cpu,
     read_zero_optimizer,
     weight_readers,
@@ -66,6 +67,7 @@ class ZeroEngine(Engine):
                 config=runtime,
                 dist_init_required=False,
             )
+        check_inside(self._ds, self._zero, self._stage)
         self._optimizer = self._ds.basic_optimizer
         self._sets_own_lr = self._scheduler is not None
         backend.resolved[self.name] = {

@@ -23,6 +23,41 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from ...engines.optimizer_state import check_moments, check_names, neutral_state, read_optimizer, write_optimizer
+from ...errors import UserMistake
+
+# What this package uses of DeepSpeed's inside, which another version may name differently.
+_OF_ENGINE = (
+    "_backward_prologue", "_config", "_running_engine_step", "allreduce_gradients", "basic_optimizer",
+    "enable_backward_allreduce", "get_global_grad_norm",
+)  # fmt: skip
+_OF_ZERO = {
+    0: (),
+    1: (
+        "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state", "averaged_gradients", "bit16_groups",
+        "clear_backward_seen_flag", "clip_grad", "overflow", "single_partition_of_fp32_groups", "update_lp_params",
+    ),
+    3: (
+        "averaged_gradients", "backward_epilogue", "clear_backward_seen_flag", "clip_grad", "fp16_groups",
+        "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer", "overflow", "persistent_parameters",
+        "sub_group_to_group_id",
+    ),
+}  # fmt: skip
+_OF_ZERO[2] = _OF_ZERO[1]
+
+
+def check_inside(engine: Any, optimizer: Any, stage: int) -> None:
+    """Check that DeepSpeed's engine and ZeRO's optimizer have what this package uses of them.
+
+    Raises:
+        UserMistake: one line that names what is missing.
+    """
+    missing = [f"engine.{name}" for name in _OF_ENGINE if not hasattr(engine, name)]
+    missing += [f"optimizer.{name}" for name in _OF_ZERO[stage] if not hasattr(optimizer, name)]
+    if missing:
+        raise UserMistake(
+            f"DeepSpeed {deepspeed.__version__} at ZeRO {stage} has no {', '.join(missing)}: it differs from the "
+            "versions that setup.py allows; install one of those with `pip install -e .[deepspeed]`"
+        )
 
 
 def on_cpu(read: Callable[..., Tensor], *args: Any) -> Tensor:

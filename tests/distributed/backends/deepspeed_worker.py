@@ -22,7 +22,7 @@ from conftest import parsed
 from torch import nn
 
 import distributed
-from distributed import Backend, Engine
+from distributed import Backend, Engine, UserMistake
 
 UPDATES = 6
 SCRIPT_RATE = 0.125  # which no JSON here has
@@ -105,6 +105,18 @@ def run(name: str, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(measure(backend, args, CONFIGS[name])))
 
 
+def run_renamed(folder: Path) -> None:
+    """What is said if DeepSpeed has other names inside, into ``renamed.json``."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    del DeepSpeedEngine._backward_prologue, DeepSpeedZeroOptimizer.update_lp_params
+    try:
+        run("sgd zero2", folder / "renamed")
+    except UserMistake as mistake:
+        (folder / "renamed.json").write_text(json.dumps(str(mistake)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
@@ -121,6 +133,8 @@ def main() -> None:
             run(name, folder)
             os._exit(0)
         os.waitpid(child, 0)  # a case that fails leaves no file
+    (folder / "renamed").mkdir()
+    run_renamed(folder)
 
 
 if __name__ == "__main__":

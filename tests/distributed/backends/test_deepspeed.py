@@ -103,3 +103,9 @@ def test_the_resolved_configuration_holds_deepspeeds_own_defaults_and_no_auto(fo
         assert resolved["gradient_clipping"] == 0.0
     assert measured(folder, "adamw")["resolved"]["optimizer"]["params"]["adam_w_mode"] is True
     assert measured(folder, "auto lr")["resolved"]["optimizer"]["params"]["lr"] == SCRIPT_RATE
+
+
+def test_a_version_with_other_names_inside_ends_in_one_line_that_names_them(folder: Path) -> None:
+    said = str(json.loads((folder / "renamed.json").read_text()))
+    assert "at ZeRO 2 has no engine._backward_prologue, optimizer.update_lp_params: it differs" in said
+    assert "\n" not in said
