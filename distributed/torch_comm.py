@@ -41,7 +41,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.HashStore()
     else:
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
-        start = agree_on_start(store, launch)
+        start = agree_on_start(store, launch, options["timeout"])
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
         is_restart = start.is_restart
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
@@ -61,7 +61,7 @@ class Start(NamedTuple):
     is_restart: bool
 
 
-def agree_on_start(store: dist.Store, launch: Launch) -> Start:
+def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Start:
     """What every process returns when all processes of this start have called it.
 
     torchrun keeps its store when it starts the processes again, so each start needs a prefix of its own: otherwise it
@@ -69,12 +69,12 @@ def agree_on_start(store: dist.Store, launch: Launch) -> Start:
     the failures of its own processes (pytorch/pytorch#108158).
 
     Each process publishes a token. The root publishes the list of tokens, again and again until every process has found
-    its own token in the same list: then none of them is of an earlier start. Raises RuntimeError after the store's
+    its own token in the same list: then none of them is of an earlier start. Raises RuntimeError after the
     timeout.
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart]))
-    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
     tokens = seen = ""
     while time.monotonic() < deadline:
         if launch.is_root:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from distributed.launchers import Launch
 from distributed.torch_comm import Start, agree_on_start
 
+PATIENCE = timedelta(seconds=60)  # only ends a hang
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, torch, distributed
@@ -51,9 +52,11 @@ class Job:
         """What ranks agree on, of which each says whether it was started before; rank `late` comes last."""
 
         def of_rank(rank: int) -> Start:
-            client = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, timeout=timedelta(seconds=20))
+            client = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, timeout=PATIENCE)
             time.sleep(0.5 * (rank == late))
-            return agree_on_start(client, Launch("torchrun", rank, 0, len(restarted), is_restart=restarted[rank]))
+            return agree_on_start(
+                client, Launch("torchrun", rank, 0, len(restarted), is_restart=restarted[rank]), PATIENCE
+            )
 
         with ThreadPoolExecutor(len(restarted)) as threads:
             return list(threads.map(of_rank, range(len(restarted))))
