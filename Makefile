@@ -2,7 +2,8 @@
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
 # and: lint, bench (speed), parity (the backends' numbers side by side; the same bits of the full model on your images:
-# parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10 (damaged files for every tool)
+# parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10 (damaged files for every tool), lab
+# (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # $(call needs_3_10,what to do): a line of Python that ends with one line where it runs in an older one.
 needs_3_10 = 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or later is needed, %s is %d.%d: $(1)" % ((sys.executable,) + sys.version_info[:2]))'
 
-.PHONY: venv demo test lint bench parity torture fuzz clean
+.PHONY: venv demo test lint bench parity torture fuzz lab clean
 
 venv: $(VENV)/.installed
 
@@ -50,6 +51,11 @@ torture: $(VENV)/.complete
 SEED ?= 0
 fuzz: $(VENV)/.complete
 	$(BIN)/python tests/fuzz/fuzz.py --minutes $(MINUTES) --seed $(SEED)
+
+# Root, and: apt-get install iproute2 openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge libfaketime
+# A test whose programs are not there is skipped and names them.
+lab: $(VENV)/.complete
+	$(BIN)/python -m pytest tests/lab -m "long or not long" -rs
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml

@@ -1,0 +1,89 @@
+"""Two machines that every launcher starts: the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from forks import fork
+from lab import Lab, missing
+from launches import TOOLS, start_on_all
+from launching import Launcher, finish
+from run_outputs import lines, unequal
+from slurm import Slurm
+
+from scripts.parity import FIRST_TOLERANCE, LAST_TOLERANCE, SHARED, SMALL_MODELS, STEADY, difference
+
+IN_PARTS = ["--batch_parts", "4"]
+LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=2), Launcher("horovodrun", 2),
+             Launcher("mpirun", 2), Launcher("srun", 2)]  # fmt: skip
+SCRIPTS = ["train_vae.py", "train_mulan.py", "train_vqgan.py"]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of this module by script and flags, on one machine and on two."""
+
+    lab: Lab
+    folder: Path
+    slurm: Slurm | None
+
+    def flags(self, script: str, more: list[str], name: str) -> list[str]:
+        steady = [] if more else STEADY.get(script, [])
+        return [*SHARED, *SMALL_MODELS[script].split(), *steady, *more, "--output_dir", str(self.folder / name)]
+
+    @cache  # noqa: B019
+    def alone(self, script: str, in_parts: bool) -> Path:
+        """The run of one process on one machine."""
+        name = f"alone-{script}-{in_parts}"
+        flags = self.flags(script, IN_PARTS if in_parts else [], name)
+        [finished] = fork(script.removesuffix(".py"), flags, self.folder / "log")
+        assert finished.returncode == 0, finished.output
+        return self.folder / name
+
+    def on_two(self, launcher: Launcher, script: str, in_parts: bool) -> Path:
+        name = f"{launcher}-{script}-{in_parts}"
+        flags = self.flags(script, IN_PARTS if in_parts else [], name)
+        for finished in [finish(job) for job in start_on_all(self.lab, launcher, script, flags, self.slurm)]:
+            assert finished.returncode == 0, finished.output
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    if lacks := missing():
+        pytest.skip(f"no machines here: {lacks}")
+    folder = tmp_path_factory.mktemp("launchers")
+    with Lab(folder) as lab:
+        if not missing(*TOOLS["horovodrun"]):
+            lab.start_sshd()
+        yield Runs(lab, folder, None if missing(*TOOLS["srun"]) else Slurm(lab))
+
+
+def test_torchrun_on_two_machines_gives_the_bits_of_one(runs: Runs) -> None:
+    ours = runs.on_two(Launcher("torchrun", 2), "train_vae.py", True)
+    assert unequal(ours, runs.alone("train_vae.py", True)) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_every_launcher_gives_the_bits_of_one_machine(
+    launcher: Launcher, script: str, runs: Runs, needs: Callable[..., None]
+) -> None:
+    needs(*TOOLS[launcher.name])
+    assert unequal(runs.on_two(launcher, script, True), runs.alone(script, True)) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_without_parts_losses_differ_by_rounding(
+    launcher: Launcher, script: str, runs: Runs, needs: Callable[..., None]
+) -> None:
+    needs(*TOOLS[launcher.name])
+    losses = difference(lines(runs.on_two(launcher, script, False)), lines(runs.alone(script, False)), "loss")
+    assert losses[0] <= FIRST_TOLERANCE and max(losses) <= LAST_TOLERANCE
