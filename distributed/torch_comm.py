@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import json
 import os
+import socket
+import struct
 import time
 import uuid
 from datetime import timedelta
@@ -18,6 +23,7 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 
 # Collectives time out later than the watchdog, because only the watchdog's message names the ranks to blame.
 GRACE_SECONDS = 60
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 def init_process_group(launch: Launch, device: torch.device, timeout_minutes: float) -> bool:
@@ -44,6 +50,8 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         start = agree_on_start(store, launch, options["timeout"])
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
         is_restart = start.is_restart
+        if start.outside and _is_loopback(_resolved(socket.gethostname())):
+            _let_gloo_use(start.outside)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -55,10 +63,12 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
 
 
 class Start(NamedTuple):
-    """One start of all processes: its number, from 1, among those that share a store, and whether it is a restart."""
+    """One start of all processes: its number, from 1, among those that share a store, whether it is a restart, and an
+    address that machines reach one another by, or None where there is one machine."""
 
     number: int
     is_restart: bool
+    outside: str | None = None
 
 
 def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Start:
@@ -68,18 +78,19 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Sta
     reads what the one before wrote. TORCHELASTIC_RESTART_COUNT cannot be that prefix, because each machine counts only
     the failures of its own processes (pytorch/pytorch#108158).
 
-    Each process publishes a token. The root publishes the list of tokens, again and again until every process has found
-    its own token in the same list: then none of them is of an earlier start. Raises RuntimeError after the
-    timeout.
+    Each process publishes a token, and the address from which it reaches MASTER_ADDR. The root publishes the list of
+    tokens, again and again until every process has found its own token in the same list: then none of them is of an
+    earlier start. Raises RuntimeError after the timeout.
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
-    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart]))
+    address = _own_address(os.environ.get("MASTER_ADDR", launch.master_address))
+    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address]))
     deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
     tokens = seen = ""
     while time.monotonic() < deadline:
         if launch.is_root:
             found = [json.loads(text) for text in store.multi_get([f"token/{rank}" for rank in ranks])]
-            if (listed := json.dumps([token for token, _ in found])) != tokens:
+            if (listed := json.dumps([token for token, _, _ in found])) != tokens:
                 store.set("tokens", listed)
         tokens = store.get("tokens").decode()
         if tokens != seen and json.loads(tokens)[launch.rank : launch.rank + 1] == [mine]:
@@ -87,11 +98,13 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Sta
             store.set(f"seen/{launch.rank}", seen)
         if launch.is_root and _all_are(store, [f"seen/{rank}" for rank in ranks], tokens):
             number = store.add("starts", 1)
-            store.set("start", json.dumps([tokens, number, number > 1 or any(again for _, again in found)]))
+            is_restart = number > 1 or any(again for _, again, _ in found)
+            outside = next((address for _, _, address in found if not _is_loopback(address)), None)
+            store.set("start", json.dumps([tokens, number, is_restart, outside]))
         if seen == tokens and store.check(["start"]):
-            of, number, is_restart = json.loads(store.get("start"))
+            of, *start = json.loads(store.get("start"))
             if of == tokens:
-                return Start(number, is_restart)
+                return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
     raise RuntimeError(f"not all of the {launch.world_size} processes came")
@@ -99,6 +112,37 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Sta
 
 def _all_are(store: dist.Store, keys: list[str], value: str) -> bool:
     return bool(store.check(keys)) and all(found.decode() == value for found in store.multi_get(keys))
+
+
+def _let_gloo_use(outside: str) -> None:
+    """Name the network interface towards ``outside``, unless the user has named one. Gloo listens where the host name
+    resolves to; Debian's /etc/hosts says 127.0.1.1, at which no other machine reaches it."""
+    address = _own_address(outside)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _own_address(host: str) -> str | None:
+    """The IPv4 address of this machine from which packets for ``host`` leave; None if there is no way."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # asks for the route; sends nothing
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _resolved(host: str) -> str | None:
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    return None
+
+
+def _is_loopback(address: str | None) -> bool:
+    """Whether no other machine reaches this address; also for None."""
+    return address is None or ipaddress.ip_address(address).is_loopback
 
 
 class TorchCommunicator:

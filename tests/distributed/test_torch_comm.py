@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from distributed import torch_comm
 from distributed.launchers import Launch
 from distributed.torch_comm import Start, agree_on_start
 
@@ -48,15 +50,15 @@ class Job:
     def __init__(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(self, restarted: list[bool], late: int = 0) -> list[Start]:
+    def start(self, restarted: list[bool], late: int = 0, addresses: Sequence[str] = ()) -> list[Start]:
         """What ranks agree on, of which each says whether it was started before; rank `late` comes last."""
+        place = addresses or ["127.0.0.1"] * len(restarted)
 
         def of_rank(rank: int) -> Start:
             client = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, timeout=PATIENCE)
             time.sleep(0.5 * (rank == late))
-            return agree_on_start(
-                client, Launch("torchrun", rank, 0, len(restarted), is_restart=restarted[rank]), PATIENCE
-            )
+            launch = Launch("torchrun", rank, 0, len(restarted), place[rank], is_restart=restarted[rank])
+            return agree_on_start(client, launch, PATIENCE)
 
         with ThreadPoolExecutor(len(restarted)) as threads:
             return list(threads.map(of_rank, range(len(restarted))))
@@ -79,7 +81,32 @@ def test_all_processes_of_a_start_agree_whatever_their_launchers_count(late: int
 
 def test_what_a_start_that_failed_left_behind_is_not_taken_for_a_process() -> None:
     job = Job()
-    job.leave_behind(token_1=json.dumps(["old", False]))
+    job.leave_behind(token_1=json.dumps(["old", False, None]))
     assert job.start([False, False], late=1) == [Start(1, False)] * 2
     job.leave_behind(tokens=json.dumps(["old", "old"]), seen_0=json.dumps(["old", "old"]))
     assert job.start([False, False], late=1) == [Start(2, True)] * 2
+
+
+def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(torch_comm, "_own_address", lambda master: master)
+    # The name of rank 0's machine leads the processes on it to 127.0.1.1.
+    assert (
+        Job().start([False] * 3, addresses=["127.0.1.1", "127.0.1.1", "10.0.0.2"]) == [Start(1, False, "10.0.0.2")] * 3
+    )
+    assert Job().start([False] * 2, addresses=["127.0.1.1", "127.0.0.1"]) == [Start(1, False, None)] * 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of interfaces")
+def test_gloo_gets_the_interface_towards_the_other_machines_unless_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is restored
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    torch_comm._let_gloo_use("no such host")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    torch_comm._let_gloo_use("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    torch_comm._let_gloo_use("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
