@@ -150,12 +150,16 @@ class Watchdog:
                 return
 
     def _watch_the_root(self, thread: threading.Thread) -> None:
-        """Ends this process if the root hangs, because ``_run`` then waits for the root's store for ever."""
-        patience = max(self._timeout_seconds, 2 * DEAD_AFTER_SECONDS)
+        """Ends this process if the root hangs or its machine is gone, because ``_run`` then waits for the root's store
+        for ever."""
+        patience = max(min(self._timeout_seconds, SILENT_SECONDS), 2 * DEAD_AFTER_SECONDS)
+        # Not by the clock: if this process itself was held up, the root may have answered in the meantime.
+        answered_at, unanswered = self._answered_at, 0.0
         while thread.is_alive() and not self._stopping.wait(HEARTBEAT_SECONDS):
-            if time.monotonic() - self._answered_at > patience:
-                minutes = self._timeout_seconds / 60
-                self._end(f"no progress for {minutes:g} minutes: rank 0 does not answer, at update {self._mark.update}")
+            unanswered = unanswered + HEARTBEAT_SECONDS if answered_at == self._answered_at else 0.0
+            answered_at = self._answered_at
+            if unanswered >= patience:
+                self._end(f"rank 0 has not answered for {patience:.0f} seconds, at update {self._mark.update}")
 
     def _judge(self, seen: dict[int, _Seen]) -> str | None:
         """Run by the root: which ranks are dead, or made no progress for the whole timeout and hold up the others."""

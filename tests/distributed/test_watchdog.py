@@ -120,6 +120,26 @@ def test_after_a_failed_collective_the_rank_without_heartbeat_is_the_lost_one(
     sleep.assert_called_once_with(DEAD_AFTER_SECONDS)
 
 
+@pytest.mark.parametrize(("minutes", "seconds"), [(30, 60), (0.5, 30)])
+def test_a_root_that_does_not_answer_is_given_up_after_a_minute_or_the_timeout(
+    minutes: float, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), minutes)
+    dog._answered_at, waited, ended = 0.0, [], RuntimeError()
+
+    def wait(pause: float) -> bool:
+        waited.append(pause)
+        dog._answered_at = float(min(len(waited), 20))  # after that it is silent
+        return False
+
+    monkeypatch.setattr(dog._stopping, "wait", wait)
+    monkeypatch.setattr(dog, "_end", end := Mock(side_effect=ended))
+    with pytest.raises(RuntimeError) as raised:
+        dog._watch_the_root(Mock(is_alive=lambda: True))
+    assert raised.value is ended and sum(waited) == 20 + seconds
+    end.assert_called_once_with(f"rank 0 has not answered for {seconds} seconds, at update 0")
+
+
 def test_marks_count_and_keep_the_update_they_do_not_name(job: Callable[[int], Job]) -> None:
     dog = job(1).watchdog
     dog.mark("forward", update=3)
