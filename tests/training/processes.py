@@ -43,6 +43,9 @@ class OneProcess:
     def broadcast_object(self, value: Any) -> Any:
         return json.loads(json.dumps(value))
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [self.broadcast_object(value)]
+
     def describe(self) -> dict[str, Any]:
         return self._description
 

@@ -57,6 +57,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         #: Created at the end of the run.
         self.model_dir = self.path / "model"
+        self._lock_file = self.path / ".lock"
         self._is_root, self._broadcast = is_root, broadcast
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
@@ -65,6 +66,8 @@ class RunFolder:
         #: Update whose weights model/ holds, or None.
         self.finished_step: int | None
         self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
+        #: Whether this process sees the folder of the root, from which each process resumes.
+        self.is_seen = self._lock_file.exists()
 
     def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
         """Write the picture of a step, or a film of it, on the root; `name` distinguishes several models. Raises
@@ -207,10 +210,10 @@ class RunFolder:
                     f"--fresh renames a folder that holds a run, and {self.path} holds {found[0]} of something else; "
                     "give another --output_dir"
                 )
-            with hold(self.path / ".lock"):
+            with hold(self._lock_file):
                 moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self.path / ".lock")
+        self._lock = hold(self._lock_file)
         # Write 4 KiB: an empty file can be created on a full disk.
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))

@@ -110,7 +110,15 @@ class Run:
                 )
         # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
         latest = here.broadcast_object(str(found) if found else None)
+        blind = [rank for rank, sees in enumerate(here.gather_objects(self.folder.is_seen)) if not sees]
+        if blind:
+            news.append(
+                f"rank {blind[0]} does not see {self.folder.path}; put --output_dir on a disk that all machines see, "
+                "because every process reads the checkpoint there to resume"
+            )
         with here.agreement():
+            if latest and blind:
+                raise ValueError(f"cannot resume: {news[-1]}")
             if latest:
                 states, written_by = self._checkpoints.load(Path(latest), expected=self._parts)
         # Collectives are allowed in these agreements, because all processes raise the same errors.

@@ -683,3 +683,31 @@ def test_what_is_watched_is_the_line_of_all_processes_and_a_warning_is_printed_o
     warnings = [line for line in said if "warning" in line]
     assert warnings == ["warning: one at 2", "warning: another at 2"]
     assert said.index(warnings[0]) > max(n for n, line in enumerate(said) if line.startswith("step 2/2"))
+
+
+def test_a_folder_that_another_process_does_not_see_is_told_before_a_resume_needs_it(tmp_path, capsys):
+    """Each of two machines has its own disk."""
+    draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
+
+    def start(threads, max_steps):
+        here = OneProcess(is_root=threads.rank == 0)
+        here.broadcast_object = lambda value: threads.gather_objects(value)[0]
+        here.gather_objects = threads.gather_objects
+        args, settings = parsed(tmp_path / f"disk{threads.rank}", "--max_steps", str(max_steps))
+        run = Run(args, settings, here, Numbers(), model_arguments=())
+        model = Weights()
+        run.resume(model=model)
+        for _ in run.updates(Evaluation(model, model, lambda *_: {}, draw), preview=1):
+            model.step()
+
+    on_processes(2, lambda threads: start(threads, 2))
+    advice = f"rank 1 does not see {tmp_path}/disk0; put --output_dir on a disk that all machines see"
+    assert advice in capsys.readouterr().err
+
+    def resume(threads):
+        with pytest.raises(ValueError, match="rank 1 does not see") as raised:
+            start(threads, 4)
+        return str(raised.value).partition("; ")[0]
+
+    refused = f"cannot resume: rank 1 does not see {tmp_path}/disk"
+    assert on_processes(2, resume) == [f"{refused}0", f"{refused}1"]  # the root's message is the one that is printed
