@@ -33,7 +33,7 @@ SSH_CONFIG = """
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
-ConnectTimeout 20
+ServerAliveInterval 10
 SendEnv {variables}
 """
 SSHD_CONFIG = """

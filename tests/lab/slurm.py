@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from pathlib import Path
 
 from lab import Lab, Machine
-from launching import HANG_SECONDS
+from launching import ENVIRONMENT, wait_until
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 # Requeued jobs wait until the credential of their last start has expired: 2 minutes, where this does not say less.
@@ -41,37 +41,31 @@ class Slurm:
         (folder / "state").mkdir(parents=True)
         (folder / "munge.key").write_bytes(bytes(range(128)))
         (folder / "munge.key").chmod(0o600)
-        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
-        text = CONFIGURATION.format(folder=folder, machines=len(lab.machines))
-        Path(self.environment["SLURM_CONF"]).write_text(text)
+        configuration = folder / "slurm.conf"
+        configuration.write_text(CONFIGURATION.format(folder=folder, machines=len(lab.machines)))
+        self.environment = {"SLURM_CONF": str(configuration)}
         for machine in lab.machines:
             self._serve_munge(machine, folder / "munge.key")
-        lab[0].serve("slurmctld", "-D", **self.environment)
+        self.controller = lab[0].serve("slurmctld", "-D", **self.environment)
         for machine in lab.machines:
             machine.serve("slurmd", "-D", "-N", machine.name, **self.environment)
-        self.wait_for("sinfo", "--noheader", "--format=%T", until="idle")
+        wait_until(self.controller, self._is_ready)
 
     def _serve_munge(self, machine: Machine, key: Path) -> None:
-        names = {
-            "socket": "munge.socket",
-            "pid-file": "munged.pid",
-            "log-file": "munged.log",
-            "seed-file": "munged.seed",
-        }
+        names = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
         paths = [f"--{flag}=/run/{name}" for flag, name in names.items()]
         machine.serve("munged", "--foreground", "--force", f"--key-file={key}", *paths)
 
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(AssertionError):  # slurmctld does not answer yet
+            return self.run("sinfo", "--noheader", "--format=%T").split() == ["idle"]
+        return False
+
     def run(self, *command: str | Path) -> str:
         """Run a command of SLURM on the first machine; returns what it prints."""
-        return self._head.run("env", *(f"{name}={value}" for name, value in self.environment.items()), *command)
+        environment = {**ENVIRONMENT, **self.environment}  # sbatch hands it on to the job
+        return self._head.run("env", *(f"{name}={value}" for name, value in environment.items()), *command)
 
-    def wait_for(self, *command: str, until: str) -> None:
-        """Wait until a command prints this text and nothing else."""
-        deadline, said = time.monotonic() + HANG_SECONDS, ""
-        while said.strip() != until:
-            assert time.monotonic() < deadline, f"{command} still says {said!r}"
-            time.sleep(0.2)
-            try:
-                said = self.run(*command)
-            except AssertionError as error:  # slurmctld does not answer yet
-                said = str(error)
+    def job(self, number: int) -> str:
+        """All that SLURM says of a job, such as ``JobState=RUNNING``."""
+        return self.run("scontrol", "show", "--oneliner", "job", str(number))
