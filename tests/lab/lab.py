@@ -46,14 +46,18 @@ AcceptEnv *
 
 
 def missing(*tools: str) -> str | None:
-    """What this computer lacks for a lab, and for these tools in it; None if nothing."""
+    """What this computer lacks for a lab, and for these programs or devices in it; None if nothing."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need Linux and root"
-    absent = [tool for tool in ("ip", "unshare", "nsenter", "setpriv", *tools) if not shutil.which(tool)]
-    if absent:
+    needed = ("ip", "unshare", "nsenter", "setpriv", *tools)
+    if absent := [tool for tool in needed if not shutil.which(tool) and not Path(tool).is_absolute()]:
         return f"not installed: {', '.join(absent)}"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--fork", "true"])
-    return "this container may not make namespaces" if probe.returncode else None
+    if absent := [tool for tool in tools if Path(tool).is_absolute() and not Path(tool).exists()]:
+        return f"no {', '.join(absent)}"
+    kinds = ["--net", "--uts", "--pid", "--ipc", "--mount", "--fork"]
+    network = "ip link add switch type bridge && ip link add one type veth peer name other"
+    probe = subprocess.run(["unshare", *kinds, "sh", "-c", network], capture_output=True)
+    return "this kernel or container makes no namespaces or bridges" if probe.returncode else None
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from lab import Lab, Link, Machine
 from launches import TOOLS, start_on_all, torchrun
 from launching import ROOT, Finished, Job, Launcher, finish, tool, wait_until
 from run_outputs import lines
+from slurm import Slurm
 
 TINY = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
         "--num_resnet_blocks", "0", "--image_folder", "demo:shapes:64", "--epochs", "1000000", "--num_workers", "0",
         "--log_every_n_steps", "1", "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
 SAVING = ["--save_every_n_steps", "5"]
+AS_DEBIAN_INSTALLS = "127.0.1.1 {name}"  # in /etc/hosts
 SCRIPT = "train_vae.py"
 TORCHRUN = Launcher("torchrun", 2)
 LAUNCHERS = [Launcher("deepspeed", 2, zero_stage=1), Launcher("horovodrun", 2), Launcher("mpirun", 2)]
@@ -95,10 +97,25 @@ def assert_goes_on(jobs: list[Job], lab: Lab, last: Path, steps: int) -> None:
     assert [line["step"] for line in lines(lab.folder / "run")] == list(range(1, steps + 1))
 
 
-def test_machines_whose_names_lead_to_127_0_1_1_find_one_another(make_lab: Callable[..., Lab]) -> None:
-    lab = make_lab(hosts="127.0.1.1 {name}")  # as Debian's installer writes it
-    ended(train(lab, "--max_steps", "3"))
+def assert_found(lab: Lab, jobs: list[Job]) -> None:
+    ended(jobs)
     assert [line["step"] for line in lines(lab.folder / "run")] == [1, 2, 3]
+
+
+def test_machines_whose_names_lead_to_127_0_1_1_find_one_another(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab(hosts=AS_DEBIAN_INSTALLS)
+    assert_found(lab, train(lab, "--max_steps", "3"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, Launcher("srun", 2)], ids=str)
+def test_so_they_do_under_every_launcher(
+    launcher: Launcher, make_lab: Callable[..., Lab], needs: Callable[..., None]
+) -> None:
+    needs(*TOOLS[launcher.name])
+    lab = make_lab(hosts=AS_DEBIAN_INSTALLS)
+    slurm = Slurm(lab) if launcher.name == "srun" else lab.start_sshd()
+    assert_found(lab, start_on_all(lab, launcher, SCRIPT, flags(lab, "--max_steps", "3"), slurm))
 
 
 @pytest.mark.long
@@ -167,7 +184,10 @@ def test_a_link_that_is_away_for_some_seconds_stops_nothing(make_lab: Callable[.
 
 
 @pytest.mark.long
-def test_a_slow_link_that_loses_packets_only_takes_longer(make_lab: Callable[..., Lab]) -> None:
+def test_a_slow_link_that_loses_packets_only_takes_longer(
+    make_lab: Callable[..., Lab], needs: Callable[..., None]
+) -> None:
+    needs("/dev/net/tun")
     lab = make_lab(link=Link(delay_ms=25, loss=0.01, mbit_per_second=50))  # 50 ms from one machine to another
     ended(train(lab, "--max_steps", "20"))
     assert [line["step"] for line in lines(lab.folder / "run")] == list(range(1, 21))
