@@ -50,7 +50,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         start = agree_on_start(store, launch, options["timeout"])
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
         is_restart = start.is_restart
-        if start.outside and _is_loopback(_resolved(socket.gethostname())):
+        if start.outside and unreachable_own_address():
             _let_gloo_use(start.outside)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
@@ -134,10 +134,12 @@ def _own_address(host: str) -> str | None:
     return None
 
 
-def _resolved(host: str) -> str | None:
+def unreachable_own_address() -> str | None:
+    """Where the name of this machine leads to, if no other machine reaches it there; None otherwise."""
+    address = None
     with contextlib.suppress(OSError):
-        return str(socket.getaddrinfo(host, None)[0][4][0])
-    return None
+        address = str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    return (address or "no address") if _is_loopback(address) else None
 
 
 def _is_loopback(address: str | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,14 @@ class HorovodBackend(Backend):
             )
 
     def connect(self) -> None:
+        from ..torch_comm import unreachable_own_address
+
+        # horovodrun finds the right network interface, but Horovod 0.28.1 forgets it for the second of its two meshes.
+        if int(os.environ.get("HOROVOD_CROSS_SIZE", "1")) > 1 and (address := unreachable_own_address()):
+            raise RuntimeError(
+                f"the name of this machine, {socket.gethostname()}, leads to {address} on it, where the other machines "
+                "do not reach it; give the name the machine's address in /etc/hosts"
+            )
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse
         import horovod.torch as hvd

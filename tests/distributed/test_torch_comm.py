@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from distributed import torch_comm
+from distributed.backends.horovod import HorovodBackend
 from distributed.launchers import Launch
 from distributed.torch_comm import Start, agree_on_start
 
@@ -110,3 +112,10 @@ def test_gloo_gets_the_interface_towards_the_other_machines_unless_the_user_name
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     torch_comm._let_gloo_use("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_horovod_says_in_one_line_that_other_machines_do_not_reach_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_comm.socket, "gethostname", lambda: "localhost")
+    monkeypatch.setenv("HOROVOD_CROSS_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"of this machine, localhost, leads to (127\.0\.0\.1|::1) on it"):
+        HorovodBackend.connect(Mock())
