@@ -77,22 +77,19 @@ class Namespaces:
         fork = ["--fork", "--kill-child", "--mount-proc"] if "pid" in kinds else []
         self._holder = subprocess.Popen([*UNTIL_WE_END, *(f"--{kind}" for kind in kinds), *fork, *first])
         self._enter = ["nsenter", *(f"--{kind}" for kind in kinds)]
-        self._mine = os.readlink("/proc/self/ns/net")
-        while not (pid := self._inside(bool(fork))):
+        while not (pid := self._first_process(bool(fork), first[0])):
             assert self._holder.poll() is None, f"cannot make the namespaces of {name}"
             time.sleep(0.01)
         #: Of the first process inside, as everybody else sees it.
         self.pid = pid
 
-    def _inside(self, is_child: bool) -> int | None:
+    def _first_process(self, is_child: bool, name: str) -> int | None:
+        """Its id, once it runs and everything is unshared."""
         pid = self._holder.pid
         with contextlib.suppress(OSError, ValueError):
             if is_child:
                 pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
-            if (
-                os.readlink(f"/proc/{pid}/ns/net") != self._mine
-                and Path(f"/proc/{pid}/comm").read_text() != "unshare\n"
-            ):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
                 return pid
         return None
 
@@ -118,7 +115,8 @@ class Machine(Namespaces):
     def __init__(self, lab: Lab, number: int, link: Link | None) -> None:
         super().__init__("net", "uts", "pid", "ipc", "mount", name=f"node{number}", first=FIRST_PROCESS)
         self.address = f"{NETWORK}.{number}"
-        self._lab, self._link, self.services = lab, link, []
+        self._lab = lab
+        self.services: list[Job] = []
         self.run("hostname", self.name)
         for private in ("/run", "/dev/shm"):
             self.run("mount", "-t", "tmpfs", "lab", private)
@@ -147,7 +145,13 @@ class Machine(Namespaces):
         self._lab.switch.run("ip", "link", "set", self.name, "down")
 
     def mend(self) -> None:
+        """Plug the cable in again."""
         self._lab.switch.run("ip", "link", "set", self.name, "up")
+
+    def end(self) -> None:
+        super().end()
+        for service in self.services:
+            service.process.wait()
 
     def die(self) -> None:
         """The power fails: the link goes first, so that no other machine hears that connections end."""
