@@ -18,6 +18,7 @@ from .errors import one_line
 from .public_schedules import noise_arguments
 
 _LONGEST_BEGINNING = 1 << 20
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, StopIteration)
 
 
 def is_public_decoder(path: Path) -> bool:
@@ -31,7 +32,7 @@ def is_public_decoder(path: Path) -> bool:
             pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             with archive.open(pickled) as file:
                 return b"unets." in file.read(_LONGEST_BEGINNING)
-    except (*DAMAGES, StopIteration, RuntimeError):
+    except _DAMAGES:
         with path.open("rb") as file:
             return b"unets." in file.read(_LONGEST_BEGINNING)
 
