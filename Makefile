@@ -52,7 +52,7 @@ SEED ?= 0
 fuzz: $(VENV)/.complete
 	$(BIN)/python tests/fuzz/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
-# Root, and: apt-get install iproute2 openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge libfaketime
+# Root, and: apt-get install iproute2 openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge gcc
 # A test whose programs are not there is skipped and names them.
 lab: $(VENV)/.complete
 	$(BIN)/python -m pytest tests/lab -m "long or not long" -rs
