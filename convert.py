@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,7 @@ def _find_or_write_model(path: Path) -> Path:
         raise ValueError(f"{path}: of train_mulan.py, give the run folder, or best/ or model/ in it: no checkpoint")
     folder = Path(tempfile.mkdtemp(prefix="model-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    load_model(path, "best").save_pretrained(folder / where.name)
+    load_model(where, "best").save_pretrained(folder / where.name)
     return folder / where.name
 
 
@@ -446,6 +446,13 @@ def average(args: argparse.Namespace) -> None:
     print(f"wrote {out}: {described(model)}, averaged over {updates} updates; it misses {distance:.2%} of the profile")
 
 
+def _holds_only(folder: Path, names: Mapping[str, Collection[str]]) -> bool:
+    """Whether a folder holds nothing but folders of these names, and these nothing but files of theirs."""
+    if not folder.is_dir() or {path.name for path in folder.iterdir()} - names.keys():
+        return False
+    return all(not {path.name for path in inner.iterdir()} - {*names[inner.name]} for inner in folder.iterdir())
+
+
 def import_weights(args: argparse.Namespace) -> None:
     """Copy the weights into a new run folder, and write a start.yaml with their path and the flags that they need."""
     import yaml
@@ -454,8 +461,8 @@ def import_weights(args: argparse.Namespace) -> None:
 
     run_dir = Path(args.run_dir)
     # start.yaml is written last, so a folder without it is what a try left that did not finish.
-    there = {path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*")}
-    if run_dir.exists() and (not run_dir.is_dir() or there - {"init", "init/model.safetensors", "init/config.json"}):
+    unfinished = {"init": {"model.safetensors", "config.json", ".model.safetensors.tmp", ".config.json.tmp"}}
+    if run_dir.exists() and not _holds_only(run_dir, unfinished):
         raise ValueError(f"{run_dir} exists already; give a new folder")
     model = load_model(Path(args.path), args.weights)
     found = [script for script in SCRIPTS if script.model == type(model).__name__]

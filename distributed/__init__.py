@@ -195,6 +195,7 @@ def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse
         parser.error(str(mistake))
     try:
         with backend:
+            args.fresh = args.fresh and not backend.is_restart
             run(backend)
     except UserMistake as mistake:
         parser.error(str(mistake), is_agreed=True)

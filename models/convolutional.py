@@ -33,17 +33,17 @@ def check_images(images: Tensor, channels: int) -> None:
     """
     if images.dim() != 4 or images.shape[1] != channels:
         raise ValueError(f"images of shape {tuple(images.shape)}: give (b, {channels}, height, width)")
-    if not images.is_floating_point():
-        raise ValueError(f"images of {images.dtype}: give floating-point numbers in [0, 1], such as images / 255")
     check_range(images)
 
 
 def check_range(images: Tensor) -> None:
-    """Check that images or videos, floating-point numbers, are about in [0, 1]. Waits for the device.
+    """Check that images or videos are floating-point numbers, about in [0, 1]. Waits for the device.
 
     Raises:
         ValueError: one line.
     """
+    if not images.is_floating_point():
+        raise ValueError(f"images of {images.dtype}: give floating-point numbers in [0, 1], such as images / 255")
     if images.numel():
         least, most = (float(value) for value in images.aminmax())
         if not (least >= _LEAST and most <= _MOST):

@@ -79,7 +79,8 @@ def test_unets_that_are_not_trained_get_no_gradient_and_take_no_part_in_an_updat
         return all_reduce(comm, tensor, name)
 
     def counted(backend: Backend, phase: str) -> Any:
-        exchanged.append(phase)
+        if phase != "asking whether to stop":
+            exchanged.append(phase)
         return in_collective(backend, phase)
 
     def began(step: int, *schedule: Any) -> float:

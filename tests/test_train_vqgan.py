@@ -23,6 +23,7 @@ from tests.scripts import (
     validation_images,
     without_clocks,
 )
+from training.flags.idle import refuse_idle_flags
 from training.measures.reconstruction import psnr
 from training.objectives.adversaries import AdversarialWeights
 
@@ -131,7 +132,11 @@ def test_an_adaptive_weight_is_a_tenth_by_default_and_a_number_is_itself() -> No
         ([], 0.1), (["--gan_weight", "0.3"], 1.0), (["--gan_weight_scale", "1"], 1.0),
         (["--gan_weight", "0.3", "--gan_weight_scale", "0"], 0.0),
     ):  # fmt: skip
-        assert AdversarialWeights.from_args(VQGAN.parsed(*said)).gan_weight_scale == scale
+        parser = train_vqgan.build_parser()
+        args = parser.parse(said)
+        refuse_idle_flags(parser, args, "adversary")
+        assert AdversarialWeights.from_args(args).gan_weight_scale == scale
+        assert parser.settings(args)["gan_weight_scale"] == scale  # a resumed run compares it
 
 
 # Resuming and starting from weights.

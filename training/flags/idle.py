@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 from .parser import ArgumentParser
 
+# Default of --gan_weight_scale beside --gan_weight adaptive: at 1, the adversarial gradient undoes the reconstruction.
+ADAPTIVE_SCALE = 0.1
+
 
 def refuse_idle_flags(parser: ArgumentParser, args: argparse.Namespace, *groups: str) -> None:
     """End with an error if a flag of these groups ("quantizer", "adversary", "videos", "conditioned images", "clip")
-    stands on the command line and has no effect beside the other flags."""
+    stands on the command line and has no effect beside the other flags. Fill in defaults that depend on other flags."""
     for group in groups:
         _GROUPS[group](parser, args)
 
@@ -22,6 +25,8 @@ def _quantizer(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _adversary(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    if args.gan_weight_scale is None:  # now, so that the run's configuration has the number
+        args.gan_weight_scale = ADAPTIVE_SCALE if args.gan_weight == "adaptive" else 1.0
     penalty = ["penalty", "apply_grad_penalty_every"]
     parser.refuse_idle(args, penalty, "penalty_weight", "above 0", args.penalty_weight > 0)
     parser.refuse_idle(args, ["lecam_decay"], "lecam_weight", "above 0", args.lecam_weight > 0)

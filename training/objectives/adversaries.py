@@ -24,7 +24,6 @@ from .adversarial import (
 )
 
 ADAPTIVE = "adaptive"
-ADAPTIVE_SCALE = 0.1  # default of --gan_weight_scale then: at 1, the adversarial gradient undoes the reconstruction
 ZERO_CENTRED = "zero_centred"
 
 ReconstructionLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -83,10 +82,7 @@ class AdversarialWeights:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AdversarialWeights:
-        values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        if args.gan_weight_scale is None:
-            values["gan_weight_scale"] = ADAPTIVE_SCALE if args.gan_weight == ADAPTIVE else 1.0
-        return cls(**values)
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 
 class _ImageLosses(NamedTuple):

@@ -204,12 +204,13 @@ class RunFolder:
                 "read again; give another --output_dir"
             ) from None
         moved_to = None
-        if fresh and (found := [name for name in _OF_RUNS if (self.path / name).exists()]):
-            if not self._holds_run():
-                raise ValueError(
-                    f"--fresh renames a folder that holds a run, and {self.path} holds {found[0]} of something else; "
-                    "give another --output_dir"
-                )
+        found = [name for name in _OF_RUNS if (self.path / name).exists()]
+        if found and not self._holds_run():
+            raise ValueError(
+                f"{self.path} holds {found[0]} of something else than a run, which would be overwritten; give another "
+                "--output_dir"
+            )
+        if fresh and found:
             with hold(self._lock_file):
                 moved_to = self._move_away()
         self.path.mkdir(parents=True, exist_ok=True)

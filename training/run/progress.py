@@ -164,6 +164,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def plain(value: Any) -> Any:
+    """A setting as people write it: 30 for the number 30.0."""
+    return f"{value:g}" if isinstance(value, float) else value
+
+
 def described(part: Any) -> str:
     """An engine's number of parameters, and the codebook of its model if it has one; of other parts nothing."""
     count = getattr(part, "num_parameters", None)

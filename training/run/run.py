@@ -19,7 +19,7 @@ from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
 from .folder import RunFolder, check_apart, now
 from .loop import Evaluation, updates
-from .progress import Progress, ProgressDisplay, changes, described, total_samples_from
+from .progress import Progress, ProgressDisplay, changes, described, plain, total_samples_from
 from .random_state import RandomState
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
@@ -53,8 +53,9 @@ class Run:
     ) -> None:
         self.args, self._settings, self._processes, self._feed = args, settings, processes, feed
         self._model_arguments, self._resolve = model_arguments, resolve
-        with processes.agreement():
+        with processes.agreement():  # of its own, because links may differ between machines
             check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
+        with processes.agreement():
             # A launcher that restarts the processes passes the same arguments, but the run must then go on.
             fresh = args.fresh and not processes.is_restart
             self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
@@ -121,10 +122,11 @@ class Run:
                 raise ValueError(f"cannot resume: {news[-1]}")
             if latest:
                 states, written_by = self._checkpoints.load(Path(latest), expected=self._parts)
-        # Collectives are allowed in these agreements, because all processes raise the same errors.
+        # Collectives are allowed in an agreement in which all processes raise the same errors.
         with here.agreement():
             if latest:
                 self.folder.check_config(self._settings, self._model_arguments, self._resolve)
+        with here.agreement():
             for name, state in states.items():
                 with explained(Path(latest), name):
                     self._parts[name].load_state_dict(state)
@@ -132,6 +134,7 @@ class Run:
                 raise damaged(Path(latest), f"it holds the state of update {self.progress.step}")
             if self.folder.finished_step == self.progress.step:  # the model is written after the last evaluation
                 self.progress.unfinished_line = None
+        with here.agreement():
             if not self.is_complete:  # a finished run keeps the record of how it was trained
                 changed = self.folder.changed(self._settings)
                 self.folder.write_config(self._settings)
@@ -155,7 +158,7 @@ class Run:
             for line in changes(written_by, here.describe()):
                 self.say(line)
             for name, (old, new) in changed.items():
-                self.say(f"--{name} was {old} and is now {new}")
+                self.say(f"--{name} was {plain(old)} and is now {plain(new)}")
         if self.is_complete:
             self.say(
                 f"this run is finished, its model is in {self.folder.model_dir}; "

@@ -127,22 +127,21 @@ def test_fresh_moves_the_old_run_away_whole(tmp_path, monkeypatch):
         assert [path.name for path in (tmp_path / "vae").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize(("content", "fresh"), [("config.yaml", False), ("notes.txt", True)])
-def test_without_fresh_or_without_a_run_a_folder_stays_where_it_is(tmp_path, content, fresh):
-    (tmp_path / content).write_text("mine")
-    assert RunFolder(tmp_path, fresh=fresh).moved_to is None and (tmp_path / content).exists()
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_without_a_run_stays_where_it_is(tmp_path, fresh):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert RunFolder(tmp_path, fresh=fresh).moved_to is None and (tmp_path / "notes.txt").exists()
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
-def test_fresh_refuses_a_folder_in_which_names_are_those_of_a_run_and_content_is_not(tmp_path, name):
+def test_a_folder_in_which_names_are_those_of_a_run_and_content_is_not_is_refused(tmp_path, name, fresh):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "photo.jpg").touch()
     path = tmp_path / "thesis" / name
     path.mkdir() if name == "checkpoints" else path.write_text("output_dir: mine")
-    with pytest.raises(
-        ValueError, match=f"--fresh renames a folder that holds a run, .* holds {name} of something else"
-    ):
-        RunFolder(tmp_path / "thesis", fresh=True)
+    with pytest.raises(ValueError, match=f"holds {name} of something else than a run, which would be overwritten"):
+        RunFolder(tmp_path / "thesis", fresh=fresh)
     assert sorted(os.listdir(tmp_path / "thesis")) == sorted([name, "photo.jpg"]) and os.listdir(tmp_path) == ["thesis"]
 
 

@@ -1,5 +1,6 @@
 """A run on one process: what it leaves behind, and how it goes on."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -285,7 +286,7 @@ def test_flags_that_differ_are_said_on_resume_and_kept_with_the_start(tmp_path, 
     assert " is now " not in capsys.readouterr().err
     train(tmp_path, "--max_grad_norm", "2", "--report_to", "none")
     said = capsys.readouterr().err
-    assert said.count(" is now ") == 1 and "--max_grad_norm was 0.0 and is now 2.0" in said
+    assert said.count(" is now ") == 1 and "--max_grad_norm was 0 and is now 2" in said
     assert [(start["step"], start["changed"]) for start in starts(tmp_path)] == [
         (0, {}), (2, {"max_grad_norm": [0.0, 2.0]})
     ]  # fmt: skip
@@ -711,3 +712,27 @@ def test_a_folder_that_another_process_does_not_see_is_told_before_a_resume_need
 
     refused = f"cannot resume: rank 1 does not see {tmp_path}/disk"
     assert on_processes(2, resume) == [f"{refused}0", f"{refused}1"]  # the root's message is the one that is printed
+
+
+def test_a_run_that_is_in_its_samples_on_one_machine_alone_is_refused_on_all(tmp_path):
+    (tmp_path / "photos").mkdir()
+
+    def start(threads):
+        @contextlib.contextmanager
+        def agreement():
+            mistake = None
+            try:
+                yield
+            except ValueError as error:
+                mistake = str(error)
+            for text in threads.gather_objects(mistake):
+                if text is not None:
+                    raise ValueError(text)
+
+        here = OneProcess(is_root=threads.rank == 0)
+        here.broadcast_object, here.agreement = lambda value: threads.gather_objects(value)[0], agreement
+        args, settings = parsed(tmp_path / ("photos/run" if threads.rank else "run"))
+        args.image_folder = str(tmp_path / "photos")
+        Run(args, settings, here, Numbers(), model_arguments=())
+
+    assert ["would become samples" in str(error) for error in on_processes(2, start)] == [True, True]
