@@ -7,8 +7,13 @@ from collections.abc import Callable
 
 from .parser import ArgumentParser
 
-# Default of --gan_weight_scale beside --gan_weight adaptive: at 1, the adversarial gradient undoes the reconstruction.
-ADAPTIVE_SCALE = 0.1
+
+def gan_weight_scale(args: argparse.Namespace) -> float:
+    """--gan_weight_scale, or its default: beside an adaptive weight 0.1, because at 1 the adversarial gradient undoes
+    the reconstruction."""
+    if args.gan_weight_scale is not None:
+        return float(args.gan_weight_scale)
+    return 0.1 if args.gan_weight == "adaptive" else 1.0
 
 
 def refuse_idle_flags(parser: ArgumentParser, args: argparse.Namespace, *groups: str) -> None:
@@ -25,8 +30,7 @@ def _quantizer(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _adversary(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    if args.gan_weight_scale is None:  # now, so that the run's configuration has the number
-        args.gan_weight_scale = ADAPTIVE_SCALE if args.gan_weight == "adaptive" else 1.0
+    args.gan_weight_scale = gan_weight_scale(args)  # now, so that the run's configuration has the number
     penalty = ["penalty", "apply_grad_penalty_every"]
     parser.refuse_idle(args, penalty, "penalty_weight", "above 0", args.penalty_weight > 0)
     parser.refuse_idle(args, ["lecam_decay"], "lecam_weight", "above 0", args.lecam_weight > 0)

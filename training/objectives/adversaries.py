@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..contracts import Processes
+from ..flags.idle import gan_weight_scale
 from .adversarial import (
     ADVERSARIAL_LOSSES,
     LeCam,
@@ -82,7 +83,8 @@ class AdversarialWeights:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AdversarialWeights:
-        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+        values = {field.name: getattr(args, field.name) for field in fields(cls)}
+        return cls(**{**values, "gan_weight_scale": gan_weight_scale(args)})
 
 
 class _ImageLosses(NamedTuple):
