@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tandem.files import writing
 from tests.training.processes import OneProcess
 from training.checkpoints import store as checkpoint
-from training.checkpoints.format import write_folder
+from training.checkpoints.format import check_sums, write_folder
 from training.checkpoints.store import Checkpoints, read_checkpoint
 
 
@@ -233,6 +233,15 @@ def test_a_file_that_is_a_pipe_a_device_or_elsewhere_is_refused_at_once(checkpoi
             read(checkpoints.latest())
     with pytest.raises(ValueError, match="there is no other one"):
         checkpoints.newest_good(print)
+
+
+def test_a_part_of_terabytes_is_refused_without_being_read_to_its_end(checkpoints):
+    save(checkpoints, 1, parts(), {})
+    path = checkpoints.latest() / "model.safetensors"
+    for size in (1 << 42, 0):
+        os.truncate(path, size)
+        with pytest.raises(ValueError, match=r"model\.safetensors: its content is not what was written"):
+            check_sums(checkpoints.latest())
 
 
 def test_a_state_that_would_fill_the_memory_is_refused_before_it_is_parsed(checkpoints):
