@@ -310,13 +310,19 @@ def bottomless(path: Path) -> None:
     os.truncate(path, 1 << 40)
 
 
-def claimed_npy(folder: Path, name: str) -> None:
-    """A shard whose header claims 10^12 rows, with the checksum to it."""
-    path = folder / f"{name}-00000.npy"
-    np.save(path, np.zeros((4, 4, 4), np.uint16))
-    path.write_bytes(path.read_bytes().replace(b"(4, 4, 4), }         ", b"(1000000000000, 4), }", 1))
-    first, *rest = index(folder)["shards"]
-    change_index(folder, shards=[{**first, "file": path.name, "sha256": sha256_of([path])}, *rest])
+def npy_with(header: bytes) -> Callable[[Path, str], None]:
+    """A shard whose header ends otherwise, with the checksum to it."""
+
+    def change(folder: Path, name: str) -> None:
+        path = folder / f"{name}-00000.npy"
+        np.save(path, np.zeros((4, 4, 4), np.uint16))
+        content = path.read_bytes()
+        at = content.index(b"(4, 4, 4), }")
+        path.write_bytes(content[:at] + header + content[at + len(header) :])
+        first, *rest = index(folder)["shards"]
+        change_index(folder, shards=[{**first, "file": path.name, "sha256": sha256_of([path])}, *rest])
+
+    return change
 
 
 DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
@@ -359,7 +365,9 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "shard true": (CODERS, lambda f, name: damage_first_line(f, shard=True), "not in order"),
     "a grid of 10^12": ([TOKENIZE], lambda f, name: change_index(f, grid=[10**6, 10**6]), "claims a shape of (4, 1000"),
     "a grid of words": ([TOKENIZE], lambda f, name: change_index(f, grid=["a", "b"]), "claims a shape of (4, 'a', '"),
-    "an array of 10^12": ([TOKENIZE], claimed_npy, "it holds uint16 (1000000000000, 4), not (4, 4, 4)"),
+    "an array of 10^12": (
+        [TOKENIZE], npy_with(b"(1000000000000, 4), }"), "it holds uint16 (1000000000000, 4), not (4, 4, 4)"),
+    "an array whose header has no end": ([TOKENIZE], npy_with(b"(4, 4, 4, }{ "), "it is no numpy array"),
     "embeddings that are no numbers": ([EMBED], shard_of(np.nan, (4, 8), np.float32), "not all of its numbers are fin"),
     "a negative number of rows": (
         [EMBED], lambda f, name: change_index(f, shards=[{**index(f)["shards"][0], "rows": -4}], rows=-4), "cannot be"),

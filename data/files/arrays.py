@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,15 @@ class StoredArray(NamedTuple):
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
 
 
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is in Fortran order, and type of the .npy file that begins here; what follows are its numbers.
+    Raises ValueError, in one line, if it is none."""
+    try:
+        return _HEADERS[np.lib.format.read_magic(file)](file)
+    except Exception:  # numpy parses it as Python, and a damaged one can raise anything
+        raise ValueError("it is no numpy array (.npy)") from None
+
+
 def find_array(path: str, offset: int = 0, size: int | None = None) -> StoredArray:
     """The array of a .npy file, or of the `size` bytes from `offset` of a file. Only its header is read.
 
@@ -56,10 +65,7 @@ def find_array(path: str, offset: int = 0, size: int | None = None) -> StoredArr
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size - offset if size is None else size
         header = io.BytesIO(os.pread(file.fileno(), min(size, _LONGEST_HEADER), offset))
-    try:
-        shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
-    except Exception:  # a damaged header can raise anything
-        raise ValueError("it is no numpy array (.npy)") from None
+    shape, is_fortran, dtype = read_header(header)
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
         raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")

@@ -28,6 +28,7 @@ from safetensors.numpy import save as safetensors_save
 from tandem.files.reading import DAMAGES, LONGEST_JSON_BYTES, open_regular, parse_json, read_bytes, read_json
 
 from ..bad_samples import BadSample, BadSampleLog, reason_of
+from ..files.arrays import read_header
 from .output import OutputFolder, json_bytes, sha256_of
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
@@ -220,9 +221,7 @@ def read_shard(folder: Path, entry: Mapping[str, Any], name: str, shape: tuple[i
     if not entry["file"].endswith(".npy"):
         return safetensors_load(content)[name]
     header = io.BytesIO(content)
-    if np.lib.format.read_magic(header) != (1, 0):
-        raise ValueError("it is no numpy array of codes")
-    found, is_fortran, dtype = np.lib.format.read_array_header_1_0(header)
+    found, is_fortran, dtype = read_header(header)
     if found != shape or is_fortran or dtype.hasobject:  # a header may claim any size
         raise ValueError(f"it holds {dtype} {found}, not {shape}")
     return np.frombuffer(content, dtype, math.prod(shape), header.tell()).reshape(shape)

@@ -12,6 +12,7 @@ import lzma
 import os
 import stat
 import struct
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 DAMAGES: tuple[type[Exception], ...] = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError,
     MemoryError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
-    lzma.LZMAError,
+    lzma.LZMAError, SyntaxError, tokenize.TokenError,
 )  # fmt: skip
-"""What reading and interpreting a damaged or hostile file can raise; safetensors adds its SafetensorError. RuntimeError
-is not one of them, because PyTorch raises it for mistakes of this program too."""
+"""What reading and interpreting a damaged or hostile file can raise (numpy parses headers as Python); safetensors adds
+its SafetensorError. RuntimeError is not one of them, because PyTorch raises it for mistakes of this program too."""
 
 # The longest files that are read whole. Config files have kilobytes, and PyYAML reads 100 kB in a second.
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
