@@ -14,21 +14,15 @@ it is run.
 from __future__ import annotations
 
 import argparse
-import atexit
-import importlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.files.reading import printable
+from trained import SCRIPTS, arguments_of, build, find, kept_average, load_model, read_parts
 from training.flags.converters import average_length
 from training.flags.parser import ArgumentParser
-from training.run.folder import script_of
 
 # Part of the norm of a profile that an average of another length may miss.
 FARTHEST_PROFILE = 0.2
@@ -87,50 +81,7 @@ def as_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
-@dataclass(frozen=True)
-class Script:
-    """A training script, which has build_parser, build_model and MODEL_ARGUMENTS, and the model that it trains."""
-
-    module: str
-    model: str  # name of its class
-    weights: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # parts of a checkpoint -> weights of the model
-    flags: Callable[[Mapping[str, Any]], dict[str, Any]]  # constructor arguments of the model -> the script's flags
-    # Weights -> what build_model needs besides the arguments.
-    of_weights: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda weights: ()
-
-
-def weights_of(part: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """Takes the weights of one part of a checkpoint."""
-    return lambda parts: parts[part]["weights"]
-
-
-def weights_of_unets(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a decoder as trained: of each Unet's engine, without the weight of its loss, and of the Unets that
-    were not trained."""
-    weights = {f"unets.{name}": tensor for name, tensor in parts["others"]["weights"].items()}
-    for part, content in parts.items():
-        number = part.removeprefix("unet")
-        if part != number and number.isdecimal():
-            weights |= {
-                f"unets.{int(number) - 1}.{name.removeprefix('network.')}": tensor
-                for name, tensor in content["weights"].items() if not name.startswith("loss_weight.")
-            }  # fmt: skip
-    return weights
-
-
-def widths_of_decoder(weights: Mapping[str, Any]) -> tuple[dict[str, Any]]:
-    """The widths of a decoder's conditions, which its script takes from the data."""
-    from training.flags.unets import widths_of
-
-    return (widths_of(weights),)
-
-
-SCRIPTS = (
-    Script("train_vae", "DiscreteVAE", weights_of("engine"), vae_flags),
-    Script("train_vqgan", "VQGAN", weights_of("generator"), vqgan_flags),
-    Script("train_tokenizer", "VideoTokenizer", weights_of("generator"), tokenizer_flags),
-    Script("train_decoder", "Decoder", weights_of_unets, decoder_flags, widths_of_decoder),
-)
+FLAGS = {"DiscreteVAE": vae_flags, "VQGAN": vqgan_flags, "VideoTokenizer": tokenizer_flags, "Decoder": decoder_flags}
 
 
 def build_parser() -> ArgumentParser:
@@ -178,159 +129,6 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def find(path: Path) -> tuple[str, Path]:
-    """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint."""
-    from models.files.pretrained import CONFIG_FILE
-    from training.checkpoints.store import latest_checkpoint
-
-    for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
-        if file.is_file():
-            return kind, path
-    if latest := latest_checkpoint(path / "checkpoints"):
-        return "checkpoint", latest
-    for folder in (path / "model", path / "init"):  # the checkpoints were deleted, or training has not started
-        if (folder / CONFIG_FILE).is_file():
-            return "model", folder
-    missing = "" if path.exists() else " it does not exist;"
-    raise ValueError(f"{path}:{missing} expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
-
-
-def model_folder(path: str | Path, *kinds: str) -> Path:
-    """The model folder for what a user calls a model: a model folder, a run folder or a checkpoint of one, or a .pt
-    file. Of a run folder it is model/, unless a later update has been saved. A model that is in no such folder yet is
-    written to a temporary one, which is deleted when this process ends.
-
-    Args:
-        kinds: Names of the classes that will do.
-
-    Raises:
-        ValueError: one line, if there is no model, or it is of another kind.
-    """
-    from models.files.pretrained import read_config
-
-    folder = _find_or_write_model(Path(path))
-    kind = read_config(folder)[0]
-    if kinds and kind not in kinds:
-        makers = {script.model: script.module for script in SCRIPTS} | {"MuLaN": "train_mulan"}
-        of_script = f" of {makers[kind]}.py" if kind in makers else ""
-        raise ValueError(f"{path} holds a {kind[:80]}{of_script}, not a {' or a '.join(kinds)}")
-    return folder
-
-
-def _find_or_write_model(path: Path) -> Path:
-    from models.files.pretrained import CONFIG_FILE
-    from tandem.files.reading import read_json_or_empty
-
-    kind, where = find(path)
-    if kind == "model":
-        return where
-    model, best = path / "model", path / "best"
-    step = read_json_or_empty(model / "training.json").get("step")
-    if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
-        return model
-    if kind == "checkpoint" and script_of(where.parent.parent) == "train_mulan.py":
-        if (best / CONFIG_FILE).is_file():
-            return best
-        raise ValueError(f"{path}: of train_mulan.py, give the run folder, or best/ or model/ in it: no checkpoint")
-    folder = Path(tempfile.mkdtemp(prefix="model-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    load_model(where, "best").save_pretrained(folder / where.name)
-    return folder / where.name
-
-
-def read(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts and metadata of a checkpoint. Tensors are read when used; ``verify`` compares the checksums of files."""
-    from models.files.errors import one_line
-    from training.checkpoints.store import read_checkpoint
-
-    try:
-        if odd := [path for path in folder.iterdir() if not path.is_file()]:
-            raise ValueError(f"{odd[0]} is not a regular file")
-        parts, meta = read_checkpoint(folder, verify=verify)
-    except RuntimeError as error:  # a file is too large to be mapped into memory
-        raise ValueError(f"cannot read the checkpoint {folder}: {one_line(error)}") from None
-    for name, part in parts.items():
-        if not isinstance(part, dict):
-            raise ValueError(f"cannot read the checkpoint {folder}: its part {name} is no JSON object")
-    return parts, meta
-
-
-def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
-    """The script that trained a run, and its arguments, from config.yaml."""
-    from tandem.files.reading import read_yaml
-
-    path = run / "config.yaml"
-    try:
-        config = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the checkpoint's model is described by its run's config.yaml, but: {error}") from None
-    for script in SCRIPTS:
-        module = importlib.import_module(script.module)
-        if isinstance(config, dict) and set(module.MODEL_ARGUMENTS) <= set(config):
-            parser = module.build_parser()
-            parser.prog = "convert.py"
-            args = parser.parse(["--config", str(path)])
-            args.init_from = None  # the weights that the run started from may be gone
-            return script, args
-    raise ValueError(f"{path} is no config of {' or '.join(f'{script.module}.py' for script in SCRIPTS)}")
-
-
-def build(script: Script, args: argparse.Namespace, weights: Mapping[str, Any]) -> Any:
-    """The model that a script trains with these arguments, holding ``weights``; ValueError if they do not fit."""
-    from models.files.building import build_with_weights, check_arguments
-
-    module = importlib.import_module(script.module)
-    check_arguments({name: getattr(args, name) for name in module.MODEL_ARGUMENTS}, weights)
-    return build_with_weights(lambda: module.build_model(args, *script.of_weights(weights)), weights)
-
-
-def load_checkpoint(folder: Path, which: str) -> Any:
-    """The model in a checkpoint, with the weights ``which``: "ema" (their moving average), "online" (as trained), or
-    "best", which means the moving average if there is one, and else the weights as trained."""
-    from models.files.errors import one_line
-
-    script, args = arguments_of(Path(os.path.abspath(folder)).parent.parent)
-    parts = read(folder)[0]
-    average = parts.get("ema")
-    if which == "ema" and not average:
-        raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
-    try:
-        weights = kept_average(average)["weights"] if average and which != "online" else script.weights(parts)
-        return build(script, args, weights)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} does not hold the model of its run: {one_line(error)}") from None
-
-
-def kept_average(part: Mapping[str, Any]) -> Any:
-    """Of a checkpoint's averages the one that the run keeps: the only one, or that of the first --ema_power."""
-    if not isinstance(part.get("powers"), dict):
-        return part
-    first = next(iter(part["powers"].values()), None)
-    return first if isinstance(first, dict) else {}
-
-
-def load_model(path: Path, which: str) -> Any:
-    """The model at ``path``, which may be of any kind that `find` knows."""
-    import models
-    from models.files.pretrained import read_config
-    from models.files.public_decoder import is_public_decoder, load_public_decoder
-
-    kind, where = find(path)
-    if kind == "checkpoint":
-        return load_checkpoint(where, which)
-    if kind == "file" and is_public_decoder(where):
-        return load_public_decoder([where], weights=which)
-    if which != "best":
-        raise ValueError(f"--weights {which} is for checkpoints; {where} holds one set of weights: leave it out")
-    if kind == "file":
-        return models.DiscreteVAE.from_dalle(where)
-    name = read_config(where)[0]
-    model: Any = getattr(models, name, None)
-    if not hasattr(model, "from_pretrained"):
-        raise ValueError(f"{where} holds a {name[:80]}, which is no model of this version")
-    return model.from_pretrained(where)
-
-
 def inspect(args: argparse.Namespace) -> None:
     from models.files.description import describe_dalle_file, describe_model_folder
     from models.files.public_decoder import describe_public_decoder, is_public_decoder
@@ -352,10 +150,10 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
     from models.files.description import describe_weights
 
     checksums = "not checked"
-    parts, meta = read(folder, verify=False)
+    parts, meta = read_parts(folder, verify=False)
     if is_checked:
         try:
-            read(folder)
+            read_parts(folder)
             checksums = "hold"
         except ValueError as error:
             checksums = f"do not hold: {error}"
@@ -469,7 +267,7 @@ def import_weights(args: argparse.Namespace) -> None:
     if not found:
         raise ValueError(f"no script trains a {type(model).__name__}")
     script, start, weights = found[0], run_dir / "start.yaml", run_dir / "init"
-    settings = {**script.flags(model.config), "init_from": str(weights), "output_dir": str(run_dir)}
+    settings = {**FLAGS[script.model](model.config), "init_from": str(weights), "output_dir": str(run_dir)}
     model.save_pretrained(weights)
     write_atomically(start, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
     print(f"made {run_dir}; start it with: python {script.module}.py --config {start}, and your data")

@@ -121,13 +121,13 @@ def embedders(
 
 def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
     """Write the index of a folder of sounds; returns how many shards are left to do after a signal."""
-    from convert import model_folder
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
     from data.stores.embeddings import embedding_shards, write_embedding_index
     from data.stores.output import OutputFolder, names_sha256
     from models import MuLaN
     from models.files.building import require_room
+    from trained import model_folder
 
     with backend.agreement():
         folder = str(model_folder(args.model, "MuLaN"))
@@ -212,13 +212,13 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from convert import model_folder
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_file, is_sound
     from data.stores.embeddings import read_embeddings
     from data.stores.search import Answer, read_queries
     from models import MuLaN, ResidualQuantizer
     from models.files.building import require_room
+    from trained import model_folder
 
     with backend.agreement():
         if backend.is_root:

@@ -240,13 +240,13 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     import torch
 
     import data
-    from convert import model_folder
     from data.stores.output import OutputFolder, names_sha256
     from data.stores.pngs import is_complete, save, to_pixels
     from models import Decoder
     from models.clip import Clip
     from models.decoder import Sampling
     from models.files.building import require_room
+    from trained import model_folder
     from training.generation import noise_of
 
     with backend.agreement():

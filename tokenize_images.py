@@ -77,10 +77,10 @@ def load_tokenizer(path: str, backend: distributed.Backend) -> Tokenizer:
     """Open a model (see `model_folder`). Raises ValueError, in one line, if there is no such model."""
     import torch
 
-    from convert import model_folder
     from data.stores.output import sha256_of
     from models import VQGAN, DiscreteVAE
     from models.files.pretrained import read_config, read_headers
+    from trained import model_folder
 
     kinds: dict[str, type[VQGAN] | type[DiscreteVAE]] = {"DiscreteVAE": DiscreteVAE, "VQGAN": VQGAN}
     folder = model_folder(path, *kinds)

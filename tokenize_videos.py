@@ -73,10 +73,10 @@ def build_parser() -> ArgumentParser:
 def load_tokenizer(args: argparse.Namespace, backend: distributed.Backend) -> tuple[VideoTokenizer, dict[str, Any]]:
     """The model on the device of the run, and the settings that codes depend on besides the videos. Raises ValueError,
     in one line, if there is no such model or it cannot code videos alone."""
-    from convert import model_folder
     from data.stores.output import sha256_of
     from models import VideoTokenizer
     from models.files.pretrained import read_config, read_headers
+    from trained import model_folder
 
     folder = model_folder(args.model, "VideoTokenizer")
     model = VideoTokenizer.from_pretrained(folder).to(backend.device)

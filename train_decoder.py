@@ -82,8 +82,8 @@ def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`."""
     import torch
 
-    from convert import model_folder
     from models import Decoder, build_in_memory
+    from trained import model_folder
 
     torch.manual_seed(args.seed)
     decoder = build_in_memory(

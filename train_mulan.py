@@ -123,8 +123,8 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from convert import model_folder
     from models import MuLaN, build_in_memory
+    from trained import model_folder
 
     torch.manual_seed(args.seed)
     names = (*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)

@@ -130,9 +130,9 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
     import torch
 
-    from convert import model_folder
     from models import VideoTokenizer, build_in_memory
     from models.video.layers import check_frames
+    from trained import model_folder
 
     torch.manual_seed(args.seed)
     generator = build_in_memory(VideoTokenizer, **{name: getattr(args, name) for name in GENERATOR})

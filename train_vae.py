@@ -110,8 +110,8 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from convert import model_folder
     from models import DiscreteVAE, build_in_memory
+    from trained import model_folder
 
     torch.manual_seed(args.seed)
     model = build_in_memory(

@@ -109,8 +109,8 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from convert import model_folder
     from models import VQGAN, build_in_memory
+    from trained import model_folder
 
     torch.manual_seed(args.seed)
     names = (

@@ -26,6 +26,7 @@ from models.files.dalle import HPARAMS
 from tests.models.helpers import TOKENIZER, assert_same_bits
 from tests.scripts import DECODER, VIDEO_TOKENIZER, words
 from tests.scripts import VQGAN as VQGAN_SCRIPT
+from trained import SCRIPTS, model_folder
 from training.profiles import Profile, coefficients, exponent_of
 
 TINY = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--image_size", "16", "--num_layers", "2",
@@ -106,7 +107,7 @@ def model_of(run: Path) -> dict[str, bytes]:
 
 
 def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(run: Path, tmp_path: Path) -> None:
-    assert convert.model_folder(run) == convert.model_folder(run / "model") == run / "model"
+    assert model_folder(run) == model_folder(run / "model") == run / "model"
     (unfinished := tmp_path / "unfinished").mkdir()
     for name in ("config.yaml", "checkpoints"):
         (unfinished / name).symlink_to(run / name)
@@ -117,11 +118,11 @@ def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(run
         shutil.copytree(run / name, extended / name) if (run / name).is_dir() else shutil.copy(run / name, extended)
     (extended / "model" / "model.safetensors").write_bytes(b"of an earlier update")
     for path in (checkpoint_of(run), unfinished, extended):
-        assert contents(convert.model_folder(path)) == model_of(run)
-    model = DiscreteVAE.from_pretrained(convert.model_folder(run / "vae-final.pt"))
+        assert contents(model_folder(path)) == model_of(run)
+    model = DiscreteVAE.from_pretrained(model_folder(run / "vae-final.pt"))
     assert_same_bits(model, DiscreteVAE.from_pretrained(run / "model"))
     with pytest.raises(ValueError, match="nowhere: it does not exist; expected a run folder"):
-        convert.model_folder("nowhere")
+        model_folder("nowhere")
     with pytest.raises(ValueError, match=f"is a run folder; its model is in {run / 'model'}"):
         DiscreteVAE.from_pretrained(run)
 
@@ -549,7 +550,7 @@ def test_checksums_of_files_elsewhere_make_nobody_read_them(name: str, run: Path
 
 
 def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:
-    for script in convert.SCRIPTS:
+    for script in SCRIPTS:
         module: Any = __import__(script.module)
         assert callable(module.build_parser) and callable(module.build_model)
         weights = {"unets.0.image_to_tokens.0.weight": torch.zeros(4, 512)}  # from which widths of data are known
@@ -557,4 +558,4 @@ def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:
         assert type(model).__name__ == script.model
         # The discriminator is no part of the model.
         asked = {name for name in module.MODEL_ARGUMENTS if not name.startswith("discr_")}
-        assert asked <= script.flags(model.config).keys() <= vars(module.build_parser().parse([])).keys()
+        assert asked <= convert.FLAGS[script.model](model.config).keys() <= vars(module.build_parser().parse([])).keys()
