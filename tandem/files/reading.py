@@ -72,7 +72,8 @@ def check_inside(path: Path, folder: Path) -> Path:
     Raises:
         ValueError: one line, if it is a link that leaves the folder: what comes with a folder may name any file.
     """
-    if path.is_symlink() and path.resolve().parent != folder.resolve():
+    # realpath, because resolve() raises RuntimeError for links that lead to themselves; opening these raises OSError.
+    if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
         raise ValueError(f"{path.name} is a link that leaves the folder; copy the folder with `cp -rL`")
     return path
 

@@ -117,6 +117,9 @@ def test_a_link_that_leaves_its_folder_is_refused_and_one_that_stays_in_it_is_no
     (tmp_path / "linked").symlink_to("folder")
     for name in ("file", "inside"):
         assert check_inside(tmp_path / "linked" / name, tmp_path / "linked") == tmp_path / "linked" / name
+    (folder / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        check_regular(check_inside(folder / "loop", folder))
     said = complaint(lambda path: check_inside(path, folder), folder / "outside")
     assert "outside is a link that leaves the folder" in said
 
