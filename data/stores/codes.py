@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tandem.files.reading import parse_json
+from tandem.files.reading import parse_json, read_lines
 
 from .output import OutputFolder
-from .shards import COUNT, LINES_FILE, Array, ShardWriter, explained, read_index, read_lines, read_shard, shard_sizes
+from .shards import COUNT, LINES_FILE, Array, ShardWriter, explained, read_index, read_shard, shard_sizes
 
 CODES = "codes"
 _DTYPES = (np.uint8, np.uint16, np.int32)

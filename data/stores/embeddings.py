@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tandem.files.reading import parse_json
+from tandem.files.reading import parse_json, read_lines
 
 from ..order import Permutation
 from .codes import CODES, code_dtype
 from .output import OutputFolder
 from .search import Match, TopRows
-from .shards import INDEX_FILE, LINES_FILE, ShardWriter, explained, read_index, read_lines, read_shard, shard_sizes
+from .shards import INDEX_FILE, LINES_FILE, ShardWriter, explained, read_index, read_shard, shard_sizes
 
 EMBEDDINGS = "embeddings"
 BAD_FILE = "bad.jsonl"

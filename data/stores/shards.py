@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as safetensors_load
 from safetensors.numpy import save as safetensors_save
 
-from tandem.files.reading import DAMAGES, LONGEST_JSON_BYTES, open_regular, parse_json, read_bytes, read_json
+from tandem.files.reading import DAMAGES, LONGEST_JSON_BYTES, parse_json, read_bytes, read_json
 
 from ..bad_samples import BadSample, BadSampleLog, reason_of
 from ..files.arrays import read_header
@@ -36,7 +36,6 @@ _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
 
 # Of a shard: its numbers, which have at most so many bytes each; and of its file what is no number.
 _MOST_NUMBERS, _LARGEST_NUMBER_BYTES, _LONGEST_HEADER = 1 << 29, 4, 1 << 16
-_LONGEST_LINE = 1 << 20  # bytes; of an index
 
 Array = npt.NDArray[Any]
 COUNT = "code_frames"  # key of the number of rows of an item that has several
@@ -225,15 +224,6 @@ def read_shard(folder: Path, entry: Mapping[str, Any], name: str, shape: tuple[i
     if found != shape or is_fortran or dtype.hasobject:  # a header may claim any size
         raise ValueError(f"it holds {dtype} {found}, not {shape}")
     return np.frombuffer(content, dtype, math.prod(shape), header.tell()).reshape(shape)
-
-
-def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file of any length. Raises OSError, and ValueError if it is no regular file or one is too long."""
-    with open_regular(path) as file:
-        while line := file.readline(_LONGEST_LINE + 1):
-            if len(line) > _LONGEST_LINE:
-                raise ValueError(f"one of its lines is longer than {_LONGEST_LINE} bytes")
-            yield line
 
 
 def read_index(folder: Path, name: str) -> tuple[dict[str, Any], str]:

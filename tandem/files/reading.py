@@ -15,6 +15,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -31,6 +32,7 @@ its SafetensorError. RuntimeError is not one of them, because PyTorch raises it 
 
 # The longest files that are read whole. Config files have kilobytes, and PyYAML reads 100 kB in a second.
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
+_LONGEST_LINE = 1 << 20  # bytes
 # Lists, objects and keys in one file, and nodes of a YAML file with its aliases written out. An empty list takes three
 # bytes in a file and 64 in memory; plain numbers, of which a file may hold more, take a tenth of that.
 _MOST_VALUES = 1 << 22
@@ -85,6 +87,15 @@ def read_bytes(path: str | Path, limit: int) -> bytes:
     if len(content) > limit:
         raise _too_long(path, limit)
     return content
+
+
+def read_lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a file of any length. Raises OSError, and ValueError if it is no regular file or one is too long."""
+    with open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE + 1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"one of its lines is longer than {_LONGEST_LINE} bytes")
+            yield line
 
 
 def parse_json(content: bytes, **hooks: Any) -> Any:

@@ -6,14 +6,14 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from tandem.files.reading import open_regular, parse_json, read_bytes
-from tandem.files.writing import open_appending, write_atomically
+from tandem.files.reading import parse_json, read_bytes, read_lines
+from tandem.files.writing import create, open_appending, replacing, write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
@@ -23,8 +23,9 @@ _LONGEST_ID_BYTES = 1000
 class JsonlTracker:
     """metrics.jsonl: one object per line, `{"step": ..., ...}`, readable while the run goes on.
 
-    NaN and infinities, which JSON does not have, are written as null. Lines that cannot be written are kept and
-    written with the next one.
+    NaN and infinities, which JSON does not have, are written as null, and numbers with 12 digits, because further
+    digits of a mean depend on the number of processes whose parts of it were added. Lines that cannot be written are
+    kept and written with the next one.
 
     Args:
         check: Raises OSError if `folder` is no longer that of the run.
@@ -42,21 +43,21 @@ class JsonlTracker:
         """Delete the lines after `step`, and a last line that is incomplete."""
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
-        lines = _lines_of(self.path)
-        kept = [line for line in lines if _step_of(line) <= step]
-        if kept != lines:
-            write_atomically(self.path, b"".join(kept))
-        self._size = sum(map(len, kept))
-        self._last_step = max(map(_step_of, kept), default=-1)
+        self._size, self._last_step, is_changed = 0, -1, False
+        for line in _lines_of(self.path):
+            if (found := _step_of(line)) <= step:
+                self._size, self._last_step = self._size + len(line), max(self._last_step, found)
+            else:
+                is_changed = True
+        if is_changed:
+            with replacing(self.path) as temporary, create(temporary) as file:
+                file.writelines(line for line in _lines_of(self.path) if _step_of(line) <= step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a line."""
         assert step > self._last_step, f"step {step} was logged after {self._last_step}: one line per step"
         self._last_step = step
-        values = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in {"step": step, **metrics}.items()
-        }
+        values = {name: _plain(value) for name, value in {"step": step, **metrics}.items()}
         self._waiting.append(json.dumps(values, allow_nan=False).encode() + b"\n")
         self._write()
 
@@ -89,15 +90,20 @@ class JsonlTracker:
             self._write()
 
 
-def _lines_of(path: Path) -> list[bytes]:
-    """The lines of a file; none if there is no file. Raises OSError and ValueError if it is no regular file."""
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file; none if there is no file. Raises OSError and ValueError if it is no file of lines."""
     try:
-        with open_regular(path) as file:
-            return file.readlines()
+        yield from read_lines(path)
     except FileNotFoundError:
-        return []
+        pass
     except ValueError as error:
         raise ValueError(f"cannot go on in {path.parent}: {error}; remove it, or start over with --fresh") from None
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.12g}") if math.isfinite(value) else None
 
 
 def _step_of(line: bytes) -> float:
