@@ -83,23 +83,12 @@ class OutputFolder:
         lock = self.path / ".lock"
         if fresh and self.path.is_dir():
             with writing.hold(lock):
-                moved = self._move_away()
+                moved = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
             began = f"starting over; what was in {self.path} is in {moved}"
             self.say(began if moved else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = writing.hold(lock)
         self._claim()
-
-    def _move_away(self) -> Path | None:
-        """Rename a folder that a command began; returns where it went, or None if there is nothing to move."""
-        if not (self.path / SETTINGS_FILE).exists():
-            return None
-        folder = Path(os.path.abspath(self.path))
-        number = 1
-        while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
-            number += 1
-        os.rename(folder, old)
-        return old
 
     def _claim(self) -> None:
         """Begin in an empty folder, or continue in one that was begun with the same settings."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import socket
 import stat
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .reading import open_regular
+from .reading import open_regular, printable
 
 _UMASK = os.umask(0)
 os.umask(_UMASK)
@@ -104,6 +105,15 @@ def other_holder(path: Path, ours: BinaryIO) -> str | None:
     return None
 
 
+def move_aside(folder: Path) -> Path:
+    """Rename a folder to a name beside it that is free, such as vae.old-1, and return that."""
+    folder = Path(os.path.abspath(folder))
+    names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
+    os.rename(folder, aside)
+    return aside
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or a folder's list of names, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -124,7 +134,7 @@ def _holder_of(path: Path) -> str:
             said = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
     except (OSError, ValueError):
         said = ""
-    return "".join(sign if sign.isprintable() else "?" for sign in said) or "another process"
+    return printable(said) or "another process"
 
 
 def _open(path: Path, flags: int) -> int:

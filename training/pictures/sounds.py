@@ -14,6 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.files.reading import printable
+
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 _PAPER, _INK, _PALE, _RIGHT = (255, 255, 255), (35, 35, 35), (120, 120, 120), (20, 125, 60)
@@ -221,8 +223,7 @@ class _Fonts:
 
     def wrap(self, caption: str, width: float) -> list[str]:
         """The lines of a caption; the last one ends with ... if the caption is too long."""
-        text = " ".join(caption[:_LONGEST_CAPTION].split()) or "(empty)"
-        text = "".join(sign if sign.isprintable() else "?" for sign in text)
+        text = printable(" ".join(caption[:_LONGEST_CAPTION].split()) or "(empty)")
         if not text.isascii() and self._wide is None:
             text = _ascii(text)
         lines: list[str] = []

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes, read_json_or_empty, read_yaml
-from tandem.files.writing import hold, other_holder, write_atomically
+from tandem.files.writing import hold, move_aside, other_holder, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
@@ -212,7 +211,7 @@ class RunFolder:
             )
         if fresh and found:
             with hold(self._lock_file):
-                moved_to = self._move_away()
+                moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = hold(self._lock_file)
         # Write 4 KiB: an empty file can be created on a full disk.
@@ -231,13 +230,6 @@ class RunFolder:
                 return True
         is_told = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
         return is_told or any(self.checkpoints_dir.glob("*step_*/state.json"))
-
-    def _move_away(self) -> str:
-        folder = Path(os.path.abspath(self.path))
-        names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
-        old = next(path for path in names if not path.exists())
-        os.rename(folder, old)
-        return str(old)
 
 
 def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:
