@@ -94,7 +94,7 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
     with open_regular(path) as file:
         while line := file.readline(_LONGEST_LINE + 1):
             if len(line) > _LONGEST_LINE:
-                raise ValueError(f"one of its lines is longer than {_LONGEST_LINE} bytes")
+                raise ValueError(f"a line of {os.path.basename(path)} is longer than {_LONGEST_LINE} bytes")
             yield line
 
 

@@ -124,7 +124,7 @@ def test_metrics_that_are_a_pipe_endless_or_a_link_are_refused_at_once(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").touch()
     os.truncate(tmp_path / "metrics.jsonl", 1 << 40)
-    with pytest.raises(ValueError, match="one of its lines is longer than 1048576 bytes; remove it, or start over"):
+    with pytest.raises(ValueError, match=r"a line of metrics\.jsonl is longer than 1048576 bytes; remove it, or start"):
         JsonlTracker(tmp_path).cut_back(0)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "treasure").write_text("mine")
