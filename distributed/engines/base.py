@@ -185,7 +185,8 @@ class Engine(ABC):
         parameter name), ``scaler``, ``updates``, ``skipped_updates``.
 
         For checkpoints: references, not copies. Finish copying before the next update (``Backend.before_update``). A
-        sharded tensor is given as a function that returns a full copy; all processes call these in the same order."""
+        tensor that is sharded, or that a forward pass may change, is given as a function that returns it in full, on
+        the device: a process that needs it copies it at once. All processes call these functions in the same order."""
         return {**self._read_state(), "updates": self._updates, "skipped_updates": self.skipped_updates}
 
     @abstractmethod

@@ -65,26 +65,22 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
-def live_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Weights and persistent buffers by name. Trained weights are not copied; the others are, because a forward pass
-    may change them (running statistics, codebooks)."""
+def live_weights(module: nn.Module) -> dict[str, Any]:
+    """Weights and persistent buffers by name. Those that are not trained are given as functions that return them,
+    because a forward pass may change them (running statistics, codebooks): copy them at once."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return {
-        name: tensor.detach() if name in trained else tensor.detach().clone()
-        for name, tensor in module.state_dict().items()
-    }
+    return {name: tensor.detach() if name in trained else tensor.detach for name, tensor in module.state_dict().items()}
 
 
 def owned(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a state: live tensors, and functions that fetch tensors, become CPU tensors only it holds."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            result[key] = owned(value)
-        elif callable(value):
-            result[key] = value().detach().cpu()
+        found = value() if callable(value) else value
+        if isinstance(found, Mapping):
+            result[key] = owned(found)
         else:
-            result[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            result[key] = found.detach().to("cpu", copy=True) if isinstance(found, Tensor) else found
     return result
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed import Backend, Engine, UserMistake
+from training.checkpoints.snapshot import Snapshot
 
 BATCH = 24  # divides by 1, 2, 3 and 4 processes with 1 or 2 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "4"]
@@ -278,6 +279,41 @@ def reloaded(backend: Backend) -> dict[str, Any]:
     return {**record(engine, updates, [evaluated]), "unchanged": bool(unchanged)}
 
 
+def saved_bytes(backend: Backend) -> dict[str, list[int]]:
+    """By rank, the bytes that a process copies to the host for a checkpoint, before it copies what it keeps and in
+    doing so; the root alone keeps them."""
+    model = nn.Sequential(mlp([7, 13], seed=1), nn.BatchNorm1d(13), mlp([13, 3], seed=2))
+    model[2].requires_grad_(False)
+    engine = backend.wrap(model, adam(model[:2]), name="saved")
+    engine.backward(engine(local(global_batch(0), backend)).square().mean())
+    engine.step()
+    sent: list[int] = []
+
+    def counted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(tensor: Tensor, *args: Any, **more: Any) -> Tensor:
+            found = original(tensor, *args, **more)
+            if found.device.type == "cpu" and found is not tensor:
+                sent.append(found.nbytes)
+            return found
+
+        return call
+
+    with patch.multiple(Tensor, to=counted(Tensor.to), cpu=counted(Tensor.cpu)):
+        snapshot = Snapshot({"engine": engine.live_state()}, keep=backend.is_root)
+        snapshot.finish()
+    kept = sum(tensor.nbytes for tensor in snapshot.tensors["engine"].values())
+    numbers = sum(tensor.nbytes for tensor in tensors_of(engine.state_dict()))
+    return {"sent": backend.gather_objects(sum(sent)), "kept": backend.gather_objects(kept), "state": [numbers]}
+
+
+def tensors_of(tree: dict[str, Any]) -> Iterator[Tensor]:
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from tensors_of(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
 def refused(backend: Backend) -> dict[str, Any]:
     """Messages of the errors that wrong calls must raise, and whether ``frozen`` froze and thawed the weights."""
     model = mlp([7, 3], seed=8)
@@ -347,6 +383,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     }
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
+        result["saved_bytes"] = saved_bytes(backend)
         result["patience"], result["seconds_of_waiting"] = patience(backend), seconds_of_waiting(backend)
     by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)

@@ -115,6 +115,12 @@ def test_reloaded_run_equals_the_uninterrupted_one(ours: dict[str, Any]) -> None
         assert ours["reloaded"][what] == ours["plain"][what], what
 
 
+def test_a_save_copies_the_state_on_the_root_alone(ours: dict[str, Any]) -> None:
+    saved = ours["saved_bytes"]
+    assert set(saved["sent"]) == {0}, "what a function of the state returns stays on the device"
+    assert saved["kept"] == [*saved["state"], *[0] * (len(saved["kept"]) - 1)]
+
+
 def test_discriminator_steps_do_not_touch_the_generator_and_vice_versa(ours: dict[str, Any]) -> None:
     assert ours["gan"]["generator"]["step"] == ours["gan"]["discriminator"]["step"] == 6
 

@@ -2,13 +2,17 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .format import Tree
+
+# PyTorch rounds each piece of pinned memory up to a power of two, so tensors share pieces of this size.
+_SLAB_BYTES = 1 << 26
+_ALIGNMENT_BYTES = 64
 
 
 class Snapshot:
@@ -19,21 +23,24 @@ class Snapshot:
     must not change.
 
     Args:
-        parts: Nested dicts of tensors, JSON values, and functions that return a tensor which does not change later.
+        parts: Nested dicts of tensors, JSON values, and functions that fetch a tensor. What they return is copied
+            before anything else happens.
         reuse: An older snapshot that is no longer needed, whose memory is used again.
-        keep: Whether this process needs the copies. All processes call the functions, because they are collective.
+        keep: Whether this process needs the copies; if not, it makes none. All processes call the functions, because
+            they are collective.
     """
 
     def __init__(self, parts: Mapping[str, Tree], *, reuse: "Snapshot | None" = None, keep: bool = True) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
         self._keep = keep
-        self._buffers = reuse.tensors if reuse is not None else {}
+        self._memory: _Memory = _Memory(reuse._memory.slabs if reuse is not None else ())
         self._to_copy: list[tuple[str, str, Tensor]] = []
+        self._event: torch.cuda.Event | None = None
         self._finished = threading.Event()
         values = {name: self._split(name, part, ()) for name, part in parts.items()}
         # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
-        self._event = self._start_transfers()
+        self._start_transfers()
 
     def _split(self, part: str, tree: Mapping[str, Any], path: tuple[str, ...]) -> Tree:
         """The JSON values of `tree`; its tensors are collected under their path, joined with '/'."""
@@ -44,7 +51,7 @@ class Snapshot:
             if callable(value):
                 fetched = value()
                 if self._keep:
-                    self.tensors[part][name] = fetched.detach().to("cpu").contiguous()
+                    self._copy(part, name, fetched.detach())
             elif isinstance(value, Tensor):
                 if self._keep:
                     self._to_copy.append((part, name, value.detach()))
@@ -54,37 +61,66 @@ class Snapshot:
                 values[key] = value
         return values
 
-    def _start_transfers(self) -> "torch.cuda.Event | None":
-        on_device = [entry for entry in self._to_copy if entry[2].device.type == "cuda"]
-        if not on_device:
-            return None
+    def _start_transfers(self) -> None:
+        for part, name, tensor in self._to_copy:
+            if tensor.device.type == "cuda":
+                self._copy(part, name, tensor)
         self._to_copy = [entry for entry in self._to_copy if entry[2].device.type != "cuda"]
-        for part, name, tensor in on_device:
-            self._buffer(part, name, tensor, pin_memory=True).copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        if self._memory.is_pinned:
+            self._event = torch.cuda.Event()
+            self._event.record()
 
-    def _buffer(self, part: str, name: str, tensor: Tensor, *, pin_memory: bool = False) -> Tensor:
-        """Memory for the copy of a tensor: the older snapshot's if it fits."""
-        buffer = self._buffers.get(part, {}).pop(name, None)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
-        self.tensors[part][name] = buffer
-        return buffer
+    def _copy(self, part: str, name: str, tensor: Tensor) -> None:
+        """Copy a tensor, or start its transfer from an accelerator: the accelerator's memory may be used for something
+        else at once, because that is queued after the transfer."""
+        self.tensors[part][name] = self._memory.like(tensor).copy_(tensor, non_blocking=True)
 
     def finish(self) -> None:
         """Complete the copies. Called once, by one thread."""
         try:
             for part, name, tensor in self._to_copy:
-                self._buffer(part, name, tensor).copy_(tensor)
+                self._copy(part, name, tensor)
             if self._event is not None:
                 self._event.synchronize()
         finally:
-            self._to_copy, self._buffers = [], {}
+            self._to_copy = []
             self._finished.set()
 
     def wait(self, mark: Callable[[], None] = lambda: None) -> None:
         """Return when the state may change again; `mark` is called now and then during the wait."""
         while not self._finished.wait(1.0):
             mark()
+
+
+class _Memory:
+    """Few large pieces of memory on the CPU that many tensors share; pinned if it is for copies from an accelerator.
+
+    Args:
+        slabs: Pieces (bytes) of an older memory to be used again.
+    """
+
+    def __init__(self, slabs: Sequence[Tensor]) -> None:
+        self.slabs = list(slabs)
+        #: Whether a tensor came from an accelerator.
+        self.is_pinned = False
+        self._used = [0] * len(self.slabs)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor on the CPU with the shape and type of `tensor`, and unknown values."""
+        pin = tensor.device.type == "cuda"
+        self.is_pinned |= pin
+        aligned = -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        slab = self._with_room(aligned, pin)
+        start = self._used[slab]
+        self._used[slab] += aligned
+        return self.slabs[slab][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _with_room(self, size: int, pin: bool) -> int:
+        """The number of the first slab that has room; of a new one if none has."""
+        for number, slab in enumerate(self.slabs):
+            if slab.is_pinned() == pin and self._used[number] + size <= len(slab):
+                return number
+        n_bytes = max(_SLAB_BYTES, 1 << (size - 1).bit_length())  # the next power of two
+        self.slabs.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pin))
+        self._used.append(0)
+        return len(self.slabs) - 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -21,7 +20,6 @@ from .backend import DeepSpeedBackend
 from .config import refusals, resolve
 from .state import (
     check_inside,
-    on_cpu,
     read_zero_optimizer,
     weight_readers,
     write_gradients,
@@ -195,14 +193,9 @@ class ZeroEngine(Engine):
                 parameter.data = parameter.data.new_empty(0)
 
     def _read_state(self) -> dict[str, Any]:
-        weights: Mapping[str, Any]
-        if self._is_unsharded_fp32:
-            weights = live_weights(self.module)
-        else:
-            readers = weight_readers(self.module, self._stage)
-            weights = {name: partial(on_cpu, read) for name, read in readers.items()}
+        is_whole = self._is_unsharded_fp32
         return {
-            "weights": weights,
+            "weights": live_weights(self.module) if is_whole else weight_readers(self.module, self._stage),
             "optimizer": read_zero_optimizer(self._optimizer, self._zero, self.module, self._stage),
             "scaler": self._scaler_state(),
         }

@@ -60,11 +60,6 @@ def check_inside(engine: Any, optimizer: Any, stage: int) -> None:
         )
 
 
-def on_cpu(read: Callable[..., Tensor], *args: Any) -> Tensor:
-    """A copy on the CPU of the tensor that ``read(*args)`` fetches."""
-    return read(*args).detach().to("cpu", copy=True)
-
-
 def weight_readers(module: nn.Module, stage: int) -> dict[str, Callable[[], Tensor]]:
     """By name, functions that fetch a full fp32 weight or a persistent buffer. A function that need not gather its
     tensor may return the module's own tensor instead of a copy."""
@@ -125,8 +120,7 @@ def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn
         optimizer._lazy_init_hp_params_optimizer_state()
     names = _names(module)
     moments = {
-        slot: {name: partial(on_cpu, safe_get_full_optimizer_state, p, slot) for p, name in names.items()}
-        for slot in slots
+        slot: {name: partial(safe_get_full_optimizer_state, p, slot) for p, name in names.items()} for slot in slots
     }
     return neutral_state(basic, step, moments)
 

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from training.checkpoints import snapshot as snapshot_module
 from training.checkpoints.snapshot import Snapshot
 
 
@@ -56,6 +57,33 @@ def test_memory_of_an_older_snapshot_is_taken_over_where_it_fits():
     assert second.tensors["model"]["same"].tolist() == [1, 1, 1, 1]
     assert second.tensors["model"]["other"].tolist() == [1] * 5
     assert second.tensors["model"].keys() == parts["model"].keys()
+
+
+def test_many_tensors_share_few_pieces_of_memory_whose_sizes_are_powers_of_two(monkeypatch):
+    """Each piece of pinned memory is rounded up to such a size."""
+    monkeypatch.setattr(snapshot_module, "_SLAB_BYTES", 1 << 12)
+    sizes = [0, 1, 5, 17, 700, 800, 1100, 1, 64, 333]  # 1100 numbers need more than one piece of the usual size
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+    tensors = {f"{size} {dtype} {i}": torch.arange(size).to(dtype) for i, size in enumerate(sizes) for dtype in dtypes}
+    fetched = {f"fetched {name}": (lambda t=tensor: t) for name, tensor in tensors.items()}
+    first = taken({"model": {**tensors, **fetched}})
+    slabs = first._memory.slabs
+    assert {len(slab) for slab in slabs} == {1 << 12, 1 << 13, 1 << 14}
+    assert sum(map(len, slabs)) <= 1.25 * sum(tensor.nbytes for tensor in first.tensors["model"].values())
+    again = taken({"model": {**tensors, **fetched}}, reuse=first)
+    assert [slab.data_ptr() for slab in again._memory.slabs] == [slab.data_ptr() for slab in slabs]
+    for name, tensor in again.tensors["model"].items():
+        assert tensor.data_ptr() % 64 == 0 and torch.equal(tensor, tensors[name.removeprefix("fetched ")])
+
+
+def test_what_a_function_returns_may_change_at_once():
+    """A function may return the model's own tensor, or memory that the next function uses again."""
+    buffer = torch.zeros(3)
+    parts = {"model": {str(i): (lambda i=i: buffer.fill_(i)) for i in range(3)}}
+    snapshot = Snapshot(parts)
+    buffer.fill_(-1)
+    snapshot.finish()
+    assert [tensor.tolist() for tensor in snapshot.tensors["model"].values()] == [[i] * 3 for i in range(3)]
 
 
 def test_sharded_tensors_are_fetched_one_by_one_in_order_on_every_process():
