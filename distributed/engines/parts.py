@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ..collectives import Communicator
 from .reducer import BUCKET_BYTES, split_by_size, view_like
 
+GATHERED_BYTES = 4 * BUCKET_BYTES  # at most, at a time
+
 
 class GradientParts:
     """Used like ``GradientReducer``: any number of ``backward`` calls per part, then ``finish``, then ``zero_``.
@@ -64,11 +66,18 @@ class GradientParts:
     def finish(self) -> None:
         """Sum all parts of all processes into ``gradients``. Collective."""
         for bucket in self._buckets:
-            sums = _add_pairs(list(bucket))
-            if self._comm.world_size > 1:
-                gathered = self._comm.all_gather(torch.stack(sums))
-                sums = _add_pairs([part for parts in gathered for part in parts])
-            bucket[0].copy_(sum(sums[1:], start=sums[0]))
+            for columns in bucket.split(self._columns_at_once(bucket), dim=1):
+                sums = _add_pairs(list(columns))
+                if self._comm.world_size > 1:
+                    gathered = self._comm.all_gather(torch.stack(sums))
+                    sums = _add_pairs([part for parts in gathered for part in parts])
+                columns[0].copy_(sum(sums[1:], start=sums[0]))
+
+    def _columns_at_once(self, bucket: Tensor) -> int:
+        """How many numbers of each part to add at a time: what a process gathers grows with the number of processes."""
+        sums_of_each = len(bucket) // (len(bucket) & -len(bucket))  # what _add_pairs leaves of the local parts
+        gathered = self._comm.world_size * sums_of_each * bucket.element_size()
+        return max(GATHERED_BYTES // gathered, 1)
 
     def zero_(self) -> None:
         """Set all gradients to zero; if a parameter gets no gradient in an update, its zeros count."""

@@ -77,6 +77,30 @@ def test_any_number_of_ranks_gives_the_bits_of_one(
         assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
 
 
+@pytest.mark.parametrize(("n_parts", "world_size"), [(8, 4), (12, 2), (9, 3)])
+def test_what_a_process_gathers_at_a_time_is_bounded_and_the_bits_stay(
+    n_parts: int, world_size: int, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "GATHERED_BYTES", 500)
+    expected = summed(Alone(), n_parts)
+    gathered: list[int] = []
+
+    def work(comm: Communicator) -> list[Tensor]:
+        all_gather = comm.all_gather
+
+        def counted(tensor: Tensor) -> list[Tensor]:
+            found = all_gather(tensor)
+            gathered.append(sum(part.nbytes for part in found))
+            return found
+
+        comm.all_gather = counted  # type: ignore[method-assign]
+        return summed(comm, n_parts)
+
+    for ours in on_ranks(world_size, work):
+        assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+    assert 400 < max(gathered) <= 500
+
+
 def test_the_numbers_of_these_tests_show_the_order_of_a_sum() -> None:
     for dtype in (torch.float32, torch.float64):
         parts = [gradients_of(part, 0).to(dtype) for part in range(8)]
