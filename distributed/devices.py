@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -36,6 +40,26 @@ def use_one_thread() -> None:
     """From here on PyTorch computes in one CPU thread: the rounding of a sum depends on the number of threads, and
     launchers set different numbers (torchrun sets OMP_NUM_THREADS=1, others set nothing)."""
     torch.set_num_threads(1)
+
+
+def own_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
+    """How many CPU threads this process may keep busy: OMP_NUM_THREADS if it is more than 1, else its part of the cores
+    that it shares with other processes. (torchrun sets 1 for every process that is told nothing.) Collective."""
+    cores = os.sched_getaffinity(0)
+    here = f"{socket.gethostname()} {sum(1 << core for core in cores):x}"
+    share = len(cores) // gather_objects(here).count(here)
+    return max(share, 1) if os.environ.get("OMP_NUM_THREADS", "1") == "1" else torch.get_num_threads()
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """PyTorch, and extensions that use OpenMP, compute in this many CPU threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def use_deterministic_kernels(compiled: bool = False) -> None:

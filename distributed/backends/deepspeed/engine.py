@@ -4,14 +4,16 @@ saves the state."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 
+from ...devices import cpu_threads, own_threads
 from ...engines.base import Engine
 from ...engines.micro import clip_divisor, gradient_norm
 from ...engines.optimizer_state import live_weights, unfuse
@@ -76,6 +78,11 @@ class ZeroEngine(Engine):
         self._is_unsharded_fp32 = self._stage == 0 and not weights_are_low_precision
         if self._is_unsharded_fp32 or self._parts is not None:
             self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
+        offload = self._ds._config.zero_config.offload_optimizer
+        self._optimizer_threads: Callable[[], AbstractContextManager[None]] = nullcontext
+        if offload is not None and offload.device != "none":
+            # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
+            self._optimizer_threads = partial(cpu_threads, own_threads(backend.gather_objects))
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
     # The forward pass calls the module, not DeepSpeed's engine. Hooks on the module are enough for sharding, and
@@ -116,7 +123,8 @@ class ZeroEngine(Engine):
         elif self._is_unsharded_fp32:
             norm, finite = self._step_unsharded()
         else:
-            self._ds.step()
+            with self._optimizer_threads():
+                self._ds.step()
             norm = self._ds.get_global_grad_norm()
             if self._stage:
                 zero_old_gradients(self._optimizer, self._zero, self._stage)

@@ -39,6 +39,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "scheduler zero0": {"optimizer": PLAIN_SGD, "scheduler": WARMUP},
     "scheduler zero2": {"optimizer": PLAIN_SGD, "scheduler": WARMUP, "zero_optimization": {"stage": 2}},
     "scheduler alone": {"scheduler": WARMUP},
+    **{
+        f"offload zero{stage}": {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+        for stage in (2, 3)
+    },
 }
 
 
@@ -57,8 +61,10 @@ def script_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(engine: Engine, updates: range, config: dict[str, Any]) -> dict[str, list[float]]:
-    """Losses, and of each update the rate that the engine announces, its gradient, and how far the weights went."""
-    record: dict[str, list[float]] = {"loss": [], "lr": [], "moved": [], "grad_norm": []}
+    """Losses, and of each update the rate that the engine announces, its gradient, how far the weights went, and the
+    threads of the optimizer."""
+    record: dict[str, list[float]] = {"loss": [], "lr": [], "moved": [], "grad_norm": [], "threads": []}
+    engine._optimizer.register_step_pre_hook(lambda *_: record["threads"].append(torch.get_num_threads()))
     for update in updates:
         before = flat(engine)
         loss = engine(batch(update)).square().mean()
@@ -91,6 +97,7 @@ def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) 
         "continued": continued,
         "weights": flat(whole).tolist(),
         "learning_rate": args.learning_rate,
+        "threads_outside": torch.get_num_threads(),
         "summary": backend.summary(),
         "resolved": backend.describe()["deepspeed"]["whole"],
     }

@@ -92,7 +92,19 @@ def test_the_scheduler_of_the_json_sets_the_rate_that_moves_the_weights_and_the_
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *SCHEDULERS])
 def test_a_reloaded_engine_goes_on_with_moments_and_rate(name: str, folder: Path) -> None:
     ours = measured(folder, name)
-    assert ours["continued"] == {key: ours[key][3:] for key in ("loss", "lr", "grad_norm", "moved")}
+    assert ours["continued"] == {key: ours[key][3:] for key in ours["continued"]}
+
+
+@pytest.mark.parametrize("name", ["offload zero2", "offload zero3"])
+def test_an_optimizer_on_the_cpu_has_the_cores_that_the_launcher_withholds(name: str, folder: Path) -> None:
+    """The worker has one thread, as under torchrun."""
+    ours, plain = measured(folder, name), measured(folder, "scheduler alone")
+    losses, weights = reference(lambda p: torch.optim.SGD(p, lr=SCRIPT_RATE))
+    assert ours["loss"] == pytest.approx(losses, rel=1e-5)
+    assert ours["weights"] == pytest.approx(weights, rel=1e-5, abs=1e-6)
+    assert ours["continued"] == {key: ours[key][3:] for key in ours["continued"]}
+    assert ours["threads"] == [len(os.sched_getaffinity(0))] * 6 and ours["threads_outside"] == 1
+    assert plain["threads"] == [1] * 6
 
 
 def test_the_resolved_configuration_holds_deepspeeds_own_defaults_and_no_auto(folder: Path) -> None:
