@@ -226,3 +226,10 @@ def test_what_the_json_replaces_and_what_it_does_not_is_said(
     backend = distributed.from_args(parsed("--deepspeed_config", str(tmp_path / "ds.json")))
     backend.device = torch.device("cpu")
     assert said in backend.summary()
+
+
+@pytest.mark.parametrize(("stage", "compiles"), [(3, True), (3, False), (2, True)])
+def test_a_compiled_model_at_zero_3_is_said_to_be_slower(stage: int, compiles: bool, parsed: Parsed) -> None:
+    backend = distributed.from_args(parsed("--zero_stage", str(stage), compile=compiles))
+    backend.device = torch.device("cpu")
+    assert ("--compile makes stage 3 slower" in backend.summary()) == (stage == 3 and compiles)
