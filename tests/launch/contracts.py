@@ -306,6 +306,30 @@ def saved_bytes(backend: Backend) -> dict[str, list[int]]:
     return {"sent": backend.gather_objects(sum(sent)), "kept": backend.gather_objects(kept), "state": [numbers]}
 
 
+def sums_per_update(backend: Backend) -> dict[str, float]:
+    """How often this process calls each of its own collectives in an update that logs nothing, by name."""
+    model = mlp([7, 13, 3], seed=1)
+    engine = backend.wrap(model, adam(model), name="counted")
+    calls: list[str] = []
+
+    def counted(original: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any) -> Any:
+            calls.append(name or args[0])
+            return original(tensor, *args)
+
+        return call
+
+    comm = backend.comm
+    ours = {"all_gather": counted(comm.all_gather, "all_gather"), "shift": counted(comm.shift, "shift")}
+    with patch.multiple(comm, all_reduce_=counted(comm.all_reduce_), **ours):
+        for update in range(UPDATES):
+            for part in engine.micro_batches({"x": local(global_batch(update), backend)}):
+                engine.backward(engine(part["x"]).square().mean())
+            engine.step()
+            backend.stop_requested()
+    return {name: calls.count(name) / UPDATES for name in sorted(set(calls))}
+
+
 def tensors_of(tree: dict[str, Any]) -> Iterator[Tensor]:
     for value in tree.values():
         if isinstance(value, dict):
@@ -383,7 +407,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     }
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
-        result["saved_bytes"] = saved_bytes(backend)
+        result["saved_bytes"], result["sums_per_update"] = saved_bytes(backend), sums_per_update(backend)
         result["patience"], result["seconds_of_waiting"] = patience(backend), seconds_of_waiting(backend)
     by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)

@@ -115,6 +115,11 @@ def test_reloaded_run_equals_the_uninterrupted_one(ours: dict[str, Any]) -> None
         assert ours["reloaded"][what] == ours["plain"][what], what
 
 
+def test_an_update_sends_its_gradients_and_one_flag_and_nothing_else(ours: dict[str, Any], launcher: Launcher) -> None:
+    gradients = {} if launcher.name == "deepspeed" else {"counted.gradients.0": 1}  # DeepSpeed sends its own
+    assert ours["sums_per_update"] == {**gradients, "stop_request": 1}
+
+
 def test_a_save_copies_the_state_on_the_root_alone(ours: dict[str, Any]) -> None:
     saved = ours["saved_bytes"]
     assert set(saved["sent"]) == {0}, "what a function of the state returns stays on the device"

@@ -55,8 +55,8 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
     """Parts and meta of a checkpoint, with tensors on the CPU. No code from the files is executed. Tuples come back as
     lists.
 
-    The tensors are memory-mapped: a page is read from the file when it is used. `verify` compares every file with its
-    checksum first, which reads all of them.
+    The tensors are memory-mapped: all processes of a machine share one read of a file, and one copy in memory. `verify`
+    compares every file with its checksum first, which reads all of them.
 
     Raises:
         ValueError: one line naming the file that is missing or damaged.

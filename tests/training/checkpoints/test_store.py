@@ -54,6 +54,18 @@ def test_what_is_loaded_is_what_was_saved(checkpoints):
     assert meta == {"samples": 96, "loss": math.inf}
 
 
+def test_processes_share_one_read_of_a_file_and_one_copy_in_memory_because_it_is_mapped(checkpoints):
+    save(checkpoints, 1, {"model": {"weight": torch.ones(1 << 16)}}, {})
+    weight = checkpoints.load(checkpoints.latest())[0]["model"]["weight"]
+    mapped = []
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            if line.rstrip().endswith(str(checkpoints.latest() / "model.safetensors")):
+                start, end = (int(address, 16) for address in line.split()[0].split("-"))
+                mapped.append(start <= weight.data_ptr() < end)
+    assert any(mapped)
+
+
 def test_views_strides_and_shared_tensors_are_saved_by_value(checkpoints):
     base = torch.arange(12.0).reshape(3, 4)
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
