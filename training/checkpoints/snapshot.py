@@ -118,7 +118,7 @@ class _Memory:
     def _with_room(self, size: int, pin: bool) -> int:
         """The number of the first slab that has room; of a new one if none has."""
         for number, slab in enumerate(self.slabs):
-            if slab.is_pinned() == pin and self._used[number] + size <= len(slab):
+            if self._used[number] + size <= len(slab) and slab.is_pinned() == pin:
                 return number
         n_bytes = max(_SLAB_BYTES, 1 << (size - 1).bit_length())  # the next power of two
         self.slabs.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pin))
