@@ -227,7 +227,7 @@ class Lab:
         keys = self.folder / "ssh"
         keys.mkdir()
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / "key"], check=True)
-        variables = " ".join([MARK, *ENVIRONMENT])
+        variables = " ".join([MARK, "TMPDIR", *ENVIRONMENT])
         (keys / "config").write_text(SSH_CONFIG.format(variables=variables) + f"IdentityFile {keys}/key\n")
         (keys / "sshd_config").write_text(SSHD_CONFIG.format(folder=keys))
         for machine in self.machines:

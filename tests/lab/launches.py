@@ -27,20 +27,21 @@ def torchrun(nodes: str | int, *flags: str) -> list[str | Path]:
 
 
 def start_on_all(
-    lab: Lab, launcher: Launcher, script: str, flags: Sequence[str], slurm: Slurm | None = None
+    lab: Lab, launcher: Launcher, script: str, flags: Sequence[str], slurm: Slurm | None = None, **environment: str
 ) -> list[Job]:
     """Start a script on all machines. Returns the jobs, of which the first one prints what the root says."""
     hosts, n = [machine.name for machine in lab.machines], len(lab.machines)
     path, python = ROOT / script, sys.executable
-    slots, environment = ",".join(f"{host}:1" for host in hosts), {}
+    slots = ",".join(f"{host}:1" for host in hosts)
     if launcher.name == "torchrun":
-        return [machine.start([*torchrun(n), path, *flags], script) for machine in lab.machines]
+        command = [*torchrun(n), path, *flags]
+        return [machine.start(command, script, **environment) for machine in lab.machines]
     if launcher.name == "deepspeed":
         hostfile = lab.folder / "hostfile"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
         stage = [] if launcher.zero_stage is None else ["--zero_stage", str(launcher.zero_stage)]
         command = [tool("deepspeed"), "--hostfile", hostfile, path, *flags, *stage]
-        environment = WITHOUT_COMPILER
+        environment |= WITHOUT_COMPILER
     elif launcher.name == "horovodrun":
         command = [python, HERE / "horovodrun.py", "--gloo", "-np", n, "-H", slots, python, path, *flags]
     elif launcher.name == "mpirun":
@@ -48,5 +49,6 @@ def start_on_all(
         command = ["mpirun", *address, "-np", n, "-H", slots, python, path, *flags]
     else:
         assert launcher.name == "srun" and slurm, launcher
-        command, environment = ["srun", "--nodes", n, "--ntasks-per-node=1", python, path, *flags], slurm.environment
+        command = ["srun", "--nodes", n, "--ntasks-per-node=1", python, path, *flags]
+        environment |= slurm.environment
     return [lab[0].start(command, script, **environment)]

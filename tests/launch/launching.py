@@ -97,7 +97,8 @@ class Job:
     def __init__(self, command: Sequence[str], script: str | Path, log: Path | None = None, **environment: str) -> None:
         self.command, self._script, self._began = list(command), str(script), time.monotonic()
         self._log = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
-        self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        # Jobs that are given the same mark count as one: `torchrun` is a job of its own on every machine.
+        self._mark = environment.get(MARK, f"{os.getpid()}-{time.monotonic_ns()}")
         self.process = subprocess.Popen(
             self.command,
             cwd=ROOT,
@@ -139,7 +140,8 @@ class Job:
             with contextlib.suppress(psutil.Error, IndexError):
                 arguments, environment = process.cmdline(), process.environ()
                 if "python" in arguments[0] and any(text.endswith(self._script) for text in arguments[1:3]):
-                    rank = int(environment.get("HOROVOD_RANK", environment.get("RANK", 0)))
+                    names = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK")
+                    rank = int(next((environment[name] for name in names if name in environment), 0))
                     found[process.pid] = (rank, process.ppid(), process)
         ranks = {rank: process for rank, parent, process in found.values() if parent not in found}
         return [ranks[rank] for rank in sorted(ranks)]

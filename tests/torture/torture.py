@@ -2,11 +2,16 @@
 
     python tests/torture/torture.py --minutes 10                        # make torture
     python tests/torture/torture.py --seed 7 --only 3                   # trial 3 of seed 7 again
+    python tests/torture/torture.py --machines 2                        # machines of tests/lab; as root
 
 Trials alternate. In the first kind backend and processes stay, and every metric of every update, the final weights and
 the last checkpoint must equal an uninterrupted run's bit for bit. In the second kind each start has another backend and
 number of processes, and the losses must agree with one process's. After every kill all checkpoints are verified with
 none of the product's code. Ends with exit code 1 if anything was lost, and keeps the folder of that trial.
+
+With --machines 2, each start of a trial has another launcher, on one machine or two. Machines die, links between them
+are cut, and processes are killed, stopped and asked to stop. With --batch_parts the result must equal one process's bit
+for bit. No start may hang, end with a traceback, or leave a process on a machine.
 """
 
 from __future__ import annotations
@@ -27,19 +32,22 @@ from pathlib import Path
 
 import psutil
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("launch", "lab"))
 
+from lab import missing
 from launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send, tool
 from torture_checks import (
     Lost,
     check_checkpoints,
     check_continuation,
     check_kept_up,
+    check_last_words,
     check_polite_end,
     check_same_run,
     checkpoint_path,
     checkpoint_steps,
     finished_step,
+    last_words,
     loss_difference,
     next_line,
     read_metrics,
@@ -47,7 +55,8 @@ from torture_checks import (
     unfinished_saves,
     verified_files,
 )
-from torture_plan import MOMENTS, Blow, Plan, draw_plan
+from torture_machines import TOOLS, SpreadJob
+from torture_plan import MOMENTS, Blow, Plan, Spread, draw_plan, draw_plan_over_machines
 
 # The 20 updates for which tests/launch/test_parity.py allows a relative 1e-5: rounding alone gives about 1e-7, and a
 # change of backend adds nothing to it, because states are handed over in full fp32.
@@ -58,11 +67,15 @@ FLAGS = ["--image_size", "64", "--num_layers", "2", "--num_tokens", "64", "--hid
          "--num_resnet_blocks", "1", "--learning_rate", "3e-4", "--image_folder", "demo:shapes:64", "--random_flip",
          "--ema_decay", "0.9", "--batch_size", "12", "--max_steps", str(UPDATES), "--epochs", "100",
          "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0"]  # fmt: skip
+# 4 parts are the same on 1, 2 and 4 processes. A start that lacks a process ends after 2 minutes and one of grace.
+OVER_MACHINES = ["--batch_parts", "4", "--timeout_minutes", "2", "--sample_every_n_steps", "7"]
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
 EXIT_CODE = 75  # exit code of train_vae.py after it was asked to stop
 
 
-def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_seconds: float) -> list[psutil.Process]:
+def wait_for_moment(
+    job: Job | SpreadJob, blow: Blow, run: Path, newest: int, startup_seconds: float
+) -> list[psutil.Process]:
     """Wait for the moment of the blow. Returns the training processes, or none if the job ended before the moment."""
     leftover, seconds = unfinished_saves(run), MOMENTS[blow.moment][1] * blow.delay
     if blow.moment == "start-up":
@@ -85,7 +98,7 @@ def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_second
     return ranks
 
 
-def poll(job: Job, condition: Callable[[], bool], pause: float = 0.0002) -> bool:
+def poll(job: Job | SpreadJob, condition: Callable[[], bool], pause: float = 0.0002) -> bool:
     """Wait for the condition. Returns whether it came true before the job's end.
 
     Raises:
@@ -100,7 +113,10 @@ def poll(job: Job, condition: Callable[[], bool], pause: float = 0.0002) -> bool
     return True
 
 
-def strike(job: Job, blow: Blow, ranks: Sequence[psutil.Process]) -> None:
+def strike(job: Job | SpreadJob, blow: Blow, ranks: Sequence[psutil.Process]) -> None:
+    if isinstance(job, SpreadJob):
+        job.strike(blow, ranks)
+        return
     victims = {"root": ranks[:1], "last": ranks[-1:], "launcher": [psutil.Process(job.process.pid)]}
     send(victims.get(blow.victims, ranks), blow.signal)
     if blow.victims == "everything":
@@ -132,6 +148,8 @@ class Tally:
     restarts: int = 0
     repeated: int = 0  # updates that were made again
     slowest_end: float = 0.0  # seconds from a blow to the end of the job
+    told: int = 0  # of the starts that a blow ended: in how many a process said why
+    ended: int = 0
     difference: float = 0.0
     lost: list[str] = field(default_factory=list)
 
@@ -144,6 +162,8 @@ class Tally:
             self.in_save += in_save
             self.in_startup += not trained
             self.slowest_end = max(self.slowest_end, start.seconds)
+            self.ended += start.code != 0
+            self.told += start.code != 0 and bool(last_words(start.log))
 
     def __str__(self) -> str:
         signals = sum(self.blows.values()) - self.kills
@@ -152,6 +172,7 @@ class Tally:
             f"{self.kills} kills and {signals} polite signals: {self.in_save} fell into a save, {self.in_startup} into "
             f"a start-up; the slowest job ended {self.slowest_end:.1f} s later",
             *(f"{count:5d}  {kind}" for kind, count in sorted(self.blows.items())),
+            f"{self.ended} starts were ended; in {self.told} a process was left to say why",
             f"largest relative difference of a loss where the backend changed: {self.difference:.1e}",
             *(f"LOST in {text}" for text in self.lost),
         ]
@@ -159,8 +180,8 @@ class Tally:
 
 
 class Torture:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, machines: int) -> None:
+        self.folder, self._flags = folder, [*FLAGS, *(OVER_MACHINES if machines > 1 else [])]
         self.tally = Tally()
         self._references: dict[Launcher, tuple[Path, float]] = {}  # run folders, with the seconds that the runs took
         self._commands: list[str] = []  # commands of the present trial
@@ -170,6 +191,7 @@ class Torture:
         folder.mkdir()
         self._commands, kills = [], self.tally.kills
         mode = f"{plan.last}, bit for bit" if plan.stays else "each start on another backend"
+        mode += ", bit for bit" if plan.in_parts else ""
         say(f"trial {number}: {mode}; {' '.join(plan.flags)}")
         try:
             reference, _ = self._reference(plan.last if plan.stays else ONE_PROCESS)
@@ -196,10 +218,14 @@ class Torture:
         return self._references[launcher]
 
     @contextlib.contextmanager
-    def _job(self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path) -> Iterator[Job]:
-        command = launcher.command(SCRIPT, [*FLAGS, *flags, "--output_dir", str(run)])
-        # Put temporary files beside the log, so that those of killed processes are deleted together with its folder.
-        job = Job(command, SCRIPT, log, TMPDIR=str(log.parent))
+    def _job(self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path) -> Iterator[Job | SpreadJob]:
+        flags = [*self._flags, *flags, "--output_dir", str(run)]
+        job: Job | SpreadJob
+        if isinstance(launcher, Spread):
+            job = SpreadJob(launcher, SCRIPT, flags, log)
+        else:
+            # Put temporary files beside the log: those of killed processes are then deleted together with its folder.
+            job = Job(launcher.command(SCRIPT, flags), SCRIPT, log, TMPDIR=str(log.parent))
         self._commands.append(" ".join(job.command))
         try:
             yield job
@@ -219,10 +245,12 @@ class Torture:
         read_metrics(run)
         trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
         check_kept_up(run, trained, plan.save_every)
+        check_last_words(start.log, SCRIPT)
         self.tally.count(launcher, start, trained, in_save, updates)
         said = f"updates {trained[0]} to {trained[-1]}" if trained else "no update"
         ended = f"{start.blow}, {start.blow.moment}" if start.blow else f"exit code {start.code}"
-        say(f"  {launcher}: {said}; {ended}{', inside a save' if in_save else ''}")
+        why = f"; {start.seconds:.0f} s, {last_words(start.log)[:2]}" if plan.in_parts else ""
+        say(f"  {launcher}: {said}; {ended}{', inside a save' if in_save else ''}{why}")
         if start.blow is None and start.code:
             raise Lost(f"it failed by itself with exit code {start.code}:\n{start.log[-3000:]}")
         if start.blow and start.blow.is_polite and trained:
@@ -231,7 +259,7 @@ class Torture:
                 raise Lost(f"a run that was asked to stop ended with exit code {start.code}")
         return start.code == 0
 
-    def _strike(self, job: Job, run: Path, blow: Blow | None, newest: int) -> Start:
+    def _strike(self, job: Job | SpreadJob, run: Path, blow: Blow | None, newest: int) -> Start:
         """Wait for the moment of the blow, strike, and wait for the job's end.
 
         Raises:
@@ -256,8 +284,9 @@ class Torture:
         """
         if len(read_metrics(run)) != UPDATES or finished_step(run) != UPDATES:
             raise Lost(f"{len(read_metrics(run))} of {UPDATES} updates at the end; model/ holds {finished_step(run)}")
-        if plan.stays:
-            check_same_run(run, reference, UPDATES)
+        if plan.stays or plan.in_parts:
+            # A validation is spread over the processes, in parts or not: docs/same_numbers.md.
+            check_same_run(run, reference, UPDATES, TOLERANCE if plan.in_parts else 0.0)
             return
         difference = loss_difference(run, reference)
         self.tally.difference = max(self.tally.difference, difference)
@@ -274,22 +303,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="no new trial after this (default: 10)")
     parser.add_argument("--trials", type=int, default=sys.maxsize, help="stop after so many in which a run was killed")
     parser.add_argument("--kills", type=int, default=4, help="in a trial (default: 4)")
+    parser.add_argument("--machines", type=int, choices=[1, 2], default=1, help="2: see above; needs root and iproute2")
     parser.add_argument("--seed", type=int, help="of the plan (default: drawn, and printed)")
     parser.add_argument("--only", type=int, metavar="TRIAL", help="this trial alone")
     installed = [name for name in NAMES if tool(name).exists()]
-    parser.add_argument("--launchers", nargs="+", choices=NAMES, default=installed, help="default: all that are there")
+    names = [*NAMES, "mpirun"]
+    parser.add_argument(
+        "--launchers", nargs="+", choices=names, help="default: all that are there; mpirun on 2 machines"
+    )
     args = parser.parse_args(argv)
+    if args.machines > 1 and (lacks := missing(*TOOLS)):
+        parser.error(f"no machines here: {lacks}")
+    draw = draw_plan_over_machines if args.machines > 1 else draw_plan
+    launchers = args.launchers or [*installed, *(["mpirun"] if args.machines > 1 else [])]
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))  # so that every `finally` ends its job
-    torture = Torture(Path(tempfile.mkdtemp(prefix="torture-")))
-    say(f"seed {seed}; {', '.join(args.launchers)}; {args.kills} kills in a trial; in {torture.folder}")
+    torture = Torture(Path(tempfile.mkdtemp(prefix="torture-")), args.machines)
+    say(f"seed {seed}; {', '.join(launchers)}; {args.kills} kills in a trial; in {torture.folder}")
     deadline = time.monotonic() + 60 * args.minutes
     try:
         for trial in itertools.count() if args.only is None else [args.only]:
             if time.monotonic() > deadline or torture.tally.trials_with_kills >= args.trials:
                 break
-            torture.trial(trial, draw_plan(seed, trial, args.launchers, args.kills))
+            torture.trial(trial, draw(seed, trial, launchers, args.kills))
     finally:
         say(f"seed {seed}: {torture.tally}")
         if not torture.tally.lost:

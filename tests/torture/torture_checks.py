@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -131,16 +132,35 @@ def check_polite_end(log: str, run: Path, updates: int) -> None:
         raise Lost(f"the run said that it saved update {said[1]}; it saved {steps} and logged {len(logged)} updates")
 
 
-def check_same_run(run: Path, reference: Path, updates: int) -> None:
-    """Check that every metric of every update, the final weights and the last checkpoint are equal bit for bit."""
+def check_last_words(log: str, script: str) -> None:
+    """Check that no process of the script ended with a traceback. Launchers have tracebacks of their own."""
+    if found := re.search(rf'File "[^"]*{script}", line[^\0]*', log):
+        raise Lost(f"a process ended with a traceback: {found[0][:3000]}")
+
+
+def last_words(log: str) -> list[str]:
+    """The lines in which processes say why they have ended."""
+    return re.findall(r"(?:error|stopped): .*|asked to stop: saved .*", log)
+
+
+def check_same_run(run: Path, reference: Path, updates: int, tolerance: float = 0.0) -> None:
+    """Check that every metric of every update, the final weights, the last checkpoint and the pictures are equal bit
+    for bit; but metrics of the validation only to a relative ``tolerance``."""
+
+    def equal(name: str, ours: Any, theirs: Any) -> bool:
+        if name.startswith("valid/") and tolerance:
+            return ours is not None and theirs is not None and math.isclose(ours, theirs, rel_tol=tolerance)
+        return bool(ours == theirs)
+
     for ours, theirs in zip(read_metrics(run), read_metrics(reference), strict=True):
         names = (ours.keys() | theirs.keys()) - WALL_CLOCK
-        if wrong := sorted(name for name in names if ours.get(name) != theirs.get(name)):
+        if wrong := sorted(name for name in names if not equal(name, ours.get(name), theirs.get(name))):
             raise Lost(f"update {ours['step']} is not the uninterrupted run's in {wrong}: {ours}, {theirs}")
     saved = checkpoint_path(reference, updates).glob("*.safetensors")
     # random.safetensors holds generators that nobody draws from; Python and NumPy seed theirs from the system.
     parts = [path for path in saved if path.name != "random.safetensors"]
-    for path in [*parts, reference / "model/model.safetensors"]:
+    pictures = sorted((reference / "samples").glob("*"))
+    for path in [*parts, reference / "model/model.safetensors", *pictures]:
         if path.read_bytes() != (run / path.relative_to(reference)).read_bytes():
             raise Lost(f"{path.relative_to(reference)} is not the uninterrupted run's")
 

@@ -13,6 +13,23 @@ from launching import Launcher
 # longest delay of the blow after it in seconds (for "start-up", as a fraction of the duration of a start).
 MOMENTS = {"start-up": (2, 1.1), "update": (2, 0.06), "save": (5, 0.03), "saved": (2, 0.02), "end": (5, 0.3)}
 POLITE = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+# Blows over machines, with their relative frequencies.
+_OVER_MACHINES = [
+    (2, "root", signal.SIGKILL), (2, "last", signal.SIGKILL), (3, "launcher", signal.SIGKILL),
+    (3, "machine", signal.SIGKILL), (2, "power", signal.SIGKILL), (6, "link", signal.SIGKILL),
+    (1, "root", signal.SIGTERM), (1, "last", signal.SIGTERM), (2, "launcher", signal.SIGTERM),
+    (1, "root", signal.SIGSTOP), (2, "last", signal.SIGSTOP),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spread(Launcher):
+    """A launcher on machines of a lab, with one process on each; or with all on one."""
+
+    machines: int = 1
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} on {self.machines}"
 
 
 @dataclass(frozen=True)
@@ -24,8 +41,13 @@ class Blow:
     after: int  # updates after the newest checkpoint that must have been completed
     delay: float  # fraction in [0, 1] of the longest delay in MOMENTS
     signal: signal.Signals
-    victims: str  # "root", "last" or "all" ranks, "launcher" alone, or "everything": loader workers too
-    killed_after: float | None  # seconds after a polite signal; None: the run may take its time
+    # "root", "last" or "all" ranks, "launcher" alone, or "everything": loader workers too; over machines also all
+    # processes of a "machine", its "power", or its "link"
+    victims: str
+    killed_after: float | None = None  # seconds after a polite signal; None: the run may take its time
+    machine: int = 0  # index of the machine that is struck, or of the one whose launcher is
+    # Seconds after which a link, or a stopped process, is set going again; None: when the others have ended.
+    restored_after: float | None = None
 
     @property
     def is_polite(self) -> bool:
@@ -33,8 +55,9 @@ class Blow:
         return self.signal in POLITE and self.killed_after is None
 
     def __str__(self) -> str:
+        what = f"{self.victims} cut" if self.victims in ("link", "power") else f"{self.signal.name} to {self.victims}"
         then = "" if self.killed_after is None else ", then SIGKILL"
-        return f"{self.signal.name} to {self.victims}{then}"
+        return f"{what}{then}{'' if self.restored_after is None else ' for a moment'}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,7 @@ class Plan:
     num_workers: int
     blows: list[Blow]
     last: Launcher  # the launcher of the last start, which finishes the run
+    in_parts: bool = False  # --batch_parts: the result must be equal bit for bit though the launcher changes
 
     @property
     def flags(self) -> list[str]:
@@ -84,6 +108,38 @@ def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
 
     save_every, keep, num_workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
     return Plan(stays, save_every, keep, num_workers, [blow(i == kills - 1) for i in range(kills)], launcher())
+
+
+def draw_plan_over_machines(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
+    """Like `draw_plan`, where each start has another launcher, on one machine or on two."""
+    draw = random.Random(f"{seed}/{trial}/machines")
+
+    def launcher() -> Spread:
+        machines = draw.choice([1, 2, 2, 2])
+        elsewhere = "python" if machines > 1 else "mpirun"
+        name = draw.choice([name for name in names if name != elsewhere])
+        processes = 1 if name == "python" else 2
+        return Spread(name, processes, draw.randrange(4) if name == "deepspeed" else None, machines)
+
+    def blow(is_last: bool) -> Blow:
+        weights = [weight if moment != "end" or is_last else 0 for moment, (weight, _) in MOMENTS.items()]
+        (moment,) = draw.choices(list(MOMENTS), weights)
+        start, after, delay, machine = launcher(), draw.randint(1, 4), draw.random(), draw.randrange(2)
+        blows = [each for each in _OVER_MACHINES if start.machines > 1 or each[1] in ("root", "last", "launcher")]
+        if start.name == "python":
+            blows = [each for each in blows if each[1] == "root"]
+        if start.name == "mpirun":  # it gives its processes no time to save
+            blows = [each for each in blows if each[1:] != ("launcher", signal.SIGTERM)]
+        ((_, victims, number),) = draw.choices(blows, [weight for weight, _, _ in blows])
+        restored_after = None
+        if (victims == "link" or number == signal.SIGSTOP) and (start.processes == 1 or draw.random() < 0.3):
+            restored_after = draw.uniform(0, 8)
+        delay = delay**3 if moment == "save" else delay
+        return Blow(start, moment, after, delay, number, victims, None, machine, restored_after)
+
+    save_every, keep, num_workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
+    blows = [blow(i == kills - 1) for i in range(kills)]
+    return Plan(False, save_every, keep, num_workers, blows, launcher(), in_parts=True)
 
 
 def _stages(name: str, processes: int) -> list[Launcher]:
