@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .engines.base import Engine
 from .errors import TrainingStopped, UserMistake, first_line, lacks_memory, say
+from .launchers import torchrun_id
 from .options import Options
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
@@ -105,6 +106,10 @@ class Backend(ABC):
     def _launcher_processes(self) -> Any:
         """Identifies the processes that started this one: the value changes when one of them ends."""
         return os.getppid()
+
+    def torchruns(self) -> list[str]:
+        """Identifies each torchrun that started some of these processes (`torchrun_id`). Collective."""
+        return sorted({found for found in self.gather_objects(torchrun_id()) if found})
 
     # Connecting.
 

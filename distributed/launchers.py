@@ -1,4 +1,4 @@
-"""Which launcher started this process: read from the environment alone, before anything heavy is imported.
+"""Which launcher started this process: read from the environment, before anything heavy is imported.
 
 Sources: torchrun (pytorch.org, "Environment Variables"), DeepSpeed ``launcher/launch.py``, Horovod
 ``runner/gloo_run.py``, SLURM ``srun`` ("OUTPUT ENVIRONMENT VARIABLES") and Open MPI (``OMPI_COMM_WORLD_*``).
@@ -6,10 +6,13 @@ Sources: torchrun (pytorch.org, "Environment Variables"), DeepSpeed ``launcher/l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import UserMistake
 
@@ -77,6 +80,18 @@ def _master(env: Mapping[str, str]) -> tuple[str, int]:
 def _is_restart(env: Mapping[str, str]) -> bool:
     """torchrun counts how often it started the processes again, SLURM how often it requeued the job."""
     return any(_integer(env, f"{who}_RESTART_COUNT", 0) > 0 for who in ("TORCHELASTIC", "SLURM"))
+
+
+def torchrun_id() -> str | None:
+    """A text that is the same whenever one torchrun starts processes on this machine, and that no other torchrun gives;
+    None if no torchrun started this process. --rdzv_id is no such text, because several launches may have the same."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError, IndexError):  # not Linux, or the launcher is gone
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            launcher = os.getppid()
+            since_boot = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
+            return f"{socket.gethostname()}/{boot}/{launcher}/{since_boot}/{os.environ['TORCHELASTIC_RUN_ID']}"
+    return None
 
 
 def first_slurm_host(nodelist: str) -> str:

@@ -80,23 +80,25 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Sta
 
     Each process publishes a token, and the address from which it reaches MASTER_ADDR. The root publishes the list of
     tokens, again and again until every process has found its own token in the same list: then none of them is of an
-    earlier start. Raises RuntimeError after the timeout.
+    earlier start. Raises RuntimeError after the timeout, in one line that names a process that did not come.
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
+    keys, found = [f"token/{rank}" for rank in ranks], []
     address = _own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address]))
     deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
     tokens = seen = ""
     while time.monotonic() < deadline:
-        if launch.is_root:
-            found = [json.loads(text) for text in store.multi_get([f"token/{rank}" for rank in ranks])]
+        if launch.is_root and store.check(keys):
+            found = [json.loads(text) for text in store.multi_get(keys)]
             if (listed := json.dumps([token for token, _, _ in found])) != tokens:
                 store.set("tokens", listed)
-        tokens = store.get("tokens").decode()
+        if store.check(["tokens"]):
+            tokens = store.get("tokens").decode()
         if tokens != seen and json.loads(tokens)[launch.rank : launch.rank + 1] == [mine]:
             seen = tokens
             store.set(f"seen/{launch.rank}", seen)
-        if launch.is_root and _all_are(store, [f"seen/{rank}" for rank in ranks], tokens):
+        if found and _all_are(store, [f"seen/{rank}" for rank in ranks], tokens):
             number = store.add("starts", 1)
             is_restart = number > 1 or any(again for _, again, _ in found)
             outside = next((address for _, _, address in found if not _is_loopback(address)), None)
@@ -107,7 +109,8 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Sta
                 return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
-    raise RuntimeError(f"not all of the {launch.world_size} processes came")
+    absent = next((f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])), "another process")
+    raise RuntimeError(f"{absent} did not come within {timeout.total_seconds() / 60:g} minutes")
 
 
 def _all_are(store: dist.Store, keys: list[str], value: str) -> bool:

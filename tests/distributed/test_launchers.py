@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from distributed import Launch, UserMistake, detect
-from distributed.launchers import first_slurm_host
+from distributed.launchers import first_slurm_host, torchrun_id
 
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -91,6 +95,20 @@ def test_first_host_of_a_compressed_nodelist(nodelist: str, first: str) -> None:
 
 def test_the_root_is_rank_0() -> None:
     assert detect({**TORCHRUN, "RANK": "0"}).is_root and not detect(TORCHRUN).is_root
+
+
+def test_a_torchrun_is_known_by_its_process_and_not_by_its_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert torchrun_id() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ours = torchrun_id()
+    assert ours == torchrun_id() and ours is not None
+    # A second process of the same parent is of the same torchrun; a process of another parent is of another one.
+    code = "import os; from distributed.launchers import torchrun_id as id; print(id(), os.getppid())"
+    said = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() for _ in "ab"]
+    assert said[0] == said[1] and said[0][1] == str(os.getpid()) and said[0][0] != ours
+    monkeypatch.setattr(os, "getppid", lambda: 2**30)  # nobody: the launcher is gone
+    assert torchrun_id() is None
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,13 @@ def test_what_a_start_that_failed_left_behind_is_not_taken_for_a_process() -> No
     assert job.start([False, False], late=1) == [Start(2, True)] * 2
 
 
+@pytest.mark.parametrize("came", [0, 1])
+def test_a_process_that_does_not_come_is_named(came: int) -> None:
+    store, wait = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=0.3)
+    with pytest.raises(RuntimeError, match=f"^rank {1 - came} did not come within 0.005 minutes$"):
+        agree_on_start(store, Launch("torchrun", came, 0, 2), wait)
+
+
 def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(torch_comm, "_own_address", lambda master: master)

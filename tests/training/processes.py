@@ -27,6 +27,7 @@ class OneProcess:
         self.stop_after, self.made = stop_after, 0
         self.agreement, self.summary = nullcontext, lambda: "single: 1 process"
         self.mark, self.gather = lambda phase: None, lambda tensor: tensor
+        self.torchruns = list
 
     def barrier(self) -> None:
         self.barriers += 1

@@ -39,6 +39,9 @@ class RunFolder:
     Args:
         fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over.
         broadcast: Gives every process the root's JSON value; the identity for a single process.
+        torchruns: Identifies each torchrun that started these processes (`Backend.torchruns`). If one of them has
+            started the run in the folder before, `fresh` has no effect: torchrun also starts its processes again when a
+            machine joins, which it does not count.
 
     Raises:
         ValueError: one line, if the folder cannot be created or written.
@@ -50,6 +53,7 @@ class RunFolder:
         is_root: bool = True,
         fresh: bool = False,
         broadcast: Callable[[Any], Any] = lambda found: found,
+        torchruns: Collection[str] = (),
     ) -> None:
         self.path = Path(output_dir)
         self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
@@ -57,7 +61,7 @@ class RunFolder:
         #: Created at the end of the run.
         self.model_dir = self.path / "model"
         self._lock_file = self.path / ".lock"
-        self._is_root, self._broadcast = is_root, broadcast
+        self._is_root, self._broadcast, self._torchruns = is_root, broadcast, list(torchruns)
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
         #: Whether the folder holds a finished run.
@@ -88,7 +92,7 @@ class RunFolder:
         backend and processes."""
 
         def add() -> None:
-            lines = [*starts(self.path), {"time": now(), **environment(), **facts}]
+            lines = [*starts(self.path), {"time": now(), **environment(), "torchruns": self._torchruns, **facts}]
             write_atomically(self.path / STARTS, "".join(json.dumps(line) + "\n" for line in lines).encode())
             (self.path / OLD_START).unlink(missing_ok=True)  # its content is the first line now
 
@@ -209,7 +213,7 @@ class RunFolder:
                 f"{self.path} holds {found[0]} of something else than a run, which would be overwritten; give another "
                 "--output_dir"
             )
-        if fresh and found:
+        if fresh and found and not self._was_started_by_ours():
             with hold(self._lock_file):
                 moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
@@ -230,6 +234,11 @@ class RunFolder:
                 return True
         is_told = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
         return is_told or any(self.checkpoints_dir.glob("*step_*/state.json"))
+
+    def _was_started_by_ours(self) -> bool:
+        """Whether a torchrun that started these processes has started the run in the folder before."""
+        before = [start.get("torchruns") for start in starts(self.path)]
+        return any(each in known for known in before if isinstance(known, list) for each in self._torchruns)
 
 
 def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:

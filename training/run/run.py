@@ -55,10 +55,11 @@ class Run:
         self._model_arguments, self._resolve = model_arguments, resolve
         with processes.agreement():  # of its own, because links may differ between machines
             check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
+        torchruns = processes.torchruns()
         with processes.agreement():
             # A launcher that restarts the processes passes the same arguments, but the run must then go on.
             fresh = args.fresh and not processes.is_restart
-            self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object)
+            self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object, torchruns)
             self.folder.check_script(args.script)
             self.tracker = make_trackers(
                 args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here

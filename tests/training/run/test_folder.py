@@ -127,6 +127,18 @@ def test_fresh_moves_the_old_run_away_whole(tmp_path, monkeypatch):
         assert [path.name for path in (tmp_path / "vae").iterdir()] == [".lock"]
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "goes_on"),
+    [(["a"], ["b", "a"], True), (["a"], ["b"], False), ([], [], False), ("ab", ["a"], False)],
+)
+def test_fresh_counts_once_for_each_torchrun(tmp_path, before, now, goes_on):
+    old = begun(tmp_path / "vae")
+    old.add_start({"torchruns": before})
+    old.add_start({"torchruns": ["c"]})
+    moved_to = RunFolder(old.path, fresh=True, torchruns=now).moved_to
+    assert moved_to == (None if goes_on else str(tmp_path / "vae.old-1"))
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_without_a_run_stays_where_it_is(tmp_path, fresh):
     (tmp_path / "notes.txt").write_text("mine")
