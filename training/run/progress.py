@@ -183,9 +183,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     writer, reader = _place(before), _place(now)
     if writer != reader:
+        sums = "sums in another order, a difference that begins in the seventh digit and grows"
+        if now.get("batch_parts") and all(before.get(key) == now[key] for key in ("batch_parts", "device")):
+            sums = f"its --batch_parts {now['batch_parts']} are added in the same order too, which gives the same bits"
         lines.append(
-            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; sums in "
-            "another order, a difference that begins in the seventh digit and grows"
+            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; {sums}"
         )
     if before.get("precision") != now.get("precision"):
         lines.append(

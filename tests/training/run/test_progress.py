@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from training.run.progress import Progress, ProgressDisplay, duration, total_samples_from
+from training.run.progress import Progress, ProgressDisplay, changes, duration, total_samples_from
 
 
 class Terminal(io.StringIO):
@@ -20,6 +20,17 @@ class Terminal(io.StringIO):
 def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, batch_size, expected):
     limits = {"epochs": epochs, "max_steps": max_steps}
     assert total_samples_from(**limits, samples_per_epoch=size, batch_size=batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "device", "bits"), [((4, 4), "cpu", True), ((4, 8), "cpu", False), ((4, 4), "cuda:0", False),
+                                  ((0, 0), "cpu", False)],
+)  # fmt: skip
+def test_only_a_batch_in_the_same_parts_keeps_its_bits_on_another_backend(parts, device, bits):
+    before = {"backend": "single", "world_size": 1, "device": "cpu", "batch_parts": parts[0]}
+    now = {"backend": "ddp", "world_size": 2, "device": device, "batch_parts": parts[1]}
+    (line,) = changes(before, now)
+    assert ("gives the same bits" in line) is bits and ("seventh digit" in line) is not bits
 
 
 def test_step_and_epoch_derive_from_samples():
