@@ -17,6 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .engines.base import Engine
@@ -164,8 +165,15 @@ class Backend(ABC):
 
     def _agree_on_plan(self) -> None:
         plan = self.options.plan
-        mine = [plan.global_batch_size, plan.grad_accum_steps, plan.world_size, plan.batch_parts]
-        for rank, theirs in enumerate(self._collectives.gather_objects(mine, self.comm, self.device)):
+        asked = plan.asked_grad_accum_steps or plan.grad_accum_steps
+        mine = [plan.global_batch_size, asked, plan.world_size, plan.batch_parts]
+        found = self._collectives.gather_objects([*mine, plan.grad_accum_steps], self.comm, self.device)
+        # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
+        if (steps := max(each[-1] for each in found)) > plan.grad_accum_steps:
+            self.options = replace(
+                self.options, plan=replace(plan, grad_accum_steps=steps, asked_grad_accum_steps=asked)
+            )
+        for rank, (*theirs, _) in enumerate(found):
             if theirs != mine:
                 raise ValueError(
                     f"batch, accumulation, processes, parts are {mine} on rank {self.rank}, {theirs} on rank {rank}; "

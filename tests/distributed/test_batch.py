@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from distributed import UserMistake, plan_batches
+from distributed import Backend, UserMistake, plan_batches
+from distributed.batch import BatchPlan
+from distributed.options import Options
 
 SIZES = [
     (batch, accumulation, world) for batch in range(1, 49) for accumulation in range(1, 6) for world in range(1, 8)
@@ -101,3 +104,21 @@ def test_parts_fix_the_micro_batch_whatever_ran_before(world_size: int) -> None:
     plan = plan_batches(16, 1, world_size, noted, batch_parts=8)
     assert (plan.micro_batch_size, plan.grad_accum_steps) == (2, 8 // world_size)
     assert plan.asked_grad_accum_steps == 1  # so that a later start without parts may take it up
+
+
+def agreed(mine: BatchPlan, *others: list[int]) -> BatchPlan:
+    """The plan of rank 0 when it has heard the other ranks: [batch, accumulation that was asked for, processes, parts,
+    accumulation]."""
+    collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, *others])
+    backend = SimpleNamespace(options=Options(mine), rank=0, comm=None, device=None, _collectives=collectives)
+    Backend._agree_on_plan(backend)
+    return backend.options.plan
+
+
+def test_a_machine_that_joins_takes_over_the_accumulation_of_the_run() -> None:
+    of_two = {"batch_size": 48, "asked_grad_accum_steps": 1, "micro_batch_size": 12}
+    knows, joins = plan_batches(48, 1, 3, of_two), plan_batches(48, 1, 3)
+    assert (knows.grad_accum_steps, joins.grad_accum_steps) == (2, 1)
+    assert agreed(joins, [48, 1, 3, 0, 2], [48, 1, 3, 0, 2]) == agreed(knows, [48, 1, 3, 0, 1]) == knows
+    with pytest.raises(ValueError, match=r"are \[48, 1, 3, 0\] on rank 0, \[48, 2, 3, 0\] on rank 1"):
+        agreed(joins, [48, 2, 3, 0, 2])
