@@ -2,8 +2,8 @@
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
 # and: lint, bench (speed), parity (the backends' numbers side by side; the same bits of the full model on your images:
-# parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10 (damaged files for every tool), lab
-# (several machines, made of Linux namespaces)
+# parity IMAGES=photos/), torture MINUTES=10 (runs killed at random; MACHINES=2: on machines of lab), fuzz MINUTES=10
+# (damaged files for every tool), lab (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -45,8 +45,9 @@ parity: $(VENV)/.complete
 	    $(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 --script train_$$script.py || exit; done
 
 MINUTES ?= 10
+MACHINES ?= 1
 torture: $(VENV)/.complete
-	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES)
+	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --machines $(MACHINES)
 
 SEED ?= 0
 fuzz: $(VENV)/.complete
@@ -55,7 +56,7 @@ fuzz: $(VENV)/.complete
 # Root, and: apt-get install iproute2 openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge gcc
 # A test whose programs are not there is skipped and names them.
 lab: $(VENV)/.complete
-	$(BIN)/python -m pytest tests/lab -m "long or not long" -rs
+	$(BIN)/python -m pytest tests/lab tests/torture -m "long or not long" -rs
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml

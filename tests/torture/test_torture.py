@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 import torture_checks as checks
-from torture_plan import draw_plan
+from lab import missing
+from torture import TOOLS, main
+from torture_plan import draw_plan, draw_plan_over_machines
+
+# In the first trial, two processes lose their launcher in a save and are killed in a start-up, and the result is
+# compared bit for bit. The second trial changes backends.
+ON_ONE = ["--seed", "10", "--trials", "2", "--launchers", "python", "torchrun"]
+# A link is cut in a save, then all processes of a machine are killed in one, and one machine finishes the run.
+ON_TWO = ["--machines", "2", "--seed", "20", "--trials", "1", "--launchers", "torchrun"]
 
 
-def test_a_short_torture_loses_nothing() -> None:
-    # In the first trial, two processes lose their launcher in a save and are killed in a start-up, and the result is
-    # compared bit for bit. The second trial changes backends.
-    plan = ["--seed", "10", "--trials", "2", "--kills", "2", "--launchers", "python", "torchrun", "--minutes", "60"]
+@pytest.mark.parametrize("flags", [ON_ONE, pytest.param(ON_TWO, marks=pytest.mark.long)], ids=["one", "two machines"])
+def test_a_short_torture_loses_nothing(flags: list[str]) -> None:
+    if flags is ON_TWO and (lacks := missing(*TOOLS)):
+        pytest.skip(f"no machines here: {lacks}")
+    plan = [*flags, "--kills", "2", "--minutes", "60"]
     command = [sys.executable, str(Path(__file__).with_name("torture.py")), *plan]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as torture:
         try:
@@ -30,6 +39,15 @@ def test_a_short_torture_loses_nothing() -> None:
     # At least one kill in each trial. Planned kills may be missing: a run may be finished before their moment comes.
     kills = re.search(r"(\d+) kills and", output)
     assert kills and int(kills[1]) >= 2, output
+
+
+def test_what_a_torture_over_machines_lacks_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(SystemExit):
+        main(["--machines", "2"])
+    assert capsys.readouterr().err.endswith("error: no machines here: network namespaces need Linux and root\n")
 
 
 def write_checkpoint(run: Path, step: int) -> Path:
@@ -159,16 +177,56 @@ def test_a_stop_that_was_asked_for_and_not_saved_is_found(tmp_path: Path) -> Non
 def test_one_bit_of_a_loss_or_of_the_weights_is_found(tmp_path: Path) -> None:
     losses, next_float = [1.0, 0.5, 0.25], 0.25000000000000006
     runs = {name: tmp_path / name for name in ("reference", "same", "other loss", "other weights")}
+    runs["other picture"] = tmp_path / "other picture"
     for name, run in runs.items():
         write_checkpoint(run, 3)
+        (run / "samples").mkdir()
+        (run / "samples" / "step_00000003.png").write_bytes(b"1" if name == "other picture" else b"0")
         (run / "model").mkdir()
         (run / "model" / "model.safetensors").write_bytes(b"1" if name == "other weights" else b"0")
         write_metrics(run, [*losses[:2], next_float] if name == "other loss" else losses)
     checks.check_same_run(runs["same"], runs["reference"], 3)
-    for name, complaint in {"other loss": "update 3", "other weights": "model/model.safetensors"}.items():
+    complaints = {"other loss": "update 3", "other weights": "model/model.safetensors", "other picture": "samples/"}
+    for name, complaint in complaints.items():
         with pytest.raises(checks.Lost, match=complaint):
             checks.check_same_run(runs[name], runs["reference"], 3)
     assert checks.loss_difference(runs["other loss"], runs["reference"]) == pytest.approx(2.2e-16, rel=0.1)
+
+
+def test_only_a_validation_may_differ_by_rounding(tmp_path: Path) -> None:
+    for run, value in (("ours", 0.25000000000000006), ("theirs", 0.25)):
+        write_checkpoint(tmp_path / run, 1)
+        (tmp_path / run / "model").mkdir()
+        (tmp_path / run / "model" / "model.safetensors").touch()
+        (tmp_path / run / "metrics.jsonl").write_text(json.dumps({"step": 1, "valid/loss": value}) + "\n")
+    checks.check_same_run(tmp_path / "ours", tmp_path / "theirs", 1, tolerance=1e-5)
+    for tolerance in (0.0, 1e-17):
+        with pytest.raises(checks.Lost, match="valid/loss"):
+            checks.check_same_run(tmp_path / "ours", tmp_path / "theirs", 1, tolerance)
+
+
+def test_a_traceback_of_a_process_is_found_and_one_of_a_launcher_is_not() -> None:
+    of_torchrun = 'Traceback (most recent call last):\n  File "/bin/torchrun", line 8\nChildFailedError: train_vae.py\n'
+    checks.check_last_words(of_torchrun, "train_vae.py")
+    with pytest.raises(checks.Lost, match="ended with a traceback"):
+        checks.check_last_words(
+            of_torchrun + '[0]:  File "/a/train_vae.py", line 3, in main\nKeyError: 1', "train_vae.py"
+        )
+    said = "node2: rank 1: stopped: rank 0 has not answered for 60 seconds, at update 6\nstep 7/20\n"
+    assert checks.last_words(said) == ["stopped: rank 0 has not answered for 60 seconds, at update 6"]
+
+
+def test_a_plan_over_machines_follows_from_its_seed() -> None:
+    names = ["python", "torchrun", "deepspeed", "horovodrun", "mpirun"]
+    plans = [draw_plan_over_machines(7, trial, names, 4) for trial in range(40)]
+    assert plans == [draw_plan_over_machines(7, trial, names, 4) for trial in range(40)]
+    blows = [blow for plan in plans for blow in plan.blows]
+    on_two = {(blow.launcher.name, blow.victims) for blow in blows if blow.launcher.machines == 2}
+    assert on_two == {
+        (name, what) for name in names[1:] for what in ("root", "last", "launcher", "machine", "power", "link")
+    }
+    assert not any(blow.victims in ("machine", "power", "link") for blow in blows if blow.launcher.machines == 1)
+    assert {blow.launcher.name for blow in blows if blow.launcher.machines == 1} == set(names[:4])
 
 
 def test_a_plan_follows_from_its_seed() -> None:

@@ -314,6 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.machines > 1 and (lacks := missing(*TOOLS)):
         parser.error(f"no machines here: {lacks}")
+    if args.machines == 1 and "mpirun" in (args.launchers or []):
+        parser.error("mpirun is for --machines 2")
     draw = draw_plan_over_machines if args.machines > 1 else draw_plan
     launchers = args.launchers or [*installed, *(["mpirun"] if args.machines > 1 else [])]
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed

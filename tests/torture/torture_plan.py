@@ -115,9 +115,9 @@ def draw_plan_over_machines(seed: int, trial: int, names: Sequence[str], kills: 
     draw = random.Random(f"{seed}/{trial}/machines")
 
     def launcher() -> Spread:
-        machines = draw.choice([1, 2, 2, 2])
-        elsewhere = "python" if machines > 1 else "mpirun"
-        name = draw.choice([name for name in names if name != elsewhere])
+        fitting = {1: [name for name in names if name != "mpirun"], 2: [name for name in names if name != "python"]}
+        machines = draw.choice([number for number in (1, 2, 2, 2) if fitting[number]])
+        name = draw.choice(fitting[machines])
         processes = 1 if name == "python" else 2
         return Spread(name, processes, draw.randrange(4) if name == "deepspeed" else None, machines)
 
