@@ -25,9 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -57,6 +55,7 @@ from torture_checks import (
 )
 from torture_machines import TOOLS, SpreadJob
 from torture_plan import MOMENTS, Blow, Plan, Spread, draw_plan, draw_plan_over_machines
+from torture_tally import Start, Tally
 
 # The 20 updates for which tests/launch/test_parity.py allows a relative 1e-5: rounding alone gives about 1e-7, and a
 # change of backend adds nothing to it, because states are handed over in full fp32.
@@ -124,59 +123,6 @@ def strike(job: Job | SpreadJob, blow: Blow, ranks: Sequence[psutil.Process]) ->
     if blow.killed_after is not None:
         time.sleep(blow.killed_after)
         send(ranks, signal.SIGKILL)
-
-
-@dataclass
-class Start:
-    """What one start of the run left behind."""
-
-    code: int
-    log: str
-    blow: Blow | None = None  # the blow, if it was struck
-    before: list[int] = field(default_factory=list)  # checkpoints that existed at the start or at the blow
-    seconds: float = 0.0  # from the blow, or else from the start, to the end
-
-
-@dataclass
-class Tally:
-    trials: int = 0
-    trials_with_kills: int = 0
-    blows: Counter[str] = field(default_factory=Counter)  # by launcher and kind
-    kills: int = 0
-    in_save: int = 0
-    in_startup: int = 0
-    restarts: int = 0
-    repeated: int = 0  # updates that were made again
-    slowest_end: float = 0.0  # seconds from a blow to the end of the job
-    told: int = 0  # of the starts that a blow ended: in how many a process said why
-    ended: int = 0
-    difference: float = 0.0
-    lost: list[str] = field(default_factory=list)
-
-    def count(self, launcher: Launcher, start: Start, trained: Sequence[int], in_save: bool, updates: int) -> None:
-        """Count a start, and the blow that ended it, if any. ``updates``: number of updates logged before the start."""
-        self.repeated += max(0, updates + 1 - trained[0]) if trained else 0
-        if start.blow:
-            self.blows[f"{launcher}: {start.blow}"] += 1
-            self.kills += not start.blow.is_polite
-            self.in_save += in_save
-            self.in_startup += not trained
-            self.slowest_end = max(self.slowest_end, start.seconds)
-            self.ended += start.code != 0
-            self.told += start.code != 0 and bool(last_words(start.log))
-
-    def __str__(self) -> str:
-        signals = sum(self.blows.values()) - self.kills
-        lines = [
-            f"{self.trials} trials, {self.restarts} restarts, {self.repeated} updates repeated",
-            f"{self.kills} kills and {signals} polite signals: {self.in_save} fell into a save, {self.in_startup} into "
-            f"a start-up; the slowest job ended {self.slowest_end:.1f} s later",
-            *(f"{count:5d}  {kind}" for kind, count in sorted(self.blows.items())),
-            f"{self.ended} starts were ended; in {self.told} a process was left to say why",
-            f"largest relative difference of a loss where the backend changed: {self.difference:.1e}",
-            *(f"LOST in {text}" for text in self.lost),
-        ]
-        return "\n".join([*lines, *(["nothing was lost"] if self.kills and not self.lost else [])])
 
 
 class Torture:
