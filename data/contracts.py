@@ -27,7 +27,11 @@ class Processes(Protocol):
 
 
 class Samples(Protocol):
-    """A numbered set of samples of any kind."""
+    """A numbered set of samples of any kind. `fingerprint` is equal where equally many samples have the same names in
+    the same order; a set that is drawn needs none."""
+
+    @property
+    def fingerprint(self) -> str: ...
 
     def __len__(self) -> int: ...
 

@@ -6,16 +6,18 @@ import glob
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .manifest import ENDINGS as MANIFEST_ENDINGS
-from .packed import PackedStrings
+from .opening import Listing
+from .packed import PackedStrings, Strings, is_among
 from .source import Source
 
 _RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _MOST_FILES = 1 << 20  # that ranges stand for
 _LONGEST_QUOTE = 200
+NO_STRINGS = PackedStrings()
 
 
 class ManifestFile(NamedTuple):
@@ -30,40 +32,53 @@ class TarFiles(NamedTuple):
     paths: list[str]
 
 
-class FolderFiles(NamedTuple):
-    """Relative paths of files in a folder, in order."""
-
-    names: list[str]
-
-
 class Folder:
-    """The files of a folder, numbered in the order of their relative paths, `names`."""
+    """The files of a folder, numbered in the order of their relative paths, `names`; `names_beside` are those of files
+    that may stand beside them, sorted."""
 
-    def __init__(self, folder: str, names: list[str]) -> None:
-        self._folder, self._names = folder, PackedStrings(names)
+    def __init__(self, folder: str, names: Strings, names_beside: Strings = NO_STRINGS) -> None:
+        self.folder, self._names, self._names_beside = folder, names, names_beside
+
+    @property
+    def fingerprint(self) -> str:
+        return self._names.fingerprint + self._names_beside.fingerprint
 
     def __len__(self) -> int:
         return len(self._names)
 
     def source(self, index: int) -> Source:
-        return Source(self.describe(index))
+        return Source(os.path.join(self.folder, self.name(index)))
 
     def describe(self, index: int) -> str:
-        return os.path.join(self._folder, self._names[index])
+        return os.path.join(self.folder, self._names[index])
 
     def name(self, index: int) -> str:
-        return self._names[index]
+        """Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept the list."""
+        name = self._names[index]
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"the list that is kept of the files of {self.folder!r} is not true: delete it")
+        return name
+
+    def has_any_beside(self, endings: Sequence[str]) -> bool:
+        """Whether `beside` finds a file for any index."""
+        return len(self._names_beside) > 0 and any(self.beside(i, endings) is not None for i in range(len(self)))
+
+    def beside(self, index: int, endings: Iterable[str]) -> str | None:
+        """The path of a file that has the name of file `index` but for its ending, the first that there is."""
+        stem = os.path.splitext(self.name(index))[0]
+        found = next((stem + ending for ending in endings if is_among(self._names_beside, stem + ending)), None)
+        return None if found is None else os.path.join(self.folder, found)
 
 
 def find_files(
-    path: str, what: str, list_folder: Callable[[str], list[str]], *, manifests: bool = True
-) -> ManifestFile | TarFiles | FolderFiles:
+    path: str, what: str, list_folder: Callable[[str], Listing], *, manifests: bool = True
+) -> ManifestFile | TarFiles | Folder:
     """What a path stands for: a manifest, one .tar, a folder of files or of tars, a pattern of tars (`tars/*.tar`) or a
     range of them (`{000..010}.tar`).
 
     Args:
         what: What messages call the samples, in the plural.
-        list_folder: Lists a folder: the relative paths of the files of samples and of .tar files, in order.
+        list_folder: Lists a folder.
         manifests: Whether a manifest is allowed.
 
     Raises ValueError, in one line, if there is nothing of the kind.
@@ -76,15 +91,15 @@ def find_files(
         return TarFiles(_only_tars([path], what, manifests))
     if not os.path.exists(path) and (_RANGE.search(path) or glob.has_magic(path)):
         return TarFiles(_only_tars(expanded(path), what, manifests))
-    listed = list_folder(path)
-    tars = [name for name in listed if name.lower().endswith(".tar")]
-    if tars and len(tars) < len(listed):
-        loose = next(name for name in listed if not name.lower().endswith(".tar"))
+    listing = list_folder(path)
+    if len(listing.tars) and len(listing.samples):
         raise ValueError(
-            f"{path!r} holds tars and loose files, such as {tars[0]!r} and {loose!r}: "
+            f"{path!r} holds tars and loose files, such as {listing.tars[0]!r} and {listing.samples[0]!r}: "
             f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
         )
-    return TarFiles([os.path.join(path, name) for name in tars]) if tars else FolderFiles(listed)
+    if len(listing.tars):  # what stands beside tars is nothing of a sample
+        return TarFiles([os.path.join(path, name) for name in listing.tars])
+    return Folder(path, listing.samples, listing.beside)
 
 
 def _only_tars(paths: list[str], what: str, manifests: bool) -> list[str]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import math
 import os
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from tandem.files.reading import open_regular, parse_json
 
 from ..bad_samples import reason_of
-from .packed import PackedStrings
+from .cache import Lists, Watched, kept_lists, status_of
+from .packed import PackedStrings, Strings
 from .source import Source
 
 RowType = TypeVar("RowType")
@@ -49,37 +50,70 @@ class Part(NamedTuple):
     start_seconds: float
     end_seconds: float
 
+    def row(self, **more: Any) -> str:
+        """A row of the list of a manifest, which `part_of` reads again; `more` are its other cells."""
+        begin = {"start_seconds": self.start_seconds} if self.start_seconds else {}
+        end = {"end_seconds": self.end_seconds} if math.isfinite(self.end_seconds) else {}
+        return json.dumps({"path": self.path, **begin, **end, **more}, ensure_ascii=False)
+
 
 class Parts:
-    """The files of a manifest, or parts of them, numbered in the order of its rows, in little memory."""
+    """The files of a manifest, or parts of them, numbered in the order of its rows, `read_rows`. `noun` is what
+    messages call a file."""
 
-    def __init__(self, manifest: str) -> None:
-        self._folder, self._paths = os.path.dirname(manifest), PackedStrings()
-        self._starts, self._ends = array("d"), array("d")
-
-    def append(self, part: Part) -> None:
-        self._paths.append(part.path)
-        self._starts.append(part.start_seconds)
-        self._ends.append(part.end_seconds)
+    def __init__(self, manifest: str, rows: Strings, noun: str) -> None:
+        self._folder, self._rows, self._noun = os.path.dirname(manifest), rows, noun
+        self.fingerprint = rows.fingerprint
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._rows)
 
     def source(self, index: int) -> Source:
-        return Source(self.describe(index), start_seconds=self._starts[index], end_seconds=self._ends[index])
+        part = self._part(index)
+        return Source(self._path(part), start_seconds=part.start_seconds, end_seconds=part.end_seconds)
 
     def describe(self, index: int) -> str:
         """The path of a file, which a manifest states relative to its own folder."""
-        return os.path.join(self._folder, os.path.expanduser(self._paths[index]))
+        return self._path(self._part(index))
 
     def name(self, index: int) -> str:
         """The path as the manifest states it."""
-        return self._paths[index]
+        return self._part(index).path
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """The cells of a row by name."""
+        row = parse_json(self._rows[index].encode())
+        if not isinstance(row, Mapping):  # somebody else may have kept the list
+            raise ValueError("the list that is kept of the rows of the manifest is not true: delete it")
+        return row
+
+    def _part(self, index: int) -> Part:
+        return part_of(self.row(index), self._noun)
+
+    def _path(self, part: Part) -> str:
+        return os.path.join(self._folder, os.path.expanduser(part.path))
 
 
-def read_manifest(path: str, columns: Columns, parse: Callable[[Mapping[str, Any]], RowType]) -> Iterator[RowType]:
-    """Rows of a manifest, one by one, as `parse` makes them of their cells by name. Raises ValueError, with path and
-    line, if one is wrong, as `parse` does."""
+def read_rows(path: str, columns: Columns, parse: Callable[[Mapping[str, Any]], Part | str]) -> Strings:
+    """Rows of a manifest, each as JSON, as `parse` makes it, or the part that `parse` makes of the row's cells by name.
+    The rows of a long manifest are kept for later starts (`cache.kept_lists`).
+
+    Raises ValueError, with path and line, if one is wrong, as `parse` does, or if there is none.
+    """
+
+    def make() -> Lists:
+        watched, rows = Watched(), PackedStrings()
+        watched.add("", status_of(path))  # before it is read, so that no change after it is missed
+        for parsed in _read(path, columns, parse):
+            rows.append(parsed.row() if isinstance(parsed, Part) else parsed)
+        if not len(rows):
+            raise ValueError(f"the manifest {path!r} has no rows")
+        return Lists({"rows": rows}, watched)
+
+    return kept_lists(path, columns.words, make)["rows"]
+
+
+def _read(path: str, columns: Columns, parse: Callable[[Mapping[str, Any]], RowType]) -> Iterator[RowType]:
     line = 0
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .cache import Lists, Watched, kept_lists
+from .packed import PackedStrings, Strings
 
 PREFIX = "demo:"
 DEFAULT_SIZE, LARGEST_SIZE = 4096, 1 << 22
 _LONGEST_QUOTE = 60
+_LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
+_TAR = ".tar"
 
 
-def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> tuple[list[str], int]:
-    """Relative paths ('/' between the parts) of the files below `folder` with such endings (lower case), sorted, and
-    the number of other files. No file is opened.
+class Listing(NamedTuple):
+    """Relative paths ('/' between the parts) of files in a folder, each list sorted: the samples, the files that may
+    stand beside a sample, and tars."""
+
+    samples: Strings
+    beside: Strings
+    tars: Strings
+
+
+def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str, beside: tuple[str, ...] = ()) -> Listing:
+    """The files below `folder` with such endings (lower case). No file is opened; long lists are kept for later starts
+    (`cache.kept_lists`).
 
     Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped.
-    Raises ValueError, in one line, if the folder is missing, no folder or not readable; the message asks for a folder
-    of `what`, or the set `demo`.
+    Raises ValueError, in one line, if the folder is missing, no folder or not readable, or holds neither samples nor
+    tars; the message asks for a folder of `what`, or the set `demo`.
     """
     try:
         mode = os.stat(folder).st_mode
@@ -28,28 +45,93 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str) -> t
         raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
         raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
-    files: list[str] = []
-    n_others = 0
-    visited = set()
-    pending = [""]
-    while pending:
-        relative = pending.pop()
-        identity, entries = _scan(os.path.join(folder, relative))
-        if identity in visited:
-            continue
-        visited.add(identity)
-        folders = []
-        for entry in entries:
-            name = f"{relative}/{entry.name}" if relative else entry.name
-            is_folder, is_file = _kind(entry)
-            if is_folder:
-                folders.append(name)
-            elif entry.name.lower().endswith(endings) and is_file:
-                files.append(name)
-            else:
-                n_others += 1
-        pending += sorted(folders, reverse=True)  # of two links to one folder, follow the first in order
-    return sorted(files), n_others
+
+    def make() -> Lists:
+        tree = _Tree(folder, (*endings, _TAR, *beside))
+        samples, tars, others = PackedStrings(), PackedStrings(), PackedStrings()
+        for name in tree.names():
+            lower = name.lower()
+            (samples if lower.endswith(endings) else tars if lower.endswith(_TAR) else others).append(name)
+        if not len(samples) and not len(tars):
+            raise _nothing_found(what, folder, len(others) + tree.n_others, (*endings, _TAR))
+        return Lists(Listing(samples, others, tars)._asdict(), tree.watched)
+
+    return Listing(**kept_lists(folder, " ".join((*endings, "|", *beside)), make))
+
+
+class _Tree:
+    """What a folder holds. A list of one folder's names is sorted at a time, and no longer one than `_LONGEST_RUN`,
+    because sorting holds the interpreter: heartbeats would wait for it."""
+
+    def __init__(self, folder: str, endings: tuple[str, ...]) -> None:
+        self.watched, self.n_others = Watched(), 0
+        self._files: dict[str, list[PackedStrings]] = {}  # sorted names, in runs
+        self._folders: dict[str, list[str]] = {}
+        visited = set()
+        pending = [""]
+        while pending:
+            relative = pending.pop()
+            path = os.path.join(folder, relative)
+            try:
+                status = os.stat(path)
+                self.watched.add(relative, status)  # before the folder is read, so that no change after it is missed
+                if (status.st_dev, status.st_ino) in visited:  # they identify the folder under any path
+                    continue
+                visited.add((status.st_dev, status.st_ino))
+                self._files[relative] = list(self._read(path, relative, endings))
+            except OSError as error:
+                raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
+            # Of two links to one folder, follow the first in order.
+            pending += [_joined(relative, name) for name in sorted(self._folders[relative], reverse=True)]
+
+    def _read(self, path: str, relative: str, endings: tuple[str, ...]) -> Iterator[PackedStrings]:
+        """Sorted names of the files in a folder, in runs."""
+        folders, files = self._folders.setdefault(relative, []), list[str]()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_symlink():  # what it leads to may change without a change of this folder
+                    self.watched.add(_joined(relative, entry.name), _status_of(entry))
+                is_folder, is_file = _kind(entry)
+                if is_folder:
+                    folders.append(entry.name)
+                elif entry.name.lower().endswith(endings) and is_file:
+                    files.append(entry.name)
+                else:
+                    self.n_others += 1
+                if len(files) == _LONGEST_RUN:
+                    yield PackedStrings(sorted(files))
+                    files.clear()
+        yield PackedStrings(sorted(files))
+
+    def names(self) -> Iterator[str]:
+        """Relative paths of all files, sorted."""
+        open_folders = [("", self._entries(""))]
+        while open_folders:
+            relative, entries = open_folders[-1]
+            entry = next(entries, None)
+            if entry is None:
+                open_folders.pop()
+            elif not entry.endswith("/"):
+                yield _joined(relative, entry)
+            elif (inner := _joined(relative, entry[:-1])) in self._files:
+                open_folders.append((inner, self._entries(inner)))
+
+    def _entries(self, relative: str) -> Iterator[str]:
+        # With the slash, folders stand among files where the paths of their files do.
+        return heapq.merge(*self._files[relative], sorted(f"{name}/" for name in self._folders[relative]))
+
+
+def _joined(relative: str, name: str) -> str:
+    return f"{relative}/{name}" if relative else name
+
+
+def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat()
+    except OSError:
+        return None
 
 
 def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
@@ -60,22 +142,12 @@ def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
         return False, False
 
 
-def nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:
+def _nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:
     """The error for a folder without samples: it names the endings that are read and counts the other files."""
     return ValueError(
-        f"no {what} in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
+        f"no {what.removesuffix('s')} in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
         f"files that end in {' '.join(endings)} are read, in the folder and in those below it"
     )
-
-
-def _scan(path: str) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
-    """Folder -> (device and inode, which identify the folder under any path; its entries without hidden ones)."""
-    try:
-        status = os.stat(path)
-        with os.scandir(path) as entries:
-            return (status.st_dev, status.st_ino), [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
 
 
 def demonstration_size(spec: str, name: str, noun: str) -> int | None:

@@ -4,12 +4,10 @@ headers only."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import itertools
 import os
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +18,8 @@ import numpy.typing as npt
 from tandem.files.reading import DAMAGES, open_regular
 
 from ..bad_samples import reason_of
-from .packed import PackedStrings
+from .cache import cache_files, replaced
+from .packed import PackedStrings, fingerprint_of
 from .source import Source
 
 _VERSION = 1
@@ -76,6 +75,9 @@ class Tars:
         self._firsts = np.cumsum([0, *map(len, tables)])
         if not len(self):
             raise ValueError(f"no {members.noun} ({' '.join(members.kinds[0])}) in {self}")
+        # Of the same samples in the same tars, with the same members beside them; other members may lie between.
+        found = (self._firsts.astype(np.int64), self.table[:, 1::2] >= 0)
+        self.fingerprint = fingerprint_of([*self._names.buffers, *(array.tobytes() for array in found)])
 
     def __len__(self) -> int:
         return len(self.table)
@@ -134,15 +136,16 @@ def open_index(path: str, members: Members) -> TarIndex:
     try:
         status = os.stat(path)
         key = np.array([_VERSION, status.st_size, status.st_mtime_ns], np.int64)
-        for cache in _cache_files(path, members.suffix):
+        caches = cache_files(path, f"{members.suffix}.index.npz", "tars")
+        for cache in caches:
             if (index := _load_index(cache, key, len(members.kinds), status.st_size)) is not None:
                 return index
         index = scan(path, members)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
-    for cache in _cache_files(path, members.suffix):
+    for cache in caches:
         with contextlib.suppress(OSError):
-            _save_index(cache, key, index)
+            _save_index(cache, path, key, index)
             break
     return index
 
@@ -215,17 +218,6 @@ def _members(path: str) -> Iterator[tuple[str, int, int]]:
             raise ValueError(f"the tar {path!r} is damaged or cut off: {where}")
 
 
-def _cache_files(path: str, suffix: str) -> list[str]:
-    """Where the index of a tar may be kept: beside it, or in the user's cache folder."""
-    folder, name = os.path.split(os.path.abspath(path))
-    user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    number = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
-    return [
-        os.path.join(folder, f".{name}{suffix}.index.npz"),
-        os.path.join(user, "tandem", "tars", f"{number}{suffix}.npz"),
-    ]
-
-
 def _load_index(cache: str, key: npt.NDArray[np.int64], n_kinds: int, n_bytes: int) -> TarIndex | None:
     """The index in a file; None if there is no such file, or it is of another tar, or damaged. `n_bytes` is the size of
     the tar, which is larger than its index."""
@@ -248,7 +240,7 @@ def _load_index(cache: str, key: npt.NDArray[np.int64], n_kinds: int, n_bytes: i
         return None
 
 
-def _save_index(cache: str, key: npt.NDArray[np.int64], index: TarIndex) -> None:
+def _save_index(cache: str, path: str, key: npt.NDArray[np.int64], index: TarIndex) -> None:
     """Write the file whole or not at all. Raises OSError."""
     encoded = [os.fsencode(name) for name in index.names]
     content: dict[str, Any] = {
@@ -257,14 +249,5 @@ def _save_index(cache: str, key: npt.NDArray[np.int64], index: TarIndex) -> None
         "ends": np.cumsum([len(name) for name in encoded], dtype=np.int64),
         "names": np.frombuffer(b"".join(encoded), np.uint8),
     }
-    os.makedirs(os.path.dirname(cache), exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(cache), prefix=".index-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            np.savez(file, **content)
-        os.chmod(temporary, 0o644)  # mkstemp makes a file that only its owner may read
-        os.replace(temporary, cache)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replaced(cache, path) as file:
+        np.savez(file, **content)

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from tandem.files.reading import open_regular
 
-from ..files.find import Folder, FolderFiles, TarFiles, find_files
-from ..files.opening import list_files, nothing_found
-from ..files.packed import PackedStrings
+from ..files.find import Folder, TarFiles, find_files
+from ..files.opening import Listing, list_files
 from ..files.tars import Members, Tars
 from .decoding import ENDINGS
 from .embeddings import IMAGE, KINDS, TEXT, Embeddings, Kind, embeddings_beside, embeddings_by_row, number_of
@@ -71,7 +70,8 @@ class CaptionedFiles:
         self._places, self._shards = places, shards
         self.load, self.describe, self.name = images.load, images.describe, images.name
         self.shards = places.shards
-        self.has_captions = bool((places.sizes(_CAPTIONS) >= 0).any())
+        self.has_captions = places.has_any(_CAPTIONS)
+        self.fingerprint = images.fingerprint
 
     def __len__(self) -> int:
         return len(self._places)
@@ -120,6 +120,10 @@ class _InTars:
         found = self.tars.beside(index, number)
         return None if found is None else (self.tars.path(index), *found)
 
+    def has_any(self, number: int) -> bool:
+        """Whether a file of one kind stands beside any image."""
+        return bool((self.sizes(number) >= 0).any())
+
     def sizes(self, number: int) -> Sizes:
         """Bytes of the file of one kind beside each image, -1 if there is none."""
         return self.tars.table[:, 2 * number + 1]
@@ -128,30 +132,29 @@ class _InTars:
 class _InFolder:
     shards: Sequence[range] | None = None
 
-    def __init__(self, folder: str, listed: list[str]) -> None:
-        images = [name for name in listed if name.lower().endswith(ENDINGS)]
-        self._folder, self.images = folder, Folder(folder, images)
-        stems = [os.path.splitext(name)[0] for name in images]
-        self._names = []
-        for endings in _BESIDE:
-            # Of several endings the first counts, so it comes last.
-            found = {name[: -len(end)]: name for end in reversed(endings) for name in listed if name.endswith(end)}
-            self._names.append(PackedStrings(found.get(stem, "") for stem in stems))
+    def __init__(self, images: Folder) -> None:
+        self.images = images
 
     def __len__(self) -> int:
         return len(self.images)
 
     def beside(self, index: int, number: int) -> Place | None:
-        name = self._names[number - 1][index]
-        return (os.path.join(self._folder, name), 0, None) if name else None
+        path = self.images.beside(index, _BESIDE[number - 1])
+        return None if path is None else (path, 0, None)
+
+    def has_any(self, number: int) -> bool:
+        """As `_InTars.has_any`."""
+        return self.images.has_any_beside(_BESIDE[number - 1])
 
     def sizes(self, number: int) -> Sizes:
         """As `_InTars.sizes`."""
-        return np.array([self._size(name) for name in self._names[number - 1]], np.int64)
+        if not self.has_any(number):
+            return np.full(len(self), -1)
+        return np.fromiter((self._size(self.beside(index, number)) for index in range(len(self))), np.int64, len(self))
 
-    def _size(self, name: str) -> int:
+    def _size(self, place: Place | None) -> int:
         try:
-            return os.path.getsize(os.path.join(self._folder, name)) if name else -1
+            return -1 if place is None else os.path.getsize(place[0])
         except OSError:
             return 0
 
@@ -170,22 +173,16 @@ def open_captioned(
     if isinstance(files, TarFiles):
         places = _InTars(_within(files.paths, shards))
     else:
-        assert isinstance(files, FolderFiles)
+        assert isinstance(files, Folder)
         if shards.first or shards.last is not None:
             raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} is a folder of images")
-        places = _InFolder(path, files.names)
+        places = _InFolder(files)
     images = ImageFiles(places.images, image_size=image_size, flip=flip, seed=seed, enlarge=False)
     return CaptionedFiles(places, images, shards)
 
 
-def _listed(folder: str) -> list[str]:
-    beside = tuple(itertools.chain(*_BESIDE))
-    names, n_others = list_files(folder, (*ENDINGS, *beside, ".tar"), "images", "demo:shapes")
-    images = [name for name in names if name.lower().endswith(ENDINGS)]
-    tars = [name for name in names if name.lower().endswith(".tar")]
-    if not images and not tars:
-        raise nothing_found("image", folder, len(names) + n_others, (*ENDINGS, ".tar"))
-    return names if images and not tars else [*images, *tars]  # what stands beside tars is no caption of an image
+def _listed(folder: str) -> Listing:
+    return list_files(folder, ENDINGS, "images", "demo:shapes", beside=tuple(itertools.chain(*_BESIDE)))
 
 
 def _numbered(path: str, shards: Shards) -> str:

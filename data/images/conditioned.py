@@ -52,6 +52,7 @@ class ConditionedImages:
     ) -> None:
         self.images, self._embeddings, self._tokenize = images, dict(embeddings), tokenize
         self.describe = images.describe
+        self.fingerprint = "".join((images.fingerprint, *(found.fingerprint for found in embeddings.values())))
 
     @property
     def widths(self) -> Widths:

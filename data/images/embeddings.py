@@ -12,7 +12,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..bad_samples import Incomplete, reason_of
 from ..files.arrays import Array, StoredArray, find_array
 from ..files.find import expanded
+from ..files.packed import fingerprint_of
 from ..files.tars import Tars, stem_of
 
 _DIGITS = re.compile(r"(\d+)$")
@@ -48,9 +49,10 @@ KINDS = (IMAGE, TEXT)
 
 class Embeddings(Protocol):
     """One kind of embedding of every image of a set. `shape` is that of one image: (d,), or (L, d) where no caption has
-    more than L tokens."""
+    more than L tokens. `fingerprint` is equal where the same shapes were found."""
 
     shape: tuple[int, ...]
+    fingerprint: str
 
     def load(self, index: int) -> Tensor:
         """float32, of `shape`; encodings of fewer tokens end with rows of 0.
@@ -62,10 +64,14 @@ class Embeddings(Protocol):
 
 
 class StoredEmbeddings:
-    """Embeddings that `read` takes from files: index -> array, None if there is none. See `Embeddings`."""
+    """Embeddings that `read` takes from files: index -> array, None if there is none. `stored`: the shapes of the files
+    that hold several. See `Embeddings`."""
 
-    def __init__(self, kind: Kind, shape: tuple[int, ...], read: Callable[[int], Array | None]) -> None:
+    def __init__(
+        self, kind: Kind, shape: tuple[int, ...], read: Callable[[int], Array | None], stored: Sequence[Any] = ()
+    ) -> None:
         self.kind, self.shape, self._read = kind, shape, read
+        self.fingerprint = fingerprint_of([repr((shape, *stored)).encode()])
 
     def load(self, index: int) -> Tensor:
         array = self._read(index)
@@ -162,7 +168,8 @@ def embeddings_by_row(kind: Kind, tars: Tars, spec: str, flag: str, *, index_wid
     for shard, indices in enumerate(tars.shards):
         if indices:
             row_of(tars.name(indices[0]), index_width, tars.paths[shard])
-    return StoredEmbeddings(kind, arrays[0].shape[1:], Rows(tars, arrays, index_width))
+    shapes = [array.shape for array in arrays]
+    return StoredEmbeddings(kind, shapes[0][1:], Rows(tars, arrays, index_width), shapes)
 
 
 def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:

@@ -123,6 +123,7 @@ class Scenes:
 
     shards: Sequence[range] | None = None
     has_captions = True
+    fingerprint = ""
 
     def __init__(self, n: int, *, image_size: int, flip: bool = False, seed: int = 0, held_out: bool = False) -> None:
         self.n, self.image_size, self.flip, self.seed = n, image_size, flip, seed
@@ -168,6 +169,8 @@ class Scenes:
 
 class _OfScenes:
     """`Embeddings` of scenes: of images their attributes, of texts their encoded captions."""
+
+    fingerprint = ""
 
     def __init__(self, scenes: Scenes, kind: Kind) -> None:
         self._scenes, self._is_of_images = scenes, kind == IMAGE

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..contracts import Samples
-from ..files.find import Folder, FolderFiles, TarFiles, find_files
-from ..files.opening import demonstration_size, list_files, nothing_found
+from ..files.find import Folder, TarFiles, find_files
+from ..files.opening import Listing, demonstration_size, list_files
 from ..files.source import Places
 from ..files.tars import Members, Tars
 from .decoding import ENDINGS, decode_source, randomly_flipped
@@ -38,6 +38,7 @@ class ImageFiles:
         enlarge: bool = True,
     ) -> None:  # fmt: skip
         self.places, self.describe, self.name = places, places.describe, places.name
+        self.fingerprint = places.fingerprint
         self.image_size, self.channels, self.flip, self.seed = image_size, channels, flip, seed
         self.enlarge = enlarge
 
@@ -71,14 +72,11 @@ def open_images(
 
 
 def _find(path: str) -> Places:
-    def listed(folder: str) -> list[str]:
-        names, n_others = list_files(folder, (*ENDINGS, ".tar"), "images", "demo:shapes")
-        if not names:
-            raise nothing_found("image", folder, n_others, (*ENDINGS, ".tar"))
-        return names
+    def listed(folder: str) -> Listing:
+        return list_files(folder, ENDINGS, "images", "demo:shapes")
 
     files = find_files(path, "images", listed, manifests=False)
     if isinstance(files, TarFiles):
         return Tars(files.paths, Members("image", (ENDINGS,), suffix=".images"))
-    assert isinstance(files, FolderFiles)
-    return Folder(path, files.names)
+    assert isinstance(files, Folder)
+    return files

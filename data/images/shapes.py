@@ -87,6 +87,8 @@ class Item:
 class Shapes:
     """`n` scenes of one to three shapes, with captions; each depends only on (seed, index). Methods: see `Images`."""
 
+    fingerprint = ""
+
     def __init__(self, n: int, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0) -> None:
         self.n, self.image_size, self.channels, self.flip, self.seed = n, image_size, channels, flip, seed
 

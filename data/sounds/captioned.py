@@ -38,6 +38,7 @@ class CaptionedSounds:
 
     def __init__(self, sounds: Sounds, tokenizer: Tokenizer, seed: int) -> None:
         self.sounds, self.tokenizer, self.seed = sounds, tokenizer, seed
+        self.fingerprint = sounds.fingerprint
 
     def __len__(self) -> int:
         return len(self.sounds)

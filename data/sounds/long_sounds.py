@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from tandem.files.reading import open_regular
 
 from ..bad_samples import BadSample, reason_of
+from ..files.find import Folder
 from ..files.opening import list_files
-from ..files.packed import PackedStrings
 from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders
@@ -61,12 +61,14 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
     """
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
-        names, _ = list_files(path, ENDINGS, "sounds", "demo:tones")
-        if names:
+        listed = list_files(path, ENDINGS, "sounds", "demo:tones").samples
+        if len(listed):
             require_decoders()
-            paths = PackedStrings(os.path.join(path, name) for name in names)
-            clips = functools.partial(_clips_of, paths, decoder, max_clips)
-            return LongSounds(names, clips, paths.__getitem__, lambda index: _captions_beside(paths[index]))
+            files = Folder(path, listed)
+            clips = functools.partial(_clips_of, files, decoder, max_clips)
+            return LongSounds(
+                list(listed), clips, files.describe, lambda index: _captions_beside(files.source(index).path)
+            )
     seconds = decoder.clip_samples / decoder.sample_rate
     sounds = open_sounds(spec, sample_rate=decoder.sample_rate, clip_seconds=seconds)
     names = [sounds.describe(index) for index in range(len(sounds))]
@@ -75,8 +77,8 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
     )
 
 
-def _clips_of(paths: PackedStrings, decoder: ClipDecoder, max_clips: int, index: int) -> Tensor:
-    return read_clips(paths[index], decoder, max_clips)
+def _clips_of(files: Folder, decoder: ClipDecoder, max_clips: int, index: int) -> Tensor:
+    return read_clips(files.source(index).path, decoder, max_clips)
 
 
 def _middle_of(sounds: Sounds, index: int) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files.manifest import Columns, Part, Parts, part_of, read_manifest
-from ..files.packed import PackedStrings
+from ..files.manifest import Columns, Parts, part_of, read_rows
 from .decoding import ClipDecoder
 from .sidecars import NO_CAPTION, Texts, texts_of_object
 
@@ -35,15 +34,9 @@ class Manifest:
     """
 
     def __init__(self, path: str, clips: ClipDecoder) -> None:
-        self._parts, self._clips = Parts(path), clips
-        self._captions, self._labels = PackedStrings(), PackedStrings()
-        for part, texts in read_manifest(path, _COLUMNS, _row):
-            self._parts.append(part)
-            self._captions.append("\n".join(texts.captions))
-            self._labels.append(texts.label or "")
-        if not len(self):
-            raise ValueError(f"the manifest {path!r} has no rows")
-        if not any(self._captions):
+        self._parts, self._clips = Parts(path, read_rows(path, _COLUMNS, _row), "sound"), clips
+        self.describe, self.fingerprint = self._parts.describe, self._parts.fingerprint
+        if not any(self._texts(index).captions for index in range(len(self))):
             raise ValueError(f"none of the {len(self)} rows of the manifest {path!r} has a caption")
 
     def __len__(self) -> int:
@@ -53,14 +46,15 @@ class Manifest:
         return self._clips.load(self._parts.source(index), index, epoch, augment)
 
     def texts(self, index: int) -> Texts:
-        if not self._captions[index]:
+        texts = self._texts(index)
+        if not texts.captions:
             raise ValueError(NO_CAPTION)
-        return Texts(self._captions[index].split("\n"), self._labels[index] or None)
+        return texts
 
-    def describe(self, index: int) -> str:
-        return self._parts.describe(index)
+    def _texts(self, index: int) -> Texts:
+        return texts_of_object(self._parts.row(index))
 
 
-def _row(entry: Mapping[str, Any]) -> tuple[Part, Texts]:
+def _row(entry: Mapping[str, Any]) -> str:
     texts = texts_of_object({key: value for key, value in entry.items() if key != "text"})
-    return part_of(entry, "sound"), texts
+    return part_of(entry, "sound").row(**texts._asdict())

@@ -50,4 +50,4 @@ def _open_files(path: str, clips: ClipDecoder) -> Sounds:
     files = find_files(path, "sounds", list_sounds)
     if isinstance(files, ManifestFile):
         return Manifest(files.path, clips)
-    return Tars(files.paths, clips) if isinstance(files, TarFiles) else SoundFolder(path, files.names, clips)
+    return Tars(files.paths, clips) if isinstance(files, TarFiles) else SoundFolder(files, clips)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -10,11 +11,17 @@ from torch import Tensor
 
 from tandem.files.reading import open_regular, parse_json
 
-from ..files.opening import list_files, nothing_found
-from ..files.packed import PackedStrings
-from .decoding import ENDINGS, ClipDecoder, Source
+from ..files.find import Folder
+from ..files.opening import Listing, list_files
+from .decoding import ENDINGS, ClipDecoder
 
 TEXT_ENDINGS = (".json", ".txt")  # if a sound has both, the first is read
+# .json, ..., .JSON, .txt, ..., .TXT: of two that differ in their case only, the last one in order is read
+_TEXT_ENDINGS_IN_ANY_CASE = [
+    "".join(signs)
+    for ending in TEXT_ENDINGS
+    for signs in itertools.product(*(sorted({c, c.upper()}, reverse=True) for c in ending))
+]
 _LONGEST_TEXT = 1 << 20  # bytes
 NO_CAPTION = "it has no caption"
 _MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
@@ -29,58 +36,41 @@ class Texts(NamedTuple):
 
 class SoundFolder:
     """Every sound below a folder that a .txt (a caption per line) or a .json (see `texts_of_object`) of the same name
-    describes, numbered in the order of the relative path. `listed` are the relative paths of its sounds and texts
-    (`list_sounds`). See `Sounds` for the methods.
+    describes, numbered in the order of the relative path. `files` are the sounds and the texts that may stand beside
+    them (`list_sounds`). See `Sounds` for the methods.
     """
 
-    def __init__(self, folder: str, listed: list[str], clips: ClipDecoder) -> None:
-        self._folder, self._clips = folder, clips
-        texts = {
-            ending: {os.path.splitext(name)[0]: name for name in listed if name.lower().endswith(ending)}
-            for ending in TEXT_ENDINGS
-        }
-        self._sounds = PackedStrings(name for name in listed if name.lower().endswith(ENDINGS))
-        self._text_names = PackedStrings()
-        for sound in self._sounds:
-            stem = os.path.splitext(sound)[0]
-            self._text_names.append(next((texts[ending][stem] for ending in TEXT_ENDINGS if stem in texts[ending]), ""))
-        if not any(self._text_names):
-            manifests = sorted(name for name in os.listdir(folder) if name.lower().endswith(_MANIFESTS))
-            instead = f"; or give the manifest, {os.path.join(folder, manifests[0])!r}" if manifests else ""
+    def __init__(self, files: Folder, clips: ClipDecoder) -> None:
+        self._files, self._clips = files, clips
+        self.describe, self.fingerprint = files.describe, files.fingerprint
+        if not files.has_any_beside(_TEXT_ENDINGS_IN_ANY_CASE):
+            manifests = sorted(name for name in os.listdir(files.folder) if name.lower().endswith(_MANIFESTS))
+            instead = f"; or give the manifest, {os.path.join(files.folder, manifests[0])!r}" if manifests else ""
+            first = files.name(0)
             raise ValueError(
-                f"no sound of the {len(self._sounds)} in {folder!r} has a caption: beside {self._sounds[0]!r} there "
-                f"has to be {os.path.splitext(self._sounds[0])[0] + '.txt'!r} (a caption per line) or a .json{instead}"
+                f"no sound of the {len(files)} in {files.folder!r} has a caption: beside {first!r} there has to be "
+                f"{os.path.splitext(first)[0] + '.txt'!r} (a caption per line) or a .json{instead}"
             )
 
     def __len__(self) -> int:
-        return len(self._sounds)
+        return len(self._files)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        return self._clips.load(Source(self.describe(index)), index, epoch, augment)
+        return self._clips.load(self._files.source(index), index, epoch, augment)
 
     def texts(self, index: int) -> Texts:
-        name = self._text_names[index]
-        if not name:
+        path = self._files.beside(index, _TEXT_ENDINGS_IN_ANY_CASE)
+        if path is None:
             raise ValueError(f"{NO_CAPTION}: there is neither a .txt nor a .json beside it")
-        return read_texts(os.path.join(self._folder, name), name)
-
-    def describe(self, index: int) -> str:
-        return os.path.join(self._folder, self._sounds[index])
+        return read_texts(path, path)
 
 
-def list_sounds(folder: str) -> list[str]:
-    """Relative paths of the sounds, texts and tars below a folder, sorted; no file is opened.
+def list_sounds(folder: str) -> Listing:
+    """The sounds, texts and tars below a folder; no file is opened.
 
     Raises ValueError, in one line, if the folder cannot be read or holds neither sounds nor tars.
     """
-    kinds = (*ENDINGS, ".tar")
-    listed, n_others = list_files(folder, (*kinds, *TEXT_ENDINGS), "sounds", "demo:tones")
-    n_texts = sum(name.lower().endswith(TEXT_ENDINGS) for name in listed)
-    if n_texts == len(listed):
-        raise nothing_found("sound", folder, n_texts + n_others, kinds)
-    # Leave out texts in a folder of tars: they cannot be captions, because there are no loose sounds.
-    is_tars = not any(name.lower().endswith(ENDINGS) for name in listed)
-    return [name for name in listed if name.lower().endswith(".tar")] if is_tars else listed
+    return list_files(folder, ENDINGS, "sounds", "demo:tones", beside=TEXT_ENDINGS)
 
 
 def read_texts(path: str, name: str, offset: int = 0, size: int = _LONGEST_TEXT) -> Texts:

@@ -22,6 +22,7 @@ class Tars:
 
     def __init__(self, paths: Sequence[str], clips: ClipDecoder) -> None:
         self._clips, self._tars = clips, tars.Tars(paths, MEMBERS)
+        self.fingerprint = self._tars.fingerprint
         if not (self._tars.table[:, 2::2] >= 0).any():
             raise ValueError(f"no sound in {self._tars} has a caption, a .json or .txt of the same name")
 

@@ -78,6 +78,8 @@ class Tones:
     changes what no caption mentions: the loudness, the phases of wave and pulses, and the noise.
     """
 
+    fingerprint = ""
+
     def __init__(self, n: int, *, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
         if sample_rate < _LOWEST_SAMPLE_RATE or clip_samples < _SHORTEST_CLIP_SECONDS * sample_rate:
             raise ValueError(

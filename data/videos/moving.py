@@ -50,6 +50,8 @@ class Moving:
     frames_per_step: how much time passes between two frames of a clip, in frames of the scene.
     """
 
+    fingerprint = ""
+
     def __init__(
         self,
         n: int,

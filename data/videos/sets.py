@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..contracts import Processes, Samples
 from ..feed import Feed
-from ..files.find import Folder, FolderFiles, TarFiles, find_files
-from ..files.manifest import Columns, Parts, part_of, read_manifest
-from ..files.opening import demonstration_size, list_files, nothing_found
+from ..files.find import Folder, TarFiles, find_files
+from ..files.manifest import Columns, Parts, part_of, read_rows
+from ..files.opening import Listing, demonstration_size, list_files
 from ..files.source import Places
 from ..files.tars import Members, Tars
 from ..images.decoding import ENDINGS as IMAGE_ENDINGS
@@ -47,6 +47,7 @@ class VideoFiles:
     def __init__(self, places: Places, clips: ClipDecoder, *, flip: bool = False, seed: int = 0) -> None:
         self._places, self.clips, self._flip, self._seed = places, clips, flip, seed
         self.source, self.describe, self.name = places.source, places.describe, places.name
+        self.fingerprint = places.fingerprint
 
     def __len__(self) -> int:
         return len(self._places)
@@ -100,23 +101,15 @@ def open_videos(
 
 
 def _find(path: str, endings: tuple[str, ...]) -> Places:
-    def listed(folder: str) -> list[str]:
-        names, n_others = list_files(folder, (*endings, ".tar"), "videos", "demo:moving")
-        if not names:
-            raise nothing_found("video", folder, n_others, (*endings, ".tar"))
-        return names
+    def listed(folder: str) -> Listing:
+        return list_files(folder, endings, "videos", "demo:moving")
 
     files = find_files(path, "videos", listed)
     if isinstance(files, TarFiles):
         return Tars(files.paths, Members("video", (ENDINGS,), suffix=".videos"))
-    if isinstance(files, FolderFiles):
-        return Folder(path, files.names)
-    parts = Parts(files.path)
-    for part in read_manifest(files.path, _COLUMNS, functools.partial(part_of, noun="video")):
-        parts.append(part)
-    if not len(parts):
-        raise ValueError(f"the manifest {files.path!r} has no rows")
-    return parts
+    if isinstance(files, Folder):
+        return files
+    return Parts(files.path, read_rows(files.path, _COLUMNS, functools.partial(part_of, noun="video")), "video")
 
 
 class VideoBatch(TypedDict):
@@ -131,7 +124,7 @@ class OneFrameClips:
     """The images (c, h, w) of a set as clips (c, 1, h, w). See `Samples`."""
 
     def __init__(self, images: Samples) -> None:
-        self._images = images
+        self._images, self.fingerprint = images, images.fingerprint
 
     def __len__(self) -> int:
         return len(self._images)

@@ -1,0 +1,346 @@
+"""Lists of files and rows that are kept for later starts: used while they are true, and not a moment longer."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data import open_images, open_sounds, open_videos
+from data.files import cache, manifest, opening
+from data.files.cache import Lists, Watched, kept_lists
+from data.files.packed import PackedStrings, StoredStrings
+from tests.data.helpers import on_all, one_line
+
+# Also names whose order is another one with the slash than without, and some that other programs take for two.
+NAMES = ["a/1.png", "a/deep/er/2.png", "a-b/1.png", "a.png", "ab.png", "B.jpg", "new\nline.png", " .png", "ü/ß.webp"]
+NAMES += [os.fsdecode(b"not \xff utf-8.png"), os.fsdecode(b"\x80folder/1.png"), "z/0.png", "z/10.png", "z/9.png"]
+
+
+@pytest.fixture(autouse=True)
+def keeps_short_lists(tmp_path, monkeypatch) -> None:
+    """With a clock without ticks, and `settle` in its place."""
+    monkeypatch.setattr(cache, "_FEWEST", 1)
+    monkeypatch.setattr(cache, "_CLOCK_TICK_NS", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def settle(folder: Path) -> None:
+    """Return when whatever changes from now on gets a later time than all that is there."""
+    probe, newest = folder.parent / ".probe", 0
+    for path in (folder, *folder.rglob("*")):
+        newest = max(newest, path.lstat().st_ctime_ns)
+    while not probe.exists() or probe.stat().st_mtime_ns <= newest:
+        probe.write_bytes(b"")
+
+
+def folder_of(path: Path, names: list[str] = NAMES) -> Path:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).touch()
+    settle(path)
+    return path
+
+
+def names_in(folder: Path | str) -> list[str]:
+    images = open_images(str(folder), image_size=8)
+    return [images.name(index) for index in range(len(images))]
+
+
+def kept(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f".{path.name}.*.list"))
+
+
+@pytest.fixture
+def scans(monkeypatch) -> list[str]:
+    """The folders that were read, with all below them."""
+    read: list[str] = []
+    tree = opening._Tree
+    monkeypatch.setattr(opening, "_Tree", lambda folder, endings: (read.append(folder), tree(folder, endings))[1])
+    return read
+
+
+def test_a_second_start_reads_no_folder_and_finds_the_same_names_in_the_same_order(tmp_path, scans):
+    folder = folder_of(tmp_path / "set")
+    assert names_in(folder) == sorted(NAMES)
+    assert len(scans) == 1 and len(kept(folder)) == 1
+    assert names_in(folder) == names_in(f"{folder}/") == sorted(NAMES)
+    assert len(scans) == 1
+    first, again = (open_images(str(folder), image_size=8) for _ in range(2))
+    assert first.fingerprint == again.fingerprint and first.describe(0) == str(folder / sorted(NAMES)[0])
+    kept(folder)[0].unlink()
+    cache_files, cache.cache_files = cache.cache_files, lambda *_: []
+    try:
+        assert open_images(str(folder), image_size=8).fingerprint == first.fingerprint, "in memory as in a file"
+    finally:
+        cache.cache_files = cache_files
+
+
+def test_long_lists_are_sorted_in_runs(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "set", [*NAMES, *(f"{i % 3}/{(i * 37) % 100}.png" for i in range(100))])
+    whole = names_in(folder)
+    assert whole == sorted(whole) and len(whole) == 114
+    monkeypatch.setattr(opening, "_LONGEST_RUN", 3)
+    kept(folder)[0].unlink()
+    assert names_in(folder) == whole
+
+
+def test_lists_of_one_folder_for_other_kinds_of_samples_are_apart(tmp_path):
+    folder = folder_of(tmp_path / "set", ["a.png", "a.txt", "b.wav", "b.json", "c.mp4"])
+    for _ in range(2):
+        assert names_in(folder) == ["a.png"]
+        assert open_videos(str(folder), image_size=8, num_frames=1).name(1) == "c.mp4"
+        assert len(open_sounds(str(folder), sample_rate=8000, clip_seconds=1)) == 1
+    assert len(kept(folder)) == 3
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "added": lambda folder: (folder / "a/deep/er/3.png").touch(),
+    "removed": lambda folder: (folder / "a/deep/er/2.png").unlink(),
+    "renamed": lambda folder: (folder / "a/deep/er/2.png").rename(folder / "a/deep/er/x.png"),
+    "renamed to no image": lambda folder: (folder / "a/deep/er/2.png").rename(folder / "a/deep/er/2.txt"),
+    "moved": lambda folder: (folder / "z/0.png").rename(folder / "a/0.png"),
+    "a folder added": lambda folder: shutil.copytree(folder / "a/deep/er", folder / "a/again"),
+    "a folder renamed": lambda folder: (folder / "a/deep").rename(folder / "a/deeper"),
+    "a folder replaced": lambda folder: (
+        shutil.rmtree(folder / "z"), folder_of(folder / "z", ["7.png"]), os.utime(folder / "z", ns=(0, 10**18))
+    ),
+    "times set back": lambda folder: (
+        (folder / "z/1.png").touch(), os.utime(folder / "z", ns=(0, folder.stat().st_mtime_ns))
+    ),
+    "a link to a file now leads nowhere": lambda folder: (folder.parent / "elsewhere/1.png").unlink(),
+    "a link that led nowhere now leads to a file": lambda folder: (folder.parent / "missing.png").touch(),
+    "a file in a linked folder": lambda folder: (folder.parent / "linked/2.png").touch(),
+    "a link to a folder leads elsewhere": lambda folder: (
+        (folder.parent / "linked").rename(folder.parent / "old"), folder_of(folder.parent / "linked", ["9.png"])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_anywhere_below_the_folder_is_read_again(change, tmp_path, scans):
+    folder = folder_of(tmp_path / "set")
+    folder_of(tmp_path / "elsewhere", ["1.png"])
+    folder_of(tmp_path / "linked", ["1.png"])
+    (folder / "z/link.png").symlink_to(tmp_path / "elsewhere/1.png")
+    (folder / "z/dangling.png").symlink_to(tmp_path / "missing.png")
+    (folder / "other").symlink_to(tmp_path / "linked")
+    settle(folder)
+    before = names_in(folder)
+    assert names_in(folder) == before and len(kept(folder)) == 1
+    n_scans = len(scans)
+    CHANGES[change](folder)
+    settle(folder)
+    after = names_in(folder)
+    assert after != before and after == sorted(after) and len(scans) > n_scans
+    kept(folder)[0].unlink()
+    assert names_in(folder) == after
+
+
+def test_a_change_within_a_tick_of_the_clock_is_not_missed(tmp_path, monkeypatch):
+    """The folder is read again when the tick is over; a list of a folder that still changes then is not kept."""
+    folder, waits = folder_of(tmp_path / "set"), []
+    monkeypatch.setattr(cache, "_CLOCK_TICK_NS", 10**18)
+    monkeypatch.setattr(cache.time, "sleep", lambda seconds: (waits.append(seconds), (folder / "late.png").touch()))
+    assert names_in(folder) == sorted([*NAMES, "late.png"]) and waits == [1e9]
+    assert not kept(folder)
+    (folder / "later.png").touch()
+    assert "later.png" in names_in(folder)
+
+
+def test_short_lists_leave_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_FEWEST", len(NAMES) + 1)
+    assert names_in(folder_of(tmp_path / "set")) == sorted(NAMES)
+    assert {path.name for path in tmp_path.iterdir()} == {"set", ".probe"}
+
+
+def test_a_damaged_list_is_made_anew(tmp_path):
+    folder = folder_of(tmp_path / "set")
+    assert names_in(folder) == sorted(NAMES)
+    [path] = kept(folder)
+    whole = path.read_bytes()
+    head, _, rest = whole.partition(b"\n")
+    header = json.loads(head)
+    forged = [
+        {"key": "of another program", "parts": header["parts"]}, {"key": header["key"]}, [], {"parts": 1},
+        {**header, "parts": [[name, -1, 1 << 60, digest] for name, _, _, digest in header["parts"]]},
+        {**header, "parts": [[[], *part] for _, *part in header["parts"]]},
+        {**header, "parts": [[name, 1 << 70, *part] for name, _, *part in header["parts"]]},
+        {**header, "parts": header["parts"][:-1]},
+    ]  # fmt: skip
+    contents = [
+        b"",
+        head,
+        whole[:-1],
+        whole + b"\0",
+        b"[" * 5000,
+        *(json.dumps(f).encode() + b"\n" + rest for f in forged),
+    ]
+    contents += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(head) + 1, len(whole), 7)]
+    for content in contents:
+        path.write_bytes(content)
+        assert names_in(folder) == sorted(NAMES), content[:80]
+        assert path.read_bytes() == whole
+    path.unlink()
+    os.mkfifo(path)  # opening it would wait for ever
+    assert names_in(folder) == sorted(NAMES)
+
+
+def test_a_list_that_was_made_to_do_harm_leads_to_no_other_file(tmp_path):
+    folder = folder_of(tmp_path / "set")
+    (tmp_path / "outside.png").touch()
+    names_in(folder)
+    [path] = kept(folder)
+    key = json.loads(path.read_bytes().partition(b"\n")[0])["key"]
+    for name in ("../outside.png", str(tmp_path / "outside.png"), "a/../../outside.png"):
+        watched = Watched()
+        watched.add("", folder.stat())
+        parts = {"samples": PackedStrings([name]), "beside": PackedStrings(), "tars": PackedStrings()}
+        cache._save(str(path), str(folder), key, Lists(parts, watched))
+        images = open_images(str(folder), image_size=8)
+        assert len(images) == 1, "the forged list is taken"
+        assert "is not true: delete it" in one_line(images.load, 0)
+        assert images.describe(0), "a message can name it"
+
+
+def test_a_file_that_changes_while_it_is_used_is_named(tmp_path):
+    folder = folder_of(tmp_path / "set")
+    names_in(folder)
+    images = open_images(str(folder), image_size=8)
+    os.truncate(kept(folder)[0], 1000)
+    assert str(kept(folder)[0]) in one_line(images.load, len(NAMES) - 1)
+
+
+def test_lists_are_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_in_memory(tmp_path, scans, monkeypatch):
+    folder = folder_of(tmp_path / "set")
+    names_in(folder)
+    [path] = kept(folder)
+    path.unlink()
+    (path / "occupied").mkdir(parents=True)
+    settle(folder)
+    assert names_in(folder) == sorted(NAMES)
+    assert len(list((tmp_path / "cache/tandem/lists").iterdir())) == 1
+    n_scans = len(scans)
+    assert names_in(folder) == sorted(NAMES) and len(scans) == n_scans
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder")
+    for _ in range(2):
+        assert names_in(folder) == sorted(NAMES)
+    # On a disk that is mounted read-only, not even a lock is made.
+    monkeypatch.setattr(cache.os, "access", lambda *_: False)
+    monkeypatch.setattr(cache, "open_appending", lambda *_: pytest.fail("made a lock"))
+    assert names_in(folder) == sorted(NAMES)
+
+
+def test_who_may_not_read_a_folder_may_not_read_the_list_of_it(tmp_path):
+    for mode, expected in ((0o700, 0o600), (0o755, 0o644), (0o750, 0o640)):
+        folder = folder_of(tmp_path / f"set{mode:o}")
+        folder.chmod(mode)
+        settle(folder)
+        names_in(folder)
+        assert kept(folder)[0].stat().st_mode & 0o777 == expected
+
+
+def _list_at_once(folder: str, together: Any, queue: Any) -> None:
+    def made() -> Lists:
+        with open(f"{folder}.log", "a") as log:
+            log.write("made\n")
+        watched = Watched()
+        watched.add("", os.stat(folder))
+        return Lists({"rows": PackedStrings(map(str, range(1000)))}, watched)
+
+    together.wait()
+    rows = kept_lists(folder, "test", made)["rows"]
+    queue.put((type(rows).__name__, len(rows), rows[999]))
+
+
+def test_of_several_processes_that_start_at_once_one_makes_the_list(tmp_path):
+    folder = folder_of(tmp_path / "set")
+    context = multiprocessing.get_context("fork")
+    together, queue = context.Barrier(4), context.SimpleQueue()
+    processes = [context.Process(target=_list_at_once, args=(str(folder), together, queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [queue.get() for _ in processes] == [("StoredStrings", 1000, "999")] * 4
+    for process in processes:
+        process.join()
+    assert Path(f"{folder}.log").read_text() == "made\n"
+    assert {path.name for path in tmp_path.iterdir()} - {"set", ".probe", "set.log"} == {kept(folder)[0].name}
+
+
+def test_threads_may_list_one_folder_at_once(tmp_path):
+    folder = folder_of(tmp_path / "set")
+    assert on_all(3, lambda process: names_in(folder)) == [sorted(NAMES)] * 3
+    assert threading.active_count() >= 1
+
+
+def test_a_list_in_a_file_takes_no_memory_and_is_pickled_whole(tmp_path):
+    folder = folder_of(tmp_path / "set", ["a.png"])
+    watched = Watched()
+    watched.add("", folder.stat())
+    strings = PackedStrings(f"{i}.png" for i in range(20_000))
+    kept_lists(str(folder), "test", lambda: Lists({"rows": strings}, watched))
+    tracemalloc.start()
+    rows = kept_lists(str(folder), "test", lambda: pytest.fail("made a second time"))["rows"]
+    assert isinstance(rows, StoredStrings) and tracemalloc.get_traced_memory()[0] < 20_000
+    tracemalloc.stop()
+    assert list(rows) == list(strings) == list(pickle.loads(pickle.dumps(rows)))
+    assert rows.fingerprint == strings.fingerprint and [rows[0], rows[19_999]] == ["0.png", "19999.png"]
+    for index in (-1, 20_000):
+        with pytest.raises(IndexError):
+            rows[index]
+
+
+ROWS = [("v/a.mp4", 0.1, 0.7), ("ü, ß.mp4", 0.0, 1e9), ("c.mp4", 1 / 3, 5.0)]
+
+
+def written(path: Path, rows: list[tuple[str, float, float]]) -> Path:
+    lines = [json.dumps({"path": name, "start_seconds": begin, "end_seconds": end}) for name, begin, end in rows]
+    path.write_text("\n".join(lines) + "\n")
+    settle(path)
+    return path
+
+
+def parts_in(path: Path) -> list[tuple[str, float, float]]:
+    videos = open_videos(str(path), image_size=8, num_frames=1)
+    sources = [videos.source(index) for index in range(len(videos))]
+    assert [source.path for source in sources] == [videos.describe(index) for index in range(len(videos))]
+    return [(os.path.relpath(source.path, path.parent), source.start_seconds, source.end_seconds) for source in sources]
+
+
+def test_a_manifest_is_read_once_and_again_after_a_change_that_leaves_its_size(tmp_path, monkeypatch):
+    path = written(tmp_path / "set.jsonl", ROWS)
+    size, read, reads = path.stat().st_size, manifest._read, []
+    monkeypatch.setattr(manifest, "_read", lambda *arguments: (reads.append(1), read(*arguments))[1])
+    assert parts_in(path) == parts_in(path) == ROWS and len(reads) == 1
+    changed = [("v/b.mp4", 0.1, 0.7), *ROWS[1:]]
+    written(path, changed)
+    assert path.stat().st_size == size and parts_in(path) == changed and len(reads) == 2
+    os.utime(path, ns=(0, 10**18))
+    settle(path)
+    assert parts_in(path) == changed and len(reads) == 3, "a time that was set, as tools set it that copy files"
+    path.write_text(path.read_text().replace("c.mp4", "d.mp4"))
+    os.utime(path, ns=(0, 10**18))
+    settle(path)
+    assert parts_in(path)[2][0] == "d.mp4"
+
+
+def test_captions_and_labels_of_a_manifest_are_those_of_the_first_start(tmp_path):
+    path = tmp_path / "set.csv"
+    path.write_text('path,captions,label\na.wav,"[""one"", ""two, ü""]",kind\nb.wav,three|four|three,\nc.wav,,\n')
+    settle(path)
+    cut = {"sample_rate": 8000, "clip_seconds": 1.0}
+    for _ in range(2):
+        sounds = open_sounds(str(path), **cut)
+        assert sounds.texts(0) == (["one", "two, ü"], "kind") and sounds.texts(1) == (["three", "four"], None)
+        assert one_line(sounds.texts, 2) == "it has no caption"
+    assert len(kept(path)) == 1
