@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypedDict, TypeVar, cast
 
@@ -25,6 +26,7 @@ class Joined:
 
     def __init__(self, first: Samples, second: Samples) -> None:
         self.first, self.second = first, second
+        self.fingerprint = first.fingerprint + second.fingerprint
 
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
@@ -62,7 +64,7 @@ class Feed(Generic[BatchType]):
             none of it is for validation. Its indices follow those of the first set.
 
     Raises:
-        UserMistake: one line, if there are no such samples or too few.
+        UserMistake: one line, if there are no such samples or too few, or if the processes do not see the same ones.
     """
 
     def __init__(
@@ -82,15 +84,19 @@ class Feed(Generic[BatchType]):
         self._processes, self.noun, self._source = processes, noun, source
         self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
         with processes.agreement():
-            self.samples = open_samples()
-            n, by_seed = len(self.samples), (split_seed, args.batch_size)
-            parts = divide(self.samples) if divide else split_samples(n, args.valid_fraction, 0.0, *by_seed)
+            first = open_samples()
+            second = None if open_second is None else open_second()
+            self.samples = first if second is None else Joined(first, second)
+        seen = (len(self.samples), self.samples.fingerprint, socket.gethostname())
+        views = processes.gather_objects(seen)
+        with processes.agreement():
+            _check_views(views, f"{noun}s in {source}")
+            n, by_seed = len(first), (split_seed, args.batch_size)
+            parts = divide(first) if divide else split_samples(n, args.valid_fraction, 0.0, *by_seed)
             self.train_set, self.valid_set, self.test_set = parts
             self.samples_per_epoch = len(self.train_set)
             self._order: dict[str, Any] = {"seed": args.seed}
-            if open_second is not None:
-                second = open_second()
-                self.samples = Joined(self.samples, second)
+            if second is not None:
                 # Until each sample of the first set was seen once, so many were seen of both.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
                 self._order["order"] = AlternatingOrder(
@@ -206,6 +212,18 @@ class Feed(Generic[BatchType]):
             if isinstance(value, Tensor):
                 entries[key] = value.to(self._processes.device, non_blocking=True)
         return cast(BatchType, entries)
+
+
+def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:
+    """Raise ValueError if not every rank sees the same samples: (number, fingerprint, host) by rank."""
+    n, fingerprint, host = views[0]
+    for rank, (n_here, fingerprint_here, host_here) in enumerate(views):
+        if n_here != n or fingerprint_here != fingerprint:
+            but = "" if n_here != n else ", but of other names or in another order"
+            raise ValueError(
+                f"rank {rank} (on {host_here}) sees {n_here} {what}, rank 0 (on {host}) sees {n}{but}: every process "
+                "has to see the same files; copy the whole folder or list to each machine again"
+            )
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -1,19 +1,25 @@
-"""The feed of images: how many a preview holds and which, for any number of processes."""
+"""The feed of images: how many a preview holds and which, for any number of processes, which all have to see the same
+images."""
 
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
-from data import image_feed, open_images, to_unit_range
-from tests.data.helpers import Process, on_all
+from data import image_feed, open_images, open_sounds, open_videos, to_unit_range, video_feed
+from data.images.captioned import open_captioned
+from data.images.conditioned import open_conditioned
+from tests.data.helpers import Process, on_all, write_tar
+from tests.data.videos.test_feed import arguments as video_arguments
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
@@ -119,3 +125,103 @@ def test_a_preview_that_cannot_be_read_ends_all_processes(damaged):
     shown = previews(2, 12, **vars(args))
     assert all(isinstance(error, ValueError) and bad in str(error) for error in shown)
     assert all(isinstance(images, Tensor) for images in previews(2, 6, **vars(args)))  # a step before it
+
+
+def views(*folders: Path, **changed: Any) -> list[Any]:
+    """What processes come to that each see another folder."""
+
+    def look(process: Process) -> int:
+        return len(image_feed(arguments(image_folder=str(folders[process.rank]), **changed), process).train_set)
+
+    return on_all(len(folders), look)
+
+
+def folder_of(path: Path, names: Iterable[str]) -> Path:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(b"a set is opened without its files")
+    return path
+
+
+def test_the_first_rank_that_sees_other_samples_is_named_on_all(tmp_path):
+    names = [f"{i:02d}.png" for i in range(40)]
+    whole, copied = (folder_of(tmp_path / name, names) for name in ("whole", "copied"))
+    short, renamed = folder_of(tmp_path / "short", names[1:]), folder_of(tmp_path / "renamed", [*names[1:], "x.png"])
+    few = folder_of(tmp_path / "few", names[:9])
+    assert views(whole, copied, whole) == [32] * 3
+    host = socket.gethostname()
+    for third, said in (
+        (short, f"rank 2 (on {host}) sees 39 images in {whole}, rank 0 (on {host}) sees 40: "),
+        (renamed, f"rank 2 (on {host}) sees 40 images in {whole}, rank 0 (on {host}) sees 40, but of other names or"),
+        (few, "rank 2 (on "),  # too few to split, but that is not the reason
+    ):
+        errors = views(whole, copied, third, renamed)
+        assert all(isinstance(error, ValueError) for error in errors), errors
+        assert str(errors[0]).startswith(said) and len(set(map(str, errors))) == 1
+
+
+def picture_in_a_tar(path: Path, name: str, text: bool = False) -> None:
+    write_tar(path, {name: {"png": b"", **({"txt": b""} if text else {})}, "other": {"png": b""}})
+
+
+def opened_videos(path: Path) -> Any:
+    return open_videos(str(path), image_size=8, num_frames=1)
+
+
+def opened_sounds(path: Path) -> Any:
+    return open_sounds(str(path), sample_rate=8000, clip_seconds=1)
+
+
+def opened_conditioned(path: Path) -> Any:
+    return open_conditioned(str(path), image_size=8, takes_image=True, takes_text=False)
+
+
+def beside(path: Path, key: str = "b", width: int = 3) -> None:
+    folder_of(path, ["a.png", f"{key}.png"])
+    for name in ("a", key):
+        np.save(path / f"{name}.img_emb.npy", np.ones(width, np.float32))
+
+
+# What opens a set; what writes it; what writes one with another order, other names, or other things beside a sample.
+SETS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "folder": (lambda path: open_images(str(path), image_size=8), lambda path: folder_of(path, ["a.png", "b/c.png"]),
+               [lambda path: folder_of(path, ["a.png", "c/b.png"]), lambda path: folder_of(path, ["a", "b/c.png"])]),
+    "tars": (lambda path: open_images(str(path), image_size=8), lambda path: picture_in_a_tar(path / "0.tar", "a"),
+             [lambda path: picture_in_a_tar(path / "0.tar", "b")]),
+    "captioned tars": (lambda path: open_captioned(str(path), image_size=8),
+                       lambda path: picture_in_a_tar(path / "0.tar", "a", text=True),
+                       [lambda path: picture_in_a_tar(path / "0.tar", "a")]),
+    "embeddings": (opened_conditioned, beside, [lambda path: beside(path, "c"), lambda path: beside(path, width=2)]),
+    "videos": (opened_videos, lambda path: folder_of(path, ["a.mp4"]), [lambda path: folder_of(path, ["b.mp4"])]),
+    "manifest of videos": (lambda path: opened_videos(path / "m.csv"),
+                           lambda path: (path / "m.csv").write_text("path,end_seconds\na.mp4,1\nb.mp4,1\n"),
+                           [lambda path: (path / "m.csv").write_text("path,end_seconds\nb.mp4,1\na.mp4,1\n"),
+                            lambda path: (path / "m.csv").write_text("path,end_seconds\na.mp4,1\nb.mp4,2\n")]),
+    "sounds": (opened_sounds, lambda path: folder_of(path, ["a.wav", "a.txt", "b.wav", "b.json"]),
+               [lambda path: folder_of(path, ["a.wav", "a.txt", "b.wav", "b.txt"])]),
+    "manifest of sounds": (lambda path: opened_sounds(path / "m.csv"),
+                           lambda path: (path / "m.csv").write_text("path,caption\na.wav,one\n"),
+                           [lambda path: (path / "m.csv").write_text("path,caption\na.wav,two\n")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_the_fingerprint_of_a_set_is_that_of_a_copy_and_of_no_other_set(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    opened, write, others = SETS[kind]
+    found = []
+    for number, written in enumerate((write, write, *others)):
+        (tmp_path / str(number)).mkdir()
+        written(tmp_path / str(number))
+        found.append(opened(tmp_path / str(number)).fingerprint)
+    assert found[0] == found[1] and len({*found}) == 1 + len(others)
+
+
+def test_the_second_set_is_compared_too(tmp_path):
+    folders = folder_of(tmp_path / "one", ["1.png"]), folder_of(tmp_path / "two", ["2.png"])
+
+    def look(process: Process) -> Any:
+        return video_feed(video_arguments(image_folder=str(folders[process.rank])), process)
+
+    errors = on_all(2, look)
+    assert all("rank 1 (on " in str(error) and "sees 41 clips in demo:moving:40 and " in str(error) for error in errors)

@@ -155,6 +155,17 @@ def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Laun
         assert finished.returncode == 2
 
 
+def test_a_machine_whose_folder_lacks_a_file_is_named_and_all_end_with_2(tmp_path: Path) -> None:
+    for rank, count in enumerate((40, 39)):
+        folder_of(tmp_path / f"photos{rank}", broken, count=count)
+    flags = [*TINY, "--output_dir", str(tmp_path / "run"), "--image_folder", str(tmp_path / "photos{rank}")]
+    finished = run(Launcher("torchrun", 2), "tests/launch/own_folder_worker.py", flags)
+    [error] = [line for line in finished.output.splitlines() if ": error: " in line]
+    assert re.search(r"rank 1 \(on .+\) sees 39 images in .+, rank 0 \(on .+\) sees 40: .* copy", error), error
+    assert "Traceback" not in finished.output.partition(error)[0], finished.output
+    assert set(re.findall(r"exitcode\s*: (\d+) ", finished.output)) == {"2"}, finished.output
+
+
 def test_a_backend_that_is_not_installed_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
