@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import numpy as np
+
 _LISTED = 20
 
 
@@ -34,31 +36,30 @@ class Incomplete(Unsuitable):
 
 
 class BadSampleLog:
-    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
+    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes.
+    `count_incomplete`: number of different incomplete samples so far."""
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
         self._samples: dict[int, BadSample] = {}
-        self._incomplete: set[int] = set()
+        # A bit for each sample, because all samples may be incomplete: 125 bytes for a thousand.
+        self._incomplete, self.count_incomplete = np.zeros(n_samples + 7 >> 3, np.uint8), 0
 
     @property
     def count(self) -> int:
         """Number of different bad samples so far, without the incomplete ones."""
         return len(self._samples)
 
-    @property
-    def count_incomplete(self) -> int:
-        """Number of different incomplete samples so far."""
-        return len(self._incomplete)
-
     def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
         """Remember `samples`; returns those that were not known before, each once."""
         new = []
         for sample in samples:
-            if sample.index in self._samples or sample.index in self._incomplete:
+            byte, bit = sample.index >> 3, np.uint8(1 << (sample.index & 7))
+            if sample.index in self._samples or self._incomplete[byte] & bit:
                 continue
             if sample.is_incomplete:
-                self._incomplete.add(sample.index)
+                self._incomplete[byte] |= bit
+                self.count_incomplete += 1
             else:
                 self._samples[sample.index] = sample
             new.append(sample)
@@ -84,12 +85,15 @@ class BadSampleLog:
     def state_dict(self) -> dict[str, list[Any]]:
         """What a checkpoint keeps, as plain JSON."""
         samples = [[sample.index, sample.path, sample.reason] for sample in self._samples.values()]
-        return {"samples": samples, **({"incomplete": sorted(self._incomplete)} if self._incomplete else {})}
+        incomplete = np.flatnonzero(np.unpackbits(self._incomplete, bitorder="little")).tolist()
+        return {"samples": samples, **({"incomplete": incomplete} if incomplete else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the known bad samples by those of `state`."""
         self._samples = {index: BadSample(index, path, reason) for index, path, reason in state["samples"]}
-        self._incomplete = set(state.get("incomplete", []))
+        known = np.zeros(8 * len(self._incomplete), np.bool_)
+        known[state.get("incomplete", [])] = True
+        self._incomplete, self.count_incomplete = np.packbits(known, bitorder="little"), int(known.sum())
 
 
 def reason_of(error: BaseException) -> str:

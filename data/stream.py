@@ -115,8 +115,7 @@ class ValidationStream:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
         self._n, self._n_steps = n, min(math.ceil(n / batch_size), n // world_size)
-        n_parts = self._n_steps * world_size
-        requests = [(0, range(n * i // n_parts, n * (i + 1) // n_parts)) for i in range(rank, n_parts, world_size)]
+        requests = _ValidationRequests(n, self._n_steps * world_size, rank, world_size)
         self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
         self._batches = Loader(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=True)
 
@@ -148,6 +147,20 @@ class _Requests:
 
     def __iter__(self) -> Iterator[_Request]:
         return ((first, self.local) for first in itertools.count(self.start, self.batch_size))
+
+
+@dataclass(frozen=True)
+class _ValidationRequests:
+    """Of n places in `n_parts` parts, every `world_size`-th part from part `rank`."""
+
+    n: int
+    n_parts: int
+    rank: int
+    world_size: int
+
+    def __iter__(self) -> Iterator[_Request]:
+        n, m = self.n, self.n_parts
+        return ((0, range(n * i // m, n * (i + 1) // m)) for i in range(self.rank, m, self.world_size))
 
 
 @dataclass(frozen=True)
