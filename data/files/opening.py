@@ -110,13 +110,14 @@ class _Tree:
         open_folders = [("", self._entries(""))]
         while open_folders:
             relative, entries = open_folders[-1]
-            entry = next(entries, None)
-            if entry is None:
+            for entry in entries:
+                if not entry.endswith("/"):
+                    yield _joined(relative, entry)
+                elif (inner := _joined(relative, entry[:-1])) in self._files:
+                    open_folders.append((inner, self._entries(inner)))
+                    break
+            else:
                 open_folders.pop()
-            elif not entry.endswith("/"):
-                yield _joined(relative, entry)
-            elif (inner := _joined(relative, entry[:-1])) in self._files:
-                open_folders.append((inner, self._entries(inner)))
 
     def _entries(self, relative: str) -> Iterator[str]:
         # With the slash, folders stand among files where the paths of their files do.

@@ -53,7 +53,7 @@ class PackedStrings:
         return len(self._ends) - 1
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(len(self)))
+        return (os.fsdecode(bytes(self._bytes[begin:end])) for begin, end in itertools.pairwise(self._ends))
 
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
