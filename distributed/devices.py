@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 
 def local_device(local_rank: int, launcher: str = "python") -> torch.device:
-    """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. If ``launcher`` is srun, each
-    process may see only one GPU, its own (``--gpus-per-task 1``).
+    """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. A process may see only one GPU,
+    its own: by ``--gpus-per-task 1`` if ``launcher`` is srun, or by a wrapper that sets CUDA_VISIBLE_DEVICES.
 
     Raises:
         ValueError: more processes than GPUs on this machine.
@@ -17,8 +18,8 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if launcher == "srun" and count == 1:
-        local_rank = 0
+    if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
+        local_rank = 0  # where several processes see the same one, `shared_gpu` tells
     if local_rank >= count:
         raise ValueError(
             f"process {local_rank + 1} on a machine with {count} visible GPU{'s' * (count > 1)}; "
@@ -30,6 +31,29 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     return device
+
+
+def gpu_id(device: torch.device) -> str | None:
+    """Identifies the GPU among those of all machines; None for a CPU, and where PyTorch does not tell it."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # Slices of one GPU may have its UUID.
+    return f"{uuid} {visible}" if uuid and visible.startswith("MIG-") else uuid and str(uuid)
+
+
+def shared_gpu(by_rank: Sequence[str | None]) -> str | None:
+    """One line that names two processes of one GPU, over which NCCL would fail; None if there are none. ``by_rank``
+    holds what ``gpu_id`` returned on each process."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(by_rank):
+        if gpu is not None and first.setdefault(gpu, rank) != rank:
+            return (
+                f"ranks {first[gpu]} and {rank} share one GPU, {gpu}; start one process per GPU, and let all processes "
+                "of a machine see the same list in CUDA_VISIBLE_DEVICES, or each one only its own GPU"
+            )
+    return None
 
 
 def use_one_thread() -> None:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import Handle
+from .devices import gpu_id, shared_gpu
+from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
 # Collectives time out later than the watchdog, because only the watchdog's message names the ranks to blame.
@@ -47,7 +49,9 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.HashStore()
     else:
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
-        start = agree_on_start(store, launch, options["timeout"])
+        start = agree_on_start(store, launch, options["timeout"], gpu_id(device))
+        if start.mistake:  # before NCCL starts, which would fail with a long text
+            raise UserMistake(start.mistake)
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
         is_restart = start.is_restart
         if start.outside and unreachable_own_address():
@@ -63,34 +67,36 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
 
 
 class Start(NamedTuple):
-    """One start of all processes: its number, from 1, among those that share a store, whether it is a restart, and an
-    address that machines reach one another by, or None where there is one machine."""
+    """One start of all processes: its number, from 1, among those that share a store, whether it is a restart, an
+    address that machines reach one another by, or None where there is one machine, and why they cannot train together,
+    or None."""
 
     number: int
     is_restart: bool
     outside: str | None = None
+    mistake: str | None = None
 
 
-def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Start:
+def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: str | None = None) -> Start:
     """What every process returns when all processes of this start have called it.
 
     torchrun keeps its store when it starts the processes again, so each start needs a prefix of its own: otherwise it
     reads what the one before wrote. TORCHELASTIC_RESTART_COUNT cannot be that prefix, because each machine counts only
     the failures of its own processes (pytorch/pytorch#108158).
 
-    Each process publishes a token, and the address from which it reaches MASTER_ADDR. The root publishes the list of
-    tokens, again and again until every process has found its own token in the same list: then none of them is of an
-    earlier start. Raises RuntimeError after the timeout.
+    Each process publishes a token, the address from which it reaches MASTER_ADDR and the id of its ``gpu``. The root
+    publishes the list of tokens, again and again until every process has found its own token in the same list: then
+    none of them is of an earlier start. Raises RuntimeError after the timeout.
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     address = _own_address(os.environ.get("MASTER_ADDR", launch.master_address))
-    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address]))
+    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address, gpu]))
     deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
     tokens = seen = ""
     while time.monotonic() < deadline:
         if launch.is_root:
             found = [json.loads(text) for text in store.multi_get([f"token/{rank}" for rank in ranks])]
-            if (listed := json.dumps([token for token, _, _ in found])) != tokens:
+            if (listed := json.dumps([token for token, *_ in found])) != tokens:
                 store.set("tokens", listed)
         tokens = store.get("tokens").decode()
         if tokens != seen and json.loads(tokens)[launch.rank : launch.rank + 1] == [mine]:
@@ -98,9 +104,10 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Sta
             store.set(f"seen/{launch.rank}", seen)
         if launch.is_root and _all_are(store, [f"seen/{rank}" for rank in ranks], tokens):
             number = store.add("starts", 1)
-            is_restart = number > 1 or any(again for _, again, _ in found)
-            outside = next((address for _, _, address in found if not _is_loopback(address)), None)
-            store.set("start", json.dumps([tokens, number, is_restart, outside]))
+            is_restart = number > 1 or any(again for _, again, *_ in found)
+            outside = next((address for _, _, address, _ in found if not _is_loopback(address)), None)
+            mistake = shared_gpu([own for *_, own in found])
+            store.set("start", json.dumps([tokens, number, is_restart, outside, mistake]))
         if seen == tokens and store.check(["start"]):
             of, *start = json.loads(store.get("start"))
             if of == tokens:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from distributed.devices import local_device
+from distributed.devices import gpu_id, local_device, shared_gpu
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return monkeypatch
 
 
@@ -28,3 +31,35 @@ def test_more_processes_than_gpus_are_refused(visible: int, launcher: str, gpus:
     gpus.setattr(torch.cuda, "device_count", lambda: visible)
     with pytest.raises(ValueError, match=f"process 4 on a machine with {visible} visible GPU"):
         local_device(3, launcher)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "torchrun"])
+def test_a_process_to_which_a_wrapper_shows_one_gpu_has_that_one(launcher: str, gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    gpus.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert local_device(3, launcher) == torch.device("cuda", 0)
+    gpus.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    gpus.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="process 4 on a machine with 2 visible GPUs"):
+        local_device(3, launcher)
+
+
+def test_two_processes_of_one_gpu_are_named(gpus: pytest.MonkeyPatch) -> None:
+    uuids = ["GPU-1", "GPU-2", "GPU-3", "GPU-2"]
+    gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    ids = [gpu_id(torch.device("cuda", index)) for index in range(4)]
+    said = shared_gpu(ids)
+    assert said is not None and said.startswith("ranks 1 and 3 share one GPU, GPU-2; start one process per GPU")
+    assert "\n" not in said
+    assert shared_gpu(ids[:3]) is None
+
+
+def test_cpus_and_slices_of_a_gpu_are_not_taken_for_one_gpu(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    ids = [gpu_id(torch.device("cpu"))] * 2
+    for visible in ("MIG-1", "MIG-2"):
+        gpus.setenv("CUDA_VISIBLE_DEVICES", visible)
+        ids.append(gpu_id(torch.device("cuda", 0)))
+    assert shared_gpu(ids) is None
+    gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())  # an older PyTorch
+    assert gpu_id(torch.device("cuda", 0)) is None
