@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .launchers import Launch
 
 
+FILES_OF_A_PROCESS = 256  # without its connections to other processes: data, loaders, trackers, libraries
+
+
 class Backend(ABC):
     """The processes that train. A context manager: enter to connect, leave to disconnect.
 
@@ -46,6 +49,8 @@ class Backend(ABC):
     install_hint: ClassVar[str] = ""
     flags_of_training: ClassVar[tuple[str, ...]] = ()
     """Names of its flags that have no effect in a script that trains nothing."""
+    sockets_per_process: ClassVar[int] = 0
+    """Sockets that the root, which has the most, opens for each process of the job."""
 
     device: torch.device
     comm: Communicator
@@ -110,7 +115,7 @@ class Backend(ABC):
 
     def __enter__(self) -> Backend:
         from . import collectives
-        from .devices import use_deterministic_kernels, use_one_thread
+        from .devices import allow_open_files, use_deterministic_kernels, use_one_thread
         from .stop import StopRequest
         from .watchdog import Watchdog
 
@@ -118,6 +123,9 @@ class Backend(ABC):
         if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels(compiled=self.options.compile)
         try:
+            needed = FILES_OF_A_PROCESS + self.sockets_per_process * self.launch.world_size
+            if (too_few := allow_open_files(needed)) and self.local_rank == 0:
+                say(f"rank {self.rank} of {self.world_size}: {too_few}")
             self.connect()
             if self.options.plan.batch_parts and self.device.type == "cpu":
                 use_one_thread()

@@ -1,8 +1,9 @@
-"""Which device a process computes on."""
+"""Which device a process computes on, and what it asks of its machine."""
 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +55,21 @@ def shared_gpu(by_rank: Sequence[str | None]) -> str | None:
                 "of a machine see the same list in CUDA_VISIBLE_DEVICES, or each one only its own GPU"
             )
     return None
+
+
+def allow_open_files(needed: int) -> str | None:
+    """Raise the limit of files and sockets that this process may open to ``needed``, if it is lower. Returns one line
+    if the machine does not allow that many; the limit is then as high as it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == needed:
+        return None
+    return (
+        f"a process may open {hard} files and sockets on this machine, and may need {needed}; raise the hard limit "
+        "(`ulimit -Hn`, or nofile in /etc/security/limits.conf)"
+    )
 
 
 def use_one_thread() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class HorovodBackend(Backend):
     name = "horovod"
     launch_order = 10
+    sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
     install_hint = "scripts/install_horovod.sh"
 
     @classmethod

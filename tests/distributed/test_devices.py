@@ -1,13 +1,18 @@
-"""Which GPU is a process's own."""
+"""Which GPU is a process's own, and how many files it may open."""
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from distributed.devices import gpu_id, local_device, shared_gpu
+from distributed.devices import allow_open_files, gpu_id, local_device, shared_gpu
 
 
 @pytest.fixture
@@ -63,3 +68,39 @@ def test_cpus_and_slices_of_a_gpu_are_not_taken_for_one_gpu(gpus: pytest.MonkeyP
     assert shared_gpu(ids) is None
     gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())  # an older PyTorch
     assert gpu_id(torch.device("cuda", 0)) is None
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_OF_512 = """
+import resource, sys, distributed
+from conftest import parsed
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+backend = distributed.from_args(parsed(batch_size=512))
+def connect():
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    raise SystemExit
+backend.connect = connect
+with backend:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("hard", "limit", "said"),
+    [
+        (4096, "1792 4096", ""),  # 256 and 3 for each process
+        (1000, "1000 1000", "-c: rank 8 of 512: a process may open 1000 files and sockets on this machine, and may "
+         "need 1792; raise the hard limit (`ulimit -Hn`, or nofile in /etc/security/limits.conf)\n"),
+    ],
+)  # fmt: skip
+def test_the_limit_of_open_files_is_raised_before_512_processes_connect(hard: int, limit: str, said: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/distributed",
+                   "RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "512"}  # fmt: skip
+    command = [sys.executable, "-c", ONE_OF_512, str(hard)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (finished.stdout.strip(), finished.stderr) == (limit, said)
+
+
+def test_a_limit_that_is_high_enough_stays_as_it_is() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert allow_open_files(10) is None and resource.getrlimit(resource.RLIMIT_NOFILE) == before
