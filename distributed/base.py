@@ -179,7 +179,7 @@ class Backend(ABC):
         """Inside a compiled forward pass the watchdog's counters would be constants, so each update would recompile."""
         import torch
 
-        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.shift):
+        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.broadcast_object, self.shift):
             setattr(self, collective.__name__, torch.compiler.disable(collective))
 
     def wrap(
@@ -265,7 +265,8 @@ class Backend(ABC):
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value, on every process."""
-        return self.gather_objects(value if self.is_root else None)[0]
+        with self._in_collective("exchanging objects"):
+            return self._collectives.broadcast_object(value, self.comm, self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process."""
@@ -300,6 +301,8 @@ class Backend(ABC):
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.meet()
+        if not self.any(mistake is not None):
+            return
         for rank, text in enumerate(self.gather_objects(mistake)):
             if text is not None:
                 raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")
