@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import json
 import os
@@ -85,32 +86,36 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     the failures of its own processes (pytorch/pytorch#108158).
 
     Each process publishes a token, the address from which it reaches MASTER_ADDR and the id of its ``gpu``. The root
-    publishes the list of tokens, again and again until every process has found its own token in the same list: then
-    none of them is of an earlier start. Raises RuntimeError after the timeout.
+    answers each with its token and a digest of the list of all tokens, again and again until every process has returned
+    the same digest with its own token: then none of them is of an earlier start. The bytes that a process sends and
+    receives do not grow with the number of processes. Raises RuntimeError after the timeout.
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     address = _own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address, gpu]))
     deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
-    tokens = seen = ""
+    listed = seen = ""
     while time.monotonic() < deadline:
         if launch.is_root:
             found = [json.loads(text) for text in store.multi_get([f"token/{rank}" for rank in ranks])]
-            if (listed := json.dumps([token for token, *_ in found])) != tokens:
-                store.set("tokens", listed)
-        tokens = store.get("tokens").decode()
-        if tokens != seen and json.loads(tokens)[launch.rank : launch.rank + 1] == [mine]:
-            seen = tokens
+            tokens = [token for token, *_ in found]
+            if (now := hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()) != listed:
+                listed = now
+                answers = [json.dumps([token, listed]) for token in tokens]
+                store.multi_set([f"listed/{rank}" for rank in ranks], answers)  # type: ignore[attr-defined]
+        token, digest = json.loads(store.get(f"listed/{launch.rank}"))
+        if token == mine and digest != seen:
+            seen = digest
             store.set(f"seen/{launch.rank}", seen)
-        if launch.is_root and _all_are(store, [f"seen/{rank}" for rank in ranks], tokens):
+        if launch.is_root and _all_are(store, [f"seen/{rank}" for rank in ranks], listed):
             number = store.add("starts", 1)
             is_restart = number > 1 or any(again for _, again, *_ in found)
             outside = next((address for _, _, address, _ in found if not _is_loopback(address)), None)
             mistake = shared_gpu([own for *_, own in found])
-            store.set("start", json.dumps([tokens, number, is_restart, outside, mistake]))
-        if seen == tokens and store.check(["start"]):
+            store.set("start", json.dumps([listed, number, is_restart, outside, mistake]))
+        if seen and store.check(["start"]):
             of, *start = json.loads(store.get("start"))
-            if of == tokens:
+            if of == seen:
                 return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)

@@ -88,7 +88,7 @@ def test_what_a_start_that_failed_left_behind_is_not_taken_for_a_process() -> No
     job = Job()
     job.leave_behind(token_1=json.dumps(["old", False, None]))
     assert job.start([False, False], late=1) == [Start(1, False)] * 2
-    job.leave_behind(tokens=json.dumps(["old", "old"]), seen_0=json.dumps(["old", "old"]))
+    job.leave_behind(listed_0=json.dumps(["old", "digest"]), listed_1=json.dumps(["old", "digest"]), seen_0="digest")
     assert job.start([False, False], late=1) == [Start(2, True)] * 2
 
 
