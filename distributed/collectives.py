@@ -113,11 +113,11 @@ def broadcast_object(value: Any, comm: Communicator, device: torch.device) -> An
 
 
 def _to_bytes(value: Any, device: torch.device) -> Tensor:
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 
 def _from_bytes(text: Tensor) -> Any:
-    return json.loads(bytes(text.tolist()))
+    return json.loads(text.numpy().tobytes())
 
 
 def _all_gather_ragged(tensor: Tensor, comm: Communicator) -> list[Tensor]:

@@ -144,3 +144,20 @@ def test_horovod_says_in_one_line_that_other_machines_do_not_reach_this_one(monk
     monkeypatch.setenv("HOROVOD_CROSS_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"of this machine, localhost, leads to (127\.0\.0\.1|::1) on it"):
         HorovodBackend.connect(Mock())
+
+
+def test_horovod_says_in_one_line_that_two_processes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd = Mock(size=lambda: 2, rank=lambda: 1, local_rank=lambda: 1)
+    monkeypatch.setitem(sys.modules, "horovod", Mock(torch=hvd))
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    monkeypatch.setattr("distributed.devices.local_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("distributed.devices.gpu_id", lambda device: "GPU-1")
+    gather = Mock(side_effect=lambda gpu, comm, device: [gpu] * comm.world_size)
+    monkeypatch.setattr("distributed.collectives.gather_objects", gather)
+    monkeypatch.setenv("HOROVOD_CROSS_SIZE", "1")
+    for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"):
+        monkeypatch.setenv(name, "0")  # so that it is restored
+    backend = Mock(spec=HorovodBackend, launch=Launch("horovodrun", 1, 1, 2), install_hint="")
+    with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU, GPU-1; start one process per GPU"):
+        HorovodBackend.connect(backend)
+    assert gather.call_args.args[2] == torch.device("cpu"), "NCCL would fail"
