@@ -169,9 +169,11 @@ class TorchCommunicator:
         return dist.all_reduce(tensor, async_op=True)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return parts
+        # Into one tensor: NCCL would copy a list of tensors one by one. Gloo takes only flat ones.
+        own = tensor.contiguous().view(-1)
+        gathered = own.new_empty(self.world_size * own.numel())
+        dist.all_gather_into_tensor(gathered, own)
+        return list(gathered.view(self.world_size, *tensor.shape).unbind(0))
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         if self.world_size == 1:
