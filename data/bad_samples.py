@@ -70,16 +70,24 @@ class BadSampleLog:
         by_rank = gather_objects([astuple(sample) for sample in samples])
         return self.add(BadSample(*sample) for met in by_rank for sample in met)
 
+    @property
+    def _tolerated(self) -> float:
+        return max(0.01 * self.n_samples, min(10, math.ceil(0.1 * self.n_samples)))
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether `check` raises."""
+        return self.count > self._tolerated
+
     def check(self) -> None:
         """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
-        tolerated = max(0.01 * self.n_samples, min(10, math.ceil(0.1 * self.n_samples)))
-        if self.count <= tolerated:
+        if not self.are_too_many:
             return
         listed = "; ".join(map(str, list(self._samples.values())[:_LISTED]))
         rest = f"; and {self.count - _LISTED} more" if self.count > _LISTED else ""
         raise ValueError(
-            f"{self.count} of {self.n_samples} samples could not be read, more than the {int(tolerated)} that are "
-            f"passed over; repair or remove them: {listed}{rest}"
+            f"{self.count} of {self.n_samples} samples could not be read, more than the {int(self._tolerated)} that "
+            f"are passed over; repair or remove them: {listed}{rest}"
         )
 
     def state_dict(self) -> dict[str, list[Any]]:

@@ -193,7 +193,11 @@ class Feed(Generic[BatchType]):
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
         """Say which files any process could not read since the last call, each file once. Raises UserMistake if they
         are too many to continue. Collective."""
-        for sample in self.bad_samples.share(self._unreported, self._processes.gather_objects):
+        new: list[BadSample] = []
+        # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
+        if self._processes.sum({"unreported": len(self._unreported)})["unreported"]:
+            new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
+        for sample in new:
             if not sample.is_incomplete:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
             elif self.bad_samples.count_incomplete >= 2 * self._said_incomplete:  # not at every report
@@ -201,8 +205,9 @@ class Feed(Generic[BatchType]):
                 n = f"{self._said_incomplete} {self.noun}{'' if self._said_incomplete == 1 else 's'} so far"
                 say(f"left out {n}, such as {sample}")
         self._unreported.clear()
-        with self._processes.agreement():
-            self.bad_samples.check()
+        if self.bad_samples.are_too_many:  # on every process, because all know the same samples
+            with self._processes.agreement():
+                self.bad_samples.check()
 
     def _received(self, batch: Mapping[str, Any]) -> BatchType:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""

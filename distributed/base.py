@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from .launchers import Launch
 
 
+FILES_OF_A_PROCESS = 256  # without its connections to other processes: data, loaders, trackers, libraries
+
+
 class Backend(ABC):
     """The processes that train. A context manager: enter to connect, leave to disconnect.
 
@@ -48,6 +51,8 @@ class Backend(ABC):
     install_hint: ClassVar[str] = ""
     flags_of_training: ClassVar[tuple[str, ...]] = ()
     """Names of its flags that have no effect in a script that trains nothing."""
+    sockets_per_process: ClassVar[int] = 0
+    """Sockets that the root, which has the most, opens for each process of the job."""
 
     device: torch.device
     comm: Communicator
@@ -116,7 +121,7 @@ class Backend(ABC):
 
     def __enter__(self) -> Backend:
         from . import collectives
-        from .devices import use_deterministic_kernels, use_one_thread
+        from .devices import allow_open_files, use_deterministic_kernels, use_one_thread
         from .stop import StopRequest
         from .watchdog import Watchdog
 
@@ -124,6 +129,9 @@ class Backend(ABC):
         if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels(compiled=self.options.compile)
         try:
+            needed = FILES_OF_A_PROCESS + self.sockets_per_process * self.launch.world_size
+            if (too_few := allow_open_files(needed)) and self.local_rank == 0:
+                say(f"rank {self.rank} of {self.world_size}: {too_few}")
             self.connect()
             if self.options.plan.batch_parts and self.device.type == "cpu":
                 use_one_thread()
@@ -184,7 +192,7 @@ class Backend(ABC):
         """Inside a compiled forward pass the watchdog's counters would be constants, so each update would recompile."""
         import torch
 
-        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.shift):
+        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.broadcast_object, self.shift):
             setattr(self, collective.__name__, torch.compiler.disable(collective))
 
     def wrap(
@@ -270,7 +278,8 @@ class Backend(ABC):
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value, on every process."""
-        return self.gather_objects(value if self.is_root else None)[0]
+        with self._in_collective("exchanging objects"):
+            return self._collectives.broadcast_object(value, self.comm, self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process."""
@@ -305,6 +314,8 @@ class Backend(ABC):
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.meet()
+        if not self.any(mistake is not None):
+            return
         for rank, text in enumerate(self.gather_objects(mistake)):
             if text is not None:
                 raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")

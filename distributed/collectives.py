@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -99,16 +100,48 @@ class _Gather(torch.autograd.Function):
 
 def gather_objects(value: Any, comm: Communicator, device: torch.device) -> list[Any]:
     """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
-    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    parts = _all_gather_ragged(data, comm)
+    parts = _all_gather_ragged(_to_bytes(value, device), comm)
     texts = torch.cat(parts).cpu().split([len(part) for part in parts])  # one transfer, however many processes
-    return [json.loads(bytes(text.tolist())) for text in texts]
+    return [_from_bytes(text) for text in texts]
+
+
+def broadcast_object(value: Any, comm: Communicator, device: torch.device) -> Any:
+    """The root's JSON-able value. Each process receives this value alone, however many processes there are."""
+    own = _to_bytes(value, device) if comm.rank == 0 else torch.empty(0, dtype=torch.uint8, device=device)
+    size = int(sum_scalars({"size": len(own)}, comm, device)["size"])
+    return _from_bytes(_sum_of_bytes(own, 0, size, comm).cpu())
+
+
+def _to_bytes(value: Any, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+
+
+def _from_bytes(text: Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())
 
 
 def _all_gather_ragged(tensor: Tensor, comm: Communicator) -> list[Tensor]:
     """The tensors of all processes, by rank; the sizes of dimension 0 may differ."""
     own_size = torch.tensor([len(tensor)], device=tensor.device)
     sizes = torch.cat(comm.all_gather(own_size)).tolist()
-    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    largest, total = max(sizes), sum(sizes)
+    if not total:
+        return [tensor] * comm.world_size
+    if 2 * total < comm.world_size * largest:  # few processes have most of it; a sum sends every byte twice
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        own = tensor.contiguous().view(-1).view(torch.uint8)
+        rows = _sum_of_bytes(own, sum(sizes[: comm.rank]) * row_bytes, total * row_bytes, comm)
+        return list(rows.view(tensor.dtype).view(total, *tensor.shape[1:]).split(sizes))
+    padded = tensor.new_zeros((largest, *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
     return [part[:size] for part, size in zip(comm.all_gather(padded), sizes, strict=True)]
+
+
+def _sum_of_bytes(own: Tensor, start: int, total: int, comm: Communicator) -> Tensor:
+    """uint8 (total,), of which each process gives the bytes from its ``start`` on, and no byte is given twice."""
+    words = torch.zeros(-(-total // 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
+    found = words.view(torch.uint8)[:total]
+    found[start : start + len(own)] = own
+    if total:
+        comm.all_reduce_(words, "sum_of_bytes").wait()  # bits that nobody else has set are added without a carry
+    return found

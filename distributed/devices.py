@@ -1,10 +1,11 @@
-"""Which device a process computes on."""
+"""Which device a process computes on, and what it asks of its machine."""
 
 from __future__ import annotations
 
 import os
+import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 
 
 def local_device(local_rank: int, launcher: str = "python") -> torch.device:
-    """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. If ``launcher`` is srun, each
-    process may see only one GPU, its own (``--gpus-per-task 1``).
+    """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. A process may see only one GPU,
+    its own: by ``--gpus-per-task 1`` if ``launcher`` is srun, or by a wrapper that sets CUDA_VISIBLE_DEVICES.
 
     Raises:
         ValueError: more processes than GPUs on this machine.
@@ -21,8 +22,8 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if launcher == "srun" and count == 1:
-        local_rank = 0
+    if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
+        local_rank = 0  # where several processes see the same one, `shared_gpu` tells
     if local_rank >= count:
         raise ValueError(
             f"process {local_rank + 1} on a machine with {count} visible GPU{'s' * (count > 1)}; "
@@ -34,6 +35,44 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     return device
+
+
+def gpu_id(device: torch.device) -> str | None:
+    """Identifies the GPU among those of all machines; None for a CPU, and where PyTorch does not tell it."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # Slices of one GPU may have its UUID.
+    return f"{uuid} {visible}" if uuid and visible.startswith("MIG-") else uuid and str(uuid)
+
+
+def shared_gpu(by_rank: Sequence[str | None]) -> str | None:
+    """One line that names two processes of one GPU, over which NCCL would fail; None if there are none. ``by_rank``
+    holds what ``gpu_id`` returned on each process."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(by_rank):
+        if gpu is not None and first.setdefault(gpu, rank) != rank:
+            return (
+                f"ranks {first[gpu]} and {rank} share one GPU, {gpu}; start one process per GPU, and let all processes "
+                "of a machine see the same list in CUDA_VISIBLE_DEVICES, or each one only its own GPU"
+            )
+    return None
+
+
+def allow_open_files(needed: int) -> str | None:
+    """Raise the limit of files and sockets that this process may open to ``needed``, if it is lower. Returns one line
+    if the machine does not allow that many; the limit is then as high as it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == needed:
+        return None
+    return (
+        f"a process may open {hard} files and sockets on this machine, and may need {needed}; raise the hard limit "
+        "(`ulimit -Hn`, or nofile in /etc/security/limits.conf)"
+    )
 
 
 def use_one_thread() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import json
 import os
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import Handle
+from .devices import gpu_id, shared_gpu
+from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
 # Collectives time out later than the watchdog, because only the watchdog's message names the ranks to blame.
@@ -47,7 +50,9 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.HashStore()
     else:
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
-        start = agree_on_start(store, launch, options["timeout"])
+        start = agree_on_start(store, launch, options["timeout"], gpu_id(device))
+        if start.mistake:  # before NCCL starts, which would fail with a long text
+            raise UserMistake(start.mistake)
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
         is_restart = start.is_restart
         if start.outside and unreachable_own_address():
@@ -63,49 +68,57 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
 
 
 class Start(NamedTuple):
-    """One start of all processes: its number, from 1, among those that share a store, whether it is a restart, and an
-    address that machines reach one another by, or None where there is one machine."""
+    """One start of all processes: its number, from 1, among those that share a store, whether it is a restart, an
+    address that machines reach one another by, or None where there is one machine, and why they cannot train together,
+    or None."""
 
     number: int
     is_restart: bool
     outside: str | None = None
+    mistake: str | None = None
 
 
-def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta) -> Start:
+def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: str | None = None) -> Start:
     """What every process returns when all processes of this start have called it.
 
     torchrun keeps its store when it starts the processes again, so each start needs a prefix of its own: otherwise it
     reads what the one before wrote. TORCHELASTIC_RESTART_COUNT cannot be that prefix, because each machine counts only
     the failures of its own processes (pytorch/pytorch#108158).
 
-    Each process publishes a token, and the address from which it reaches MASTER_ADDR. The root publishes the list of
-    tokens, again and again until every process has found its own token in the same list: then none of them is of an
-    earlier start. Raises RuntimeError after the timeout, in one line that names a process that did not come.
+    Each process publishes a token, the address from which it reaches MASTER_ADDR and the id of its ``gpu``. The root
+    answers each with its token and a digest of the list of all tokens, again and again until every process has returned
+    the same digest with its own token: then none of them is of an earlier start. The bytes that a process sends and
+    receives do not grow with the number of processes. Raises RuntimeError after the timeout, in one line that names a
+    process that did not come.
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     keys, found = [f"token/{rank}" for rank in ranks], []
     address = _own_address(os.environ.get("MASTER_ADDR", launch.master_address))
-    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address]))
+    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address, gpu]))
     deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
-    tokens = seen = ""
+    listed = seen = ""
     while time.monotonic() < deadline:
         if launch.is_root and store.check(keys):
             found = [json.loads(text) for text in store.multi_get(keys)]
-            if (listed := json.dumps([token for token, _, _ in found])) != tokens:
-                store.set("tokens", listed)
-        if store.check(["tokens"]):
-            tokens = store.get("tokens").decode()
-        if tokens != seen and json.loads(tokens)[launch.rank : launch.rank + 1] == [mine]:
-            seen = tokens
-            store.set(f"seen/{launch.rank}", seen)
-        if found and _all_are(store, [f"seen/{rank}" for rank in ranks], tokens):
+            tokens = [token for token, *_ in found]
+            if (now := hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()) != listed:
+                listed = now
+                answers = [json.dumps([token, listed]) for token in tokens]
+                store.multi_set([f"listed/{rank}" for rank in ranks], answers)  # type: ignore[attr-defined]
+        if store.check([f"listed/{launch.rank}"]):
+            token, digest = json.loads(store.get(f"listed/{launch.rank}"))
+            if token == mine and digest != seen:
+                seen = digest
+                store.set(f"seen/{launch.rank}", seen)
+        if found and _all_are(store, [f"seen/{rank}" for rank in ranks], listed):
             number = store.add("starts", 1)
-            is_restart = number > 1 or any(again for _, again, _ in found)
-            outside = next((address for _, _, address in found if not _is_loopback(address)), None)
-            store.set("start", json.dumps([tokens, number, is_restart, outside]))
-        if seen == tokens and store.check(["start"]):
+            is_restart = number > 1 or any(again for _, again, *_ in found)
+            outside = next((address for _, _, address, _ in found if not _is_loopback(address)), None)
+            mistake = shared_gpu([own for *_, own in found])
+            store.set("start", json.dumps([listed, number, is_restart, outside, mistake]))
+        if seen and store.check(["start"]):
             of, *start = json.loads(store.get("start"))
-            if of == tokens:
+            if of == seen:
                 return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
@@ -160,9 +173,11 @@ class TorchCommunicator:
         return dist.all_reduce(tensor, async_op=True)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return parts
+        # Into one tensor: NCCL would copy a list of tensors one by one. Gloo takes only flat ones.
+        own = tensor.contiguous().view(-1)
+        gathered = own.new_empty(self.world_size * own.numel())
+        dist.all_gather_into_tensor(gathered, own)
+        return list(gathered.view(self.world_size, *tensor.shape).unbind(0))
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         if self.world_size == 1:

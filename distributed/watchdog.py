@@ -1,8 +1,9 @@
 """Ends a job within a bounded time when a process died or stalls, and names its rank, update and activity.
 
 A thread of every process writes heartbeats into a small store on the root: what its main thread is doing, and how many
-phases it has begun. The root compares them and writes its verdict into the store, where the others read it. If the root
-dies, the store dies with it, and the others notice.
+phases it has begun. The root alone reads and compares them, all in one request, and writes its verdict into the store,
+where the others read it. So the store answers two requests a second for each process, however many there are. If the
+root dies, the store dies with it, and the others notice.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
+_SILENT_AFTER_SECONDS = 2.5  # without a heartbeat, for those whose collective has failed
+_LOOKS_FOR_SILENT = 5  # the root looks once a second, so it may tell a little later than DEAD_AFTER_SECONDS
 SILENT_SECONDS = 60.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
 _LONGEST_TEXT = 200
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.25  # between two looks at who has arrived
+_LOOKS_PER_SECOND = 10_000  # at most, of all processes together: a store answers about 30,000 requests a second
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._store: Any = None
         self._server: Any = None
-        self._meetings = 0
+        self._meetings, self._said_silent = 0, ""
         if self._world_size > 1:
             self._connect(comm, device, launch)
             self._answered_at = time.monotonic()
@@ -81,11 +85,12 @@ class Watchdog:
             return
         self._meetings += 1
         self.mark("waiting for the other processes", collective=True)
-        everybody, pause = self._meetings * self._world_size, _SHORTEST_PAUSE_SECONDS
+        everybody, shortest = self._meetings * self._world_size, self._world_size / _LOOKS_PER_SECOND
+        pause = max(_SHORTEST_PAUSE_SECONDS, shortest)
         arrived = self._store.add("arrived", 1)
         while arrived < everybody:
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = max(min(2 * pause, _LONGEST_PAUSE_SECONDS), shortest)
             arrived = self._store.add("arrived", 0)
 
     def stop(self) -> None:
@@ -109,7 +114,7 @@ class Watchdog:
     def _connect(self, comm: Communicator, device: torch.device, launch: Launch) -> None:
         from torch.distributed import TCPStore
 
-        from .collectives import gather_objects
+        from .collectives import broadcast_object, gather_objects, sum_scalars
 
         own_host = socket.gethostname()
         hosts = gather_objects(own_host, comm, device)
@@ -121,10 +126,12 @@ class Watchdog:
                 host = "127.0.0.1"
             self._server = TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=timeout)
             address = (host, self._server.port)
-        host, port = gather_objects(address, comm, device)[0]
+        host, port = broadcast_object(address, comm, device)
         self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         self._store.set(f"rank/{self._rank}", self._beat(0))
-        gather_objects(None, comm, device)  # from here on every key exists
+        if self._rank == 0:
+            self._store.set("silent", "")
+        sum_scalars({"here": 1.0}, comm, device)  # from here on every key exists
 
     # What the threads run.
 
@@ -171,6 +178,7 @@ class Watchdog:
                 last.count, last.progress_at = beat["count"], now
             if last.beats != beat["beats"]:
                 last.beats, last.heard_at = beat["beats"], now
+        self._tell_who_is_silent([rank for rank in beats if now - seen[rank].heard_at > _SILENT_AFTER_SECONDS], beats)
         dead = [rank for rank in beats if now - seen[rank].heard_at > SILENT_SECONDS]
         if dead:
             return _lost(dead, beats)
@@ -185,21 +193,29 @@ class Watchdog:
         named = "; ".join(f"rank {r} stands at update {beats[r]['update']} ({beats[r]['phase']})" for r in culprits)
         return f"no progress for {self._timeout_seconds / 60:g} minutes: {named}" if culprits else None
 
+    def _tell_who_is_silent(self, ranks: list[int], beats: dict[int, dict[str, Any]]) -> None:
+        """Run by the root: let the others read which ranks have no heartbeat, in case that a collective fails."""
+        said = _lost(ranks, beats) if ranks else ""
+        if said != self._said_silent:
+            self._store.set("silent", said)
+            self._said_silent = said
+
     def _find_lost(self) -> str | None:
         """After a failed collective: the rank whose heartbeat has stopped, if there is one."""
         if self._rank != 0 and time.monotonic() - self._answered_at > 2 * DEAD_AFTER_SECONDS:
             return f"rank 0 does not answer, at update {self._mark.update}"
         try:
-            first = self._beats()
-            time.sleep(DEAD_AFTER_SECONDS)
-            now = self._beats()
+            for pause in (DEAD_AFTER_SECONDS, *[_LONGEST_PAUSE_SECONDS] * _LOOKS_FOR_SILENT):
+                time.sleep(pause)
+                if said := self._store.get("silent").decode():
+                    return str(said)
         except Exception:
             return f"lost contact with rank 0 at update {self._mark.update}" if self._rank else None
-        silent = [r for r in now if r != self._rank and now[r]["beats"] == first[r]["beats"]]
-        return _lost(silent, now) if silent else None
+        return None
 
     def _beats(self) -> dict[int, dict[str, Any]]:
-        return {rank: json.loads(self._store.get(f"rank/{rank}")) for rank in range(self._world_size)}
+        found = self._store.multi_get([f"rank/{rank}" for rank in range(self._world_size)])
+        return {rank: json.loads(beat) for rank, beat in enumerate(found)}
 
     def _beat(self, beats: int) -> str:
         return json.dumps({"beats": beats, **asdict(self._mark)})

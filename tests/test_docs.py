@@ -24,9 +24,9 @@ PROGRAMS = {"benchmarks": "benchmarks.__main__"} | {
 }
 STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
 FLAGS_OF_OTHERS = {
-    "--allow-run-as-root", "--cpus-per-task", "--hostfile", "--logdir", "--master_addr", "--max-restarts", "--nnodes",
-    "--node_rank", "--nproc_per_node", "--open-mode", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue",
-    "--signal",
+    "--allow-run-as-root", "--cpus-per-task", "--gpus-per-task", "--hostfile", "--logdir", "--master_addr",
+    "--max-restarts", "--nnodes", "--node_rank", "--nproc_per_node", "--open-mode", "--rdzv_backend", "--rdzv_endpoint",
+    "--rdzv_id", "--requeue", "--signal",
 }  # fmt: skip
 FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"
 WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json"}

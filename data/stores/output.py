@@ -82,12 +82,12 @@ class OutputFolder:
         """Make, lock and claim the folder. Raises OSError and ValueError."""
         lock = self.path / ".lock"
         if fresh and self.path.is_dir():
-            with writing.hold(lock):
+            with writing.hold(lock, self.processes.mark):
                 moved = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
             began = f"starting over; what was in {self.path} is in {moved}"
             self.say(began if moved else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = writing.hold(lock)
+        self._lock = writing.hold(lock, self.processes.mark)
         self._claim()
 
     def _claim(self) -> None:

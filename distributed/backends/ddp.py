@@ -11,6 +11,7 @@ from ..launchers import Launch
 class DDPBackend(Backend):
     name = "ddp"
     launch_order = 30
+    sockets_per_process = 3  # Gloo, the rendezvous and the watchdog
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:

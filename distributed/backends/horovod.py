@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class HorovodBackend(Backend):
     name = "horovod"
     launch_order = 10
+    sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
     install_hint = "scripts/install_horovod.sh"
 
     @classmethod
@@ -55,8 +56,10 @@ class HorovodBackend(Backend):
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse
         import horovod.torch as hvd
+        import torch
 
-        from ..devices import local_device
+        from ..collectives import gather_objects
+        from ..devices import gpu_id, local_device, shared_gpu
 
         hvd.init()
         if hvd.size() != self.launch.world_size:
@@ -69,6 +72,9 @@ class HorovodBackend(Backend):
         if self.device.type == "cuda" and not hvd.nccl_built():
             raise RuntimeError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
         self.comm = HorovodCommunicator(hvd)
+        # Exchanged between the CPUs, because NCCL would fail where two processes share a GPU.
+        if mistake := shared_gpu(gather_objects(gpu_id(self.device), self.comm, torch.device("cpu"))):
+            raise UserMistake(mistake)
 
     def disconnect(self, gracefully: bool) -> None:
         import horovod.torch as hvd

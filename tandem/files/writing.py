@@ -11,10 +11,12 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import socket
 import stat
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +27,7 @@ os.umask(_UMASK)
 NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, because os.umask() is not safe in a thread
 
 _LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
+LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a machine that has crashed for 90 s, or as it is configured
 _LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
 
 
@@ -66,32 +69,49 @@ def open_appending(path: Path) -> BinaryIO:
     return os.fdopen(_regular(path, _open(path, os.O_RDWR | os.O_APPEND)), "ab")
 
 
-def hold(path: Path) -> BinaryIO:
-    """Lock a file until the returned file is closed or this process ends. Waits up to 10 s for another process.
+def hold(
+    path: Path, mark: Callable[[str], None] = lambda phase: None, lease_seconds: float = LEASE_SECONDS
+) -> BinaryIO:
+    """Lock a file until the returned file is closed or this process ends.
+
+    Waits up to 10 s for another process. If that is not known to run on this machine, says so in one line and waits up
+    to `lease_seconds` in all: a file server learns late that a machine has crashed. `mark` is called during the wait,
+    to show that this process is alive.
 
     Raises:
         OSError: the file cannot be made, or is a link, a pipe or a device.
         ValueError: another process holds the lock.
     """
     file = os.fdopen(_regular(path, _open(path, os.O_RDWR)), "r+b")
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
+    began, has_said = time.monotonic(), False
+    while not _lock(file):
+        holder, waited = _holder_of(path), time.monotonic() - began
+        if waited >= _LOCK_SECONDS and (_runs_here(holder) or waited >= lease_seconds):
             file.close()
-            raise ValueError(
-                f"{path.parent} is in use by {_holder_of(path)}; end it first, or give another --output_dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        file.truncate(0)
-        file.write(_this_process().encode())
-        file.flush()
-        return file
+            raise ValueError(f"{path.parent} is in use by {holder}; end it first, or give another --output_dir")
+        if waited >= _LOCK_SECONDS and not has_said:
+            has_said = True
+            _say(
+                f"{path.parent} is in use by {holder}; waiting for up to {lease_seconds / 60:g} minutes, in case that "
+                "its machine has crashed and a file server has not noticed yet"
+            )
+        mark(f"waiting for {path.parent}, which is in use by {holder}")
+        time.sleep(0.2)
+    file.truncate(0)
+    file.write(f"{_this_process()} since {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}".encode())
+    file.flush()
+    return file
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock the file if no other process holds its lock; also true on a file system without locks."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def other_holder(path: Path, ours: BinaryIO) -> str | None:
@@ -101,7 +121,7 @@ def other_holder(path: Path, ours: BinaryIO) -> str | None:
     with contextlib.suppress(FileNotFoundError):
         if not os.path.samestat(os.fstat(ours.fileno()), path.stat()):
             holder = _holder_of(path)
-            return None if holder == _this_process() else holder
+            return None if holder.partition(" since ")[0] == _this_process() else holder
     return None
 
 
@@ -127,8 +147,26 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
+def _runs_here(holder: str) -> bool:
+    """Whether the holder of a lock, in words, is a process that runs on this machine."""
+    found = re.match(r"process (\d{1,9}) on (\S+)", holder)
+    if found is None or found[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # of another user
+    return True
+
+
+def _say(text: str) -> None:
+    print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)
+
+
 def _holder_of(path: Path) -> str:
-    """Who wrote a lock file last, in words. This process must not hold it."""
+    """Who wrote a lock file last, and when it took the lock, in words. This process must not hold it."""
     try:
         with open_regular(path) as file:
             said = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()

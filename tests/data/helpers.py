@@ -55,6 +55,10 @@ class Process:
         self._barrier.wait(PATIENCE_SECONDS)
         return values
 
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        of_all = self.gather_objects(values)
+        return {name: sum(of_one[name] for of_one in of_all) for name in values}
+
     def waiting_for(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

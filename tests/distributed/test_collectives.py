@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.collectives import Alone, Communicator, gather, gather_objects, sum_scalars, sum_tensor
+from distributed.collectives import (
+    Alone,
+    Communicator,
+    broadcast_object,
+    gather,
+    gather_objects,
+    sum_scalars,
+    sum_tensor,
+)
 
 OnRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
@@ -120,3 +128,31 @@ def test_scalars_of_all_kinds_travel_together_in_fp64(on_ranks: OnRanks) -> None
 def test_objects_of_any_length_arrive_by_rank(on_ranks: OnRanks) -> None:
     objects = [None, {"path": "bilder/größe.png", "n": [1, 2.5, True]}, "x" * 1000]
     assert on_ranks(3, lambda comm: gather_objects(objects[comm.rank], comm, CPU)) == [objects] * 3
+
+
+def test_the_root_sends_an_object_whose_bytes_do_not_grow_with_the_processes(on_ranks: OnRanks) -> None:
+    value = {"path": "bilder/größe.png", "n": [1, 2.5, None]}
+
+    def work(comm: Any) -> Any:
+        return broadcast_object(value if comm.rank == 0 else "not the root's", comm, CPU), comm.calls
+
+    assert on_ranks(3, work) == [(value, ["sum_scalars", "sum_of_bytes"])] * 3
+    assert broadcast_object(value, Alone(), CPU) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("sizes", [[3, 0, 0, 0], [0, 0, 5, 0], [0, 1, 0, 0, 1, 0], [0, 0, 0]], ids=str)
+def test_rows_that_few_processes_have_arrive_bit_for_bit_without_padding_those_of_the_others(
+    sizes: list[int], dtype: torch.dtype, on_ranks: OnRanks
+) -> None:
+    """As the samples of a preview, of which the first processes have one each."""
+    bits = torch.randint(0, 256, (sum(sizes) * 3 * dtype.itemsize,), dtype=torch.uint8)
+    whole = (bits % 2 if dtype == torch.bool else bits).view(dtype).view(-1, 3)  # NaN and -0 among them
+
+    def work(comm: Any) -> Any:
+        own = whole[sum(sizes[: comm.rank]) : sum(sizes[: comm.rank + 1])]
+        return gather(own, comm).view(torch.uint8), comm.calls
+
+    for rows, calls in on_ranks(len(sizes), work):
+        assert torch.equal(rows, whole.view(torch.uint8))
+        assert calls == ["all_gather", *(["sum_of_bytes"] if sum(sizes) else [])]

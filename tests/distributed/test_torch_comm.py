@@ -14,9 +14,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from distributed import torch_comm
+from distributed import UserMistake, torch_comm
 from distributed.backends.horovod import HorovodBackend
 from distributed.launchers import Launch
 from distributed.torch_comm import Start, agree_on_start
@@ -52,7 +53,9 @@ class Job:
     def __init__(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(self, restarted: list[bool], late: int = 0, addresses: Sequence[str] = ()) -> list[Start]:
+    def start(
+        self, restarted: list[bool], late: int = 0, addresses: Sequence[str] = (), gpus: Sequence[str | None] = ()
+    ) -> list[Start]:
         """What ranks agree on, of which each says whether it was started before; rank `late` comes last."""
         place = addresses or ["127.0.0.1"] * len(restarted)
 
@@ -60,7 +63,7 @@ class Job:
             client = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, timeout=PATIENCE)
             time.sleep(0.5 * (rank == late))
             launch = Launch("torchrun", rank, 0, len(restarted), place[rank], is_restart=restarted[rank])
-            return agree_on_start(client, launch, PATIENCE)
+            return agree_on_start(client, launch, PATIENCE, gpus[rank] if gpus else None)
 
         with ThreadPoolExecutor(len(restarted)) as threads:
             return list(threads.map(of_rank, range(len(restarted))))
@@ -85,7 +88,7 @@ def test_what_a_start_that_failed_left_behind_is_not_taken_for_a_process() -> No
     job = Job()
     job.leave_behind(token_1=json.dumps(["old", False, None]))
     assert job.start([False, False], late=1) == [Start(1, False)] * 2
-    job.leave_behind(tokens=json.dumps(["old", "old"]), seen_0=json.dumps(["old", "old"]))
+    job.leave_behind(listed_0=json.dumps(["old", "digest"]), listed_1=json.dumps(["old", "digest"]), seen_0="digest")
     assert job.start([False, False], late=1) == [Start(2, True)] * 2
 
 
@@ -104,6 +107,28 @@ def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch
         Job().start([False] * 3, addresses=["127.0.1.1", "127.0.1.1", "10.0.0.2"]) == [Start(1, False, "10.0.0.2")] * 3
     )
     assert Job().start([False] * 2, addresses=["127.0.1.1", "127.0.0.1"]) == [Start(1, False, None)] * 2
+
+
+def test_all_processes_learn_that_two_of_them_share_a_gpu_before_nccl_starts() -> None:
+    starts = Job().start([False] * 3, gpus=["GPU-1", "GPU-2", "GPU-1"])
+    assert len(set(starts)) == 1 and str(starts[0].mistake).startswith("ranks 0 and 2 share one GPU, GPU-1; start one")
+    assert Job().start([False] * 2, gpus=["GPU-1", "GPU-2"]) == [Start(1, False)] * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_shared_gpu_ends_the_start_in_one_line_that_all_processes_raise(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_comm.dist, "rendezvous", lambda *_, **__: iter([(Mock(), 0, 2)]))
+    monkeypatch.setattr(torch_comm, "gpu_id", lambda device: f"id of {device}")
+    agree = Mock(return_value=Start(1, False, None, "ranks 0 and 1 share one GPU"))
+    monkeypatch.setattr(torch_comm, "agree_on_start", agree)
+    monkeypatch.setattr(torch_comm.dist, "init_process_group", start := Mock())
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")  # so that it is restored
+    with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU"):
+        torch_comm.init_process_group(Launch("mpirun", 1, 1, 2), torch.device(device), 1.0)
+    assert agree.call_args.args[-1] == f"id of {device}" and not start.called
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of interfaces")
@@ -126,3 +151,20 @@ def test_horovod_says_in_one_line_that_other_machines_do_not_reach_this_one(monk
     monkeypatch.setenv("HOROVOD_CROSS_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"of this machine, localhost, leads to (127\.0\.0\.1|::1) on it"):
         HorovodBackend.connect(Mock())
+
+
+def test_horovod_says_in_one_line_that_two_processes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd = Mock(size=lambda: 2, rank=lambda: 1, local_rank=lambda: 1)
+    monkeypatch.setitem(sys.modules, "horovod", Mock(torch=hvd))
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    monkeypatch.setattr("distributed.devices.local_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("distributed.devices.gpu_id", lambda device: "GPU-1")
+    gather = Mock(side_effect=lambda gpu, comm, device: [gpu] * comm.world_size)
+    monkeypatch.setattr("distributed.collectives.gather_objects", gather)
+    monkeypatch.setenv("HOROVOD_CROSS_SIZE", "1")
+    for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"):
+        monkeypatch.setenv(name, "0")  # so that it is restored
+    backend = Mock(spec=HorovodBackend, launch=Launch("horovodrun", 1, 1, 2), install_hint="")
+    with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU, GPU-1; start one process per GPU"):
+        HorovodBackend.connect(backend)
+    assert gather.call_args.args[2] == torch.device("cpu"), "NCCL would fail"

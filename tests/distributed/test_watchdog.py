@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,6 +28,7 @@ class Job:
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
         self.watchdog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), TIMEOUT_SECONDS / 60)
         self.watchdog._store, self.watchdog._world_size = HashStore(), world_size
+        self.watchdog._store.set("silent", "")
         self.seen: dict[int, Any] = {}
         self.ranks: list[dict[str, Any]] = [
             {"beats": 0, "count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
@@ -108,16 +110,65 @@ def test_progress_after_a_pause_or_a_short_silence_starts_the_clock_again(
 
 
 @pytest.mark.parametrize("silent", [set(), {2}], ids=str)
-def test_after_a_failed_collective_the_rank_without_heartbeat_is_the_lost_one(
+def test_after_a_failed_collective_every_rank_reads_from_the_root_whose_heartbeat_stopped(
     silent: set[int], job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     three = job(3)
     three.pass_time(3, moving={0, 1, 2})
-    sleep = Mock(side_effect=lambda seconds: three.pass_time(seconds, moving={0}, silent=silent))
+    slept = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        three.pass_time(int(slept + seconds) - int(slept), moving={0}, silent=silent)
+        slept += seconds
+
     monkeypatch.setattr(watchdog.time, "sleep", sleep)
-    lost = three.watchdog._find_lost()
+    store = three.watchdog._store
+    other = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 1)
+    other._rank, other._store, other._answered_at = 1, Mock(get=Mock(side_effect=store.get)), three.now + 9
+    lost = other._find_lost()
     assert lost == ("lost contact with rank 2 at update 5 (forward)" if silent else None)
-    sleep.assert_called_once_with(DEAD_AFTER_SECONDS)
+    assert slept == DEAD_AFTER_SECONDS if silent else slept <= DEAD_AFTER_SECONDS + 1.5
+    # It asked for that one answer, not for the heartbeats of all ranks.
+    assert {call.args for call in other._store.get.mock_calls} == {("silent",)}
+    three.pass_time(2, moving={0, 1, 2})
+    assert store.get("silent") == b""
+
+
+@pytest.mark.parametrize(("rank", "requests"), [(0, ["set", "multi_get", "check"]), (7, ["set", "check"])])
+def test_a_rank_makes_two_requests_a_second_however_many_there_are_and_the_root_one_more(
+    rank: int, requests: list[str], job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = job(512)
+    many.pass_time(1, moving=set(range(512)))
+    dog, store, called = many.watchdog, many.watchdog._store, []
+
+    def call(name: str, *args: Any) -> Any:
+        called.append(name)
+        return getattr(store, name)(*args)
+
+    dog._rank = rank
+    dog._store = Mock(**{f"{name}.side_effect": partial(call, name) for name in ("set", "check", "multi_get", "get")})
+    monkeypatch.setattr(dog._stopping, "wait", Mock(side_effect=[False] * 3 + [True]))
+    dog._run()
+    assert called == requests * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 512, 10_000])
+def test_ranks_that_wait_for_one_another_ask_the_store_at_a_bounded_rate(
+    world_size: int, job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog, asked, slept = job(world_size).watchdog, [], []
+    monkeypatch.setattr(watchdog.time, "sleep", slept.append)
+
+    def add(key: str, number: int) -> int:
+        asked.append(number)
+        return world_size if sum(slept) > 60 else 1
+
+    dog._store = Mock(add=add)
+    dog.meet()
+    assert asked == [1, *[0] * len(slept)]
+    assert max(world_size / pause for pause in slept) <= 10_000 and len(slept) <= 60 / 0.25 + 9
 
 
 @pytest.mark.parametrize(("minutes", "seconds"), [(30, 60), (0.5, 30)])

@@ -129,13 +129,13 @@ def patience(backend: Backend) -> float:
     """The last process works in an agreement while the others have nothing to do. Returns by how many seconds one of
     them began to wait in a collective, which has a time limit, before that work was done."""
     entered = []
-    gather_objects = backend._collectives.gather_objects
+    sum_scalars = backend._collectives.sum_scalars
 
     def noted(*args: Any) -> Any:
         entered.append(time.monotonic())
-        return gather_objects(*args)
+        return sum_scalars(*args)
 
-    with patch.object(backend._collectives, "gather_objects", noted), backend.agreement():
+    with patch.object(backend._collectives, "sum_scalars", noted), backend.agreement():
         if backend.rank == backend.world_size - 1:
             time.sleep(0.5)
         worked_until = time.monotonic()
@@ -374,6 +374,9 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "mean_of_integers": abs(backend.mean(torch.tensor([rank], device=device)).item() - (world - 1) / 2) < 1e-6,
         "gather": backend.gather(ragged).shape[0] == world * (world + 1) // 2,
         "gather_order": backend.gather(ragged)[:, 0].unique(sorted=True).tolist() == ranks.tolist(),
+        # As a preview, which the first processes have.
+        "gather_of_few": backend.gather(torch.arange(3 * (rank == 0), dtype=torch.uint8, device=device)).tolist()
+        == [0, 1, 2],
         "objects": backend.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)],
         "broadcast": backend.broadcast_object(f"from {rank}") == "from 0",
         "any": backend.any(rank == world - 1) and not backend.any(False),

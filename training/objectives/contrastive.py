@@ -28,7 +28,6 @@ _ALONE: Any = SimpleNamespace(
     rank=0,
     world_size=1,
     gather=lambda tensor: tensor,
-    gather_objects=lambda value: [value],
     sum=lambda value: value,
     shift=lambda tensor, rows: tensor,
 )
@@ -153,7 +152,8 @@ class Contrastive:
         self, processes: Processes, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
     ) -> tuple[int, _Sums, Tensor, Tensor]:
         """sigmoid. Returns the size of the global batch, sums over it and gradients."""
-        rank, world_size, sizes = processes.rank, processes.world_size, processes.gather_objects(len(audio))
+        rank, world_size = processes.rank, processes.world_size
+        sizes = processes.gather(torch.tensor([len(audio)], device=audio.device)).tolist()
         # fp64, so that the number of chunks does not change the rounded result.
         loss, compared, audio_gradient, of_scale, of_bias = (
             torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), scale.sum(), audio, scale, bias)

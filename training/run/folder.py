@@ -42,9 +42,12 @@ class RunFolder:
         torchruns: Identifies each torchrun that started these processes (`Backend.torchruns`). If one of them has
             started the run in the folder before, `fresh` has no effect: torchrun also starts its processes again when a
             machine joins, which it does not count.
+        agreement: A context in which the root may work longer than a collective would wait, and whose ValueError on the
+            root becomes one on every process.
+        mark: Called now and then while the root waits for another process's lock, to show that the root is alive.
 
     Raises:
-        ValueError: one line, if the folder cannot be created or written.
+        ValueError: one line, if the folder cannot be created or written, or another process uses it.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class RunFolder:
         fresh: bool = False,
         broadcast: Callable[[Any], Any] = lambda found: found,
         torchruns: Collection[str] = (),
+        agreement: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.path = Path(output_dir)
         self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
@@ -61,14 +66,18 @@ class RunFolder:
         #: Created at the end of the run.
         self.model_dir = self.path / "model"
         self._lock_file = self.path / ".lock"
-        self._is_root, self._broadcast, self._torchruns = is_root, broadcast, list(torchruns)
+        self._is_root, self._broadcast, self._mark, self._torchruns = is_root, broadcast, mark, list(torchruns)
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
         #: Whether the folder holds a finished run.
         self.finished: bool
         #: Update whose weights model/ holds, or None.
         self.finished_step: int | None
-        self.moved_to, self.finished, self.finished_step = self._on_root(lambda: self._open(fresh))
+        opened = None
+        with agreement():
+            if is_root:
+                opened = self._explained(lambda: self._open(fresh))
+        self.moved_to, self.finished, self.finished_step = broadcast(opened)
         #: Whether this process sees the folder of the root, from which each process resumes.
         self.is_seen = self._lock_file.exists()
 
@@ -168,20 +177,25 @@ class RunFolder:
         result, message = None, None
         if self._is_root:
             try:
-                result = action()
+                result = self._explained(action)
             except ValueError as error:
                 message = str(error)
-            except OSError as error:
-                where = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
-                room = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-                message = (
-                    f"cannot write the run folder {self.path}: {error.strerror or error}{where}; "
-                    f"{room}give another --output_dir"
-                )
         result, message = self._broadcast((result, message))
         if message is not None:
             raise ValueError(message)
         return result
+
+    def _explained(self, action: Callable[[], Any]) -> Any:
+        """Run `action`; an OSError becomes a one-line ValueError."""
+        try:
+            return action()
+        except OSError as error:
+            where = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
+            room = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise ValueError(
+                f"cannot write the run folder {self.path}: {error.strerror or error}{where}; "
+                f"{room}give another --output_dir"
+            ) from None
 
     def mark_finished(self, step: int) -> None:
         """Write model/training.json, which says that model/ is complete and holds the weights of this update."""
@@ -214,10 +228,10 @@ class RunFolder:
                 "--output_dir"
             )
         if fresh and found and not self._was_started_by_ours():
-            with hold(self._lock_file):
+            with hold(self._lock_file, self._mark):
                 moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self._lock_file)
+        self._lock = hold(self._lock_file, self._mark)
         # Write 4 KiB: an empty file can be created on a full disk.
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))

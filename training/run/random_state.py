@@ -19,11 +19,11 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """{"generators": {name: uint8 (processes, bytes)}}. Collective."""
-        gathered = {}
-        for name, state in self._states().items():
-            own = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
-            gathered[name] = self._processes.gather(own[None].to(self._device)).cpu()
-        return {"generators": gathered}
+        states = self._states()
+        own = torch.from_numpy(np.frombuffer(b"".join(states.values()), np.uint8).copy())
+        by_process = self._processes.gather(own[None].to(self._device)).cpu()
+        parts = by_process.split([len(state) for state in states.values()], dim=1)
+        return {"generators": {name: part.contiguous() for name, part in zip(states, parts, strict=True)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this process's generators. A generator keeps its seed if the checkpoint has no state for it,

@@ -59,7 +59,15 @@ class Run:
         with processes.agreement():
             # A launcher that restarts the processes passes the same arguments, but the run must then go on.
             fresh = args.fresh and not processes.is_restart
-            self.folder = RunFolder(args.output_dir, processes.is_root, fresh, processes.broadcast_object, torchruns)
+            self.folder = RunFolder(
+                args.output_dir,
+                processes.is_root,
+                fresh,
+                processes.broadcast_object,
+                torchruns,
+                processes.agreement,
+                processes.mark,
+            )
             self.folder.check_script(args.script)
             self.tracker = make_trackers(
                 args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here

@@ -20,6 +20,7 @@ from .config import check_for_parts, merge, read_config
 class DeepSpeedBackend(Backend):
     name = "deepspeed"
     launch_order = 20
+    sockets_per_process = 4  # Gloo, once more for a group of DeepSpeed, the rendezvous and the watchdog
     install_hint = "pip install -e .[deepspeed]"
     flags_of_training = ("zero_stage",)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import TrainingStopped
-from distributed.engines.replicas import check_replicas, checksums
+from distributed.engines.replicas import check_replicas, checksums, digest
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -57,10 +57,15 @@ def test_the_tensor_and_the_ranks_that_differ_are_named(name: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     by_rank = [copy.deepcopy(model) for _ in range(4)]
 
+    sent: list[Any] = []
+
     def gather_objects(own: Any) -> list[Any]:
-        return [checksums(dict(replica.state_dict())) for replica in by_rank]
+        sent.append(own)
+        sums = [checksums(dict(replica.state_dict())) for replica in by_rank]
+        return [digest(of_rank) for of_rank in sums] if isinstance(own, str) else sums
 
     check_replicas(model, "before training", gather_objects)
+    assert len(sent) == 1 and len(sent[0]) == 32, "equal copies exchange a digest, not a number for every tensor"
     for rank in (1, 3):
         by_rank[rank].state_dict()[name].view(-1)[0] += 1
     with pytest.raises(TrainingStopped) as raised:

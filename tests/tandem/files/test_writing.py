@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,3 +77,76 @@ def test_a_growing_file_is_appended_to(tmp_path):
         with open_appending(tmp_path / "lines") as file:
             file.write(text)
     assert (tmp_path / "lines").read_bytes() == b"ab"
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a process that holds the lock file `tmp_path / ".lock"`, which says who holds it, or `said` if given."""
+    monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.0)
+    processes = []
+
+    def start(said: str = "") -> subprocess.Popen:
+        code = f"""if True:
+            import pathlib
+            from tandem.files.writing import hold
+            lock = hold(pathlib.Path({str(tmp_path)!r}) / ".lock")
+            if {said!r}:
+                lock.seek(0), lock.truncate(0), lock.write({said!r}.encode()), lock.flush()
+            print("ready", flush=True)
+            input()
+        """
+        command = [sys.executable, "-c", code]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        processes.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+AWAY = "process 7 on node9 since 2026-01-31 12:00:00 UTC"
+
+
+def test_a_lock_of_a_process_on_this_machine_is_refused_at_once_with_its_name_and_time(held, tmp_path, capsys):
+    other = held()
+    with pytest.raises(ValueError) as error:
+        hold(tmp_path / ".lock")
+    holder = rf"process {other.pid} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(rf".* is in use by {holder}; end it first, or give another --output_dir", str(error.value))
+    assert not capsys.readouterr().err
+
+
+def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(held, tmp_path, capsys):
+    other, marks = held(AWAY), []
+
+    def mark(phase: str) -> None:
+        marks.append(phase)
+        if len(marks) == 3:
+            other.kill()
+            other.wait()
+
+    hold(tmp_path / ".lock", mark).close()
+    assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path} is in use by {AWAY}; waiting for up to 2 minutes, in case that its machine has crashed" in line
+
+
+def test_a_lock_that_outlives_the_lease_of_a_file_server_is_that_of_a_process_that_runs(held, tmp_path, capsys):
+    held(f"{AWAY}\x1b[2J")
+    with pytest.raises(ValueError, match=rf"is in use by {re.escape(AWAY)}\?\[2J; end it first, or give another"):
+        hold(tmp_path / ".lock", lease_seconds=0.3)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("said", ["process 999999999 on {host}", "process {own} on {host}x", "nonsense"])
+def test_a_holder_that_is_not_seen_to_run_on_this_machine_is_waited_for(said, held, tmp_path, capsys):
+    held(said.format(own=os.getpid(), host=socket.gethostname()))
+    with pytest.raises(ValueError, match="is in use by"):
+        hold(tmp_path / ".lock", lease_seconds=0.1)
+    assert "waiting for up to" in capsys.readouterr().err

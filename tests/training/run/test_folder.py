@@ -1,5 +1,6 @@
 """The run folder: made, refused, moved away, compared."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -318,13 +319,34 @@ def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
     other = RunFolder(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast=receive)
     assert root.moved_to == other.moved_to and not (tmp_path / "elsewhere").exists()
 
-    (tmp_path / "file").write_text("")
+    root.write_config({})
+    other.write_config({})
+    shutil.rmtree(root.path)
     messages = []
-    for is_root, broadcast in ((True, send), (False, receive)):
-        with pytest.raises(ValueError, match="it is a file") as error:
-            RunFolder(tmp_path / "file", is_root, broadcast=broadcast)
+    for folder in (root, other):
+        with pytest.raises(ValueError, match="cannot write the run folder") as error:
+            folder.write_config({})
         messages.append(str(error.value))
     assert messages[0] == messages[1]
+
+
+def test_the_root_opens_the_folder_in_an_agreement_in_which_it_may_wait_for_another_process(tmp_path, monkeypatch):
+    order: list[str] = []
+
+    @contextlib.contextmanager
+    def agreement():
+        order.append("enter")
+        yield
+        order.append("leave")
+
+    def wait(path, mark):
+        mark("waiting")
+        return path.open("wb")
+
+    monkeypatch.setattr("training.run.folder.hold", wait)
+    broadcast = lambda found: (order.append("broadcast"), found)[1]  # noqa: E731
+    RunFolder(tmp_path, broadcast=broadcast, agreement=agreement, mark=order.append)
+    assert order == ["enter", "waiting", "leave", "broadcast"]
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):
