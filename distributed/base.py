@@ -324,11 +324,17 @@ class Backend(ABC):
         """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""
         self.watchdog.mark(phase)
 
+    @property
+    def waited(self) -> Mapping[str, float]:
+        """Seconds in which this process waited so far, by what it waited for: "data", and "communication" (on a GPU
+        only the waits of the host; the device has its own)."""
+        return self.watchdog.waited
+
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
         """A ValueError inside, on this process alone, ends the job: this process prints the reason, the others print
         which process they lost."""
-        self.mark(f"waiting for {what}")
+        self.watchdog.mark(f"waiting for {what}", waits_for_data=True)
         try:
             yield
         except ValueError as error:

@@ -43,6 +43,9 @@ class _Mark:
     collective: bool = False
 
 
+WAITS = ("data", "communication")  # what this process may wait for
+
+
 @dataclass
 class _Seen:
     """When a rank last got further, and when it was last heard at all."""
@@ -54,12 +57,16 @@ class _Seen:
 
 
 class Watchdog:
-    """``mark`` costs only an assignment, because threads do the rest. A single process starts no threads."""
+    """``mark`` costs a microsecond, because threads do the rest. A single process starts no threads."""
 
     def __init__(self, comm: Communicator, device: torch.device, launch: Launch, timeout_minutes: float) -> None:
         self._rank, self._world_size = comm.rank, comm.world_size
         self._timeout_seconds = timeout_minutes * 60
         self._mark = _Mark()
+        #: Seconds in which this process waited, by what it waited for.
+        self.waited = dict.fromkeys(WAITS, 0.0)
+        self._waiting: str | None = None
+        self._marked_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
@@ -73,8 +80,15 @@ class Watchdog:
             if self._rank != 0:
                 threading.Thread(target=self._watch_the_root, args=(self._thread,), daemon=True).start()
 
-    def mark(self, phase: str, *, update: int | None = None, collective: bool = False) -> None:
+    def mark(
+        self, phase: str, *, update: int | None = None, collective: bool = False, waits_for_data: bool = False
+    ) -> None:
         """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase."""
+        now = time.monotonic()
+        if self._waiting:
+            self.waited[self._waiting] += now - self._marked_at
+        self._waiting = "communication" if collective and self._world_size > 1 else "data" if waits_for_data else None
+        self._marked_at = now
         last = self._mark
         self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective)
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import data
 import models
+from training.run.costs import without_costs
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = Path(__file__).with_name("words_tokenizer.json")  # a few words, between marks of start and end
@@ -334,8 +335,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def without_clocks(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the machine's speed and on the time of day."""
-    clocks = ("seconds", "samples_per_second", "time")
-    return [{k: v for k, v in line.items() if k not in clocks} for line in metrics(run)]
+    return [without_costs(line) for line in metrics(run)]
 
 
 def files(folder: Path) -> dict[str, bytes]:

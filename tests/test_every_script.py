@@ -216,6 +216,19 @@ def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(script
         assert line["skipped_updates"] == line["bad_samples"] == 0
 
 
+def test_a_dry_run_says_what_the_run_takes_and_leaves_nothing(script: Script, copied: Path) -> None:
+    before = files(copied.parent)
+    said = script.output_of(copied, "--dry_run", "--max_steps", "1000000")
+    for expected in (
+        r"an update takes \S+ s, \S+ samples per second \(the first one \S+ s\)",
+        r"validation \S+ s; pictures \S+ s; checkpoint \S+ s",
+        r"memory, the most of a process: host \S+ GB; a checkpoint has \S+ MB",
+        r"the whole run, \d+ updates with all that, would take .*; dry run: nothing of it was kept",
+    ):
+        assert re.search(expected, said), said
+    assert files(copied.parent) == before
+
+
 def test_the_weights_and_their_average_are_validated_where_asked(finished: Path) -> None:
     for line in metrics(finished):
         measured = {key for key in line if key.startswith("valid/")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ from tests.scripts import (
     validation_images,
 )
 from training.noise import Noise
+from training.run.costs import COSTS
 
 
 def dalle_weights(run: Path) -> dict[str, Tensor]:
@@ -109,10 +111,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
+def test_updates_are_profiled(trained: Callable[..., Path]) -> None:
+    folder = trained("--profile_steps", "2:2") / "profile"
+    with gzip.open(folder / "updates_2-2.json.gz") as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert {"update 2", "aten::convolution"} <= names and "update 1" not in names
+    assert "aten::convolution" in (folder / "updates_2-2.txt").read_text()
+
+
 def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_itself(finished: Path) -> None:
     args = VAE.arguments_of(finished)
     shared = {"step", "samples", "epoch", "loss", "lr", "grad_norm", "bad_samples"}
-    shared |= {"samples_per_second", "seconds", "time"}
+    shared |= set(COSTS) - {"peak_device_memory_gb", "flop_utilisation"}  # of GPUs
     own = {"recon_loss", "kl", "temperature", "skipped_updates"}
     measured = {"loss", "psnr", "ssim", "codes_used", "codes_used_fraction", "perplexity"}
     measured |= {"variance_kept", "explained_variance"}

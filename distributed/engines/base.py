@@ -123,6 +123,7 @@ class Engine(ABC):
         norm, finite = self._update()
         self._updates += 1
         # On a GPU this waits for the reduction of the update before.
+        self._backend.watchdog.mark("waiting for the sums of gradients", update=self._updates, collective=True)
         self._guard.after_update(finite, self._updates)
         self._backend.watchdog.mark("computing", update=self._updates)
         every = self._backend.options.check_replicas_every_n_steps

@@ -51,6 +51,7 @@ class ReplicatedEngine(Engine):
     @torch.no_grad()
     def _update(self) -> tuple[Tensor, Tensor]:
         self._reducer.finish()
+        self._backend.watchdog.mark("updating the weights")
         scale = self._loss_scale()
         norm = gradient_norm(self._reducer.gradients) / scale
         finite = torch.isfinite(norm)

@@ -52,6 +52,23 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Job]:
     return lambda world_size: Job(world_size, monkeypatch)
 
 
+def test_what_a_process_waited_for_is_added_up(job):
+    many = job(2)
+    for seconds, marks in ((3, {}), (5, {"collective": True}), (7, {}), (11, {"waits_for_data": True}), (13, {})):
+        many.watchdog.mark("phase", **marks)
+        many.now += seconds
+    many.watchdog.mark("phase")
+    assert many.watchdog.waited == {"communication": 5.0, "data": 11.0}
+
+
+def test_a_single_process_waits_for_no_other(job):
+    one = job(1)
+    one.watchdog.mark("sum over the processes", collective=True)
+    one.now += 5
+    one.watchdog.mark("computing")
+    assert one.watchdog.waited == {"communication": 0.0, "data": 0.0}
+
+
 REDUCING = {"phase": "reducing gradients", "collective": True}
 NO_PROGRESS = "no progress for 1 minutes: "
 

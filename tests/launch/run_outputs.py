@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-CLOCKS = {"seconds", "samples_per_second", "time"}
+from training.run.costs import COSTS
+
+CLOCKS = set(COSTS)
 
 
 def tensors(run_folder: Path) -> dict[str, torch.Tensor]:

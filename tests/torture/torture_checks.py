@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WALL_CLOCK = {"samples_per_second", "seconds", "time"}  # metrics that two runs need not share
+# Metrics that two runs need not share.
+WALL_CLOCK = {
+    "samples_per_second", "seconds", "time", "data_seconds", "communication_seconds", "save_seconds",
+    "peak_host_memory_gb",
+}  # fmt: skip
 
 
 class Lost(Exception):

@@ -22,7 +22,7 @@ class OneProcess:
     rank, world_size, device, grad_accum_steps, is_restart = 0, 1, torch.device("cpu"), 1, False
 
     def __init__(self, is_root: bool = True, stop_after: int | None = None, **description: Any) -> None:
-        self.is_root, self.barriers = is_root, 0
+        self.is_root, self.barriers, self.waited = is_root, 0, {"data": 0.0, "communication": 0.0}
         self._description = {"backend": "single", "world_size": 1, "device": "cpu", **description}
         self.stop_after, self.made = stop_after, 0
         self.agreement, self.summary = nullcontext, lambda: "single: 1 process"
@@ -36,7 +36,7 @@ class OneProcess:
         wait()
 
     def mean(self, values: dict[str, Tensor]) -> dict[str, float]:
-        return {name: value.item() for name, value in values.items()}
+        return {name: float(value) for name, value in values.items()}
 
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
         return here or self.made == self.stop_after

@@ -1,6 +1,7 @@
 """Converters from the text of a flag to its value: argparse types whose errors say what was expected."""
 
 import argparse
+import contextlib
 import decimal
 import difflib
 import math
@@ -122,6 +123,15 @@ def _template(text: str) -> str:
 sizes = Joined(",", size_or_0)
 two_fractions = Joined(",", fraction, count=2)
 templates = Joined("|", _template)
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """`10:12` -> (10, 12): updates, counted from 1, the last one included."""
+    first, colon, last = text.partition(":")
+    with contextlib.suppress(ValueError):
+        if colon and 1 <= int(first) <= int(last) <= _LARGEST_NUMBER:
+            return int(first), int(last)
+    raise argparse.ArgumentTypeError(f"expected two numbers of updates from 1 on, such as 10:12, got {quoted(text)}")
 
 
 def number_or(word: str) -> Callable[[str], float | str]:

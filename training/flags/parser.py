@@ -15,7 +15,7 @@ from .converters import Joined, Names, nearest
 USAGE_ERROR = 2
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
-_COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh"})
+_COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh", "dry_run", "profile_steps"})
 
 # A launcher ends all processes when the first one fails, so the others wait until the root has printed its error. If
 # they are still there much later, the root made no mistake.

@@ -18,6 +18,7 @@ from .converters import (
     positive_int,
     size,
     sizes,
+    step_range,
     two_fractions,
     worker_count,
 )
@@ -262,6 +263,9 @@ def add_run_arguments(
     add("--config", metavar="FILE",
         help="YAML file of flags, written without dashes; flags on the command line override it")
     add("--fresh", action="store_true", help="start over; a run in --output_dir is renamed to DIR.old-N")
+    add("--dry_run", action="store_true",
+        help="make three updates, a validation, a picture and a checkpoint in a folder of their own, say what they and "
+        "the whole run take, and delete them")
     add("--seed", type=non_negative_int, default=0, metavar="INT",
         help="seed of the initial weights, the data order, the noise and the split")
     add("--epochs", type=epoch_count, default=epochs, metavar="EPOCHS", help="passes over the training data")
@@ -308,6 +312,9 @@ def add_run_arguments(
         help="updates between two measurements on the validation split; 0: only at the end")
     add("--sample_every_n_steps", type=non_negative_int, default=sample_every_n_steps, metavar="UPDATES",
         help="updates between two pictures in samples/; 0: only at the end")
+    add("--profile_steps", type=step_range, metavar="FIRST:LAST",
+        help="record these updates, counted from 1, with torch.profiler; the trace and a table come into profile/ in "
+        "the run folder")
     add("--report_to", type=Names("tensorboard", "wandb"), default="none", metavar="NAMES",
         help="trackers in addition to metrics.jsonl: none, or a comma list of tensorboard, wandb")
 

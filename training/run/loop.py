@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from ..ema import Average
+from .rehearsal import rehearse
 
 if TYPE_CHECKING:
     from ..contracts import Feed
@@ -89,17 +90,23 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     run.say(f"{feed.summary()}; {run.progress.total_steps} updates")
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
+    if run.args.dry_run:
+        yield from rehearse(
+            run, feed, evaluations, batch, partial(_validate, run), partial(_draw, run, evaluations, shown)
+        )
+        return
     if run.progress.unfinished_line is not None:  # the run was stopped between this update and its evaluation
         run.deadline.update_done()  # so that the deadline knows how long the evaluation takes
-        with run.stopwatch.paused():
+        with run.paused():
             _evaluate(run, feed, evaluations, shown, run.progress.unfinished_line)
     while not run.progress.finished:
-        yield run.progress.step, batch
+        with run.an_update():
+            yield run.progress.step, batch
         run.advance()
         is_evaluation_due = _validation_is_due(run, feed, evaluations) or run.due(run.args.sample_every_n_steps)
         stop = run.stop_requested(now=is_evaluation_due)  # a stop request should not wait for an evaluation
         line = run.line()
-        with run.stopwatch.paused():
+        with run.paused():
             if stop:
                 # Save first: the scheduler may kill the processes soon. The next start makes this update's evaluation.
                 feed.report_bad_samples(run.say)
@@ -136,13 +143,17 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
                 run.warn(warning)
     run.progress.unfinished_line = None
     if run.due(run.args.sample_every_n_steps):
-        for evaluation in evaluations:
-            with evaluation.engine.gathered() as online, torch.no_grad():
-                if run.is_root or evaluation.drawn_together:
-                    models = {"online": online, **evaluation.average.averages()}
-                    picture = evaluation.draw(models, shown, run.progress.step - 1)
-                    if run.is_root:
-                        run.log_sample(evaluation.picture_name, picture, evaluation.name)
+        _draw(run, evaluations, shown)
+
+
+def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
+    for evaluation in evaluations:
+        with evaluation.engine.gathered() as online, torch.no_grad():
+            if run.is_root or evaluation.drawn_together:
+                models = {"online": online, **evaluation.average.averages()}
+                picture = evaluation.draw(models, shown, run.progress.step - 1)
+                if run.is_root:
+                    run.log_sample(evaluation.picture_name, picture, evaluation.name)
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -17,14 +19,17 @@ from ..checkpoints.store import Checkpoints, step_of
 from ..contracts import Feed, Processes, Stateful, Update
 from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
+from .costs import COSTS, Costs
 from .folder import RunFolder, check_apart, now
 from .loop import Evaluation, updates
+from .profiling import Profiler
 from .progress import Progress, ProgressDisplay, changes, described, plain, total_samples_from
 from .random_state import RandomState
+from .rehearsal import folder_beside
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
-_TIMES = ("samples_per_second", "seconds", "time")
+_TIMES = ("samples_per_second", "seconds", "time", "flop_utilisation")
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data")  # flags of the scripts
 
 
@@ -53,6 +58,8 @@ class Run:
     ) -> None:
         self.args, self._settings, self._processes, self._feed = args, settings, processes, feed
         self._model_arguments, self._resolve = model_arguments, resolve
+        if args.dry_run:
+            args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
         with processes.agreement():  # of its own, because links may differ between machines
             check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
         torchruns = processes.torchruns()
@@ -86,6 +93,9 @@ class Run:
         )
         self._averages = AverageFiles(self.folder.path / "snapshots")
         self.deadline = Deadline(args.save_before_minutes)
+        steps = args.profile_steps if self.is_root else None
+        self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
+        self._costs = Costs(processes, precision=args.precision, compiled=args.compile)
         self._parts: dict[str, Stateful] = {}
         self._sums: dict[str, Tensor] = {}
         self._values: dict[str, Any] = {}
@@ -176,6 +186,18 @@ class Run:
         self._logged_samples = self.progress.samples
         self.stopwatch = Stopwatch(self.progress.seconds)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for what is not training: validation, pictures and saves. Rate and waits leave it out."""
+        with self.stopwatch.paused(), self._costs.paused():
+            yield
+
+    @contextmanager
+    def an_update(self) -> Iterator[None]:
+        """Context for the update that is made."""
+        with self._profiler.update(self.progress.step + 1), self._costs.counting():
+            yield
+
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing left to do: trained to the end, and the model written."""
@@ -219,7 +241,9 @@ class Run:
             return {}
         skipped = sum(getattr(part, "skipped_updates", 0) for part in self._parts.values())
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
-        line = {**self._processes.mean(self._sums), **values, "skipped_updates": skipped}
+        means = self._processes.mean({**self._sums, **self._costs.waits()})
+        waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
+        line = {**means, **values, "skipped_updates": skipped, **waits, **self._costs.memory()}
         self._sums, self._values = {}, {}
         return line
 
@@ -262,7 +286,8 @@ class Run:
         """Samples per second since the last call, seconds of all starts of the run, and the time of day."""
         rate = (self.progress.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
         self._logged_samples = self.progress.samples
-        return dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3), now()), strict=True))
+        times = dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3), now()), strict=False))
+        return times | self._costs.utilisation(rate / self.progress.batch_size)
 
     def log_image(self, name: str, image: Image.Image) -> None:
         """Log a picture to the trackers."""
@@ -283,6 +308,31 @@ class Run:
         """Start to write a checkpoint of all parts, unless this update was already saved."""
         if self._checkpoints.requested_step == self.progress.step and not self._failed():
             return
+        with self._costs.saving():
+            self._save()
+
+    def save_and_wait(self) -> int:
+        """Save, and wait until it is written. Returns the bytes of the checkpoint, on the root; 0 on others. Raises
+        SystemExit if it cannot be written."""
+        self.save()
+        if failure := self._failed():
+            self.say(failure)
+            raise SystemExit(NOT_SAVED)
+        newest = self._checkpoints.latest() if self.is_root else None
+        return sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._processes.device
+
+    def peak_memory(self) -> str:
+        """The most memory of a process so far, in words. Collective."""
+        peaks = self._processes.gather_objects(self._costs.memory())
+        most = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
+        return ", ".join(f"{name.split('_')[1]} {peak:.3g} GB" for name, peak in most.items())
+
+    def _save(self) -> None:
         self._checkpoints.join()
         self._report_failure()
         self.progress.seconds = round(self.stopwatch.seconds, 3)

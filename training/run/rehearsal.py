@@ -1,0 +1,108 @@
+"""`--dry_run`: a few updates, a validation, a picture and a checkpoint, and what the whole run would cost."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import ASKED_TO_STOP
+from .progress import duration
+
+if TYPE_CHECKING:
+    from ..contracts import Feed, Processes
+    from .loop import Evaluation
+    from .run import Run
+
+_UPDATES = 3  # of which the first one may compile, choose kernels and start loaders
+
+
+def folder_beside(output_dir: str, processes: Processes) -> str:
+    """A new folder beside a run folder. The root deletes it when its process ends, if not before.
+
+    Raises:
+        UserMistake: one line, if it cannot be made.
+    """
+    made = None
+    with processes.agreement():
+        if processes.is_root:
+            parent = Path(os.path.abspath(output_dir)).parent
+            parent.mkdir(parents=True, exist_ok=True)
+            made = tempfile.mkdtemp(prefix=".dry-run-", dir=parent)
+            atexit.register(shutil.rmtree, made, ignore_errors=True)
+    folder: str = processes.broadcast_object(made)
+    return folder
+
+
+def rehearse(
+    run: Run,
+    feed: Feed,
+    evaluations: Sequence[Evaluation],
+    batch: Any,
+    validate: Callable[[Evaluation], Any],
+    draw: Callable[[], None],
+) -> Iterator[tuple[int, Any]]:
+    """Yields updates as `training.run.loop.updates`, then validates, draws and saves once, and prints what each takes
+    and what the run would take with these flags."""
+    seconds: list[float] = []
+    total = run.progress.total_steps
+    for _ in range(min(_UPDATES, total)):
+        with _timed(seconds, run.device):
+            yield run.progress.step, batch
+            batch = feed.next()
+        run.advance()
+        if run.stop_requested(now=True):
+            sys.exit(ASKED_TO_STOP)
+    per_update = min(seconds)
+    validation: list[float] = []
+    picture: list[float] = []
+    save: list[float] = []
+    if len(feed.valid_set):
+        with _timed(validation, run.device):
+            for evaluation in evaluations:
+                validate(evaluation)
+    with _timed(picture, run.device):
+        draw()
+    with _timed(save, run.device):
+        n_bytes = run.save_and_wait()
+    times = {
+        "validation": (sum(validation), run.args.validate_every_n_steps),
+        "pictures": (sum(picture), run.args.sample_every_n_steps),
+        "checkpoint": (sum(save), run.args.save_every_n_steps),
+    }
+    whole = total * per_update
+    for taken, every in times.values():
+        whole += taken * (total // every + (total % every > 0) if every else 1)
+    first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
+    run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
+    run.say("; ".join(f"{name} {taken:.3g} s" for name, (taken, _) in times.items() if taken))
+    run.say(f"memory, the most of a process: {run.peak_memory()}; a checkpoint has {n_bytes / 1e6:.3g} MB")
+    run.say(
+        f"the whole run, {total} updates with all that, would take {duration(whole)}; dry run: nothing of it was kept"
+    )
+    run.close()
+    if run.is_root:
+        shutil.rmtree(run.folder.path, ignore_errors=True)
+
+
+class _timed:
+    """Context that appends its seconds, those of the device included, to a list."""
+
+    def __init__(self, seconds: list[float], device: torch.device) -> None:
+        self._seconds, self._device = seconds, device
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds.append(time.monotonic() - self._began)
