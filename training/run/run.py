@@ -11,17 +11,17 @@ from typing import Any, NoReturn
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged, explained
 from ..checkpoints.store import Checkpoints, step_of
-from ..contracts import Feed, Processes, Stateful, Update
+from ..contracts import Feed, Processes, Stateful
 from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
-from .costs import COSTS, Costs
+from .costs import Costs
 from .folder import RunFolder, check_apart, now
 from .loop import Evaluation, updates
+from .metrics import Metrics
 from .profiling import Profiler
 from .progress import Progress, ProgressDisplay, changes, described, plain, total_samples_from
 from .random_state import RandomState
@@ -96,9 +96,10 @@ class Run:
         steps = args.profile_steps if self.is_root else None
         self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         self._costs = Costs(processes, precision=args.precision, compiled=args.compile)
+        self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs)
+        # For the updates of the scripts.
+        self.add, self.log = self._metrics.add, self._metrics.log
         self._parts: dict[str, Stateful] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._values: dict[str, Any] = {}
         self._said_failure: str | None = None
         self._unwritten: str | None = None
         self._written: list[str] = []
@@ -106,6 +107,11 @@ class Run:
     @property
     def is_root(self) -> bool:
         return self._processes.is_root
+
+    @property
+    def line_due(self) -> bool:
+        """Whether a line of metrics follows the update that is being made (`due` is about the one just made)."""
+        return self._metrics.due
 
     def resume(self, **parts: Stateful) -> None:
         """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
@@ -212,40 +218,12 @@ class Run:
         """The loop over the updates that are left; see `training.run.loop.updates`."""
         return updates(self, self._feed, evaluations, preview)
 
-    @property
-    def line_due(self) -> bool:
-        """Whether a line of metrics follows the update that is being made (`due` is about the one just made)."""
-        following = self.progress.step + 1
-        return following % self.args.log_every_n_steps == 0 or following >= self.progress.total_steps
-
-    def add(self, **losses: Tensor) -> None:
-        """Record losses (0-d) of a micro-batch. The line of metrics, if one follows this update, has their means over
-        its micro-batches and all processes; nothing is computed for other updates."""
-        if self.line_due:
-            for name, loss in losses.items():
-                # fp64: the same sum however the batch is spread over processes and micro-batches.
-                part = loss.detach().double() / self._processes.grad_accum_steps
-                self._sums[name] = self._sums[name] + part if name in self._sums else part
-
-    def log(self, update: Update | None = None, /, **values: Any) -> None:
-        """Record the report on an engine's step and other values of this update: numbers or 0-d tensors, equal on all
-        processes. Tensors are read only if a line of metrics follows this update."""
-        if self.line_due:
-            of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
-            self._values |= {**values, **of_step}
-
     def line(self) -> dict[str, Any]:
-        """What `add` and `log` recorded for the newest update, and the number of skipped updates; empty if no line is
-        due. Collective."""
+        """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;
+        empty if no line is due. Collective."""
         if not self.due(self.args.log_every_n_steps):
             return {}
-        skipped = sum(getattr(part, "skipped_updates", 0) for part in self._parts.values())
-        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
-        means = self._processes.mean({**self._sums, **self._costs.waits()})
-        waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
-        line = {**means, **values, "skipped_updates": skipped, **waits, **self._costs.memory()}
-        self._sums, self._values = {}, {}
-        return line
+        return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
 
     def warn(self, text: str | None) -> None:
         """Print the text with `say`, unless it is None or empty."""

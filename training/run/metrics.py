@@ -1,0 +1,55 @@
+"""What is recorded during an update for its line of metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .costs import COSTS, Costs
+
+if TYPE_CHECKING:
+    from ..contracts import Processes, Update
+    from .progress import Progress
+
+
+class Metrics:
+    """Losses and other values of the update that is being made. Nothing is computed for an update without a line.
+
+    Args:
+        every_n_steps: Updates between two lines; the last update has one in any case.
+    """
+
+    def __init__(self, every_n_steps: int, progress: Progress, processes: Processes, costs: Costs) -> None:
+        self._every, self._progress, self._processes, self._costs = every_n_steps, progress, processes, costs
+        self._sums: dict[str, Tensor] = {}
+        self._values: dict[str, Any] = {}
+
+    @property
+    def due(self) -> bool:
+        """Whether a line follows the update that is being made."""
+        following = self._progress.step + 1
+        return following % self._every == 0 or following >= self._progress.total_steps
+
+    def add(self, **losses: Tensor) -> None:
+        """Record losses (0-d) of a micro-batch: the line has their means over its micro-batches and all processes."""
+        if self.due:
+            for name, loss in losses.items():
+                # fp64: the same sum however the batch is spread over processes and micro-batches.
+                part = loss.detach().double() / self._processes.grad_accum_steps
+                self._sums[name] = self._sums[name] + part if name in self._sums else part
+
+    def log(self, update: Update | None = None, /, **values: Any) -> None:
+        """Record the report on an engine's step and other values of this update: numbers or 0-d tensors, equal on all
+        processes. Tensors are read only if a line follows."""
+        if self.due:
+            of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
+            self._values |= {**values, **of_step}
+
+    def line(self, skipped_updates: int) -> dict[str, Any]:
+        """What was recorded for the newest update, and what it cost. Collective."""
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
+        means = self._processes.mean({**self._sums, **self._costs.waits()})
+        waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
+        self._sums, self._values = {}, {}
+        return {**means, **values, "skipped_updates": skipped_updates, **waits, **self._costs.memory()}
