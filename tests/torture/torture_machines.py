@@ -114,7 +114,8 @@ class SpreadJob:
             send(victims, blow.signal)
             if blow.signal == signal.SIGSTOP:
                 self._wait_to_restore(blow, 1)
-                send(victims, signal.SIGCONT)
+                entered = [psutil.Process(job.process.pid) for job in self._jobs]  # nsenter stops with its child
+                send([*victims, *entered], signal.SIGCONT)
 
     def _wait_to_restore(self, blow: Blow, left: int) -> None:
         """Wait until the link or the process is to be set going again: at the latest when so few processes are left."""
