@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -42,5 +43,6 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def say(text: str) -> None:
-    """Print one line on stderr, after the script's name."""
-    print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)
+    """Print one line on stderr, after the script's name, if anybody is left to read it."""
+    with contextlib.suppress(OSError):
+        print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)

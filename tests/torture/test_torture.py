@@ -172,6 +172,10 @@ def test_a_stop_that_was_asked_for_and_not_saved_is_found(tmp_path: Path) -> Non
     for log in ("asked to stop: saved update 7; run the same", "stopped"):
         with pytest.raises(checks.Lost):
             checks.check_polite_end(log, tmp_path, 20)
+    checks.check_polite_end("nothing is heard", tmp_path, 20, is_heard=False)
+    write_metrics(tmp_path, [1.0] * 7)
+    with pytest.raises(checks.Lost):
+        checks.check_polite_end("nothing is heard", tmp_path, 20, is_heard=False)
 
 
 def test_one_bit_of_a_loss_or_of_the_weights_is_found(tmp_path: Path) -> None:

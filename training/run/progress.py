@@ -1,5 +1,6 @@
 """The clock of a run, its display, and lines about a run and its processes."""
 
+import contextlib
 import math
 import shutil
 import sys
@@ -102,7 +103,7 @@ class Progress:
 
 class ProgressDisplay:
     """Shows the clock and short messages: on a terminal below a tqdm bar, elsewhere as plain lines with the time left.
-    Only the root prints."""
+    Only the root prints. A terminal or pipe that is gone ends nothing: the run can still save."""
 
     def __init__(self, progress: Progress, is_root: bool, stream: TextIO | None = None) -> None:
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
@@ -123,7 +124,8 @@ class ProgressDisplay:
     def update(self) -> None:
         """Show that an update was counted."""
         if self._bar is not None:
-            self._bar.update(self._progress.samples - self._bar.n)
+            with contextlib.suppress(OSError):
+                self._bar.update(self._progress.samples - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Print the clock and these values."""
@@ -143,15 +145,17 @@ class ProgressDisplay:
     def say(self, text: str) -> None:
         """Print a line, which may quote a file."""
         text = printable(text)
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        elif self._is_root:
-            print(text, file=self._stream, flush=True)
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.write(text, file=self._stream)
+            elif self._is_root:
+                print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Leave the cursor below the bar."""
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()
 
 
 def duration(seconds: float) -> str:

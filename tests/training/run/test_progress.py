@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from distributed.errors import say
 from training.run.progress import Progress, ProgressDisplay, changes, duration, total_samples_from
 
 
@@ -113,6 +114,24 @@ def test_bar_starts_where_the_run_resumes_and_messages_do_not_break_it():
     assert "left" not in text
     assert "200/400" in text and "210/400" in text
     assert "step 21/40  epoch 2.10  loss 0.5\n" in text and "checkpoint saved\n" in text
+
+
+@pytest.mark.parametrize("isatty", [False, True])
+def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
+    stream, progress = Terminal(), Progress(4, 16, 16)
+    stream.isatty = lambda: isatty
+    display = ProgressDisplay(progress, True, stream)
+
+    def gone(text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    stream.write = gone
+    progress.advance()
+    display.update()
+    display.log({"loss": 1.0})
+    display.close()
+    monkeypatch.setattr("sys.stderr", stream)
+    say("stopped: nobody reads this")
 
 
 def test_silence_off_the_root():
