@@ -129,7 +129,7 @@ def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_its
     validation = {f"{which}/{key}" for which in ("valid", "valid/ema") for key in measured}
     for line in metrics(finished):
         assert line.keys() == shared | own | (validation if line["step"] % 2 == 0 else set())
-        assert line["lr"] == train_vae.learning_rate(line["step"] - 1, args)
+        assert line["lr"] == pytest.approx(train_vae.learning_rate(line["step"] - 1, args), rel=1e-11)
         assert line["temperature"] == train_vae.gumbel_temperature(line["step"] - 1, args)
 
 
