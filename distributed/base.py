@@ -121,11 +121,12 @@ class Backend(ABC):
 
     def __enter__(self) -> Backend:
         from . import collectives
-        from .devices import allow_open_files, use_deterministic_kernels, use_one_thread
+        from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
         from .stop import StopRequest
         from .watchdog import Watchdog
 
         self._collectives = collectives
+        use_tf32(self.options.precision == "tf32")
         if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels(compiled=self.options.compile)
         try:
@@ -228,7 +229,10 @@ class Backend(ABC):
 
     def summary(self) -> str:
         """``describe`` in one line."""
-        processes = f"{self.name} on {self.world_size} x {self.device.type}, {self.options.precision}"
+        precision = self.options.precision
+        if precision == "tf32" and self.device.type == "cpu":
+            precision = "fp32 (tf32 is for GPUs)"
+        processes = f"{self.name} on {self.world_size} x {self.device.type}, {precision}"
         return f"{processes}; {self.options.plan.summary()}"
 
     def autocast(self) -> AbstractContextManager[Any]:

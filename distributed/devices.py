@@ -31,9 +31,6 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # TF32 would keep 10 bits of the mantissa, and the numbers would depend on the number of processes.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
     return device
 
 
@@ -73,6 +70,14 @@ def allow_open_files(needed: int) -> str | None:
         f"a process may open {hard} files and sockets on this machine, and may need {needed}; raise the hard limit "
         "(`ulimit -Hn`, or nofile in /etc/security/limits.conf)"
     )
+
+
+def use_tf32(is_allowed: bool) -> None:
+    """Whether GPUs may round what they multiply in fp32 to TF32: 10 of the 23 bits of the mantissa stay. PyTorch
+    allows it for convolutions alone if nothing is said."""
+    # Not by the newer fp32_precision: torch.compile reads these names, and PyTorch 2.15 raises if both are used.
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    torch.backends.cudnn.allow_tf32 = is_allowed
 
 
 def use_one_thread() -> None:

@@ -16,7 +16,7 @@ class Options:
     """How engines update; arguments and the backend's configuration are merged before anything starts."""
 
     plan: BatchPlan
-    precision: str = "fp32"  # fp32, bf16 or fp16
+    precision: str = "fp32"  # fp32, tf32, bf16 or fp16
     max_grad_norm: float = 0.0  # 0: no clipping
     max_skipped_updates: int = 20
     compile: bool = False

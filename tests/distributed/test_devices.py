@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.devices import allow_open_files, cpu_threads, gpu_id, local_device, own_threads, shared_gpu
+from distributed import Backend
+from distributed.devices import allow_open_files, cpu_threads, gpu_id, local_device, own_threads, shared_gpu, use_tf32
 
 
 @pytest.fixture
@@ -48,6 +50,24 @@ def test_a_process_to_which_a_wrapper_shows_one_gpu_has_that_one(launcher: str, 
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="process 4 on a machine with 2 visible GPUs"):
         local_device(3, launcher)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """The settings that PyTorch begins with, and after the test again."""
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize(("precision", "said"), [("fp32", ", fp32;"), ("tf32", ", fp32 (tf32 is for GPUs);")])
+def test_gpus_round_to_tf32_where_that_was_asked_for_and_nowhere_else(
+    precision: str, said: str, single: Callable[..., Backend]
+) -> None:
+    use_tf32(precision != "tf32")
+    backend = single(precision=precision)
+    assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+    assert said in backend.summary()
 
 
 def test_two_processes_of_one_gpu_are_named(gpus: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,8 @@ def number_or(word: str) -> Callable[[str], float | str]:
     return convert
 
 
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
 # What other trainers call a flag -> what it is called here, the first of these that the script has.
 _OTHER_NAMES = {
     "accumulate_grad_batches": ("grad_accum_steps",), "amp": ("precision",), "batch": ("batch_size",),
@@ -157,6 +159,7 @@ _OTHER_NAMES = {
     "overwrite": ("fresh",), "pretrained": ("init_from", "model"), "resolution": ("image_size", "image_sizes"),
     "results_folder": ("output_dir", "output"), "run_dir": ("output_dir", "output"),
     "save_every": ("save_every_n_steps",), "save_interval": ("save_every_n_steps",), "steps": ("max_steps",),
+    "tf32": ("precision",),
     "use_ema": ("ema_decay",), "use_wandb": ("report_to",), "wandb": ("report_to",), "warmup": ("lr_warmup_steps",),
     "warmup_steps": ("lr_warmup_steps",), "wd": ("weight_decay",), "workers": ("num_workers",),
 }  # fmt: skip

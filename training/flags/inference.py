@@ -2,7 +2,7 @@
 
 import argparse
 
-from .converters import size, thread_count, worker_count
+from .converters import PRECISIONS, size, thread_count, worker_count
 
 
 def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, required: bool = False) -> None:
@@ -19,8 +19,8 @@ def add_computation_arguments(
     add = parser.add_argument_group("computation").add_argument
     if batch_size is not None:
         add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
-    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default="fp32",
-        help="precision of the forward pass")
+    add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
+        help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
     add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
     add("--cpu_threads", type=thread_count, default=1, metavar="N",
         help="threads of each process, on a CPU; starting more processes is faster than more threads")

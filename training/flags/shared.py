@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 
 from .converters import (
+    PRECISIONS,
     Names,
     average_length,
     digit_count,
@@ -290,8 +291,9 @@ def add_run_arguments(
     parser.add_alternatives(ema_power=None, ema_decay=0.0)
 
     add = parser.add_argument_group("precision").add_argument
-    add("--precision", type=str.lower, choices=("fp32", "bf16", "fp16"), default=precision,
-        help="precision of the forward and backward pass; weights and optimizer moments stay fp32")
+    add("--precision", type=str.lower, choices=PRECISIONS, default=precision,
+        help="precision of the forward and backward pass; weights and optimizer moments stay fp32; tf32: fp32 whose "
+        "products GPUs may round to 10 bits of the mantissa, which is faster there")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     if is_deep:
         add("--gradient_checkpointing", action="store_true",

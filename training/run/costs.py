@@ -36,8 +36,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     found = [peaks for name, peaks in _PEAKS.items() if contains(words, name.split())]
     if not found:
         return None
-    is_tf32 = precision == "tf32" or torch.backends.cuda.matmul.allow_tf32
-    return 1e12 * found[0][0 if precision in ("bf16", "fp16") else 1 if is_tf32 else 2]
+    return 1e12 * found[0][{"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}[precision]]
 
 
 def contains(words: list[str], name: list[str]) -> bool:

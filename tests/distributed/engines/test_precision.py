@@ -67,7 +67,8 @@ def test_a_state_that_lacks_something_is_accepted(saved: dict[str, float], scale
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_products_run_in_the_chosen_precision_and_sums_in_fp32(precision: str, dtype: torch.dtype) -> None:
     weight = torch.ones(3, 3)
