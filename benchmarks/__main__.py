@@ -20,10 +20,21 @@ from .loading import loading
 from .report import Row
 from .saving import saving
 from .starting import starting
-from .training import memory, scaling, training
+from .training import exchange, memory, scaling, training
 from .video_loading import video_loading
 
-BENCHMARKS = ("training", "gan", "decoder", "loading", "video_loading", "scaling", "memory", "saving", "help")
+BENCHMARKS = (
+    "training",
+    "gan",
+    "decoder",
+    "loading",
+    "video_loading",
+    "scaling",
+    "exchange",
+    "memory",
+    "saving",
+    "help",
+)
 
 
 def _names(text: str) -> list[str]:
@@ -60,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "loading": lambda: loading(args.rounds, args.image_folder),
         "video_loading": lambda: video_loading(args.rounds, args.video_folder),
         "scaling": lambda: scaling(args.rounds),
+        "exchange": lambda: exchange(args.rounds),
         "memory": memory,
         "saving": lambda: saving(args.rounds),
         "help": lambda: starting(args.rounds),

@@ -26,12 +26,15 @@ class Variant:
         fused: Adam in one kernel, as the scripts have it; otherwise PyTorch's default.
         same_noise: Noise drawn as in the script, instead of by PyTorch's generator.
         channels_last: Memory format of model and images.
+        exchange: How several processes sum their gradients: "ddp" (PyTorch's DistributedDataParallel), "horovod"
+            (Horovod's own optimizer), each as it comes; "": not at all.
     """
 
     description: str
     fused: bool = True
     same_noise: bool = False
     channels_last: bool = False
+    exchange: str = ""
 
 
 VARIANTS = {
@@ -39,6 +42,8 @@ VARIANTS = {
     "same_noise": Variant("bare loop, fused Adam, the script's noise", same_noise=True),
     "default_adam": Variant("bare loop, default Adam", fused=False),
     "channels_last": Variant("bare loop, fused Adam, channels last", channels_last=True),
+    "ddp": Variant("DistributedDataParallel, fused Adam", exchange="ddp"),
+    "horovod": Variant("Horovod's DistributedOptimizer, fused Adam", exchange="horovod"),
 }
 
 
@@ -70,12 +75,19 @@ def bare_loop(
     if compile_model:
         model.compile()
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, fused=True if variant.fused else None)
+    forward: Any = model
+    if variant.exchange == "ddp":
+        forward = torch.nn.parallel.DistributedDataParallel(model)
+    elif variant.exchange == "horovod":
+        import horovod.torch as hvd
+
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     gumbel = _script_noise(model, device) if variant.same_noise else _torch_noise(model, device)
     for step, batch in enumerate(itertools.cycle(images)):
         x = batch.to(device, non_blocking=True).float().div_(255).contiguous(memory_format=memory_format)
         with torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES):
-            loss = model(x, noise=gumbel(step, len(x)), temperature=1.0).loss
+            loss = forward(x, noise=gumbel(step, len(x)), temperature=1.0).loss
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from . import machine
+from .bare import VARIANTS
 from .jobs import GIVE_MEMORY_BACK, LAUNCHERS, PYTHON, JobFailed, Launcher, measure
 from .report import Goal, Row
 
@@ -22,6 +23,7 @@ _HEAVY_MODEL = ("--image_size", "32")
 # The script's default model at its default image size, in a batch that keeps a GPU busy.
 _GPU_MODEL = ("--batch_size", "64")
 _SAMPLES_PER_PROCESS = 4
+_OTHERS = {"torchrun": "ddp", "horovodrun": "horovod"}  # what people use under a launcher, by name in bare.VARIANTS
 
 
 def training(rounds: int) -> Iterator[Row]:
@@ -68,6 +70,30 @@ def scaling(rounds: int) -> Iterator[Row]:
             yield Row(name, "samples/s", speeds["script"], speeds["same_noise"], note=_speed_up(medians))
 
 
+def exchange(rounds: int) -> Iterator[Row]:
+    """Samples per second of train_vae.py on two and four processes over those of the same model in PyTorch's
+    DistributedDataParallel, and with Horovod's optimizer."""
+    gpus = machine.gpus()
+    if gpus == 1:
+        yield Row("2 processes", "samples/s", note="needs two GPUs; CUDA_VISIBLE_DEVICES= measures the CPU")
+        return
+    model, share, turns, updates = ((), 32, 3, 10) if gpus else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 2)
+    for launcher, side in ((each, side) for each in LAUNCHERS if (side := _OTHERS.get(each.name))):
+        for processes in (2, 4) if gpus != 2 else (2,):
+            name = f"{launcher.name} x {processes}"
+            flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
+            try:
+                speeds = measure(
+                    launcher, ["script", side], flags, processes=processes, rounds=rounds, turns=turns,
+                    updates=updates,
+                )["samples_per_second"]  # fmt: skip
+            except JobFailed as error:
+                yield Row(name, "samples/s", note=str(error))
+                continue
+            note = f"over {VARIANTS[side].description}"
+            yield Row(name, "samples/s", speeds["script"], speeds[side], Goal("ratio", ">=", 0.98), note)
+
+
 def memory() -> Iterator[Row]:
     """Peak memory of the largest of two processes, per backend and ZeRO stage, over that of one bare loop.
 
@@ -99,8 +125,6 @@ def against_bare_loops(
     script: str = "train_vae",
 ) -> Iterator[Row]:  # fmt: skip
     """Samples per second of a script in one process over those of the bare loops in `goals`; see `jobs.measure`."""
-    from .bare import VARIANTS
-
     try:
         result = measure(PYTHON, ["script", *goals], flags, script=script, rounds=rounds, turns=turns, updates=updates)
     except JobFailed as error:

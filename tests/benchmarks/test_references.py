@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,12 +119,30 @@ def test_one_unet_is_the_first_of_the_demonstration() -> None:
     assert first.config["stages"] == whole.config["stages"][:1]
 
 
+@contextlib.contextmanager
+def connected(exchange: str) -> Iterator[None]:
+    """This process alone, as the library that sums gradients asks for it."""
+    if exchange == "ddp":
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        yield
+        torch.distributed.destroy_process_group()
+    elif exchange == "horovod":
+        import horovod.torch as hvd
+
+        hvd.init()
+        yield
+        hvd.shutdown()
+    else:
+        yield
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_bare_loop_makes_adams_first_step(name: str) -> None:
     model = DiscreteVAE(image_size=8, num_tokens=4, codebook_dim=3, num_layers=1, hidden_dim=5)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    next(bare_loop(model, [images], VARIANTS[name], learning_rate=1e-3))
+    with connected(VARIANTS[name].exchange):
+        next(bare_loop(model, [images], VARIANTS[name], learning_rate=1e-3))
     moved = torch.cat([(new - old).abs().flatten() for new, old in zip(model.parameters(), before, strict=True)])
     # Adam's first step is the learning rate in the direction of each gradient, whatever its size.
     assert moved.median().item() == pytest.approx(1e-3, rel=1e-3)
