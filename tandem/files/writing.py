@@ -162,7 +162,8 @@ def _runs_here(holder: str) -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody may be left to read it
+        print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _holder_of(path: Path) -> str:

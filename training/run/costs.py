@@ -23,9 +23,13 @@ COSTS = (
 # Dense peaks in TFLOP/s: fp16 and bf16, TF32, fp32. Source: NVIDIA's data sheets of the products, which give most of
 # them with sparsity, that is doubled.
 _PEAKS = {
-    "H200": (989.5, 494.5, 67.0), "H100 80GB HBM3": (989.5, 494.5, 67.0), "H100 PCIe": (756.5, 378.0, 51.0),
+    "H200 NVL": (835.5, 417.5, 60.0), "H200": (989.5, 494.5, 67.0),
+    "H100 80GB HBM3": (989.5, 494.5, 67.0), "H100 PCIe": (756.5, 378.0, 51.0),
     "A100": (312.0, 156.0, 19.5), "L40S": (362.0, 183.0, 91.6), "L4": (121.0, 60.0, 30.3), "A10": (125.0, 62.5, 31.2),
 }  # fmt: skip
+
+
+_COUNTED_EVERY = 1000  # updates: an adversary may begin in the middle of a run
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -42,6 +46,15 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 def contains(words: list[str], name: list[str]) -> bool:
     """Whether a name stands in a text, both as words."""
     return any(words[start : start + len(name)] == name for start in range(len(words)))
+
+
+class _Whole:
+    """Stands in for what divides the count by modules, whose hooks do not allow torch.autograd.grad (PyTorch 2.15)."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Costs:
@@ -70,21 +83,26 @@ class Costs:
         self._saving += time.monotonic() - began
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Context for an update: the operations of the first one are counted, if the device's peak is known. The
-        counter changes no result."""
-        if self._peak is None or self._flops is not None or not self._processes.is_root:
+    def counting(self, step: int) -> Iterator[None]:
+        """Context for update number `step`, from 0: the operations of the first one and of every 1000th are counted, if
+        the device's peak is known. The counter changes no result."""
+        is_counted = self._flops is None or step % _COUNTED_EVERY == 0
+        if self._peak is None or not is_counted or not self._processes.is_root:
             yield
             return
         from torch.utils.flop_counter import FlopCounterMode
 
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _Whole()  # type: ignore[assignment]
+        with counter:
             yield
         self._flops = counter.get_total_flops()
 
     def waits(self) -> dict[str, float]:
         """Seconds of this process since the last call, by metric."""
         waits = {**self._waited(), "save": self._saving}
+        if self._processes.device.type == "cuda":
+            del waits["communication"]  # the host waits for all kernels, and those wait for other processes
         self._before, self._saving = dict(self._processes.waited), 0.0
         return {f"{name}_seconds": seconds for name, seconds in waits.items()}
 

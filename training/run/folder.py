@@ -79,7 +79,7 @@ class RunFolder:
                 opened = self._explained(lambda: self._open(fresh))
         self.moved_to, self.finished, self.finished_step = broadcast(opened)
         #: Whether this process sees the folder of the root, from which each process resumes.
-        self.is_seen = self._lock_file.exists()
+        self.is_seen = os.path.exists(self._lock_file)  # False on any error, which then is this process's alone
 
     def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
         """Write the picture of a step, or a film of it, on the root; `name` distinguishes several models. Raises

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,21 @@ import torch
 
 
 class Profiler:
-    """Records the root's operations from update `first` to update `last`, counted from 1, and writes them to `folder`:
-    a trace for https://ui.perfetto.dev, and a table of the operations that take the most time."""
+    """Records the root's operations in some updates (first and last, counted from 1), and writes them to `folder`: a
+    trace for https://ui.perfetto.dev, and a table of the operations that take the most time."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None]) -> None:
         self._steps, self._folder, self._say = steps, folder, say
         self._profile: Any = None
+        self._recorded: list[int] = []
 
     @contextlib.contextmanager
     def update(self, number: int) -> Iterator[None]:
-        """Context for an update, and for loading the batch after it."""
+        """Context for an update."""
         if self._steps is None or not self._steps[0] <= number <= self._steps[1]:
             yield
             return
         if self._profile is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its log is for those who develop it
             kinds = torch.profiler.ProfilerActivity
             self._profile = torch.profiler.profile(
                 activities=[kinds.CPU, *([kinds.CUDA] if torch.cuda.is_available() else [])]
@@ -34,11 +33,20 @@ class Profiler:
             self._profile.start()
         with torch.profiler.record_function(f"update {number}"):
             yield
+        self._recorded.append(number)
         if number == self._steps[1]:
-            self._profile.stop()
-            self._write(f"updates_{self._steps[0]}-{self._steps[1]}")
+            self._write()
 
-    def _write(self, name: str) -> None:
+    def close(self) -> None:
+        """Write what was recorded, if the run ends before the last of these updates."""
+        if self._profile is not None:
+            self._write()
+        elif self._steps is not None and not self._recorded:
+            self._say(f"--profile_steps {self._steps[0]}:{self._steps[1]}: this start made none of these updates")
+
+    def _write(self) -> None:
+        self._profile.stop()
+        name = f"updates_{self._recorded[0]}-{self._recorded[-1]}"
         trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
         key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         try:

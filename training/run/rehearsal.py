@@ -69,6 +69,7 @@ def rehearse(
         with _timed(validation, run.device):
             for evaluation in evaluations:
                 validate(evaluation)
+    feed.report_bad_samples(run.say)
     with _timed(picture, run.device):
         draw()
     with _timed(save, run.device):
@@ -81,13 +82,14 @@ def rehearse(
     whole = total * per_update
     for taken, every in times.values():
         whole += taken * (total // every + (total % every > 0) if every else 1)
+    rarer = sorted({each.also_every_n_steps for each in evaluations if each.also_every_n_steps})
+    without = f" (but what is measured every {rarer[0]} updates besides)" if rarer else ""
     first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
     run.say("; ".join(f"{name} {taken:.3g} s" for name, (taken, _) in times.items() if taken))
     run.say(f"memory, the most of a process: {run.peak_memory()}; a checkpoint has {n_bytes / 1e6:.3g} MB")
-    run.say(
-        f"the whole run, {total} updates with all that, would take {duration(whole)}; dry run: nothing of it was kept"
-    )
+    takes = f"the whole run, {total} updates with all that{without}, would take {duration(whole)}"
+    run.say(f"{takes}; dry run: nothing of it was kept")
     run.close()
     if run.is_root:
         shutil.rmtree(run.folder.path, ignore_errors=True)

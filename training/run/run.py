@@ -62,19 +62,17 @@ class Run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
         with processes.agreement():  # of its own, because links may differ between machines
             check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
-        torchruns = processes.torchruns()
-        with processes.agreement():
+        self.folder = RunFolder(
+            args.output_dir,
+            processes.is_root,
             # A launcher that restarts the processes passes the same arguments, but the run must then go on.
-            fresh = args.fresh and not processes.is_restart
-            self.folder = RunFolder(
-                args.output_dir,
-                processes.is_root,
-                fresh,
-                processes.broadcast_object,
-                torchruns,
-                processes.agreement,
-                processes.mark,
-            )
+            args.fresh and not processes.is_restart,
+            processes.broadcast_object,
+            processes.torchruns(),
+            processes.agreement,
+            processes.mark,
+        )
+        with processes.agreement():
             self.folder.check_script(args.script)
             self.tracker = make_trackers(
                 args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here
@@ -93,7 +91,7 @@ class Run:
         )
         self._averages = AverageFiles(self.folder.path / "snapshots")
         self.deadline = Deadline(args.save_before_minutes)
-        steps = args.profile_steps if self.is_root else None
+        steps = args.profile_steps if self.is_root and not args.dry_run else None
         self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         self._costs = Costs(processes, precision=args.precision, compiled=args.compile)
         self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs)
@@ -201,7 +199,7 @@ class Run:
     @contextmanager
     def an_update(self) -> Iterator[None]:
         """Context for the update that is made."""
-        with self._profiler.update(self.progress.step + 1), self._costs.counting():
+        with self._profiler.update(self.progress.step + 1), self._costs.counting(self.progress.step):
             yield
 
     @property
@@ -369,6 +367,7 @@ class Run:
         """Wait until everything is on the disk, and say what the run has written and how to use its model (see
         `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
         self._checkpoints.wait()
+        self._profiler.close()
         self.tracker.close()
         failures = [self._unwritten, self._checkpoints.failure, self.tracker.failure]
         failure: str | None = self._processes.broadcast_object("; ".join(filter(None, failures)) or None)
