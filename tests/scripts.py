@@ -339,8 +339,9 @@ def without_clocks(run: Path) -> list[dict[str, Any]]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The content of every file in a folder, by its path there."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The content of every file in a folder, by its path there; but of the lock, which says since when it is held."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def checkpoint(run: Path, step: int) -> dict[str, Tensor]:
