@@ -16,7 +16,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -61,20 +61,21 @@ def status_of(path: str) -> os.stat_result | None:
         return None
 
 
-def kept_lists(path: str, kind: str, make: Callable[[], Lists]) -> Mapping[str, Strings]:
+def kept_lists(path: str, kind: str, names: Sequence[str], make: Callable[[], Lists]) -> Mapping[str, Strings]:
     """What `make` finds out about the file or folder `path`: kept from an earlier start if nothing has changed since.
 
     Long lists are kept in a file, from which all processes of a machine then read them; of those that start at once,
-    one makes the file and the others wait for it. `kind` tells lists of one folder apart.
+    one makes the file and the others wait for it. `kind` tells lists of one folder apart; `names` are those of the
+    parts that `make` returns, in order.
     """
     key = json.dumps([_VERSION, sys.byteorder, kind])
     caches = cache_files(path, f".{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}.list", "lists")
-    if (found := _load_one(caches, path, key)) is not None:
+    if (found := _load_one(caches, path, key, names)) is not None:
         return found
     if not any(map(_can_be_made, caches)):
         return make().parts
     with _one_process_at_a_time(path):
-        if (found := _load_one(caches, path, key)) is not None:
+        if (found := _load_one(caches, path, key, names)) is not None:
             return found
         for attempt in range(2):
             if attempt:  # wait until the next change will have another time
@@ -120,8 +121,8 @@ def _can_be_made(cache: str) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _load_one(caches: list[str], path: str, key: str) -> Mapping[str, Strings] | None:
-    return next((found for cache in caches if (found := _load(cache, path, key)) is not None), None)
+def _load_one(caches: list[str], path: str, key: str, names: Sequence[str]) -> Mapping[str, Strings] | None:
+    return next((found for cache in caches if (found := _load(cache, path, key, names)) is not None), None)
 
 
 def _save_one(caches: list[str], path: str, key: str, lists: Lists) -> Mapping[str, Strings]:
@@ -129,7 +130,7 @@ def _save_one(caches: list[str], path: str, key: str, lists: Lists) -> Mapping[s
     for cache in caches:
         with contextlib.suppress(OSError):
             _save(cache, path, key, lists)
-            return _load(cache, path, key) or lists.parts
+            return _load(cache, path, key, list(lists.parts)) or lists.parts
     return lists.parts
 
 
@@ -147,7 +148,7 @@ def _packed(strings: Strings) -> PackedStrings:
     return strings if isinstance(strings, PackedStrings) else PackedStrings(strings)
 
 
-def _load(cache: str, path: str, key: str) -> Mapping[str, Strings] | None:
+def _load(cache: str, path: str, key: str, names: Sequence[str]) -> Mapping[str, Strings] | None:
     """The lists in a file; None if there is no such file, or it is of something else, out of date, or damaged."""
     try:
         file = open_regular(cache)
@@ -156,7 +157,7 @@ def _load(cache: str, path: str, key: str) -> Mapping[str, Strings] | None:
     try:
         line = file.readline(_LONGEST_HEADER)
         header = parse_json(line)
-        if header["key"] == key:
+        if header["key"] == key and [part[0] for part in header["parts"]] == [_WATCHED, *names]:
             parts, fingerprints, at = dict[str, StoredStrings](), dict[str, str](), len(line)
             for name, n, n_bytes, fingerprint in header["parts"]:
                 if not (type(n) is type(n_bytes) is int and n >= 0 and n_bytes >= 0):

@@ -54,10 +54,7 @@ class Folder:
 
     def name(self, index: int) -> str:
         """Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept the list."""
-        name = self._names[index]
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"the list that is kept of the files of {self.folder!r} is not true: delete it")
-        return name
+        return _inside(self.folder, self._names[index])
 
     def has_any_beside(self, endings: Sequence[str]) -> bool:
         """Whether `beside` finds a file for any index."""
@@ -98,8 +95,15 @@ def find_files(
             f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
         )
     if len(listing.tars):  # what stands beside tars is nothing of a sample
-        return TarFiles([os.path.join(path, name) for name in listing.tars])
+        return TarFiles([os.path.join(path, _inside(path, name)) for name in listing.tars])
     return Folder(path, listing.samples, listing.beside)
+
+
+def _inside(folder: str, name: str) -> str:
+    """The relative path of a file in a folder. Raises ValueError, in one line, if it leads out of the folder."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"the list that is kept of the files of {folder!r} is not true: delete it")
+    return name
 
 
 def _only_tars(paths: list[str], what: str, manifests: bool) -> list[str]:

@@ -110,7 +110,7 @@ def read_rows(path: str, columns: Columns, parse: Callable[[Mapping[str, Any]], 
             raise ValueError(f"the manifest {path!r} has no rows")
         return Lists({"rows": rows}, watched)
 
-    return kept_lists(path, columns.words, make)["rows"]
+    return kept_lists(path, columns.words, ("rows",), make)["rows"]
 
 
 def _read(path: str, columns: Columns, parse: Callable[[Mapping[str, Any]], RowType]) -> Iterator[RowType]:

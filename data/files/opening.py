@@ -56,7 +56,7 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str, besi
             raise _nothing_found(what, folder, len(others) + tree.n_others, (*endings, _TAR))
         return Lists(Listing(samples, others, tars)._asdict(), tree.watched)
 
-    return Listing(**kept_lists(folder, " ".join((*endings, "|", *beside)), make))
+    return Listing(**kept_lists(folder, " ".join((*endings, "|", *beside)), Listing._fields, make))
 
 
 class _Tree:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import tarfile
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -170,12 +171,15 @@ def test_a_damaged_list_is_made_anew(tmp_path):
     whole = path.read_bytes()
     head, _, rest = whole.partition(b"\n")
     header = json.loads(head)
+    parts = header["parts"]
     forged = [
         {"key": "of another program", "parts": header["parts"]}, {"key": header["key"]}, [], {"parts": 1},
         {**header, "parts": [[name, -1, 1 << 60, digest] for name, _, _, digest in header["parts"]]},
         {**header, "parts": [[[], *part] for _, *part in header["parts"]]},
         {**header, "parts": [[name, 1 << 70, *part] for name, _, *part in header["parts"]]},
         {**header, "parts": header["parts"][:-1]},
+        {**header, "parts": [*parts[:-1], ["others", *parts[-1][1:]]]},
+        {**header, "parts": [*parts, ["x", *parts[-1][1:]]]},
     ]  # fmt: skip
     contents = [
         b"",
@@ -210,6 +214,22 @@ def test_a_list_that_was_made_to_do_harm_leads_to_no_other_file(tmp_path):
         assert len(images) == 1, "the forged list is taken"
         assert "is not true: delete it" in one_line(images.load, 0)
         assert images.describe(0), "a message can name it"
+
+
+@pytest.mark.parametrize("name", ["../outside.tar", "a/../../outside.tar", "absolute"])
+def test_a_list_that_was_made_to_do_harm_leads_to_no_other_tar(name, tmp_path):
+    folder = folder_of(tmp_path / "set")
+    with tarfile.open(tmp_path / "outside.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("0.png"))
+    names_in(folder)
+    [path] = kept(folder)
+    key = json.loads(path.read_bytes().partition(b"\n")[0])["key"]
+    watched, tars = Watched(), PackedStrings([str(tmp_path / "outside.tar") if name == "absolute" else name])
+    watched.add("", folder.stat())
+    parts = {"samples": PackedStrings(), "beside": PackedStrings(), "tars": tars}
+    cache._save(str(path), str(folder), key, Lists(parts, watched))
+    assert "is not true: delete it" in one_line(names_in, folder)
+    assert not list(tmp_path.glob(".outside*")), "no index is made of it"
 
 
 def test_a_file_that_changes_while_it_is_used_is_named(tmp_path):
@@ -259,7 +279,7 @@ def _list_at_once(folder: str, together: Any, queue: Any) -> None:
         return Lists({"rows": PackedStrings(map(str, range(1000)))}, watched)
 
     together.wait()
-    rows = kept_lists(folder, "test", made)["rows"]
+    rows = kept_lists(folder, "test", ("rows",), made)["rows"]
     queue.put((type(rows).__name__, len(rows), rows[999]))
 
 
@@ -288,9 +308,9 @@ def test_a_list_in_a_file_takes_no_memory_and_is_pickled_whole(tmp_path):
     watched = Watched()
     watched.add("", folder.stat())
     strings = PackedStrings(f"{i}.png" for i in range(20_000))
-    kept_lists(str(folder), "test", lambda: Lists({"rows": strings}, watched))
+    kept_lists(str(folder), "test", ("rows",), lambda: Lists({"rows": strings}, watched))
     tracemalloc.start()
-    rows = kept_lists(str(folder), "test", lambda: pytest.fail("made a second time"))["rows"]
+    rows = kept_lists(str(folder), "test", ("rows",), lambda: pytest.fail("made a second time"))["rows"]
     assert isinstance(rows, StoredStrings) and tracemalloc.get_traced_memory()[0] < 20_000
     tracemalloc.stop()
     assert list(rows) == list(strings) == list(pickle.loads(pickle.dumps(rows)))
