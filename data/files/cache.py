@@ -92,7 +92,8 @@ def kept_lists(path: str, kind: str, names: Sequence[str], make: Callable[[], Li
 def cache_files(path: str, ending: str, folder: str) -> list[str]:
     """Where something about a file or folder may be kept: beside it, or in this folder of the user's cache folder."""
     parent, name = os.path.split(os.path.abspath(path))
-    user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    # Absolute, because a user without a home has "~" for one, and the variable may say anything.
+    user = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
     number = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
     return [os.path.join(parent, f".{name}{ending}"), os.path.join(user, "tandem", folder, f"{number}{ending}")]
 

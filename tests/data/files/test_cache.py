@@ -261,6 +261,16 @@ def test_lists_are_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_
     assert names_in(folder) == sorted(NAMES)
 
 
+@pytest.mark.parametrize("home", ["relative", ""])
+def test_the_cache_of_the_user_may_have_a_relative_path_and_the_user_no_home(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that the machine does not know
+    _, path = cache.cache_files("/data/set", ".list", "lists")
+    assert os.path.isabs(path), "else the search for the folder that it would be made in has no end"
+    assert path.startswith(str(tmp_path)) and cache._can_be_made(path)
+
+
 def test_who_may_not_read_a_folder_may_not_read_the_list_of_it(tmp_path):
     for mode, expected in ((0o700, 0o600), (0o755, 0o644), (0o750, 0o640)):
         folder = folder_of(tmp_path / f"set{mode:o}")
