@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Protocol
 
-_PAIR = struct.Struct("=qq")
+_END, _PAIR = struct.Struct("=q"), struct.Struct("=qq")
 _CHUNK = 1 << 20  # bytes that are hashed at a time
 _READ_TOGETHER = 4096  # strings
+_LONGEST = 1 << 23  # bytes of a stored string, and of those that are read together; a row of a manifest may have half
 
 
 class Strings(Protocol):
@@ -63,8 +64,8 @@ class PackedStrings:
 
 class StoredStrings:
     """Strings in a part of a file, as `PackedStrings.buffers` lie in memory. Nothing is kept in memory: the operating
-    system holds what was read once, for all processes of the machine. If they cannot be read, each method raises
-    ValueError, in one line.
+    system holds what was read once, for all processes of the machine. If they cannot be read, or one has more than
+    8 MiB, each method raises ValueError, in one line.
 
     Args:
         path: What messages call the file.
@@ -80,6 +81,10 @@ class StoredStrings:
 
     def check(self, fingerprint: str) -> None:
         """Raise ValueError if the strings do not have this fingerprint. Reads them all."""
+        ends = (self._read(at, _END.size) for at in (self._offset, self._first - _END.size))
+        # Else a file with holes, which takes no disk, could hold any number of bytes beside its strings.
+        if [*map(_END.unpack, ends)] != [(0,), (self._n_bytes,)] or self._n_bytes > self._n * _LONGEST:
+            raise self._damaged()
         chunks = (self._read(at, min(_CHUNK, self.end - at)) for at in range(self._offset, self.end, _CHUNK))
         self.fingerprint = fingerprint_of(chunks)
         if self.fingerprint != fingerprint:
@@ -92,6 +97,9 @@ class StoredStrings:
         for index in range(0, self._n, _READ_TOGETHER):
             count = min(_READ_TOGETHER, self._n - index)
             ends = array("q", self._read(self._offset + 8 * index, 8 * (count + 1)))
+            if ends[-1] - ends[0] > _LONGEST:
+                yield from map(self.__getitem__, range(index, index + count))
+                continue
             content = self._between(ends[0], ends[-1])
             for begin, end in itertools.pairwise(ends):
                 yield os.fsdecode(content[begin - ends[0] : end - ends[0]])
@@ -105,7 +113,7 @@ class StoredStrings:
         return PackedStrings, (list(self),)  # an open file cannot be sent to a worker that is not forked
 
     def _between(self, begin: int, end: int) -> bytes:
-        if not 0 <= begin <= end <= self._n_bytes:
+        if not 0 <= begin <= end <= min(self._n_bytes, begin + _LONGEST):
             raise self._damaged()
         return self._read(self._first + begin, end - begin)
 

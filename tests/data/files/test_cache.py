@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import shutil
 import tarfile
 import threading
 import tracemalloc
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from data import open_images, open_sounds, open_videos
-from data.files import cache, manifest, opening
+from data.files import cache, manifest, opening, packed
 from data.files.cache import Lists, Watched, kept_lists
 from data.files.packed import PackedStrings, StoredStrings
 from tests.data.helpers import on_all, one_line
@@ -216,6 +218,33 @@ def test_a_list_that_was_made_to_do_harm_leads_to_no_other_file(tmp_path):
         assert images.describe(0), "a message can name it"
 
 
+@pytest.mark.parametrize(
+    ("what", "ends"),
+    [("watched", [700 << 20]), ("watched", [100 << 20] * 7), ("samples", [700 << 20]), ("samples", [0, 0])],
+)
+def test_little_is_read_of_a_list_that_is_long_but_for_the_disk(what, ends, tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "set")
+    names_in(folder)
+    [path] = kept(folder)
+    header = json.loads(path.read_bytes().partition(b"\n")[0])
+    watched = Watched()
+    watched.add("", folder.stat())
+    cache._save(str(path), str(folder), header["key"], Lists({}, watched))
+    [honest] = json.loads(path.read_bytes().partition(b"\n")[0])["parts"]
+    long = [what, len(ends), 700 << 20, "0"]
+    parts = [long if what == "watched" else honest, ["samples", 0, 0, "0"] if what == "watched" else long]
+    parts += [["beside", 0, 0, "0"], ["tars", 0, 0, "0"]]
+    with path.open("wb") as file:
+        file.write(json.dumps({**header, "parts": parts}).encode() + b"\n")
+        if what == "samples":
+            file.write(b"".join(watched.lines.buffers))
+        file.write(array("q", [0, *itertools.accumulate(ends)]).tobytes())
+        file.truncate(file.tell() + (700 << 20) + 8 * (2 + (what == "watched")))
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: (read.append(size), pread(file, size, at))[1])
+    assert names_in(folder) == sorted(NAMES) and sum(read) < 16 << 20
+
+
 @pytest.mark.parametrize("name", ["../outside.tar", "a/../../outside.tar", "absolute"])
 def test_a_list_that_was_made_to_do_harm_leads_to_no_other_tar(name, tmp_path):
     folder = folder_of(tmp_path / "set")
@@ -328,6 +357,15 @@ def test_a_list_in_a_file_takes_no_memory_and_is_pickled_whole(tmp_path):
     for index in (-1, 20_000):
         with pytest.raises(IndexError):
             rows[index]
+
+
+def test_rows_that_are_long_together_are_read_one_by_one(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "set", ["a.png"])
+    watched, strings = Watched(), PackedStrings(str(10**i) for i in range(100))
+    watched.add("", folder.stat())
+    monkeypatch.setattr(packed, "_LONGEST", 100)
+    rows = kept_lists(str(folder), "test", ("rows",), lambda: Lists({"rows": strings}, watched))["rows"]
+    assert isinstance(rows, StoredStrings) and list(rows) == list(strings)
 
 
 ROWS = [("v/a.mp4", 0.1, 0.7), ("ü, ß.mp4", 0.0, 1e9), ("c.mp4", 1 / 3, 5.0)]
