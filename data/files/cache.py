@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import stat
 import sys
 import tempfile
@@ -90,12 +91,17 @@ def kept_lists(path: str, kind: str, names: Sequence[str], make: Callable[[], Li
 
 
 def cache_files(path: str, ending: str, folder: str) -> list[str]:
-    """Where something about a file or folder may be kept: beside it, or in this folder of the user's cache folder."""
+    """Where something about a file or folder may be kept: beside it, or in this folder of the user's cache folder, by
+    machine: several may share a home, and each hold another copy of the data under the same path."""
     parent, name = os.path.split(os.path.abspath(path))
     # Absolute, because a user without a home has "~" for one, and the variable may say anything.
     user = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
-    number = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
+    number = hashlib.blake2b(_here(os.path.realpath(path)), digest_size=16).hexdigest()
     return [os.path.join(parent, f".{name}{ending}"), os.path.join(user, "tandem", folder, f"{number}{ending}")]
+
+
+def _here(path: str) -> bytes:
+    return os.fsencode(f"{socket.gethostname()}:{path}")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import socket
 import tarfile
 import threading
 import tracemalloc
@@ -288,6 +289,14 @@ def test_lists_are_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_
     monkeypatch.setattr(cache.os, "access", lambda *_: False)
     monkeypatch.setattr(cache, "open_appending", lambda *_: pytest.fail("made a lock"))
     assert names_in(folder) == sorted(NAMES)
+
+
+def test_machines_that_share_a_home_do_not_replace_one_anothers_lists(tmp_path, monkeypatch):
+    here = cache.cache_files("/data/set", ".list", "lists")
+    assert here == cache.cache_files("/data/../data/set", ".list", "lists")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    there = cache.cache_files("/data/set", ".list", "lists")
+    assert here[0] == there[0] and os.path.dirname(here[1]) == os.path.dirname(there[1]) and here[1] != there[1]
 
 
 @pytest.mark.parametrize("home", ["relative", ""])
