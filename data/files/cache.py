@@ -75,18 +75,26 @@ def kept_lists(path: str, kind: str, names: Sequence[str], make: Callable[[], Li
         return found
     if not any(map(_can_be_made, caches)):
         return make().parts
-    with _one_process_at_a_time(path):
-        if (found := _load_one(caches, path, key, names)) is not None:
-            return found
-        for attempt in range(2):
-            if attempt:  # wait until the next change will have another time
-                time.sleep(_CLOCK_TICK_NS / 1e9)
-            begin_ns = time.time_ns()
-            made = make()
-            if sum(map(len, made.parts.values())) < _FEWEST:
-                break
-            if made.watched.newest_ns < begin_ns - _CLOCK_TICK_NS:
-                return _save_one(caches, path, key, made)
+    with _one_process_at_a_time(path, key) as has_waited:
+        if not has_waited:
+            return _load_one(caches, path, key, names) or _made(caches, path, key, make)
+    # Who has waited lists without the lock, or where no list is kept in the end each would wait for those before it.
+    return _load_one(caches, path, key, names) or make().parts
+
+
+def _made(caches: list[str], path: str, key: str, make: Callable[[], Lists]) -> Mapping[str, Strings]:
+    """What `make` finds out, kept if it is long and nothing changes meanwhile."""
+    for attempt in range(2):
+        if attempt:  # wait until the next change will have another time
+            time.sleep(_CLOCK_TICK_NS / 1e9)
+        begin_ns = time.time_ns()
+        made = make()
+        if sum(map(len, made.parts.values())) < _FEWEST:
+            break
+        if made.watched.newest_ns < begin_ns - _CLOCK_TICK_NS:
+            return _save_one(caches, path, key, made)
+        if made.watched.newest_ns > time.time_ns():  # a clock was ahead, and no wait is long enough
+            break
     return made.parts
 
 
@@ -200,19 +208,21 @@ def _state(status: os.stat_result | None) -> str:
 
 
 @contextlib.contextmanager
-def _one_process_at_a_time(path: str) -> Iterator[None]:
-    """Wait while another process of this user on this machine is in here with the same path; not for ever, and not
-    where there are no locks: the lock only saves work."""
+def _one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
+    """Wait while another process of this user on this machine is in here with the same path and key, and say whether
+    there was one. Not for ever, and not where there are no locks: the lock only saves work."""
+    has_waited = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             # A lock of one byte of one file, because a file for each path would stay behind.
             lock = Path(tempfile.gettempdir(), f"tandem-{os.getuid()}.lock")
             file = stack.enter_context(open_appending(lock))
-            number = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=7).digest()
+            number = hashlib.blake2b(os.fsencode(os.path.realpath(path)) + key.encode(), digest_size=7).digest()
             deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
             while not _locked(file, int.from_bytes(number, "big")) and time.monotonic() < deadline:
+                has_waited = True
                 time.sleep(0.05)
-        yield
+        yield has_waited
 
 
 def _locked(file: BinaryIO, place: int) -> bool:

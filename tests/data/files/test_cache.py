@@ -345,6 +345,48 @@ def test_of_several_processes_that_start_at_once_one_makes_the_list(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} - {"set", ".probe", "set.log"} == {kept(folder)[0].name}
 
 
+def _list_in_vain(folder: str, waiting: Any, first: Any, both: Any, queue: Any) -> None:
+    locked, has_waited = cache._locked, []
+
+    def locks(*place: Any) -> bool:
+        if not (is_locked := locked(*place)) and not has_waited:
+            has_waited.append(True)
+            waiting.release()
+        return is_locked
+
+    def make() -> Lists:
+        if first.acquire(block=False):
+            assert all(waiting.acquire(timeout=60) for _ in range(2))
+        else:
+            both.wait(timeout=60)  # which only ends if both are here
+        return Lists({"rows": PackedStrings(["one"])}, Watched())
+
+    cache._locked = locks
+    try:
+        queue.put(list(kept_lists(folder, "test", ("rows",), make)["rows"]))
+    except threading.BrokenBarrierError:
+        queue.put("one after the other")
+
+
+def test_where_no_list_is_kept_those_that_waited_list_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_FEWEST", 10)
+    context = multiprocessing.get_context("fork")
+    shared = context.Semaphore(0), context.Semaphore(1), context.Barrier(2), context.SimpleQueue()
+    processes = [context.Process(target=_list_in_vain, args=(str(tmp_path), *shared)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [shared[-1].get() for _ in processes] == [["one"]] * 3
+    for process in processes:
+        process.join()
+
+
+def test_a_folder_with_a_time_in_the_future_is_listed_once(tmp_path, scans, monkeypatch):
+    folder = folder_of(tmp_path / "set")
+    os.utime(folder, ns=(0, 1 << 62))
+    monkeypatch.setattr(cache.time, "sleep", lambda _: pytest.fail("waits"))
+    assert names_in(folder) == sorted(NAMES) and len(scans) == 1 and not kept(folder)
+
+
 def test_threads_may_list_one_folder_at_once(tmp_path):
     folder = folder_of(tmp_path / "set")
     assert on_all(3, lambda process: names_in(folder)) == [sorted(NAMES)] * 3
