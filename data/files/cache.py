@@ -75,7 +75,7 @@ def kept_lists(path: str, kind: str, names: Sequence[str], make: Callable[[], Li
         return found
     if not any(map(_can_be_made, caches)):
         return make().parts
-    with _one_process_at_a_time(path, key) as has_waited:
+    with one_process_at_a_time(path, key) as has_waited:
         if not has_waited:
             return _load_one(caches, path, key, names) or _made(caches, path, key, make)
     # Who has waited lists without the lock, or where no list is kept in the end each would wait for those before it.
@@ -114,10 +114,15 @@ def _here(path: str) -> bytes:
 
 @contextlib.contextmanager
 def replaced(cache: str, path: str) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `cache` if the body succeeds. Whoever may read `path` may read it. Raises
-    OSError."""
-    os.makedirs(os.path.dirname(cache), exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(cache), prefix=".index-")
+    """A new file that takes the place of `cache` if the body succeeds. Whoever may read `path` may read it. Call it in
+    `one_process_at_a_time`. Raises OSError."""
+    folder, name = os.path.split(cache)
+    os.makedirs(folder, exist_ok=True)
+    # One name on each machine, so that what a killed process left is deleted; short, because `name` may be a long one.
+    temporary = os.path.join(folder, f".index-{hashlib.blake2b(_here(name), digest_size=8).hexdigest()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -208,7 +213,7 @@ def _state(status: os.stat_result | None) -> str:
 
 
 @contextlib.contextmanager
-def _one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
+def one_process_at_a_time(path: str, key: str, *, longest_wait: float = _LONGEST_WAIT_SECONDS) -> Iterator[bool]:
     """Wait while another process of this user on this machine is in here with the same path and key, and say whether
     there was one. Not for ever, and not where there are no locks: the lock only saves work."""
     has_waited = False
@@ -217,10 +222,14 @@ def _one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
             # A lock of one byte of one file, because a file for each path would stay behind.
             lock = Path(tempfile.gettempdir(), f"tandem-{os.getuid()}.lock")
             file = stack.enter_context(open_appending(lock))
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                raise PermissionError("another user, who could hold the lock for ever, has made it")
             number = hashlib.blake2b(os.fsencode(os.path.realpath(path)) + key.encode(), digest_size=7).digest()
-            deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-            while not _locked(file, int.from_bytes(number, "big")) and time.monotonic() < deadline:
+            deadline = time.monotonic() + longest_wait
+            while not _locked(file, int.from_bytes(number, "big")):
                 has_waited = True
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(0.05)
         yield has_waited
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tandem.files.reading import DAMAGES, open_regular
 
 from ..bad_samples import reason_of
-from .cache import cache_files, replaced
+from .cache import cache_files, one_process_at_a_time, replaced
 from .packed import PackedStrings, fingerprint_of
 from .source import Source
 
@@ -143,10 +143,11 @@ def open_index(path: str, members: Members) -> TarIndex:
         index = scan(path, members)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
-    for cache in caches:
-        with contextlib.suppress(OSError):
-            _save_index(cache, path, key, index)
-            break
+    with one_process_at_a_time(path, members.suffix, longest_wait=0) as is_being_saved:
+        for cache in [] if is_being_saved else caches:
+            with contextlib.suppress(OSError):
+                _save_index(cache, path, key, index)
+                break
     return index
 
 

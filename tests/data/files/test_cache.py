@@ -10,6 +10,7 @@ import pickle
 import shutil
 import socket
 import tarfile
+import tempfile
 import threading
 import tracemalloc
 from array import array
@@ -385,6 +386,30 @@ def test_a_folder_with_a_time_in_the_future_is_listed_once(tmp_path, scans, monk
     os.utime(folder, ns=(0, 1 << 62))
     monkeypatch.setattr(cache.time, "sleep", lambda _: pytest.fail("waits"))
     assert names_in(folder) == sorted(NAMES) and len(scans) == 1 and not kept(folder)
+
+
+def test_what_a_process_left_that_was_killed_while_it_saved_is_deleted(tmp_path):
+    folder = folder_of(tmp_path / "set")
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == 9 and len(list(tmp_path.glob(".index-*"))) == 1
+    assert names_in(folder) == sorted(NAMES)
+    assert {path.name for path in tmp_path.iterdir()} == {"set", ".probe", kept(folder)[0].name}
+
+
+def _killed(folder: Path) -> None:
+    os.replace = lambda *_: os._exit(9)
+    names_in(folder)
+
+
+def test_a_lock_of_another_user_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    monkeypatch.setattr(cache, "_locked", lambda *_: pytest.fail("asked for the lock"))
+    folder = folder_of(tmp_path / "set")
+    assert names_in(folder) == sorted(NAMES) and len(kept(folder)) == 1
 
 
 def test_threads_may_list_one_folder_at_once(tmp_path):
