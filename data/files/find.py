@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .manifest import ENDINGS as MANIFEST_ENDINGS
@@ -30,6 +31,23 @@ class TarFiles(NamedTuple):
     """Tars (`tars.Tars`), in order."""
 
     paths: list[str]
+
+
+class _InOrder:
+    """Sorted strings in which others are looked up. Those that are asked for in order are found in one pass."""
+
+    def __init__(self, strings: Strings) -> None:
+        self._strings, self._rest, self._here, self._asked = strings, iter(strings), "", ""
+
+    def __contains__(self, string: str) -> bool:
+        if string < self._asked:  # the stems of "a.b.png" and "a.png" are in another order than these names
+            return is_among(self._strings, string)
+        self._asked = string
+        while self._here < string:
+            if (here := next(self._rest, None)) is None:
+                return False
+            self._here = here
+        return self._here == string
 
 
 class Folder:
@@ -58,7 +76,17 @@ class Folder:
 
     def has_any_beside(self, endings: Sequence[str]) -> bool:
         """Whether `beside` finds a file for any index."""
-        return len(self._names_beside) > 0 and any(self.beside(i, endings) is not None for i in range(len(self)))
+        return any(path is not None for path in self.all_beside(endings))
+
+    def all_beside(self, endings: Sequence[str]) -> Iterator[str | None]:
+        """What `beside` finds for each index, in one pass over both lists: a million searches take minutes."""
+        found = {e: _InOrder(self._names_beside) for e in endings if any(n.endswith(e) for n in self._names_beside)}
+        for name in self._names if found else ():
+            stem = os.path.splitext(_inside(self.folder, name))[0]
+            ending = next((ending for ending, names in found.items() if stem + ending in names), None)
+            yield None if ending is None else os.path.join(self.folder, stem + ending)
+        if not found:
+            yield from itertools.repeat(None, len(self))
 
     def beside(self, index: int, endings: Iterable[str]) -> str | None:
         """The path of a file that has the name of file `index` but for its ending, the first that there is."""

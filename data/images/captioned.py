@@ -148,13 +148,12 @@ class _InFolder:
 
     def sizes(self, number: int) -> Sizes:
         """As `_InTars.sizes`."""
-        if not self.has_any(number):
-            return np.full(len(self), -1)
-        return np.fromiter((self._size(self.beside(index, number)) for index in range(len(self))), np.int64, len(self))
+        paths = self.images.all_beside(_BESIDE[number - 1])
+        return np.fromiter(map(self._size, paths), np.int64, len(self))
 
-    def _size(self, place: Place | None) -> int:
+    def _size(self, path: str | None) -> int:
         try:
-            return -1 if place is None else os.path.getsize(place[0])
+            return -1 if path is None else os.path.getsize(path)
         except OSError:
             return 0
 

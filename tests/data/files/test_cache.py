@@ -24,6 +24,8 @@ from data import open_images, open_sounds, open_videos
 from data.files import cache, manifest, opening, packed
 from data.files.cache import Lists, Watched, kept_lists
 from data.files.packed import PackedStrings, StoredStrings
+from data.images.captioned import open_captioned
+from data.images.embeddings import KINDS
 from tests.data.helpers import on_all, one_line
 
 # Also names whose order is another one with the slash than without, and some that other programs take for two.
@@ -261,6 +263,24 @@ def test_a_list_that_was_made_to_do_harm_leads_to_no_other_tar(name, tmp_path):
     cache._save(str(path), str(folder), key, Lists(parts, watched))
     assert "is not true: delete it" in one_line(names_in, folder)
     assert not list(tmp_path.glob(".outside*")), "no index is made of it"
+
+
+def test_what_stands_beside_all_files_is_found_in_one_pass(tmp_path, monkeypatch):
+    stems = ["a", "a.b", "a.b.c", "a.z", "a-b", "a/b", "ab", "b", *map(str, range(300))]
+    beside = [f"{stem}{'.img_emb' if place % 5 else '.text'}.npy" for place, stem in enumerate(stems) if place % 3]
+    beside += [f"{stem}.npy" for stem in stems[::2]]
+    folder = folder_of(tmp_path / "set", [*(f"{stem}.png" for stem in stems), *beside, "0.png.npy", "zz.npy"])
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: (read.append(size), pread(file, size, at))[1])
+    for _ in range(2):
+        read.clear()
+        files = open_captioned(str(folder), image_size=8)._places.images
+        found = {kind: list(files.all_beside(kind.endings)) for kind in KINDS}
+        assert len(read) < 100
+        for kind in KINDS:
+            assert found[kind] == [files.beside(index, kind.endings) for index in range(len(stems))]
+            assert files.has_any_beside(kind.endings) and 50 < found[kind].count(None) < 300
+        assert not files.has_any_beside([".txt"]) and list(files.all_beside([".txt"])) == [None] * len(stems)
 
 
 def test_a_file_that_changes_while_it_is_used_is_named(tmp_path):
