@@ -1,0 +1,81 @@
+"""What is used of the inside of DeepSpeed and open_clip is there: a test of a new version of them says what went."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distributed import UserMistake
+from distributed.backends.deepspeed import state
+from tests.scripts import ROOT
+
+ADAPTER = ROOT / "distributed" / "backends" / "deepspeed"
+SOURCES = {"deepspeed": sorted(ADAPTER.glob("*.py")), "open_clip": sorted((ROOT / "models").glob("*.py"))}
+
+
+def chain(node: ast.AST) -> str:
+    """`a.b.c` of nested attributes; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = chain(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else ""
+
+
+def names_used(package: str, path: Path) -> Iterator[str]:
+    """Dotted names of a package that a file imports or reads."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and (name := chain(node)).startswith(f"{package}."):
+            yield name
+
+
+def is_there(name: str) -> bool:
+    root, *rest = name.split(".")
+    found = importlib.import_module(root)
+    for index, part in enumerate(rest):
+        if not hasattr(found, part):
+            try:
+                found = importlib.import_module(".".join([root, *rest[: index + 1]]))
+            except ImportError:
+                return False
+        else:
+            found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize(("package", "distribution"), [("deepspeed", "deepspeed"), ("open_clip", "open_clip_torch")])
+def test_every_name_that_is_used_is_in_the_installed_version(package: str, distribution: str) -> None:
+    used = {name for path in SOURCES[package] for name in names_used(package, path)}
+    gone = sorted(name for name in used if not is_there(name))
+    assert len(used) >= 4 and not gone, f"{distribution} {metadata.version(distribution)} has no {', '.join(gone)}"
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    assert is_there("deepspeed.zero.Init._zero_init_param") and not is_there("deepspeed.zero.Init.gone")
+    assert is_there("deepspeed.utils.logger") and not is_there("deepspeed.gone.logger")
+
+
+def test_what_is_used_of_deepspeeds_engine_is_checked_when_a_model_is_wrapped() -> None:
+    tree = ast.parse((ADAPTER / "engine.py").read_text())
+    used = {name.split(".")[2] for node in ast.walk(tree) if (name := chain(node)).startswith("self._ds.")}
+    private = {name for name in used if name.startswith("_")}
+    assert private and private <= set(state._OF_ENGINE)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_another_version_lacks_is_named_in_one_line(stage: int) -> None:
+    engine = SimpleNamespace(**dict.fromkeys(state._OF_ENGINE))
+    optimizer = SimpleNamespace(**dict.fromkeys(state._OF_ZERO[stage]))
+    state.check_inside(engine, optimizer, stage)
+    del engine._config
+    with pytest.raises(UserMistake) as raised:
+        state.check_inside(engine, optimizer, stage)
+    assert f"at ZeRO {stage} has no engine._config: it differs from the versions" in str(raised.value)
+    assert "\n" not in str(raised.value)
