@@ -26,6 +26,7 @@ LONGEST = (
     "launch/test_batch_parts",
     "launch/test_moved",
     "launch/test_filling",
+    "tests/test_every_script",
     "torture",
     "launch",
 )
