@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,17 @@ def on_all(world_size: int, work: Callable[[Process], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(caught, range(world_size)))
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """The members of a tar as files of a folder. Pythons before 3.11.4 do not know extractall's filter, and Python 3.14
+    changes what it does without one."""
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(path) as tar:
+        for member in tar:
+            content = tar.extractfile(member)
+            assert content is not None
+            (folder / member.name).write_bytes(content.read())
 
 
 def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from data.bad_samples import Incomplete
 from data.images.captioned import Shards
 from data.images.conditioned import ConditionedImages, open_conditioned
 from data.images.embeddings import number_of, row_of
-from tests.data.helpers import one_line, write_tar
+from tests.data.helpers import one_line, unpack, write_tar
 from tests.data.images.conditions import (
     TEXT_WIDTH,
     TOKENS,
@@ -67,8 +66,7 @@ WIDTHS = {"image_embed": WIDTH, "text_encodings": (TOKENS, TEXT_WIDTH)}
 def test_embeddings_beside_the_images_are_read_from_tars_and_folders(tmp_path, kinds):
     tars = write_tars(tmp_path / "tars", "txt", "json", *kinds)
     for path in sorted(tars.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            tar.extractall(tmp_path / "loose", filter="data")
+        unpack(path, tmp_path / "loose")
     if "mask.png" in kinds:
         for mask in (tmp_path / "loose").glob("*.mask.png"):
             mask.unlink()  # in a folder, it is an image of its own

@@ -21,7 +21,7 @@ import data.files.tars
 from data import open_sounds
 from data.files.tars import open_index, scan
 from data.sounds.tars import MEMBERS
-from tests.data.helpers import one_line
+from tests.data.helpers import one_line, unpack
 
 RATE = 8000
 
@@ -68,8 +68,7 @@ def opened(spec: Path | str, seconds: float = 0.5):
 
 def test_every_member_is_heard_as_the_file_alone_and_has_its_texts(tmp_path):
     path, loose = shard(tmp_path / "a.tar", samples(8)), tmp_path / "loose"
-    with tarfile.open(path) as tar:
-        tar.extractall(loose, filter="data")
+    unpack(path, loose)
     in_tar, files = opened(path), opened(loose)
     assert len(in_tar) == len(files) == 8
     for i in range(8):
