@@ -409,8 +409,8 @@ def test_a_run_that_began_where_another_one_was_is_left_alone(tmp_path, monkeypa
         return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     def replace() -> None:
-        os.rename(tmp_path / "a", tmp_path / "b")
         train(tmp_path / "c", stop_at=2)
+        os.rename(tmp_path / "a", tmp_path / "b")  # at once before the other: a save under way would make a/ again
         os.rename(tmp_path / "c", tmp_path / "a")
         (tmp_path / "a" / ".lock").write_text("process 1 on another")
         before.update(content(tmp_path / "a"))
