@@ -29,7 +29,7 @@ class Checkpoints:
     """The checkpoints of a run: folders `step_00000100/` and so on, and a file `latest` with the name of the newest.
 
     Args:
-        folder: Holds the checkpoints; the first save creates it.
+        folder: Holds the checkpoints; the first save creates it, in a folder that exists.
         keep: Number of newest checkpoints that are not deleted, at least 1.
         processes: The processes of the run; all of them call `save` and `wait`.
         synced_first: A file whose content must reach the disk before a checkpoint does; it need not exist.
@@ -171,6 +171,7 @@ class Checkpoints:
     def _commit(self, unfinished: Path, path: Path) -> None:
         if self._synced_first is not None and self._synced_first.exists():
             sync(self._synced_first)
+        self._check()  # again, because writing took a while
         os.rename(unfinished, path)
         sync(self.folder)
         write_atomically(self.folder / "latest", f"{path.name}\n".encode())
@@ -183,7 +184,7 @@ class Checkpoints:
     def _make_room(self) -> None:
         """Create the folder, and delete what killed saves left in it."""
         if not self.folder.exists():
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir()  # without its parents: a run folder that was renamed meanwhile must not reappear
             sync(self.folder.parent)
         for prefix in (_UNFINISHED, _UNWANTED):
             for leftover in self.folder.glob(f"{prefix}*"):

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,6 +388,34 @@ def test_a_folder_that_is_renamed_under_a_run_does_not_reappear_and_the_run_says
     assert logged(tmp_path / "b", "weight") == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_folder_that_is_renamed_while_a_save_begins_does_not_reappear(tmp_path, monkeypatch, capsys):
+    make_room = store.Checkpoints._make_room
+
+    def moved(self) -> None:
+        os.rename(tmp_path / "a", tmp_path / "b")  # after the save looked whether the folder is there
+        make_room(self)
+
+    monkeypatch.setattr(store.Checkpoints, "_make_room", moved)
+    with pytest.raises(SystemExit) as exit:
+        train(tmp_path / "a")
+    assert exit.value.code == 1 and os.listdir(tmp_path) == ["b"]
+    assert "cannot write the checkpoint" in capsys.readouterr().err
+
+
+def test_a_save_is_not_committed_into_a_folder_that_became_that_of_another_run_meanwhile(tmp_path, monkeypatch):
+    write = store.write_folder
+
+    def taken_over(*args) -> None:
+        write(*args)
+        (tmp_path / ".lock").unlink()
+        (tmp_path / ".lock").write_text("process 1 on another")
+
+    monkeypatch.setattr(store, "write_folder", taken_over)
+    with pytest.raises(SystemExit) as exit:
+        train(tmp_path)
+    assert exit.value.code == 1 and os.listdir(tmp_path / "checkpoints") == []
+
+
 def test_a_folder_that_is_renamed_and_renamed_back_has_all_its_lines(tmp_path, monkeypatch):
     moved_in_update(monkeypatch, 3, lambda: os.rename(tmp_path / "a", tmp_path / "b"))
     moved = Weights.step
@@ -410,7 +439,10 @@ def test_a_run_that_began_where_another_one_was_is_left_alone(tmp_path, monkeypa
 
     def replace() -> None:
         train(tmp_path / "c", stop_at=2)
-        os.rename(tmp_path / "a", tmp_path / "b")  # at once before the other: a save under way would make a/ again
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()  # the save of the run that is being replaced
+        os.rename(tmp_path / "a", tmp_path / "b")
         os.rename(tmp_path / "c", tmp_path / "a")
         (tmp_path / "a" / ".lock").write_text("process 1 on another")
         before.update(content(tmp_path / "a"))
