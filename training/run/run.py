@@ -12,9 +12,6 @@ from typing import Any, NoReturn
 import torch
 from PIL import Image
 
-from ..checkpoints.averages import AverageFiles
-from ..checkpoints.format import damaged, explained
-from ..checkpoints.store import Checkpoints, step_of
 from ..contracts import Feed, Processes, Stateful
 from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
@@ -26,6 +23,7 @@ from .profiling import Profiler
 from .progress import Progress, ProgressDisplay, changes, described, plain, total_samples_from
 from .random_state import RandomState
 from .rehearsal import folder_beside
+from .saves import Saves
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
@@ -82,14 +80,14 @@ class Run:
             epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
         )
         self.progress = Progress(args.batch_size, size, total_samples)
-        self._checkpoints = Checkpoints(
-            self.folder.checkpoints_dir,
+        self._saves = Saves(
+            self.folder,
             args.keep_n_checkpoints,
+            self.progress,
             processes,
-            synced_first=self.folder.metrics_file,
-            check=self.folder.check_is_here,
+            seconds=lambda: self.stopwatch.seconds,
+            say=lambda text: self.say(text),
         )
-        self._averages = AverageFiles(self.folder.path / "snapshots")
         self.deadline = Deadline(args.save_before_minutes)
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
@@ -97,10 +95,6 @@ class Run:
         self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs)
         # For the updates of the scripts.
         self.add, self.log = self._metrics.add, self._metrics.log
-        self._parts: dict[str, Stateful] = {}
-        self._said_failure: str | None = None
-        self._unwritten: str | None = None
-        self._written: list[str] = []
 
     @property
     def is_root(self) -> bool:
@@ -120,41 +114,17 @@ class Run:
         """
         here = self._processes
         own_parts = {"progress": self.progress, "random": RandomState(here), "bad_samples": self._feed.bad_samples}
-        self._parts = {**own_parts, **parts}
-        states: dict[str, Any] = {}
-        written_by: dict[str, Any] = {}
+        self._saves.parts = {**own_parts, **parts}
         news: list[str] = []
         changed: dict[str, list[Any]] = {}
-        with here.agreement():
-            found = self._checkpoints.newest_good(news.append) if here.is_root else None
-            if here.is_root and found is None and self.folder.finished_step is not None:
-                raise ValueError(
-                    f"{self.folder.path} holds a model of update {self.folder.finished_step} and no checkpoint; "
-                    "restore one to go on, give another --output_dir, or start over with --fresh"
-                )
-        # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
-        latest = here.broadcast_object(str(found) if found else None)
-        blind = [rank for rank, sees in enumerate(here.gather_objects(self.folder.is_seen)) if not sees]
-        if blind:
-            news.append(
-                f"rank {blind[0]} does not see {self.folder.path}; put --output_dir on a disk that all machines see, "
-                "because every process reads the checkpoint there to resume"
-            )
-        with here.agreement():
-            if latest and blind:
-                raise ValueError(f"cannot resume: {news[-1]}")
-            if latest:
-                states, written_by = self._checkpoints.load(Path(latest), expected=self._parts)
+        latest, states, written_by = self._saves.load_newest(news.append)
         # Collectives are allowed in an agreement in which all processes raise the same errors.
         with here.agreement():
             if latest:
                 self.folder.check_config(self._settings, self._model_arguments, self._resolve)
         with here.agreement():
-            for name, state in states.items():
-                with explained(Path(latest), name):
-                    self._parts[name].load_state_dict(state)
-            if latest and self.progress.step != step_of(Path(latest)):
-                raise damaged(Path(latest), f"it holds the state of update {self.progress.step}")
+            if latest:
+                self._saves.restore(latest, states)
             if self.folder.finished_step == self.progress.step:  # the model is written after the last evaluation
                 self.progress.unfinished_line = None
         with here.agreement():
@@ -167,7 +137,7 @@ class Run:
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
             if here.is_root and not self.is_complete:
-                self._averages.cut_back(self.progress.step)
+                self._saves.cut_back(self.progress.step)
         self.display = ProgressDisplay(self.progress, here.is_root)
         for line in news:
             self.say(line)
@@ -221,7 +191,7 @@ class Run:
         empty if no line is due. Collective."""
         if not self.due(self.args.log_every_n_steps):
             return {}
-        return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
+        return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._saves.parts.values()))
 
     def warn(self, text: str | None) -> None:
         """Print the text with `say`, unless it is None or empty."""
@@ -238,7 +208,7 @@ class Run:
         """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
         are nearly over by the root's clock. With several processes a request is answered one call
         late, unless the answer is needed `now`."""
-        is_late = self.is_root and self.deadline.near(self._checkpoints.longest_seconds)
+        is_late = self.is_root and self.deadline.near(self._saves.longest_seconds)
         return self._processes.stop_requested(is_late, now)
 
     def due(self, every_n_steps: int) -> bool:
@@ -256,7 +226,7 @@ class Run:
         line = {**place, **values, **times}
         self.tracker.log(clock.step, line)
         self.display.log(line)
-        self._report_failure()
+        self._saves.report_failure()
 
     def _times(self) -> dict[str, Any]:
         """Samples per second since the last call, seconds of all starts of the run, and the time of day."""
@@ -282,20 +252,19 @@ class Run:
 
     def save(self) -> None:
         """Start to write a checkpoint of all parts, unless this update was already saved."""
-        if self._checkpoints.requested_step == self.progress.step and not self._failed():
-            return
-        with self._costs.saving():
-            self._save()
+        if not self._saves.is_requested():
+            with self._costs.saving():
+                # A save that is made only because the run is stopped writes none, so that they do not depend on that.
+                self._saves.save(averages=self.due(self.args.save_every_n_steps))
 
     def save_and_wait(self) -> int:
         """Save, and wait until it is written. Returns the bytes of the checkpoint, on the root; 0 on others. Raises
         SystemExit if it cannot be written."""
         self.save()
-        if failure := self._failed():
+        if failure := self._saves.failure():
             self.say(failure)
             raise SystemExit(NOT_SAVED)
-        newest = self._checkpoints.latest() if self.is_root else None
-        return sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
+        return self._saves.newest_bytes()
 
     @property
     def device(self) -> torch.device:
@@ -308,28 +277,6 @@ class Run:
         most = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
         return ", ".join(f"{name.split('_')[1]} {peak:.3g} GB" for name, peak in most.items())
 
-    def _save(self) -> None:
-        self._checkpoints.join()
-        self._report_failure()
-        self.progress.seconds = round(self.stopwatch.seconds, 3)
-        states = {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
-        # A save that was only made because the run is stopped writes none, so that they do not depend on interruptions.
-        averages = self._averages.write if self.due(self.args.save_every_n_steps) else None
-        self._checkpoints.save(self.progress.step, states, self._processes.describe(), averages)
-
-    def _failed(self) -> str | None:
-        """What could not be written, or None; waits for the write that is under way. Collective."""
-        self._checkpoints.wait()
-        failure: str | None = self._processes.broadcast_object(self._checkpoints.failure)
-        return failure
-
-    def _report_failure(self) -> None:
-        """Say once that a write failed; training goes on."""
-        failure = self._checkpoints.failure
-        if failure and failure != self._said_failure:
-            self.say(f"{failure}; training goes on, and the next save tries again")
-        self._said_failure = failure
-
     def save_and_exit(self, line: Mapping[str, Any], *, evaluation_is_due: bool) -> NoReturn:
         """Stop because the run was asked to: save a checkpoint of this update and exit with code 75, or with code 1 if
         it cannot be written. The line of metrics is logged now; but if an evaluation is due, the next start evaluates
@@ -340,7 +287,7 @@ class Run:
         self.save()
         if line and not evaluation_is_due:
             self.write_line({**line, "bad_samples": self._feed.bad_samples.count})
-        if not self._failed():
+        if not self._saves.failure():
             again = "without --fresh" if self.args.fresh else "again"
             self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")
         self.close()
@@ -351,30 +298,20 @@ class Run:
 
         If the model cannot be written, the run ends with exit code 1; the next start tries again.
         """
-        failure = None
-        if self._processes.is_root:
-            try:
-                self.folder.check_is_here()
-                write(path)
-            except OSError as error:
-                failure = " ".join(str(error).split())
-        if self._processes.broadcast_object(failure):
-            self._unwritten = failure
+        if not self._saves.write_model(write, path):
             self.close()
-        self._written.append(str(path))
 
     def close(self, use: Sequence[str] = ()) -> None:
         """Wait until everything is on the disk, and say what the run has written and how to use its model (see
         `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
-        self._checkpoints.wait()
+        self._saves.wait()
         self._profiler.close()
         self.tracker.close()
-        failures = [self._unwritten, self._checkpoints.failure, self.tracker.failure]
+        failures = [*self._saves.failures(), self.tracker.failure]
         failure: str | None = self._processes.broadcast_object("; ".join(filter(None, failures)) or None)
         if failure:
-            newest = self._checkpoints.latest()
-            self.say(f"{failure}; the newest checkpoint is {newest.name if newest else 'none'}")
-        elif self._written:
+            self.say(f"{failure}; the newest checkpoint is {self._saves.newest_name()}")
+        elif self._saves.models:
             with self._processes.agreement():
                 self.folder.mark_finished(self.progress.step)
             self.say("; ".join(self._last_words(use)))
@@ -384,10 +321,10 @@ class Run:
 
     def _last_words(self, use: Sequence[str]) -> Iterator[str]:
         """What the run has written, and the command that uses its model."""
-        yield f"finished: {', '.join(self._written)}"
+        yield f"finished: {', '.join(self._saves.models)}"
         if picture := max(self.folder.samples_dir.glob("step_*.png"), default=None):
             yield f"newest picture: {picture}"
         yield f"metrics: {self.folder.metrics_file}"
         if use:
             script, *flags = use
-            yield f"next: {shlex.join(['python', script, '--model', self._written[0], *flags])}"
+            yield f"next: {shlex.join(['python', script, '--model', self._saves.models[0], *flags])}"
