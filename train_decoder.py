@@ -25,7 +25,7 @@ from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_conditioned_image_arguments, add_optimizer_arguments, add_run_arguments
 from training.flags.unets import check_unet_flags, of_unet, refuse_idle_decoder_flags, sampling_of, spread, stages_of
-from training.run.folder import last_start
+from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch

@@ -30,7 +30,7 @@ from training.flags.shared import (
     add_run_arguments,
     add_video_arguments,
 )
-from training.run.folder import last_start
+from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch

@@ -21,7 +21,7 @@ import distributed
 from training.flags.converters import non_negative_float, positive_float, size, size_or_0
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_image_arguments, add_run_arguments
-from training.run.folder import last_start
+from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image

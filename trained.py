@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.run.folder import script_of
+from training.run.starts import script_of
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 

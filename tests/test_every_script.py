@@ -37,7 +37,7 @@ from tests.scripts import (
     metrics,
 )
 from training.run import stopwatch
-from training.run.folder import starts
+from training.run.starts import starts
 
 
 @pytest.fixture(scope="module", params=SCRIPTS.values(), ids=str)

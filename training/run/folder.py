@@ -4,24 +4,14 @@ import contextlib
 import errno
 import json
 import os
-import platform
-import re
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes, read_json_or_empty, read_yaml
+from tandem.files.reading import read_json_or_empty, read_yaml
 from tandem.files.writing import hold, move_aside, other_holder, write_atomically
 
-_PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
-
-STARTS = "starts.jsonl"  # an object for each start of the run
-OLD_START = "environment.json"  # what older versions wrote instead: the last start alone
+from .starts import add_start, script_of, starts
 
 # Data order, split and noise depend on the seed: with another seed, a resumed run would not continue the old run.
 _OF_THE_RUN = ("seed",)
@@ -99,13 +89,7 @@ class RunFolder:
     def add_start(self, facts: Mapping[str, Any]) -> None:
         """Add a line to starts.jsonl: time, command, versions, commit and host, and `facts` (JSON), such as script,
         backend and processes."""
-
-        def add() -> None:
-            lines = [*starts(self.path), {"time": now(), **environment(), "torchruns": self._torchruns, **facts}]
-            write_atomically(self.path / STARTS, "".join(json.dumps(line) + "\n" for line in lines).encode())
-            (self.path / OLD_START).unlink(missing_ok=True)  # its content is the first line now
-
-        self._on_root(add)
+        self._on_root(lambda: add_start(self.path, {"torchruns": self._torchruns, **facts}))
 
     def check_script(self, script: str) -> None:
         """Refuse to go on in the folder of another script's run. Raises ValueError, in one line."""
@@ -274,62 +258,3 @@ def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:
                 f"--output_dir {output_dir} is in --{flag} {source}, so that the pictures of the run would become "
                 "samples; give an --output_dir outside"
             )
-
-
-def starts(output_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of starts.jsonl in a run folder, the oldest start first; damaged lines are left out."""
-    try:
-        lines = read_bytes(Path(output_dir) / STARTS, LONGEST_JSON_BYTES).splitlines()
-    except (OSError, ValueError):
-        old = read_json_or_empty(Path(output_dir) / OLD_START)
-        return [old] if old else []
-    found: list[Any] = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            found.append(parse_json(line))
-    return [start for start in found if isinstance(start, dict)]
-
-
-def last_start(output_dir: str | Path) -> dict[str, Any]:
-    """The last line of `starts`; empty if there is none."""
-    return next(reversed(starts(output_dir)), {})
-
-
-def script_of(output_dir: str | Path) -> str | None:
-    """File name of the script whose run is in this folder; None if it is not known."""
-    start = last_start(output_dir)
-    command = start.get("command")
-    # Before starts.jsonl, the command alone said which script it was.
-    name = start.get("script") or (isinstance(command, list) and command and os.path.basename(str(command[0])))
-    return name if isinstance(name, str) and re.fullmatch(r"train_\w+\.py", name) else None
-
-
-def now() -> str:
-    """The time of day in UTC, such as 2026-01-31T12:00:00+00:00."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def environment() -> dict[str, Any]:
-    """Versions, commit and host of this run, as JSON values. No environment variables, because they may hold keys."""
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "packages": versions,
-        "git_commit": _git_commit(),
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-    }
-
-
-def _git_commit() -> str | None:
-    """Commit of this source, with "-dirty" if files differ from it; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -16,7 +16,7 @@ from ..contracts import Feed, Processes, Stateful
 from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
 from .costs import Costs
-from .folder import RunFolder, check_apart, now
+from .folder import RunFolder, check_apart
 from .loop import Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
@@ -24,6 +24,7 @@ from .progress import Progress, ProgressDisplay, changes, described, plain, tota
 from .random_state import RandomState
 from .rehearsal import folder_beside
 from .saves import Saves
+from .starts import now
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from tandem.files import writing
-from training.run.folder import RunFolder, check_apart, last_start, script_of, starts
+from training.run.folder import RunFolder, check_apart
+from training.run.starts import last_start, starts
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,21 +43,6 @@ def test_config_and_environment_are_saved_without_environment_variables(tmp_path
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert environment["backend"] == "single" and environment["deepspeed_config"]["zero_optimization"]["stage"] == 2
     assert environment["host"] and "git_commit" in environment
-
-
-def test_starts_are_added_behind_those_of_an_older_version_and_damaged_lines_are_left_out(tmp_path):
-    assert starts(tmp_path) == [] and last_start(tmp_path) == {} and script_of(tmp_path) is None
-    old = {"command": ["/code/train_vqgan.py", "--seed", "1"], "world_size": 2}
-    (tmp_path / "environment.json").write_text(json.dumps(old))
-    assert last_start(tmp_path) == old and script_of(tmp_path) == "train_vqgan.py"
-    run = RunFolder(tmp_path)
-    run.add_start({"script": "train_vae.py", "world_size": 4})
-    assert [start["world_size"] for start in starts(tmp_path)] == [2, 4] and script_of(tmp_path) == "train_vae.py"
-    assert not (tmp_path / "environment.json").exists()
-    with open(tmp_path / "starts.jsonl", "a") as file:
-        file.write('[1]\n{"world_size": ')
-    run.add_start({"world_size": 8})
-    assert [start["world_size"] for start in starts(tmp_path)] == [2, 4, 8]
 
 
 def test_settings_that_changed_are_found_whatever_kind_they_are(tmp_path):

@@ -31,10 +31,10 @@ from training.pictures.images import Sample
 from training.run import stopwatch
 from training.run.best import BestModel
 from training.run.costs import without_costs
-from training.run.folder import starts
 from training.run.loop import Evaluation
 from training.run.random_state import RandomState
 from training.run.run import Run
+from training.run.starts import starts
 from training.run.stopwatch import Deadline
 from training.run.tracking import JsonlTracker
 
