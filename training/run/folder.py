@@ -1,17 +1,22 @@
 """The folder of a run: what it holds, whether it can be written, and whether it fits the present arguments."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.files.reading import read_json_or_empty, read_yaml
 from tandem.files.writing import hold, move_aside, other_holder, write_atomically
 
 from .starts import add_start, script_of, starts
+
+if TYPE_CHECKING:
+    from ..contracts import Processes
 
 # Data order, split and noise depend on the seed: with another seed, a resumed run would not continue the old run.
 _OF_THE_RUN = ("seed",)
@@ -27,36 +32,22 @@ class RunFolder:
     The root reads and writes; its results and errors are broadcast, so that they are the same on every process.
 
     Args:
-        fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over.
-        broadcast: Gives every process the root's JSON value; the identity for a single process.
-        torchruns: Identifies each torchrun that started these processes (`Backend.torchruns`). If one of them has
-            started the run in the folder before, `fresh` has no effect: torchrun also starts its processes again when a
-            machine joins, which it does not count.
-        agreement: A context in which the root may work longer than a collective would wait, and whose ValueError on the
-            root becomes one on every process.
-        mark: Called now and then while the root waits for another process's lock, to show that the root is alive.
+        fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over. Without effect if a
+            torchrun that started these processes has started the run in the folder before: torchrun also starts its
+            processes again when a machine joins, which it does not count.
 
     Raises:
         ValueError: one line, if the folder cannot be created or written, or another process uses it.
     """
 
-    def __init__(
-        self,
-        output_dir: str | Path,
-        is_root: bool = True,
-        fresh: bool = False,
-        broadcast: Callable[[Any], Any] = lambda found: found,
-        torchruns: Collection[str] = (),
-        agreement: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        mark: Callable[[str], None] = lambda phase: None,
-    ) -> None:
+    def __init__(self, output_dir: str | Path, processes: Processes, *, fresh: bool = False) -> None:
         self.path = Path(output_dir)
         self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
         self.metrics_file = self.path / "metrics.jsonl"
         #: Created at the end of the run.
         self.model_dir = self.path / "model"
         self._lock_file = self.path / ".lock"
-        self._is_root, self._broadcast, self._mark, self._torchruns = is_root, broadcast, mark, list(torchruns)
+        self._processes, self._torchruns = processes, processes.torchruns()
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
         #: Whether the folder holds a finished run.
@@ -64,10 +55,10 @@ class RunFolder:
         #: Update whose weights model/ holds, or None.
         self.finished_step: int | None
         opened = None
-        with agreement():
-            if is_root:
+        with processes.agreement():  # in which the root may wait longer for a lock than a collective would
+            if processes.is_root:
                 opened = self._explained(lambda: self._open(fresh))
-        self.moved_to, self.finished, self.finished_step = broadcast(opened)
+        self.moved_to, self.finished, self.finished_step = processes.broadcast_object(opened)
         #: Whether this process sees the folder of the root, from which each process resumes.
         self.is_seen = os.path.exists(self._lock_file)  # False on any error, which then is this process's alone
 
@@ -159,12 +150,12 @@ class RunFolder:
     def _on_root(self, action: Callable[[], Any]) -> Any:
         """Run `action` on the root; every process returns its result, or raises its error as a one-line ValueError."""
         result, message = None, None
-        if self._is_root:
+        if self._processes.is_root:
             try:
                 result = self._explained(action)
             except ValueError as error:
                 message = str(error)
-        result, message = self._broadcast((result, message))
+        result, message = self._processes.broadcast_object((result, message))
         if message is not None:
             raise ValueError(message)
         return result
@@ -212,10 +203,10 @@ class RunFolder:
                 "--output_dir"
             )
         if fresh and found and not self._was_started_by_ours():
-            with hold(self._lock_file, self._mark):
+            with hold(self._lock_file, self._processes.mark):
                 moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self._lock_file, self._mark)
+        self._lock = hold(self._lock_file, self._processes.mark)
         # Write 4 KiB: an empty file can be created on a full disk.
         probe = self.path / ".writable"
         write_atomically(probe, bytes(4096))

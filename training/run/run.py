@@ -61,16 +61,8 @@ class Run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
         with processes.agreement():  # of its own, because links may differ between machines
             check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
-        self.folder = RunFolder(
-            args.output_dir,
-            processes.is_root,
-            # A launcher that restarts the processes passes the same arguments, but the run must then go on.
-            args.fresh and not processes.is_restart,
-            processes.broadcast_object,
-            processes.torchruns(),
-            processes.agreement,
-            processes.mark,
-        )
+        # A launcher that restarts the processes passes the same arguments, but the run must then go on.
+        self.folder = RunFolder(args.output_dir, processes, fresh=args.fresh and not processes.is_restart)
         with processes.agreement():
             self.folder.check_script(args.script)
             self.tracker = make_trackers(

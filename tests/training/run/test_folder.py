@@ -4,23 +4,33 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tandem.files import writing
+from tests.training.processes import OneProcess
 from training.run.folder import RunFolder, check_apart
 from training.run.starts import last_start, starts
 
 ROOT = Path(__file__).parents[3]
 
 
+def opened(path: Path | str, *, fresh: bool = False, **of_processes: Any) -> RunFolder:
+    """The run folder of a process; what is named is that of another kind of process."""
+    here = OneProcess()
+    vars(here).update(of_processes)
+    return RunFolder(path, here, fresh=fresh)
+
+
 def test_folder_is_made_with_its_parents_and_left_clean(tmp_path):
-    run = RunFolder(tmp_path / "runs" / "vae")
+    run = opened(tmp_path / "runs" / "vae")
     assert [path.name for path in run.path.iterdir()] == [".lock"] and run.moved_to is None and not run.finished
     run.write_sample(100, b"png")
     run.write_sample(100, b"gif", "unet", "gif")
@@ -31,7 +41,7 @@ def test_folder_is_made_with_its_parents_and_left_clean(tmp_path):
 
 def test_config_and_environment_are_saved_without_environment_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "not-to-be-written")
-    run = RunFolder(tmp_path)
+    run = opened(tmp_path)
     config = {"batch_size": 8, "learning_rate": 1e-4, "image_folder": None, "widths": [1, 2], "name": "größe"}
     run.write_config(config)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text(encoding="utf-8")) == config
@@ -63,25 +73,28 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path, path):
     (tmp_path / "file").write_text("")
     path = path.format(tmp_path)
     with pytest.raises(ValueError, match="cannot write the run folder") as error:
-        RunFolder(path)
+        opened(path)
     assert "\n" not in str(error.value) and path in str(error.value) and "--output_dir" in str(error.value)
     assert "make room" not in str(error.value), "room is not what is missing"
 
 
-def test_a_folder_without_write_permission_is_refused(tmp_path):
-    # Permissions do not bind the superuser, so he becomes another user; the relative path spares the folders above.
-    script = (
-        "import os\nfrom training.run.folder import RunFolder\n"
-        "if os.getuid() == 0: os.setuid(65534)\n"
-        "try: RunFolder('locked')\nexcept ValueError as error: print(error)"
-    )
+def test_a_folder_without_write_permission_is_refused(tmp_path, monkeypatch, in_a_child):
     tmp_path.chmod(0o755)
     (tmp_path / "locked").mkdir(mode=0o555)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True, text=True, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert result.stdout.startswith("cannot write the run folder locked: Permission denied (at locked/.lock); give")
+    monkeypatch.chdir(tmp_path)  # the relative path spares the folders above
+    said, answer = os.pipe()
+
+    def attempt():
+        if os.getuid() == 0:  # permissions do not bind the superuser
+            os.setuid(65534)
+        with pytest.raises(ValueError) as error:
+            opened("locked")
+        os.write(answer, str(error.value).encode())
+
+    assert in_a_child(attempt) == 0
+    os.close(answer)
+    with os.fdopen(said) as file:
+        assert file.read().startswith("cannot write the run folder locked: Permission denied (at locked/.lock); give")
 
 
 def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -90,7 +103,7 @@ def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path, monkeypatch
 
     monkeypatch.setattr("tandem.files.writing.os.fsync", full)
     with pytest.raises(ValueError, match="No space left on device; make room"):
-        RunFolder(tmp_path / "run")
+        opened(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
@@ -98,7 +111,7 @@ OF_A_RUN = {"output_dir": "runs/vae", "keep_n_checkpoints": 3, "on_bad_sample": 
 
 
 def begun(path: Path) -> RunFolder:
-    run = RunFolder(path)
+    run = opened(path)
     run.write_config({"image_size": 128, "num_tokens": 8192, "batch_size": 8, **OF_A_RUN})
     return run
 
@@ -108,7 +121,7 @@ def test_fresh_moves_the_old_run_away_whole(tmp_path, monkeypatch):
         old = begun(tmp_path / "vae")
         (old.path / "metrics.jsonl").write_text(f"run {number}")
         monkeypatch.chdir(old.path)
-        new = RunFolder(path, fresh=True)
+        new = opened(path, fresh=True)
         assert new.moved_to == str(tmp_path / f"vae.old-{number}")
         assert Path(new.moved_to, "metrics.jsonl").read_text() == f"run {number}"
         assert [path.name for path in (tmp_path / "vae").iterdir()] == [".lock"]
@@ -122,14 +135,14 @@ def test_fresh_counts_once_for_each_torchrun(tmp_path, before, now, goes_on):
     old = begun(tmp_path / "vae")
     old.add_start({"torchruns": before})
     old.add_start({"torchruns": ["c"]})
-    moved_to = RunFolder(old.path, fresh=True, torchruns=now).moved_to
+    moved_to = opened(old.path, fresh=True, torchruns=lambda: now).moved_to
     assert moved_to == (None if goes_on else str(tmp_path / "vae.old-1"))
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_without_a_run_stays_where_it_is(tmp_path, fresh):
     (tmp_path / "notes.txt").write_text("mine")
-    assert RunFolder(tmp_path, fresh=fresh).moved_to is None and (tmp_path / "notes.txt").exists()
+    assert opened(tmp_path, fresh=fresh).moved_to is None and (tmp_path / "notes.txt").exists()
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -140,7 +153,7 @@ def test_a_folder_in_which_names_are_those_of_a_run_and_content_is_not_is_refuse
     path = tmp_path / "thesis" / name
     path.mkdir() if name == "checkpoints" else path.write_text("output_dir: mine")
     with pytest.raises(ValueError, match=f"holds {name} of something else than a run, which would be overwritten"):
-        RunFolder(tmp_path / "thesis", fresh=fresh)
+        opened(tmp_path / "thesis", fresh=fresh)
     assert sorted(os.listdir(tmp_path / "thesis")) == sorted([name, "photo.jpg"]) and os.listdir(tmp_path) == ["thesis"]
 
 
@@ -156,13 +169,13 @@ def test_fresh_knows_a_run_by_what_is_left_of_it(tmp_path, left):
         (run.path / name).unlink()
     if left != "checkpoints":
         shutil.rmtree(run.checkpoints_dir)
-    assert RunFolder(run.path, fresh=True).moved_to == str(tmp_path / "vae.old-1")
+    assert opened(run.path, fresh=True).moved_to == str(tmp_path / "vae.old-1")
 
 
 def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_written(tmp_path):
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
     with pytest.raises(ValueError, match="is not UTF-8 text") as error:
-        RunFolder(path)
+        opened(path)
     assert not path.exists() and str(error.value).encode()
 
 
@@ -185,7 +198,7 @@ def test_a_folder_that_was_renamed_or_is_that_of_another_run_is_not_written_to(t
 
 
 def test_looking_whether_the_folder_is_here_does_not_release_the_lock(tmp_path):
-    run = RunFolder(tmp_path)
+    run = opened(tmp_path)
     run.check_is_here()
     script = f"""if True:
         import pathlib
@@ -204,7 +217,7 @@ def test_nothing_is_written_through_a_link_that_is_in_the_folder(tmp_path, name)
     (tmp_path / "run" / name).symlink_to(tmp_path / "treasure")
     if name == ".lock":
         with pytest.raises(ValueError, match=r"it is a link; remove it \(at .*\.lock\)"):
-            RunFolder(tmp_path / "run")
+            opened(tmp_path / "run")
     else:
         begun(tmp_path / "run")
     assert (tmp_path / "treasure").read_text() == "mine"
@@ -229,7 +242,7 @@ def test_facts_that_no_run_wrote_are_as_good_as_none(tmp_path, content):
     run.model_dir.mkdir()
     for path in (run.model_dir / "training.json", tmp_path / "starts.jsonl", tmp_path / "environment.json"):
         os.mkfifo(path) if content == "a pipe" else path.write_text(content)
-    assert RunFolder(tmp_path).finished_step is None
+    assert opened(tmp_path).finished_step is None
     assert "command" not in last_start(tmp_path)
 
 
@@ -250,12 +263,12 @@ def test_a_run_inside_a_folder_of_samples_is_refused_unless_it_is_hidden_there(t
 def test_a_run_with_its_model_is_finished(tmp_path):
     run = begun(tmp_path)
     run.model_dir.mkdir()
-    assert not RunFolder(tmp_path).finished
+    assert not opened(tmp_path).finished
     (run.model_dir / "config.json").write_text("{}")
-    assert RunFolder(tmp_path).finished
+    assert opened(tmp_path).finished
     for content, step in (('{"step": 7}', 7), ('{"step": ', None), ("[7]", None)):
         (run.model_dir / "training.json").write_text(content)
-        assert RunFolder(tmp_path).finished_step == step
+        assert opened(tmp_path).finished_step == step
 
 
 def test_other_model_arguments_are_named_with_both_values(tmp_path):
@@ -301,8 +314,8 @@ def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
     send = lambda found: (sent.append(json.dumps(found)), found)[1]  # noqa: E731
     receive = lambda _: json.loads(sent.pop(0))  # noqa: E731
     begun(tmp_path / "vae")
-    root = RunFolder(tmp_path / "vae", is_root=True, fresh=True, broadcast=send)
-    other = RunFolder(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast=receive)
+    root = opened(tmp_path / "vae", fresh=True, broadcast_object=send)
+    other = opened(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast_object=receive)
     assert root.moved_to == other.moved_to and not (tmp_path / "elsewhere").exists()
 
     root.write_config({})
@@ -331,25 +344,29 @@ def test_the_root_opens_the_folder_in_an_agreement_in_which_it_may_wait_for_anot
 
     monkeypatch.setattr("training.run.folder.hold", wait)
     broadcast = lambda found: (order.append("broadcast"), found)[1]  # noqa: E731
-    RunFolder(tmp_path, broadcast=broadcast, agreement=agreement, mark=order.append)
+    opened(tmp_path, broadcast_object=broadcast, agreement=agreement, mark=order.append)
     assert order == ["enter", "waiting", "leave", "broadcast"]
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.3)
-    code = f"""if True:
-        from training.run.folder import RunFolder
-        folder = RunFolder({str(tmp_path)!r})
-        print('ready', flush=True)
-        input()
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as other:
-        assert other.stdout.readline() == "ready\n"
+    said, answer = os.pipe()
+    if (other := os.fork()) == 0:
+        try:
+            run = opened(tmp_path)
+            os.write(answer, str(run.path).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(answer)
+    try:
+        assert os.read(said, 4096) == str(tmp_path).encode()
         for fresh in (False, True):
             (tmp_path / "config.yaml").write_text(yaml.safe_dump(OF_A_RUN))
-            with pytest.raises(ValueError, match=f"is in use by process {other.pid} on .*; end it first"):
-                RunFolder(tmp_path, fresh=fresh)
-        other.kill()
-    RunFolder(tmp_path)
+            with pytest.raises(ValueError, match=f"is in use by process {other} on .*; end it first"):
+                opened(tmp_path, fresh=fresh)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        os.close(said)
+    opened(tmp_path)
