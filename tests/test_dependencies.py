@@ -13,6 +13,7 @@ import pytest
 
 from distributed import UserMistake
 from distributed.backends.deepspeed import state
+from models import clip
 from tests.scripts import ROOT
 
 ADAPTER = ROOT / "distributed" / "backends" / "deepspeed"
@@ -55,6 +56,11 @@ def test_every_name_that_is_used_is_in_the_installed_version(package: str, distr
     used = {name for path in SOURCES[package] for name in names_used(package, path)}
     gone = sorted(name for name in used if not is_there(name))
     assert len(used) >= 4 and not gone, f"{distribution} {metadata.version(distribution)} has no {', '.join(gone)}"
+
+
+def test_what_is_used_of_open_clip_is_checked_when_it_is_imported() -> None:
+    used = {name.split(".")[1] for path in SOURCES["open_clip"] for name in names_used("open_clip", path)}
+    assert used == set(clip._OF_PACKAGE)
 
 
 def test_a_name_that_is_gone_is_found() -> None:
