@@ -19,8 +19,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tandem.files.writing import say
+
 from .engines.base import Engine
-from .errors import TrainingStopped, UserMistake, first_line, say
+from .errors import TrainingStopped, UserMistake, first_line
 from .options import Options
 from .processes import Processes
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import sys
-
-from tandem.files.reading import printable
 
 # Gloo's errors name places in its C++ source.
 _SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")
@@ -40,9 +35,3 @@ def lacks_memory(error: BaseException) -> bool:
     # PyTorch raises a plain RuntimeError if the CPU's memory is exhausted, or if a size overflows.
     said = ("not enough memory", "can't allocate memory", "out of memory", "Storage size calculation overflowed")
     return isinstance(error, MemoryError) or any(words in str(error) for words in said)
-
-
-def say(text: str) -> None:
-    """Print one line on stderr, after the script's name, if anybody is left to read it."""
-    with contextlib.suppress(OSError):
-        print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .errors import TrainingStopped, first_line, say
+from tandem.files.writing import say
+
+from .errors import TrainingStopped, first_line
 from .launchers import Launch
 
 if TYPE_CHECKING:

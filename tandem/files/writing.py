@@ -91,7 +91,7 @@ def hold(
             raise ValueError(f"{path.parent} is in use by {holder}; end it first, or give another --output_dir")
         if waited >= _LOCK_SECONDS and not has_said:
             has_said = True
-            _say(
+            say(
                 f"{path.parent} is in use by {holder}; waiting for up to {lease_seconds / 60:g} minutes, in case that "
                 "its machine has crashed and a file server has not noticed yet"
             )
@@ -143,6 +143,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def say(text: str) -> None:
+    """Print one line on stderr, after the script's name, if anybody is left to read it."""
+    with contextlib.suppress(OSError):
+        print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)
+
+
 def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -159,11 +165,6 @@ def _runs_here(holder: str) -> bool:
     except OSError:
         return True  # of another user
     return True
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may be left to read it
-        print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _holder_of(path: Path) -> str:

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from tandem.files.reading import parse_json, read_bytes, read_lines
-from tandem.files.writing import create, open_appending, replacing, write_atomically
+from tandem.files.writing import create, open_appending, replacing, say, write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
@@ -69,7 +68,7 @@ class JsonlTracker:
                 size = file.seek(0, os.SEEK_END)
                 if size < self._size:
                     # Truncating to the expected size would fill the file up with zero bytes.
-                    _say(f"{self.path} lost lines while the run goes on: {size} of {self._size} bytes are left")
+                    say(f"{self.path} lost lines while the run goes on: {size} of {self._size} bytes are left")
                     self._size = size
                     if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                         content = b"\n" + content
@@ -78,7 +77,7 @@ class JsonlTracker:
         except OSError as error:
             failure = f"cannot write {self.path}: {error.strerror or error}"
             if self.failure is None:
-                _say(f"{failure}; its lines are kept for later")
+                say(f"{failure}; its lines are kept for later")
             self.failure = failure
             return
         self._size += len(content)
@@ -167,7 +166,7 @@ class WandbTracker:
         try:
             self._run = wandb.init(**options, mode=None if has_key else "offline")
         except wandb.errors.Error as error:
-            _say(f"wandb writes offline: {error}")
+            say(f"wandb writes offline: {_one_line(error)}")
             # End wandb's service process, which still holds the run that could not start.
             wandb.teardown()
             self._run = wandb.init(**options, mode="offline")
@@ -247,11 +246,11 @@ class Trackers:
 
     def _switch_off(self, name: str, error: Exception) -> None:
         self._optional.pop(name, None)
-        _say(f"{name} is switched off, the run goes on: {type(error).__name__}: {error}")
+        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {_one_line(error)}")
 
 
-def _say(text: str) -> None:
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def make_trackers(

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from distributed.errors import say
+from tandem.files.writing import say
 from training.run.progress import Progress, ProgressDisplay, changes, duration, total_samples_from
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from training.run.tracking import JsonlTracker, Trackers, make_trackers
 
+SCRIPT = os.path.basename(sys.argv[0])
 PICTURE = Image.new("RGB", (4, 3), (255, 0, 0))
 
 
@@ -42,9 +43,17 @@ def test_a_tracker_that_cannot_start_or_fails_says_so_once_and_the_others_go_on(
     trackers.close()
     assert steps(tmp_path) == [1, 2, 3, 4] and failing.log.call_count == 2 and not failing.close.called
     assert capsys.readouterr().err.splitlines() == [
-        "tensorboard is switched off, the run goes on: OSError: no room",
-        "wandb is switched off, the run goes on: ConnectionError: no network",
+        f"{SCRIPT}: tensorboard is switched off, the run goes on: OSError: no room",
+        f"{SCRIPT}: wandb is switched off, the run goes on: ConnectionError: no network",
     ]
+
+
+def test_a_tracker_that_fails_when_the_terminal_is_gone_stops_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stderr", Mock(write=Mock(side_effect=BrokenPipeError(32, "Broken pipe"))))
+    trackers = Trackers(JsonlTracker(tmp_path), {"wandb": lambda: Mock(log=Mock(side_effect=ConnectionError))})
+    trackers.cut_back(0)
+    trackers.log(1, {"loss": 1.0})
+    assert steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("failing", ["login", "init", "define_metric", "log", "Image", "finish"])
@@ -64,7 +73,7 @@ def test_wandb_that_raises_anywhere_stops_no_run(tmp_path, monkeypatch, capsys, 
         trackers.log_image(step, "grid", PICTURE)
     trackers.close()
     assert steps(tmp_path) == [1, 2]
-    said = "wandb is switched off, the run goes on: RuntimeError: the server says no"
+    said = f"{SCRIPT}: wandb is switched off, the run goes on: RuntimeError: the server says no"
     assert capsys.readouterr().err.splitlines() == [said]
 
 
@@ -91,7 +100,7 @@ def test_a_file_that_was_cut_while_the_run_goes_on_is_said_and_not_filled_with_z
     tracker.log(3, {})
     tracker.log(4, {})
     assert capsys.readouterr().err.splitlines() == [
-        f"{path} lost lines while the run goes on: {left} of 24 bytes are left"
+        f"{SCRIPT}: {path} lost lines while the run goes on: {left} of 24 bytes are left"
     ]
     assert path.read_bytes().endswith(b'{"step": 3}\n{"step": 4}\n') and b"\0" not in path.read_bytes()
     resumed = JsonlTracker(tmp_path)
