@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from tandem.files.reading import DAMAGES, open_regular, parse_json
-from tandem.files.writing import open_appending
+from tandem.files.writing import create, open_appending, replacing
 
 from .packed import PackedStrings, StoredStrings, Strings
 
@@ -119,19 +119,11 @@ def replaced(cache: str, path: str) -> Iterator[BinaryIO]:
     folder, name = os.path.split(cache)
     os.makedirs(folder, exist_ok=True)
     # One name on each machine, so that what a killed process left is deleted; short, because `name` may be a long one.
-    temporary = os.path.join(folder, f".index-{hashlib.blake2b(_here(name), digest_size=8).hexdigest()}")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    unfinished = f".index-{hashlib.blake2b(_here(name), digest_size=8).hexdigest()}"
+    with replacing(Path(cache), name=unfinished, mode=None, is_synced=False) as temporary:
+        with create(temporary, 0o600) as file:
             yield file
-        os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode) & 0o444 | 0o600)
-        os.replace(temporary, cache)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        temporary.chmod(stat.S_IMODE(os.stat(path).st_mode) & 0o444 | 0o600)
 
 
 def _can_be_made(cache: str) -> bool:

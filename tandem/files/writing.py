@@ -38,14 +38,22 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, is_synced: bool = True) -> Iterator[Path]:
+def replacing(
+    path: Path, *, name: str | None = None, mode: int | None = NEW_FILE_MODE, is_synced: bool = True
+) -> Iterator[Path]:
     """The path of a temporary file beside `path`, which does not exist; the body makes it. Then it is synced, unless
-    that would take too long, and renamed over `path`. If anything fails, it is deleted and `path` stays as it was."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    that would take too long, and renamed over `path`. If anything fails, it is deleted and `path` stays as it was.
+
+    Args:
+        name: Of the temporary file, whose leftover of a killed process is deleted; one for each `path` by default.
+        mode: Who may then read and write the file; None: as the body made it.
+    """
+    temporary = path.with_name(name or f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # what a killed process left, or a link, which is not followed
     try:
         yield temporary
-        temporary.chmod(NEW_FILE_MODE)  # safetensors makes files that only their owner can read
+        if mode is not None:
+            temporary.chmod(mode)  # safetensors makes files that only their owner can read
         if is_synced:
             sync(temporary)
         os.replace(temporary, path)
@@ -55,9 +63,9 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[Path]:
         raise
 
 
-def create(path: Path) -> BinaryIO:
-    """Open a new file for writing. Raises FileExistsError if there is one, or a link."""
-    return os.fdopen(_open(path, os.O_WRONLY | os.O_EXCL), "wb")
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Open a new file for writing; the umask takes of the mode. Raises FileExistsError if there is one, or a link."""
+    return os.fdopen(_open(path, os.O_WRONLY | os.O_EXCL, mode), "wb")
 
 
 def open_appending(path: Path) -> BinaryIO:
@@ -177,11 +185,11 @@ def _holder_of(path: Path) -> str:
     return printable(said) or "another process"
 
 
-def _open(path: Path, flags: int) -> int:
+def _open(path: Path, flags: int, mode: int = 0o666) -> int:
     # O_NONBLOCK: opening a pipe that nobody reads would wait for ever.
     flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link; remove it", str(path)) from None

@@ -58,6 +58,16 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
+def test_a_file_may_be_its_owners_alone_from_the_beginning_and_its_leftover_has_the_name_that_was_given(tmp_path):
+    path, leftover = tmp_path / "a", tmp_path / ".left"
+    leftover.write_text("of a killed process")
+    with replacing(path, name=".left", mode=None) as temporary, writing.create(temporary, 0o600) as file:
+        file.write(b"secret")
+        assert temporary == leftover and stat.S_IMODE(temporary.stat().st_mode) == 0o600
+    assert path.read_bytes() == b"secret" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["a"]
+
+
 @pytest.mark.parametrize("opened", [hold, open_appending])
 def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, tmp_path, treasure):
     (tmp_path / "link").symlink_to(treasure)
