@@ -94,7 +94,7 @@ def hold(
     began, has_said = time.monotonic(), False
     while not _lock(file):
         holder, waited = _holder_of(path), time.monotonic() - began
-        if waited >= _LOCK_SECONDS and (_runs_here(holder) or waited >= lease_seconds):
+        if waited >= _LOCK_SECONDS and (_runs(_process_here(holder)) or waited >= lease_seconds):
             file.close()
             raise ValueError(f"{path.parent} is in use by {holder}; end it first, or give another --output_dir")
         if waited >= _LOCK_SECONDS and not has_said:
@@ -133,6 +133,21 @@ def other_holder(path: Path, ours: BinaryIO) -> str | None:
     return None
 
 
+def is_left_behind(path: Path) -> bool:
+    """Whether a process of this machine held the lock file `path` and has ended. False if that cannot be known, as of a
+    process of another machine, or without locks. This process must not hold it."""
+    process = _process_here(_holder_of(path))
+    if process is None or _runs(process):
+        return False
+    try:
+        # Containers may have the name of one machine, but not each other's processes; the lock is between them too.
+        with open_regular(path) as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def move_aside(folder: Path) -> Path:
     """Rename a folder to a name beside it that is free, such as vae.old-1, and return that."""
     folder = Path(os.path.abspath(folder))
@@ -161,13 +176,17 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _runs_here(holder: str) -> bool:
-    """Whether the holder of a lock, in words, is a process that runs on this machine."""
+def _process_here(holder: str) -> int | None:
+    """The id of the holder of a lock, in words, if it is or was a process of this machine."""
     found = re.match(r"process (\d{1,9}) on (\S+)", holder)
-    if found is None or found[2] != socket.gethostname():
+    return int(found[1]) if found and found[2] == socket.gethostname() else None
+
+
+def _runs(process: int | None) -> bool:
+    if process is None:
         return False
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return False
     except OSError:

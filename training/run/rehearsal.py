@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import sys
@@ -10,23 +11,29 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from tandem.files.writing import hold, is_left_behind
+
 from . import ASKED_TO_STOP
 from .progress import duration
+from .starts import starts
 
 if TYPE_CHECKING:
     from ..contracts import Feed, Processes
     from .loop import Evaluation
     from .run import Run
 
+_PREFIX = ".dry-run-"
+_LOCK = ".dry_run"  # in the folder of a dry run, and of no other run
 _UPDATES = 3  # of which the first one may compile, choose kernels and start loaders
 
 
 def folder_beside(output_dir: str, processes: Processes) -> str:
-    """A new folder beside a run folder. The root deletes it when its process ends, if not before.
+    """A new folder beside a run folder. The root deletes it when its process ends, if not before, with the folders
+    above that it made for it; and what dry runs that were killed on its machine left there.
 
     Raises:
         UserMistake: one line, if it cannot be made.
@@ -35,11 +42,29 @@ def folder_beside(output_dir: str, processes: Processes) -> str:
     with processes.agreement():
         if processes.is_root:
             parent = Path(os.path.abspath(output_dir)).parent
+            missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
             parent.mkdir(parents=True, exist_ok=True)
-            made = tempfile.mkdtemp(prefix=".dry-run-", dir=parent)
-            atexit.register(shutil.rmtree, made, ignore_errors=True)
+            for left in filter(_is_left_behind, parent.glob(f"{_PREFIX}*")):
+                shutil.rmtree(left, ignore_errors=True)
+            made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            atexit.register(_delete, Path(made), missing, hold(Path(made, _LOCK)))
     folder: str = processes.broadcast_object(made)
     return folder
+
+
+def _is_left_behind(folder: Path) -> bool:
+    """Whether a folder is that of a dry run that was killed on this machine, in which no other run began since."""
+    is_left = not folder.is_symlink() and is_left_behind(folder / _LOCK)
+    return is_left and all("--dry_run" in start.get("command", ()) for start in starts(folder))
+
+
+def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
+    """Delete a folder, and those of the folders above it that are empty then; `lock` is held until now."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for parent in parents:
+            parent.rmdir()
+    lock.close()
 
 
 def rehearse(
