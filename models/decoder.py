@@ -24,7 +24,7 @@ from .files.pretrained import Pretrained, constructor_arguments
 from .resizing import cropped, resized
 from .unet import Unet
 from .unets.conditions import Conditions
-from .unets.given import check_guide, conditions_of, is_conditional, takes_level
+from .unets.given import check_batch, check_guide, conditions_of, is_conditional, takes_level
 
 LOWRES_CONDITIONS = ("noise", "blur", "none")
 LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whatever the schedule of the Unet
@@ -232,7 +232,7 @@ class Decoder(Pretrained):
             raise ValueError(f"to start at Unet {start_at}, give the images of Unet {start_at - 1}")
         if guide is not None:
             check_guide(self, guide)
-        _check_batch(batch, conditions, images, inpaint_image)
+        check_batch(batch, conditions, images, inpaint_image)
         for given in (images, inpaint_image):
             if given is not None:
                 check_images(given, int(self.unet(0).config["channels"]))
@@ -323,9 +323,3 @@ def _clipped(x: Tensor) -> Tensor:
 def _of(values: Sequence[Any], index: int) -> Any:
     """The value of a Unet: a single value is that of all."""
     return values[index if len(values) > 1 else 0]
-
-
-def _check_batch(batch: int, conditions: Mapping[str, Tensor], *others: Tensor | None) -> None:
-    for value in (*conditions.values(), *others):
-        if value is not None and len(value) != batch:
-            raise ValueError(f"{len(value)} conditions or images for {batch} pictures: give one for each")

@@ -17,9 +17,11 @@ from .video.causal import CausalConv3d, Context
 from .video.coders import COND_EXPANSION, Decoder, EdgeConv, Encoder, Stack
 from .video.layers import (
     LayerOptions,
+    check_condition,
     check_frames,
     check_options,
     check_side,
+    check_videos,
     frames_per_code,
     make_layers,
     parse_layers,
@@ -176,7 +178,7 @@ class VideoTokenizer(Pretrained):
         Raises:
             ValueError: as forward; or videos far from [0, 1].
         """
-        self._check_sides(videos)
+        check_videos(videos, self.channels, self.pixels_per_code)
         check_range(videos)
         codes = torch.cat([self.quantizer.codes(z) for z in self._latents(videos, cond)], dim=1)
         return codes.squeeze(1) if videos.dim() == 4 else codes
@@ -204,7 +206,7 @@ class VideoTokenizer(Pretrained):
 
     def start_encoding(self, cond: Tensor | None = None) -> StreamState:
         """The state of a stream from which nothing was encoded yet."""
-        return StreamState(self._checked(cond))
+        return StreamState(check_condition(cond, self.is_conditional))
 
     @torch.no_grad()
     def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
@@ -216,7 +218,7 @@ class VideoTokenizer(Pretrained):
         Raises:
             ValueError: a height or width that does not fit, or not that of the stream; or frames far from [0, 1].
         """
-        self._check_sides(frames)
+        check_videos(frames, self.channels, self.pixels_per_code)
         check_range(frames)
         codes = [self.quantizer.codes(z) for z in self._encode_chunks(frames, state)]
         height, width = (side // self.pixels_per_code for side in frames.shape[-2:])
@@ -230,7 +232,7 @@ class VideoTokenizer(Pretrained):
 
     def start_decoding(self, cond: Tensor | None = None) -> StreamState:
         """The state of a stream from which nothing was decoded yet."""
-        return StreamState(self._checked(cond))
+        return StreamState(check_condition(cond, self.is_conditional))
 
     @torch.no_grad()
     def decode_next(self, codes: Tensor, state: StreamState) -> Tensor:
@@ -295,12 +297,12 @@ class VideoTokenizer(Pretrained):
 
     def _latents(self, videos: Tensor, cond: Tensor | None) -> Iterable[Tensor]:
         """Latents (b, d, f', h', w') before quantization, in chunks of frames; in train mode, in one."""
-        self._check_sides(videos)
+        check_videos(videos, self.channels, self.pixels_per_code)
         clip = videos if videos.dim() == 5 else videos.unsqueeze(2)
         check_frames(clip.shape[2], self.frames_per_code)
         if not self.training:
             return self._encode_chunks(clip, self.start_encoding(cond))
-        return [self._clamped(self.encoder(clip, Context(self._checked(cond))))]
+        return [self._clamped(self.encoder(clip, Context(check_condition(cond, self.is_conditional))))]
 
     def _encode_chunks(self, frames: Tensor, state: StreamState) -> Iterable[Tensor]:
         return (self._clamped(self.encoder(*chunk)) for chunk in state.chunks(frames, self.frames_per_code))
@@ -308,7 +310,7 @@ class VideoTokenizer(Pretrained):
     def _decode(self, quantized: Tensor, cond: Tensor | None) -> tuple[Tensor, Tensor]:
         """Quantized (b, d, f', h', w') -> fp32 videos, and the input of the last convolution."""
         if self.training:
-            return self.decoder(quantized, Context(self._checked(cond)))
+            return self.decoder(quantized, Context(check_condition(cond, self.is_conditional)))
         videos, features = zip(*self._decode_chunks(quantized, self.start_decoding(cond)), strict=True)
         return torch.cat(videos, dim=2), torch.cat(features, dim=2)
 
@@ -317,21 +319,6 @@ class VideoTokenizer(Pretrained):
 
     def _clamped(self, z: Tensor) -> Tensor:
         return self.soft_clamp * torch.tanh(z / self.soft_clamp) if self.soft_clamp else z
-
-    def _checked(self, cond: Tensor | None) -> Tensor | None:
-        if (cond is not None) != self.is_conditional:
-            raise ValueError(
-                "layers cond_... need a condition (b, dim_cond): give cond" if self.is_conditional
-                else "a condition was given, but no layer takes one: add layers cond_..., or leave cond out"
-            )  # fmt: skip
-        return cond
-
-    def _check_sides(self, videos: Tensor) -> None:
-        if videos.shape[1] != self.channels or not videos.is_floating_point():
-            found = f"{videos.dtype} videos of shape {tuple(videos.shape)}"
-            raise ValueError(f"{found}: give floating-point numbers (b, {self.channels}, frames, height, width)")
-        for name, side in zip(("height", "width"), videos.shape[-2:], strict=True):
-            check_side(name, side, self.pixels_per_code)
 
     def _as_grid(self, codes: Tensor) -> Tensor:
         """Codes (b, f' h' w') of videos of the trained size -> (b, f', h', w')."""

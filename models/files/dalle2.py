@@ -23,6 +23,7 @@ from .archive import Ignored, check_archive, check_sizes
 from .building import build_with_weights, check_arguments, plain_values
 from .dalle2_config import CROSS_ATTENTION, PUBLIC_VERSION, decoder_part, settings_of, training_config, unet_arguments
 from .errors import one_line
+from .public_schedules import schedule_tensors
 from .writing import on_cpu, replacing
 
 CONFIG_FILE = "decoder_config.json"
@@ -141,10 +142,10 @@ def to_public(unets: Sequence[Unet], betas: Sequence[Tensor] | None = None) -> d
         check_is_public(unet.config, index)
         state |= {f"unets.{index}.{name}": tensor for name, tensor in _public_weights(unet).items()}
     for index, unet in enumerate(unets if betas is not None else ()):
-        state |= _schedule(f"noise_schedulers.{index}", betas[index])  # type: ignore[index]
+        state |= schedule_tensors(f"noise_schedulers.{index}", betas[index])  # type: ignore[index]
         if unet.config["lowres_noise_cond"]:
             linear = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
-            state |= _schedule(f"lowres_conds.{index}.noise_scheduler", linear)
+            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", linear)
     return state
 
 
@@ -219,30 +220,6 @@ def _public_weights(unet: Unet) -> dict[str, Tensor]:
     state.setdefault("norm_cond.weight", torch.ones(cond_dim))
     state.setdefault("norm_cond.bias", torch.zeros(cond_dim))
     return state
-
-
-def _schedule(prefix: str, betas: Tensor) -> dict[str, Tensor]:
-    """The 13 tensors of a public noise scheduler (Ho et al. 2020, equations 4 to 7), computed in fp64."""
-    betas = betas.detach().cpu().double()
-    kept = torch.cumprod(1 - betas, dim=0)
-    before = torch.cat([torch.ones(1, dtype=kept.dtype), kept[:-1]])
-    variance = betas * (1 - before) / (1 - kept)
-    tensors = {
-        "betas": betas,
-        "alphas_cumprod": kept,
-        "alphas_cumprod_prev": before,
-        "sqrt_alphas_cumprod": kept.sqrt(),
-        "sqrt_one_minus_alphas_cumprod": (1 - kept).sqrt(),
-        "log_one_minus_alphas_cumprod": (1 - kept).log(),
-        "sqrt_recip_alphas_cumprod": kept.rsqrt(),
-        "sqrt_recipm1_alphas_cumprod": (1 / kept - 1).sqrt(),
-        "posterior_variance": variance,
-        "posterior_log_variance_clipped": variance.clamp_min(1e-20).log(),
-        "posterior_mean_coef1": betas * before.sqrt() / (1 - kept),
-        "posterior_mean_coef2": (1 - before) * (1 - betas).sqrt() / (1 - kept),
-        "p2_loss_weight": torch.ones_like(betas),
-    }
-    return {f"{prefix}.{name}": tensor.float() for name, tensor in tensors.items()}
 
 
 def _read(

@@ -44,6 +44,35 @@ def noise_arguments(settings: Mapping[str, Any], tables: Sequence[Tensor | None]
     )
 
 
+def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
+    """The 13 tensors of a public noise scheduler (Ho et al. 2020, equations 4 to 7), fp32 (T,) and computed in fp64.
+
+    Args:
+        prefix: Of their names.
+        betas: The variances beta (T,) of the schedule.
+    """
+    betas = betas.detach().cpu().double()
+    kept = torch.cumprod(1 - betas, dim=0)
+    before = torch.cat([torch.ones(1, dtype=kept.dtype), kept[:-1]])
+    variance = betas * (1 - before) / (1 - kept)
+    tensors = {
+        "betas": betas,
+        "alphas_cumprod": kept,
+        "alphas_cumprod_prev": before,
+        "sqrt_alphas_cumprod": kept.sqrt(),
+        "sqrt_one_minus_alphas_cumprod": (1 - kept).sqrt(),
+        "log_one_minus_alphas_cumprod": (1 - kept).log(),
+        "sqrt_recip_alphas_cumprod": kept.rsqrt(),
+        "sqrt_recipm1_alphas_cumprod": (1 / kept - 1).sqrt(),
+        "posterior_variance": variance,
+        "posterior_log_variance_clipped": variance.clamp_min(1e-20).log(),
+        "posterior_mean_coef1": betas * before.sqrt() / (1 - kept),
+        "posterior_mean_coef2": (1 - before) * (1 - betas).sqrt() / (1 - kept),
+        "p2_loss_weight": torch.ones_like(betas),
+    }
+    return {f"{prefix}.{name}": tensor.float() for name, tensor in tensors.items()}
+
+
 def _shift_of(stage: Mapping[str, Any], plain: Schedule, table: Tensor) -> int | None:
     """The `noise_shift` with which a schedule that is ``plain`` without one agrees with a table at one level, where the
     table is most precise; None if there is none."""

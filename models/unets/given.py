@@ -45,6 +45,13 @@ def takes_level(unet: Unet) -> bool:
     return bool(config["lowres_noise_cond"])
 
 
+def check_batch(batch: int, conditions: Mapping[str, Tensor], *others: Tensor | None) -> None:
+    """Raise ValueError, in one line, unless conditions and images are as many as the pictures that are drawn."""
+    for value in (*conditions.values(), *others):
+        if value is not None and len(value) != batch:
+            raise ValueError(f"{len(value)} conditions or images for {batch} pictures: give one for each")
+
+
 def check_guide(decoder: Decoder, guide: Decoder) -> None:
     """Raise ValueError, in one line, unless the estimates of a guide can stand beside those of a decoder: as many
     Unets, the same sizes and noise levels, and no condition that the decoder does not take. Objectives may differ."""

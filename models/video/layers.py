@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from .attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
 from .causal import PAD_MODES, CausalConv3d, SpaceUp, TimeUp
@@ -116,6 +116,26 @@ def check_options(arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {arguments[name]}: give a number of at least 1")
     if arguments["time_window"] < 0:
         raise ValueError(f"time_window {arguments['time_window']}: give a number of frames, or 0 for all")
+
+
+def check_videos(videos: Tensor, channels: int, multiple: int) -> None:
+    """Raise a ValueError of one line unless videos (b, c, f, h, w) or images (b, c, h, w) are floating-point numbers of
+    these channels, in sides that are multiples of this one."""
+    if videos.shape[1] != channels or not videos.is_floating_point():
+        found = f"{videos.dtype} videos of shape {tuple(videos.shape)}"
+        raise ValueError(f"{found}: give floating-point numbers (b, {channels}, frames, height, width)")
+    for name, side in zip(("height", "width"), videos.shape[-2:], strict=True):
+        check_side(name, side, multiple)
+
+
+def check_condition(cond: Tensor | None, is_conditional: bool) -> Tensor | None:
+    """The condition of the layers ``cond_...``. Raises a ValueError of one line if it is missing or superfluous."""
+    if (cond is not None) != is_conditional:
+        raise ValueError(
+            "layers cond_... need a condition (b, dim_cond): give cond" if is_conditional
+            else "a condition was given, but no layer takes one: add layers cond_..., or leave cond out"
+        )  # fmt: skip
+    return cond
 
 
 @dataclass(frozen=True)
