@@ -29,7 +29,7 @@ class Progress:
         self.samples_per_epoch = samples_per_epoch
         self.total_samples = total_samples
         self.samples = 0
-        #: Wall-clock seconds in which they were seen, over all starts of the run; kept by `training.run.run.Run`.
+        #: Wall-clock seconds in which they were seen, over all starts of the run; `Saves` sets it.
         self.seconds = 0.0
         #: Metrics of the newest update that are not logged yet, because the run was stopped before its evaluation.
         self.unfinished_line: dict[str, Any] | None = None
