@@ -42,8 +42,12 @@ VARIANTS = {
     "same_noise": Variant("bare loop, fused Adam, the script's noise", same_noise=True),
     "default_adam": Variant("bare loop, default Adam", fused=False),
     "channels_last": Variant("bare loop, fused Adam, channels last", channels_last=True),
-    "ddp": Variant("DistributedDataParallel, fused Adam", exchange="ddp"),
-    "horovod": Variant("Horovod's DistributedOptimizer, fused Adam", exchange="horovod"),
+    "ddp": Variant("DistributedDataParallel", exchange="ddp"),
+    "ddp_same_noise": Variant("DistributedDataParallel, the script's noise", same_noise=True, exchange="ddp"),
+    "horovod": Variant("Horovod's DistributedOptimizer", exchange="horovod"),
+    "horovod_same_noise": Variant(
+        "Horovod's DistributedOptimizer, the script's noise", same_noise=True, exchange="horovod"
+    ),
 }
 
 

@@ -65,7 +65,7 @@ def _memory() -> Iterator[Row]:
 def _memory_bytes(flags: Sequence[str]) -> Mapping[str, int]:
     found: Mapping[str, int] = measure(
         PYTHON, ["script"], flags, script="train_decoder", rounds=1, turns=3, updates=1, environment=GIVE_MEMORY_BACK
-    )["memory_bytes"]
+    )["script"]["memory_bytes"]
     return found
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 
 import distributed
 
+from .bare import VARIANTS
 from .machine import cores
+from .slow_network import SlowNetwork
 
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_SECONDS = 600
@@ -54,8 +57,8 @@ class Launcher:
     tool: str | None
     flags: tuple[str, ...] = ()
 
-    def command(self, processes: int) -> list[str]:
-        """Command line up to the flags of the worker.
+    def commands(self, processes: int, flags: Sequence[str], network: SlowNetwork | None = None) -> list[list[str]]:
+        """Command lines that start a job of workers with these flags: one, or on a network one for each machine.
 
         Raises:
             JobFailed: the backend or the launcher is not installed.
@@ -63,23 +66,28 @@ class Launcher:
         if not distributed.available()[self.backend]:
             raise JobFailed(f"{self.backend} is not installed")
         if self.tool is None:
-            return [sys.executable, "-m", _WORKER]
+            return [[sys.executable, "-m", _WORKER, *flags]]
         path = Path(sys.executable).parent / self.tool
         if not path.exists():
             raise JobFailed(f"{self.tool} is not installed beside {sys.executable}")
-        n, port = str(processes), str(_free_port())
-        return {
-            "torchrun": [str(path), "--nproc_per_node", n, "--master_port", port, "-m", _WORKER],
-            "deepspeed": [str(path), "--num_gpus", n, "--master_port", port, "--module", _WORKER],
-            "horovodrun": [str(path), "-np", n, sys.executable, "-m", _WORKER],
+        n, port = str(processes), _free_port()
+        if network is not None:
+            return network.commands(self.tool, processes, port, ["-m", _WORKER, *flags])
+        start = {
+            "torchrun": [str(path), "--nproc_per_node", n, "--master_port", str(port), "-m"],
+            "deepspeed": [str(path), "--num_gpus", n, "--master_port", str(port), "--module"],
+            "horovodrun": [str(path), "-np", n, sys.executable, "-m"],
         }[self.tool]
+        return [[*start, _WORKER, *flags]]
 
 
 PYTHON = Launcher("python", "single", None)
+TORCHRUN = Launcher("torchrun", "ddp", "torchrun")
+HOROVODRUN = Launcher("horovodrun", "horovod", "horovodrun")
 LAUNCHERS = (
-    Launcher("torchrun", "ddp", "torchrun"),
+    TORCHRUN,
     *(Launcher(f"deepspeed, ZeRO {n}", "deepspeed", "deepspeed", ("--zero_stage", str(n))) for n in range(4)),
-    Launcher("horovodrun", "horovod", "horovodrun"),
+    HOROVODRUN,
 )
 
 
@@ -95,11 +103,12 @@ def one_process(batch_size: int) -> distributed.Backend:
 def measure(
     launcher: Launcher, sides: Sequence[str], script_flags: Sequence[str], *, script: str = "train_vae",
     processes: int = 1, threads: int | None = None, rounds: int, turns: int, updates: int,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """The result of ``worker.Contest``.
+    environment: Mapping[str, str] | None = None, network: SlowNetwork | None = None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """What ``worker.Side.write`` writes, by side. Each side is a job of its own.
 
     Args:
+        launcher: Starts the script.
         sides: "script" and names in ``bare.VARIANTS``.
         script: Name in ``worker.BARE_LOOPS``.
         script_flags: Flags of the script.
@@ -108,42 +117,68 @@ def measure(
         turns: Number of turns of each side in a round.
         updates: Number of updates of a side in one turn.
         environment: Environment variables to set in addition to those of this process.
+        network: The machines that the processes are shared out over; None: this one.
 
     Raises:
-        JobFailed: the launcher is not installed, or the job failed or took longer than ten minutes.
+        JobFailed: a launcher is not installed, or a job failed or took longer than ten minutes.
     """
+    threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // processes)
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(environment or {}),
+    }  # fmt: skip
+    counts = {"--rounds": rounds, "--turns": turns, "--updates": updates}
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
-        result = Path(folder) / "result.json"
-        counts = {"--rounds": rounds, "--turns": turns, "--updates": updates}
-        command = [
-            *launcher.command(processes),
-            *("--script", script, "--result", str(result), "--sides", ",".join(sides)),
+        flags = [
+            *("--script", script, "--folder", folder, "--sides", ",".join(sides)),
             *(word for flag, count in counts.items() for word in (flag, str(count))),
             *(*_SCRIPT_FLAGS, *script_flags, *launcher.flags, "--output_dir", str(Path(folder) / "run")),
         ]
-        threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // processes)
-        _run(command, {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(environment or {})})
-        if not result.exists():
-            raise JobFailed(f"{launcher.name} ended without a result")
-        return json.loads(result.read_text())
+        started = [
+            _launcher_of(side, launcher, processes).commands(processes, ["--side", side, *flags], network)
+            for side in sides
+        ]
+        _run([command for of_side in started for command in of_side], environment)
+        results = {side: Path(folder) / f"{side}.json" for side in sides}
+        if absent := [side for side, path in results.items() if not path.exists()]:
+            raise JobFailed(f"{absent[0]} ended without a result")
+        return {side: json.loads(path.read_text()) for side, path in results.items()}
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> None:
-    """Run a job in a session of its own, and kill all processes of the session before returning."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+def _launcher_of(side: str, launcher: Launcher, processes: int) -> Launcher:
+    """How people start this side."""
+    if side == "script":
+        return launcher
+    if VARIANTS[side].exchange == "horovod":
+        return HOROVODRUN
+    return PYTHON if processes == 1 else TORCHRUN
+
+
+def _run(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> None:
+    """Run jobs side by side, each in a session of its own, and kill all processes of the sessions before returning."""
+    jobs: list[tuple[subprocess.Popen[str], Any]] = []
     try:
-        output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise JobFailed(f"took longer than {_TIMEOUT_SECONDS} s") from None
+        for command in commands:
+            output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below)
+            jobs.append((subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                text=True, start_new_session=True,
+            ), output))  # fmt: skip
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while any(process.poll() is None for process, _ in jobs):
+            for process, output in jobs:
+                if process.returncode:  # the others wait for it
+                    output.seek(0)
+                    print(output.read()[-3000:], file=sys.stderr)
+                    raise JobFailed(f"exit code {process.returncode}, see the output above")
+            if time.monotonic() > deadline:
+                raise JobFailed(f"took longer than {_TIMEOUT_SECONDS} s")
+            time.sleep(0.1)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        print(output[-3000:], file=sys.stderr)
-        raise JobFailed(f"exit code {process.returncode}, see the output above")
+        for process, output in jobs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            output.close()
 
 
 def _free_port() -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from . import machine
 from .bare import VARIANTS
-from .jobs import GIVE_MEMORY_BACK, LAUNCHERS, PYTHON, JobFailed, Launcher, measure
+from .jobs import GIVE_MEMORY_BACK, HOROVODRUN, LAUNCHERS, PYTHON, TORCHRUN, JobFailed, Launcher, measure
 from .report import Goal, Row
+from .slow_network import SlowNetwork, slow_network
 
 _SPEED_GOAL = Goal("ratio", ">=", 0.97)
 _MIB = 2**20
@@ -23,7 +25,6 @@ _HEAVY_MODEL = ("--image_size", "32")
 # The script's default model at its default image size, in a batch that keeps a GPU busy.
 _GPU_MODEL = ("--batch_size", "64")
 _SAMPLES_PER_PROCESS = 4
-_OTHERS = {"torchrun": "ddp", "horovodrun": "horovod"}  # what people use under a launcher, by name in bare.VARIANTS
 
 
 def training(rounds: int) -> Iterator[Row]:
@@ -59,10 +60,10 @@ def scaling(rounds: int) -> Iterator[Row]:
             name = f"{launcher.name} x {processes}"
             try:
                 flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
-                speeds = measure(
+                speeds = rates(measure(
                     launcher, ["script", "same_noise"], flags, processes=processes,
                     threads=max(1, machine.cores() // 2), rounds=rounds, turns=turns, updates=updates,
-                )["samples_per_second"]  # fmt: skip
+                ))  # fmt: skip
             except JobFailed as error:
                 yield Row(name, "samples/s", note=str(error))
                 continue
@@ -72,26 +73,39 @@ def scaling(rounds: int) -> Iterator[Row]:
 
 def exchange(rounds: int) -> Iterator[Row]:
     """Samples per second of train_vae.py on two and four processes over those of the same model in PyTorch's
-    DistributedDataParallel, and with Horovod's optimizer."""
+    DistributedDataParallel, and with Horovod's optimizer: on this machine, and on two that a slow network connects."""
     gpus = machine.gpus()
     if gpus == 1:
         yield Row("2 processes", "samples/s", note="needs two GPUs; CUDA_VISIBLE_DEVICES= measures the CPU")
         return
-    model, share, turns, updates = ((), 32, 3, 10) if gpus else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 2)
-    for launcher, side in ((each, side) for each in LAUNCHERS if (side := _OTHERS.get(each.name))):
-        for processes in (2, 4) if gpus != 2 else (2,):
-            name = f"{launcher.name} x {processes}"
+    counts = (2, 4) if gpus != 2 else (2,)
+    yield from _exchanges(rounds, counts, None)
+    if not gpus:
+        try:
+            with slow_network() as network:
+                yield from _exchanges(rounds, counts, network)
+        except OSError as error:
+            yield Row("2 machines, 1 Gbit/s, 2 ms", "samples/s", note=str(error))
+
+
+def _exchanges(rounds: int, counts: Sequence[int], network: SlowNetwork | None) -> Iterator[Row]:
+    model, share, turns, updates = ((), 32, 3, 10) if machine.gpus() else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 2)
+    for launcher, side in ((TORCHRUN, "ddp"), (HOROVODRUN, "horovod")):
+        others = [side, f"{side}_same_noise"]
+        for processes in counts:
+            name = f"{launcher.name} x {processes}{', 1 Gbit/s, 2 ms' if network else ''}"
             flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
             try:
-                speeds = measure(
-                    launcher, ["script", side], flags, processes=processes, rounds=rounds, turns=turns,
-                    updates=updates,
-                )["samples_per_second"]  # fmt: skip
+                speeds = rates(measure(
+                    launcher, ["script", *others], flags, processes=processes, rounds=rounds, turns=turns,
+                    updates=updates, network=network,
+                ))  # fmt: skip
             except JobFailed as error:
                 yield Row(name, "samples/s", note=str(error))
                 continue
-            note = f"over {VARIANTS[side].description}"
-            yield Row(name, "samples/s", speeds["script"], speeds[side], Goal("ratio", ">=", 0.98), note)
+            for side in others:
+                note = f"over {VARIANTS[side].description}"
+                yield Row(name, "samples/s", speeds["script"], speeds[side], Goal("ratio", ">=", 0.98), note)
 
 
 def memory() -> Iterator[Row]:
@@ -130,13 +144,18 @@ def against_bare_loops(
     except JobFailed as error:
         yield Row(name, "samples/s", note=str(error))
         return
-    speeds = result["samples_per_second"]
-    by_cpu_time = {side: statistics.median(values) for side, values in result["samples_per_cpu_second"].items()}
+    speeds = rates(result)
+    by_cpu_time = {side: statistics.median(values["samples_per_cpu_second"]) for side, values in result.items()}
     for side, goal in goals.items():
         # The ratio in CPU time changes little if other programs run on the machine; it ignores a GPU's work.
         cpu = "" if machine.gpus() else f"; in CPU time {by_cpu_time['script'] / by_cpu_time[side]:.3f}"
         note = f"over {VARIANTS[side].description}{cpu}"
         yield Row(name, "samples/s", speeds["script"], speeds[side], goal, note)
+
+
+def rates(result: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Samples per second of each round, by side, of what `jobs.measure` returned."""
+    return {side: values["samples_per_second"] for side, values in result.items()}
 
 
 def _speed_up(medians: dict[int, dict[str, float]]) -> str:
@@ -151,11 +170,12 @@ def _memory(launcher: Launcher, side: str, processes: int) -> dict[str, int]:
     result = measure(
         launcher, [side], flags, processes=processes, rounds=1, turns=3, updates=1, environment=GIVE_MEMORY_BACK
     )
-    return result["memory_bytes"]
+    found: dict[str, int] = result[side]["memory_bytes"]
+    return found
 
 
 def peak_mib(memory_bytes: Mapping[str, int]) -> float:
-    """The peak of a process, in MiB, of what `worker.Contest.result` gives."""
+    """The peak of a process, in MiB, of what `worker.Side.write` writes."""
     return max(memory_bytes["start"], memory_bytes["updates"]) / _MIB
 
 

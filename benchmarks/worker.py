@@ -1,14 +1,13 @@
-"""One training process of a benchmark: a real script and bare loops, taking turns. Started by jobs.py.
+"""One side of a comparison: the real script, or a bare loop with PyTorch's own defaults. Started by jobs.py.
+
+Each side has processes of its own, so that nothing that one of them switches on changes the other. Both are alive at
+once and take turns, a fraction of a second apart: in two separate runs the state of the machine would differ, often by
+more than the difference that is to be measured. While one side has its turn, the others sleep.
 
 The script asks its loader for a batch once per update. Here the loader is a generator over batches that are decoded
 already, so that the time from handing out a batch to being asked for the next one is the time of one update of the
-real script: noise, engine, optimizer, clock, logging and the look at the stop signal. Between two such requests the
-bare loops have their turn, in the same process and on the same threads, a fraction of a second apart. In two
-separate runs the state of the machine would differ, often by more than the difference that is to be measured.
-
-The turns share the process (a backend's background threads run on during the bare loops' turns, at under 1% of
-a core) and the caches (each side finds those the other left; on the CPU a turn is one update, 10 ms or more). With
-several processes every turn begins at a barrier, outside the measured time; the bare loops then run independently.
+real script: noise, engine, optimizer, clock, logging and the look at the stop signal. The bare loop gets the same
+batches.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ import contextlib
 import importlib
 import itertools
 import json
+import os
 import resource
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,11 @@ BARE_LOOPS: Mapping[str, Callable[..., Iterator[None]]] = {"train_vae": bare_vae
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks.worker", description="Started by the benchmarks.")
     parser.add_argument("--script", choices=BARE_LOOPS, default="train_vae", help="the script that is measured")
-    parser.add_argument("--result", type=Path, required=True, help="file to write")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the sides meet, and where results are written"
+    )
     parser.add_argument("--sides", required=True, help="comma list of script and the names in bare.VARIANTS")
+    parser.add_argument("--side", required=True, help="the one that this process is")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--turns", type=int, required=True, help="of each side in a round")
     parser.add_argument("--updates", type=int, required=True, help="of a side in its turn")
@@ -52,80 +56,158 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Contest:
-    """The script and bare loops, in turn.
+class Side(ABC):
+    """The updates of one side, measured turn by turn.
 
     Args:
-        args: Arguments of the script.
         options: Arguments of the worker, see ``build_parser``.
-        backend: The script's backend; None if only bare loops run, in one process.
+        device: Where it computes.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, options: argparse.Namespace, backend: distributed.Backend | None
-    ) -> None:
-        self._args, self._options, self._backend = args, options, backend
-        self.device = backend.device if backend else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._memory_before = memory_bytes(self.device)
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self._options, self._device = options, device
         self._sides = options.sides.split(",")
-        self._rounds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in self._sides}
+        self._number = self._sides.index(options.side)  # of the next turn, counted over all sides
+        self._memory_before = memory_bytes(device)
+        self._rates: dict[str, list[float]] = {"wall": [], "cpu": []}
         self._memory: list[list[int]] = []  # by rank
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """JSON values of all processes of this side. Collective."""
+
+    def turns(self) -> Iterator[None]:
+        """Yields where an update is to be made, and measures those of the turns."""
+        options = self._options
+        yield from itertools.repeat(None, options.warmup)
+        peak_of_start = peak_memory_bytes(self._device)
+        reset_peak_memory(self._device)
+        self._say(f"ready-{options.side}")
+        for side in self._sides:
+            self._wait_for(f"ready-{side}")
+        self._say("turn-0")
+        for _ in range(options.rounds):
+            clock, samples = _Clock(self._device), options.turns * options.updates * self.samples_per_update
+            for _ in range(options.turns):
+                self._wait_for(f"turn-{self._number}")
+                self.gather(None)  # all processes of the side begin together
+                clock.start()
+                yield from itertools.repeat(None, options.updates)
+                clock.stop()
+                self._say(f"turn-{self._number + 1}")
+                self._number += len(self._sides)
+            by_rank = self.gather([clock.wall_seconds, clock.cpu_seconds])
+            self._rates["wall"].append(sum(samples / wall for wall, _ in by_rank))
+            self._rates["cpu"].append(samples * len(by_rank) / sum(cpu for _, cpu in by_rank))
+        self._memory = self.gather([self._memory_before, peak_of_start, peak_memory_bytes(self._device)])
+
+    samples_per_update: int
+    """Of this process."""
+
+    def write(self) -> None:
+        """Write the results. Samples per second of all processes together, and per second of CPU time, by round. Memory
+        in bytes, of the process that uses most: before the model is built, the peak up to the end of the warm-up
+        (building, wrapping and the first updates), and the peak of the updates after it."""
+        before, start, updates = max(self._memory, key=lambda bytes_: max(bytes_[1:]))
+        result = {
+            "samples_per_second": self._rates["wall"], "samples_per_cpu_second": self._rates["cpu"],
+            "memory_bytes": {"before": before, "start": start, "updates": updates},
+        }  # fmt: skip
+        (self._options.folder / f"{self._options.side}.json").write_text(json.dumps(result))
+
+    def _say(self, name: str) -> None:
+        """Make a file that the other sides wait for, once all processes of this side have come here."""
+        self.gather(None)
+        (self._options.folder / name).touch()
+
+    def _wait_for(self, name: str) -> None:
+        path = self._options.folder / name
+        while not path.exists():
+            time.sleep(0.002)
+
+
+class Script(Side):
+    """The script, which asks for a batch when it has made an update."""
+
+    def __init__(self, options: argparse.Namespace, backend: distributed.Backend) -> None:
+        super().__init__(options, backend.device)
+        self._backend = backend
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._backend.gather_objects(value)
 
     def stream(self, images: data.Images, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
         """Replaces the feed's ``TrainingStream``. Ends one batch after the last round."""
-        stream = _OpenStream(images, subset, **{**loading, "num_workers": 0})
-        decoded = list(itertools.islice(stream, _DECODED_BATCHES))
-        make = BARE_LOOPS[self._options.script]
-        bare = {name: make(self._args, decoded, VARIANTS[name], self.device) for name in self._sides if name != SCRIPT}
-        batches = itertools.cycle(decoded)
-        options = self._options
-        for _ in range(options.warmup):
-            yield next(batches)
-            for loop in bare.values():
-                next(loop)
-        peak_of_start = peak_memory_bytes(self.device)
-        reset_peak_memory(self.device)
-        for _ in range(options.rounds):
-            clocks = {name: _Clock(self.device) for name in self._sides}
-            for _ in range(options.turns):
-                if SCRIPT in clocks:
-                    self._start(clocks[SCRIPT])
-                    for _ in range(options.updates):
-                        yield next(batches)
-                    clocks[SCRIPT].stop()
-                for name, loop in bare.items():
-                    self._start(clocks[name])
-                    for _ in range(options.updates):
-                        next(loop)
-                    clocks[name].stop()
-            self._count_round(clocks, samples=options.turns * options.updates * len(decoded[0]["images"]))
-        self._memory = self._gather([self._memory_before, peak_of_start, peak_memory_bytes(self.device)])
-        yield next(batches)  # the script's last update, after which it asks for no batch
+        decoded = _decoded(images, subset, **loading)
+        self.samples_per_update = len(decoded[0]["images"])
+        path = _batches(self._options.folder, self._backend.rank)
+        torch.save(decoded, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)
+        for batch, _ in zip(itertools.cycle(decoded), self.turns(), strict=False):
+            yield batch
+        yield decoded[0]  # the script's last update, after which it asks for no batch
 
-    def result(self) -> dict[str, Any]:
-        """JSON values. Samples per second of all processes together, and per second of CPU time, by side and round.
-        Memory in bytes, of the process that uses most: before the model is built, the peak up to the end of the warm-up
-        (building, wrapping and the first updates), and the peak of the updates after it."""
-        before, start, updates = max(self._memory, key=lambda bytes_: max(bytes_[1:]))
-        return {
-            "samples_per_second": {name: rounds["wall"] for name, rounds in self._rounds.items()},
-            "samples_per_cpu_second": {name: rounds["cpu"] for name, rounds in self._rounds.items()},
-            "memory_bytes": {"before": before, "start": start, "updates": updates},
-        }
 
-    def _start(self, clock: _Clock) -> None:
-        if self._backend:
-            self._backend.barrier()
-        clock.start()
+class BareLoop(Side):
+    """A bare loop, on one process or on several, which meet through what their launcher belongs to."""
 
-    def _count_round(self, clocks: dict[str, _Clock], samples: int) -> None:
-        by_rank = self._gather({name: [clock.wall_seconds, clock.cpu_seconds] for name, clock in clocks.items()})
-        for name, rounds in self._rounds.items():
-            rounds["wall"].append(sum(samples / of_rank[name][0] for of_rank in by_rank))
-            rounds["cpu"].append(samples * len(by_rank) / sum(of_rank[name][1] for of_rank in by_rank))
+    def __init__(self, options: argparse.Namespace, args: argparse.Namespace) -> None:
+        self._rank, self._world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self._hvd: Any = None
+        if VARIANTS[options.side].exchange == "horovod":
+            import horovod.torch as hvd
 
-    def _gather(self, value: Any) -> list[Any]:
-        return self._backend.gather_objects(value) if self._backend else [value]
+            hvd.init()
+            self._hvd, self._rank, self._world_size, local_rank = hvd, hvd.rank(), hvd.size(), hvd.local_rank()
+        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if self._world_size > 1 and self._hvd is None:
+            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        super().__init__(options, device)
+        self._args = args
+
+    def gather(self, value: Any) -> list[Any]:
+        if self._world_size == 1:
+            return [value]
+        if self._hvd is not None:
+            return list(self._hvd.allgather_object(value))
+        values: list[Any] = [None] * self._world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def run(self) -> None:
+        """Make all updates, and write the results on the root."""
+        decoded = self._load()
+        self.samples_per_update = len(decoded[0]["images"])
+        loop = BARE_LOOPS[self._options.script](self._args, decoded, VARIANTS[self._options.side], self._device)
+        for _ in self.turns():
+            next(loop)
+        if self._rank == 0:
+            self.write()
+        del loop  # with DistributedDataParallel's threads, before the group that they belong to
+        if self._world_size > 1 and self._hvd is None:
+            torch.distributed.destroy_process_group()
+
+    def _load(self) -> list[data.Batch]:
+        """The script's batches; without the script, its loader's."""
+        if SCRIPT in self._sides:
+            path = _batches(self._options.folder, self._rank)
+            self._wait_for(path.name)
+            return list(torch.load(path, weights_only=False))
+        images = data.open_images(self._args.image_folder, image_size=self._args.image_size)
+        subset, _ = data.split(len(images), 0.0, self._args.seed, at_least=self._args.batch_size)
+        loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1, "seed": self._args.seed}
+        return _decoded(images, subset, **loading)
+
+
+def _decoded(images: data.Images, subset: data.Subset, **loading: Any) -> list[data.Batch]:
+    return list(itertools.islice(_OpenStream(images, subset, **{**loading, "num_workers": 0}), _DECODED_BATCHES))
+
+
+def _batches(folder: Path, rank: int) -> Path:
+    return folder / f"batches-{rank}.pt"
 
 
 class _Clock:
@@ -181,27 +263,21 @@ def _from_proc(key: str) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a contest. ``argv`` holds the worker's flags, those of the script and those that a launcher adds."""
+    """Run a side. ``argv`` holds the worker's flags, those of the script and those that a launcher adds."""
     options, script_flags = build_parser().parse_known_args(argv)
     script = importlib.import_module(options.script)
     parser = script.build_parser()
     updates = options.warmup + options.rounds * options.turns * options.updates
     args = parser.parse([*script_flags, "--max_steps", str(updates + 1), "--epochs", "1e9"])
-    if SCRIPT not in options.sides.split(","):  # bare loops of train_vae.py
-        contest = Contest(args, options, backend=None)
-        images = data.open_images(args.image_folder, image_size=args.image_size)
-        subset, _ = data.split(len(images), 0.0, args.seed, at_least=args.batch_size)
-        loading = {"batch_size": args.batch_size, "rank": 0, "world_size": 1, "seed": args.seed}
-        for _ in contest.stream(images, subset, **loading):
-            pass
-        options.result.write_text(json.dumps(contest.result()))
+    if options.side != SCRIPT:
+        BareLoop(options, args).run()
         return
     with distributed.from_args(args) as backend:
-        contest = Contest(args, options, backend)
-        data.feed.TrainingStream = contest.stream  # type: ignore[assignment, misc]
+        side = Script(options, backend)
+        data.feed.TrainingStream = side.stream  # type: ignore[assignment, misc]
         script.train(args, parser.settings(args), backend)
         if backend.is_root:
-            options.result.write_text(json.dumps(contest.result()))
+            side.write()
 
 
 if __name__ == "__main__":
