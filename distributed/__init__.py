@@ -80,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
     group.add_argument("--batch_parts", type=_steps, default=0, metavar="N",
         help="compute each update's gradient in N equal parts and add them in a fixed order: the same bits on every "
         "backend and every number of processes that divides N, but slower and with one CPU thread per process; 0: off")
+    group.add_argument("--reduce_precision", type=str.lower, choices=["fp32", "bf16"], default="fp32",
+        help="precision in which processes exchange gradients; bf16 halves the bytes, for slow networks, and rounds what "
+        "each process sends to 8 bits; not with Horovod")
     # The deepspeed launcher passes this to every script, whatever the backend.
     group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     # fmt: on
@@ -93,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
 def _flags_of_training() -> set[str]:
     """Names of the flags that have no effect in a script that trains nothing."""
     of_backends = (backend.flags_of_training for backend in all_backends().values())
-    return {"check_replicas_every_n_steps", "batch_parts"}.union(*of_backends)
+    return {"check_replicas_every_n_steps", "batch_parts", "reduce_precision"}.union(*of_backends)
 
 
 def launch(
@@ -164,6 +167,11 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
             f"or use one of: {', '.join(name for name, there in available().items() if there)}"
         )
     backend.configure(args, launch)
+    if args.batch_parts and args.reduce_precision != "fp32":
+        raise UserMistake(
+            f"--batch_parts gives the same bits on any number of processes, and --reduce_precision "
+            f"{args.reduce_precision} rounds what they exchange; leave out one of the two"
+        )
     plan = plan_batches(args.batch_size, args.grad_accum_steps, launch.world_size, last_start, args.batch_parts)
     options = Options(
         plan=plan,
@@ -174,6 +182,7 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
         timeout_minutes=args.timeout_minutes,
         check_replicas_every_n_steps=args.check_replicas_every_n_steps,
         deterministic=args.deterministic,
+        reduce_precision=args.reduce_precision,
     )
     return backend(launch, options, args)
 

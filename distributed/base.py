@@ -130,8 +130,8 @@ class Backend(Processes, ABC):
                 self._keep_collectives_out_of_graphs()
             self._agree_on_plan()
             self.watchdog = Watchdog(self.comm, self.device, self.launch, self.options.timeout_minutes)
-            self._stop = StopRequest(self.comm)
-            self._stop.install()
+            self.stop = StopRequest(self.comm)
+            self.stop.install()
         except UserMistake:  # every process raises it
             raise
         except Exception as error:
@@ -149,14 +149,14 @@ class Backend(Processes, ABC):
         is_mutual = isinstance(error, UserMistake) or (isinstance(error, TrainingStopped) and not error.alone)
         try:
             if together:
-                self._stop.drain()
+                self.stop.drain()
                 self.barrier()  # no process leaves while another still needs it
             stopped = self.watchdog.explain(error)
             if stopped is not None and (self.is_root or stopped.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stopped}")
         finally:
-            self._stop.restore()
+            self.stop.restore()
             self.watchdog.stop()
             self.disconnect(gracefully=together or is_mutual)
         if stopped is not None:
@@ -234,4 +234,4 @@ class Backend(Processes, ABC):
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
         with self._in_collective("asking whether to stop"):
-            return self._stop.agreed(here or is_orphan, now)
+            return self.stop.agreed(here or is_orphan, now)

@@ -23,6 +23,7 @@ class Options:
     timeout_minutes: float = 30.0
     check_replicas_every_n_steps: int = 1000  # 0: only before training
     deterministic: bool = False
+    reduce_precision: str = "fp32"  # of the gradients that processes exchange: fp32 or bf16
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def cell(phase: str, few: Root, many: Root) -> str:
             noun = kind.removesuffix("s") if number == "1" else kind
             received = growth(of_few[f"bytes of {kind}"], of_many[f"bytes of {kind}"], " B")
             said.append(f"{number} {noun}" + (f": {received}" if kind != "shifts" else ""))
-    return "; ".join(said)
+    return "; ".join(said) or "nothing"
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

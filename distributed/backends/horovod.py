@@ -43,6 +43,8 @@ class HorovodBackend(Backend):
                 f"--distributed_backend horovod, but {launch.launcher} started {launch.world_size} processes, which "
                 "Horovod does not see; start the script with horovodrun, or leave the choice to auto"
             )
+        if args.reduce_precision == "bf16":
+            raise UserMistake("--reduce_precision bf16: Horovod adds no numbers in bf16; use torchrun, or leave it out")
 
     def connect(self) -> None:
         from ..torch_comm import unreachable_own_address

@@ -10,20 +10,36 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..collectives import Communicator, Handle
 
-BUCKET_BYTES = 25 * 2**20  # large enough to fill a link, small enough to start early: PyTorch DDP's default
+BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough to start early (PyTorch DDP's default)
+SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
+# The first bucket leaves when it is full, and nothing is computed while the last one is sent: each is so small a part.
+_PARTS_OF_A_MODEL = 8
+
+
+class Passenger(Protocol):
+    """A flag that is summed with the gradients, so that it needs no collective of its own."""
+
+    def depart(self) -> bool:
+        """This process's flag for the sum that is about to start."""
+
+    def arrive(self, total: Tensor) -> None:
+        """Takes how many processes set their flag: 0-d, on the device."""
 
 
 @dataclass
 class _Bucket:
+    whole: Tensor  # flat; in the last bucket also the passenger's flag
     flat: Tensor
     parameters: int
     ready: int = 0
+    rounded: Tensor | None = None  # a copy of lower precision, which is summed instead
     handle: Handle | None = None
 
 
@@ -33,21 +49,35 @@ class GradientReducer:
 
     Any number of backward passes may run per update. After ``before_backward(is_last=True)`` each bucket is sent as
     soon as the coming pass has filled it; the gradients of a further pass are still added correctly.
+
+    Args:
+        micro_batches: Of an update.
+        passenger: Travels in the last bucket.
+        sent_as: Precision in which the processes exchange gradients; None: their own.
     """
 
     parameters: list[nn.Parameter]
     comm: Communicator
     name: str
-    micro_batches: int = 1  # per update
+    micro_batches: int = 1
+    passenger: Passenger | None = None
+    sent_as: torch.dtype | None = None
     buckets: list[_Bucket] = field(default_factory=list)
     _armed: bool = False
     _next: int = 0  # the next bucket to send: every process must call collectives in the same order
 
     def __post_init__(self) -> None:
+        if self.comm.world_size == 1:
+            self.passenger = None
         # Gradients appear roughly in the reverse order of registration.
-        for group in split_by_size(reversed(self.parameters), BUCKET_BYTES):
+        total = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+        limit = min(max(total // _PARTS_OF_A_MODEL, SMALLEST_BUCKET_BYTES), BUCKET_BYTES)
+        groups = split_by_size(reversed(self.parameters), limit)
+        for group in groups:
             sizes = [parameter.numel() for parameter in group]
-            bucket = _Bucket(group[0].new_zeros(sum(sizes), requires_grad=False), len(group))
+            seat = int(self.passenger is not None and group is groups[-1])
+            whole = group[0].new_zeros(sum(sizes) + seat, requires_grad=False)
+            bucket = _Bucket(whole, whole[: sum(sizes)], len(group))
             self.buckets.append(bucket)
             for parameter, part in zip(group, bucket.flat.split(sizes), strict=True):
                 parameter.grad = view_like(parameter, part)
@@ -84,6 +114,11 @@ class GradientReducer:
         for bucket in self.buckets:
             assert bucket.handle is not None
             bucket.handle.wait()
+            if bucket.rounded is not None:
+                bucket.whole.copy_(bucket.rounded)
+                bucket.rounded = None
+        if self.passenger is not None and self.buckets:
+            self.passenger.arrive(self.buckets[-1].whole[-1])
         self._armed = False
 
     def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
@@ -101,7 +136,12 @@ class GradientReducer:
         for bucket in self.buckets[self._next :]:
             if only_full and bucket.ready < bucket.parameters:
                 return
-            bucket.handle = self.comm.all_reduce_(bucket.flat, f"{self.name}.gradients.{self._next}")
+            if self.passenger is not None and bucket is self.buckets[-1]:
+                bucket.whole[-1].fill_(float(self.passenger.depart()))
+            if self.sent_as is not None and self.comm.world_size > 1:
+                bucket.rounded = bucket.whole.to(self.sent_as)
+            sent = bucket.whole if bucket.rounded is None else bucket.rounded
+            bucket.handle = self.comm.all_reduce_(sent, f"{self.name}.gradients.{self._next}")
             self._next += 1
 
     def _rewind(self) -> None:

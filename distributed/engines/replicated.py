@@ -34,7 +34,10 @@ class ReplicatedEngine(Engine):
                 parameter.grad = gradient
             unfuse(optimizer)
         else:
-            self._reducer = GradientReducer(parameters, self._backend.comm, self.name, self._plan.grad_accum_steps)
+            self._reducer = GradientReducer(
+                parameters, self._backend.comm, self.name, self._plan.grad_accum_steps, self._backend.stop,
+                torch.bfloat16 if self._backend.options.reduce_precision == "bf16" else None,
+            )  # fmt: skip
         if self._backend.options.compile:
             model.compile()
 

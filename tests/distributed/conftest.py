@@ -64,6 +64,7 @@ class ThreadCommunicator:
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
         self.rank, self.world_size = rank, world_size
         self.calls: list[str] = []
+        self.dtypes: list[torch.dtype] = []
         self._meeting = meeting
 
     def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
@@ -82,6 +83,7 @@ class ThreadCommunicator:
     def _hand_in(self, tensor: Tensor, name: str) -> int:
         number = len(self.calls)
         self.calls.append(name)
+        self.dtypes.append(tensor.dtype)
         self._meeting.hand_in(number, self.rank, name, tensor.detach().clone())
         return number
 

@@ -104,6 +104,18 @@ def test_a_backend_that_does_not_see_the_other_processes_is_refused(
         distributed.from_args(parsed("--distributed_backend", backend))
 
 
+@pytest.mark.parametrize(("launcher", "flags", "expected"), [
+    ("horovodrun", [], "Horovod adds no numbers in bf16; use torchrun, or leave it out"),
+    ("torchrun", ["--batch_parts", "4"], "--batch_parts gives the same bits .* leave out one of the two"),
+])  # fmt: skip
+def test_gradients_in_bf16_are_refused_where_they_cannot_be_sent(
+    launcher: str, flags: list[str], expected: str, start: Start, parsed: Parsed
+) -> None:
+    start(launcher)
+    with pytest.raises(UserMistake, match=expected):
+        distributed.from_args(parsed("--reduce_precision", "bf16", *flags))
+
+
 @pytest.mark.parametrize("name", ["horovod", "deepspeed"])
 def test_an_installation_that_is_broken_says_how_to_repair_it(
     name: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed

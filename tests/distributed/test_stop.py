@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from distributed import Backend
 from distributed.collectives import Alone
+from distributed.engines.reducer import GradientReducer
 from distributed.stop import SIGNALS, StopRequest
 
 OnRanks = Callable[..., list[Any]]
@@ -93,3 +96,81 @@ def test_all_ranks_stop_after_the_same_update_whoever_was_signalled_when(world_s
         return answers
 
     assert on_ranks(world_size, work) == [[False, False, False, True, True, True]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own(
+    world_size: int, on_ranks: OnRanks
+) -> None:
+    """As above; a signal that arrives after the last bucket has left is heard of one update later."""
+
+    def work(comm: Any) -> tuple[list[bool], list[str], list[Tensor]]:
+        stop, answers = StopRequest(comm), []
+        weight = nn.Parameter(torch.zeros(3))
+        reducer = GradientReducer([weight], comm, "toy", passenger=stop)
+        for update in range(6):
+            if update == 2 + 3 * comm.rank:
+                stop._receive(signal.SIGTERM, None)
+            reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
+            reducer.finish()
+            answers.append(stop.agreed())
+        return answers, comm.calls, reducer.gradients
+
+    for answers, calls, gradients in on_ranks(world_size, work):
+        assert answers == [False, False, True, True, True, True]
+        assert calls == ["toy.gradients.0"] * 6  # in one list with the sums
+        assert [gradient.shape for gradient in gradients] == [(3,)]  # the flag is none of them
+
+
+def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of_its_own_at_once(
+    on_ranks: OnRanks,
+) -> None:
+    def work(comm: Any) -> list[bool]:
+        stop = StopRequest(comm)
+        weight = nn.Parameter(torch.zeros(3))
+        reducer = GradientReducer([weight], comm, "toy", passenger=stop)
+        answers = []
+        for update in range(3):
+            reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
+            reducer.finish()
+            answers.append(stop.agreed(here=comm.rank == 1 and update == 0))
+        stop._arrived = False
+        answers.append(stop.agreed(here=comm.rank == 1, now=True))
+        return answers
+
+    assert on_ranks(2, work) == [[False, True, True, True]] * 2
+
+
+class Cuda:
+    """What `arrive` needs of a GPU: a tensor that says it is on one, whose copy to the host is there when asked for."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.device, self.dtype = value, torch.device("cuda"), torch.float32
+
+
+def test_a_gpu_is_asked_one_call_later_so_that_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    class Event:
+        def record(self) -> None: ...
+        def synchronize(self) -> None:
+            waited.append(update)
+
+    class Pinned:
+        def copy_(self, source: Cuda, non_blocking: bool) -> None:
+            assert non_blocking
+            self.value = source.value
+
+        def __bool__(self) -> bool:
+            return bool(self.value)
+
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: Pinned())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    comm = Alone()
+    comm.world_size = 2
+    stop, answers = StopRequest(comm), []
+    for update in range(4):
+        stop.depart()
+        stop.arrive(Cuda(float(update == 1)))  # type: ignore[arg-type]
+        answers.append(stop.agreed())
+    assert answers == [False, False, True, True] and waited == [1, 2, 3]

@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -87,6 +88,16 @@ def plain(backend: Backend, name: str = "plain", *, spoil_update: int | None = N
         updates.append(engine.step())
         losses.append(backend.mean({"loss": total})["loss"])
     return record(engine, updates, losses)
+
+
+def rounded_sums(backend: Backend) -> dict[str, Any]:
+    """As `plain`, with gradients that are sent in bf16."""
+    options = backend.options
+    backend.options = replace(options, reduce_precision="bf16")
+    try:
+        return plain(backend, "rounded_sums")
+    finally:
+        backend.options = options
 
 
 def several_backwards(backend: Backend) -> dict[str, Any]:
@@ -411,6 +422,8 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
         result["saved_bytes"], result["sums_per_update"] = saved_bytes(backend), sums_per_update(backend)
+        if backend.name != "horovod":
+            result["rounded_sums"] = rounded_sums(backend)
         result["patience"], result["seconds_of_waiting"] = patience(backend), seconds_of_waiting(backend)
     by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)

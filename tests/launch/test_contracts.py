@@ -115,9 +115,25 @@ def test_reloaded_run_equals_the_uninterrupted_one(ours: dict[str, Any]) -> None
         assert ours["reloaded"][what] == ours["plain"][what], what
 
 
-def test_an_update_sends_its_gradients_and_one_flag_and_nothing_else(ours: dict[str, Any], launcher: Launcher) -> None:
-    gradients = {} if launcher.name == "deepspeed" else {"counted.gradients.0": 1}  # DeepSpeed sends its own
-    assert ours["sums_per_update"] == {**gradients, "stop_request": 1}
+def test_an_update_sends_its_gradients_with_the_request_to_stop_and_nothing_else(
+    ours: dict[str, Any], launcher: Launcher
+) -> None:
+    apart = {"stop_request": 1}  # DeepSpeed sends its own gradients
+    assert ours["sums_per_update"] == (apart if launcher.name == "deepspeed" else {"counted.gradients.0": 1})
+
+
+def test_gradients_that_are_sent_in_bf16_change_the_losses_by_its_rounding_alone(
+    ours: dict[str, Any], reference: dict[str, Any], launcher: Launcher
+) -> None:
+    if launcher.name == "horovodrun":
+        assert "rounded_sums" not in ours  # it is refused
+        return
+    assert ours["rounded_sums"]["losses"][0] == pytest.approx(reference["plain"]["losses"][0], rel=1e-6)
+    norms, exact = ours["rounded_sums"]["grad_norms"], reference["plain"]["grad_norms"]
+    # Of the first update: 2^-9 for each of the numbers that are added, and for each of their sums.
+    assert norms[0] == pytest.approx(exact[0], rel=2 * launcher.processes * 2**-9) and norms[0] != exact[0]
+    # Adam divides a gradient by its own size: those near zero may turn around.
+    assert ours["rounded_sums"]["losses"] == pytest.approx(reference["plain"]["losses"], rel=0.02)
 
 
 def test_a_save_copies_the_state_on_the_root_alone(ours: dict[str, Any]) -> None:

@@ -140,6 +140,8 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
     if stage is not None and stage > 3:
         raise UserMistake(f"zero_optimization.stage {stage} in {path}: ZeRO has stages 0, 1, 2 and 3")
+    if (sent := config.get("communication_data_type")) in ("fp32", "bf16"):
+        fill("reduce_precision", "communication_data_type", sent)
     fill("zero_stage", "zero_optimization.stage", stage)
     args.explicit = frozenset(explicit)
 
@@ -182,6 +184,8 @@ def resolve(
         zero_force_ds_cpu_optimizer=False,
     )
     full.setdefault("steps_per_print", 2**31)
+    if options.reduce_precision != "fp32":
+        full["communication_data_type"] = options.reduce_precision
     zero = full.setdefault("zero_optimization", {})
     zero["stage"] = zero_stage
     if zero_stage == 1:

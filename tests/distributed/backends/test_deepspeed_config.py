@@ -42,9 +42,10 @@ def refusal(call: Callable[[], object]) -> str:
     return text
 
 
-def resolved(config: Json, *, precision: str = "fp32", **overrides: Any) -> Json:
+def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
     values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "parameter_count": 1000, "on_cpu": True}
-    return resolve(config, Options(BatchPlan(24, 1, 2), precision), **{**values, **overrides})
+    options = Options(BatchPlan(24, 1, 2), precision, reduce_precision=reduce_precision)
+    return resolve(config, options, **{**values, **overrides})
 
 
 def values_of(args: argparse.Namespace, flags: Json) -> Json:
@@ -71,6 +72,8 @@ SAID = {"batch_size": 24, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precisio
         ({"bf16": {"enabled": True}}, {}, {"precision": "bf16"}),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, {}, {"precision": "fp16"}),
         ({"fp16": {"enabled": False}}, {}, {"precision": "fp32"}),
+        ({"communication_data_type": "bf16"}, {}, {"reduce_precision": "bf16"}),
+        ({"communication_data_type": "fp16"}, {}, {"reduce_precision": "fp32"}),  # left to DeepSpeed
         ({"optimizer": {"type": "Adam", "params": {"lr": 0.02}}}, {}, {"learning_rate": 0.02}),
         ({"zero_optimization": {"stage": 3}}, {}, {"zero_stage": 3}),
         ({"zero_optimization": {"overlap_comm": True}}, {}, {"zero_stage": 0}),
@@ -118,6 +121,8 @@ def test_auto_says_nothing(merged: Any, parsed: Callable[..., argparse.Namespace
         ({"precision": "bf16"}, {"fp16": {"enabled": True}}, ["--precision bf16", "fp16.enabled"]),
         ({"precision": "fp32"}, {"bf16": {"enabled": True}}, ["--precision fp32", "bf16.enabled"]),
         ({"precision": "fp16"}, {"fp16": {"enabled": False}}, ["--precision fp16", "fp16.enabled"]),
+        ({"reduce_precision": "fp32"}, {"communication_data_type": "bf16"},
+         ["--reduce_precision fp32", "communication_data_type: bf16"]),
         ({}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled", "bf16.enabled"]),
         ({"learning_rate": 0.001}, {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}},
          ["--learning_rate 0.001", "optimizer.params.lr: 0.02"]),
@@ -203,7 +208,9 @@ def test_keys_of_a_newer_deepspeed_are_left_to_it(tmp_path: Path) -> None:
 
 def part_of(full: Any, expected: Any) -> Any:
     """``full`` without the keys that ``expected`` does not have."""
-    return {key: part_of(full[key], value) for key, value in expected.items()} if isinstance(expected, dict) else full
+    return (
+        {key: part_of(full.get(key), value) for key, value in expected.items()} if isinstance(expected, dict) else full
+    )
 
 
 BUCKETS = {"reduce_bucket_size": 777, "round_robin_gradients": True}
@@ -222,6 +229,8 @@ BUCKETS = {"reduce_bucket_size": 777, "round_robin_gradients": True}
           for count, size in ((1, 128), (128, 128), (129, 256), (10**10, 500_000_000))),
         ({"zero_optimization": BUCKETS, "wall_clock_breakdown": True}, {},
          {"zero_optimization": BUCKETS, "wall_clock_breakdown": True}),
+        *(({}, {"reduce_precision": name}, {"communication_data_type": sent})
+          for name, sent in (("fp32", None), ("bf16", "bf16"))),
         # Weights of fp16 follow --precision, those of bf16 the JSON.
         *(({}, {"precision": name}, {"fp16": {"enabled": name == "fp16"}, "bf16": {"enabled": False}})
           for name in ("fp32", "bf16", "fp16")),

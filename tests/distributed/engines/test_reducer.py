@@ -144,6 +144,47 @@ def test_gradients_keep_the_strides_of_their_parameters_and_stay_in_their_bucket
     assert conv.weight.stride() != torch.empty(4, 3, 3, 3).stride()  # it is channels_last indeed
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_sent_may_be_rounded_and_alone_nothing_is_sent(world_size: int, on_ranks: OnRanks) -> None:
+    def work(comm: Any) -> list[Tensor]:
+        model = Model().float()
+        reducer = GradientReducer(list(model.parameters()), comm, "toy", sent_as=torch.bfloat16)
+        for _ in range(2):
+            reducer.zero_()
+            reducer.before_backward(is_last=True)
+            model(torch.ones(4, 3) * (comm.rank + 1)).square().mean().backward()
+            own = [gradient.clone() for gradient in reducer.gradients]
+            reducer.finish()
+        if comm.world_size > 1:
+            assert set(comm.dtypes) == {torch.bfloat16}
+        return [own[0], reducer.gradients[0]]
+
+    if world_size == 1:
+        own, total = work(Alone())
+        assert torch.equal(own, total)
+        return
+    ranks = on_ranks(world_size, work)
+    exact = sum(own for own, _ in ranks)
+    for _, total in ranks:
+        assert torch.equal(total, ranks[0][1]) and total.dtype == torch.float32
+        # bf16 has 8 bits: each of the numbers, and each sum of two of them, is rounded by 2^-9 at most.
+        bound = 2 * world_size * 2**-9 * sum(own.abs() for own, _ in ranks)
+        assert (total - exact).abs().le(bound).all() and not torch.equal(total, exact)
+
+
+@pytest.mark.parametrize(("numbers", "sizes"), [
+    (2**18, [2**18]),  # 1 MiB
+    (10 * 2**18, [2**18] * 10),
+    (8 * 2 * 2**18, [2 * 2**18] * 8),
+    (1000 * 2**18, [25 * 2**18] * 40),
+])  # fmt: skip
+def test_buckets_are_an_eighth_of_the_model_but_one_to_twenty_five_mebibytes(numbers: int, sizes: list[int]) -> None:
+    """The last one, too, because nothing is computed while it is sent."""
+    parameters = [nn.Parameter(torch.empty(2**18, device="meta")) for _ in range(numbers // 2**18)]
+    reducer = GradientReducer(parameters, Alone(), "toy")
+    assert [bucket.numel() for bucket in reducer.gradients] == sizes
+
+
 def test_buckets_hold_one_dtype_each_and_no_more_than_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducer_module, "BUCKET_BYTES", 40)
     sizes: list[tuple[int, torch.dtype]] = [
