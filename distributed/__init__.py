@@ -81,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
         help="compute each update's gradient in N equal parts and add them in a fixed order: the same bits on every "
         "backend and every number of processes that divides N, but slower and with one CPU thread per process; 0: off")
     group.add_argument("--reduce_precision", type=str.lower, choices=["fp32", "bf16"], default="fp32",
-        help="precision in which processes exchange gradients; bf16 halves the bytes, for slow networks, and rounds what "
-        "each process sends to 8 bits; not with Horovod")
+        help="precision in which processes exchange gradients; bf16 halves the bytes, for slow networks, and rounds "
+        "what each process sends to 8 bits; not with Horovod")
     # The deepspeed launcher passes this to every script, whatever the backend.
     group.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     # fmt: on
