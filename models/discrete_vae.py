@@ -74,6 +74,8 @@ class DiscreteVAE(Pretrained):
     _mean: Tensor
     _std: Tensor
 
+    cut_before = ("decoder",)  # see distributed.engines.replicated.cut_graph
+
     def __init__(
         self, image_size: int = 256, num_tokens: int = 512, codebook_dim: int = 512, num_layers: int = 3,
         num_resnet_blocks: int = 0, hidden_dim: int = 64, channels: int = 3, smooth_l1_loss: bool = False,

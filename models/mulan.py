@@ -97,6 +97,7 @@ class MuLaN(Pretrained):
         "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature",
         "init_bias", "gradient_checkpointing",
     })  # fmt: skip
+    cut_before = ("text",)  # see distributed.engines.replicated.cut_graph
 
     def __init__(
         self, sample_rate: int = 16000, clip_seconds: float = 10.0,

@@ -89,6 +89,7 @@ class VideoTokenizer(Pretrained):
     not_in_the_weights = frozenset(
         ("image_size", "diversity_gamma", "inv_temperature", "vq_decay", "time_window", "gradient_checkpointing")
     )
+    cut_before = ("decoder",)  # see distributed.engines.replicated.cut_graph
 
     def __init__(
         self, image_size: int, layers: str, channels: int = 3, init_dim: int = 64, max_dim: int | None = None,

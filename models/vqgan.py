@@ -60,6 +60,7 @@ class VQGAN(Pretrained):
     not_in_the_weights = frozenset(
         ("image_size", "diversity_gamma", "inv_temperature", "vq_decay", "gradient_checkpointing")
     )
+    cut_before = ("quantizer",)  # see distributed.engines.replicated.cut_graph
 
     def __init__(
         self, image_size: int = 256, dim: int = 64, channels: int = 3, num_layers: int = 4,

@@ -39,6 +39,8 @@ class ReplicatedEngine(Engine):
                 torch.bfloat16 if self._backend.options.reduce_precision == "bf16" else None,
             )  # fmt: skip
         if self._backend.options.compile:
+            if self._backend.world_size > 1 and not self._plan.batch_parts:
+                cut_graph(model)
             model.compile()
 
     def _add_gradients(self, loss: Tensor, weight: float | Tensor, retain_graph: bool) -> None:
@@ -88,3 +90,14 @@ class ReplicatedEngine(Engine):
         self.module.load_state_dict(state["weights"])
         write_optimizer(self._optimizer, self._names, state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
+
+
+def cut_graph(model: nn.Module) -> None:
+    """Let torch.compile begin a new graph where the model calls each of its children ``cut_before`` (names). All
+    gradients of a graph appear at the end of its backward pass, so that with one graph none could be sent meanwhile."""
+    for name in getattr(model, "cut_before", ()):
+        model.get_submodule(name).register_forward_pre_hook(torch.compiler.disable(_end_graph))
+
+
+def _end_graph(module: nn.Module, inputs: Any) -> None:
+    """A graph ends where the compiler may not look."""
