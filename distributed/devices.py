@@ -17,11 +17,13 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     its own: by ``--gpus-per-task 1`` if ``launcher`` is srun, or by a wrapper that sets CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ValueError: more processes than GPUs on this machine.
+        ValueError: more processes than GPUs on this machine, unless `gpus_are_shared`.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if gpus_are_shared():
+        local_rank %= count
     if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
         local_rank = 0  # where several processes see the same one, `shared_gpu` tells
     if local_rank >= count:
@@ -32,6 +34,13 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def gpus_are_shared() -> bool:
+    """Whether TANDEM_SHARE_GPU=1 is in the environment: several processes may then train on one GPU, which shows on a
+    machine with a single GPU that they compute what one process computes. They communicate through Gloo, because NCCL
+    refuses two processes on one GPU. A training run has no use for it: it would only be slower."""
+    return os.environ.get("TANDEM_SHARE_GPU") == "1"
 
 
 def gpu_id(device: torch.device) -> str | None:

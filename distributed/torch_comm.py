@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import Handle
-from .devices import gpu_id, shared_gpu
+from .devices import gpu_id, gpus_are_shared, shared_gpu
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
@@ -42,7 +42,8 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     # DeepSpeed reads these whatever launcher started the process.
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
-    if device.type == "cuda" and launch.world_size > 1:  # alone, the groups that DeepSpeed makes fail (DeepSpeed#8248)
+    through_nccl = device.type == "cuda" and not gpus_are_shared()
+    if through_nccl and launch.world_size > 1:  # alone, the groups that DeepSpeed makes fail (DeepSpeed#8248)
         options["device_id"] = device
     is_restart = launch.is_restart
     if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
@@ -50,7 +51,8 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.HashStore()
     else:
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
-        start = agree_on_start(store, launch, options["timeout"], gpu_id(device))
+        gpu = None if gpus_are_shared() else gpu_id(device)
+        start = agree_on_start(store, launch, options["timeout"], gpu)
         if start.mistake:  # before NCCL starts, which would fail with a long text
             raise UserMistake(start.mistake)
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
@@ -59,7 +61,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
             _let_gloo_use(start.outside)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if through_nccl else "gloo",
         rank=launch.rank,
         world_size=launch.world_size,
         **options,

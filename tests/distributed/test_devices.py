@@ -22,7 +22,8 @@ from distributed.devices import allow_open_files, cpu_threads, gpu_id, local_dev
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "TANDEM_SHARE_GPU"):
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
@@ -48,6 +49,16 @@ def test_a_process_to_which_a_wrapper_shows_one_gpu_has_that_one(launcher: str, 
     assert local_device(3, launcher) == torch.device("cuda", 0)
     gpus.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="process 4 on a machine with 2 visible GPUs"):
+        local_device(3, launcher)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_processes_share_gpus_where_the_environment_says_so(launcher: str, gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus.setenv("TANDEM_SHARE_GPU", "1")
+    assert [local_device(rank, launcher).index for rank in range(4)] == [0, 1, 0, 1]
+    gpus.setenv("TANDEM_SHARE_GPU", "0")
     with pytest.raises(ValueError, match="process 4 on a machine with 2 visible GPUs"):
         local_device(3, launcher)
 

@@ -131,6 +131,30 @@ def test_a_shared_gpu_ends_the_start_in_one_line_that_all_processes_raise(
     assert agree.call_args.args[-1] == f"id of {device}" and not start.called
 
 
+@pytest.mark.parametrize(
+    ("device", "share", "through", "gpu", "binds"),
+    [
+        ("cpu", "0", "gloo", "id of cpu", False),
+        ("cuda", "0", "cpu:gloo,cuda:nccl", "id of cuda", True),
+        ("cuda", "1", "gloo", None, False),
+    ],
+)
+def test_processes_that_may_share_a_gpu_communicate_through_gloo_alone(
+    device: str, share: str, through: str, gpu: str | None, binds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_comm.dist, "rendezvous", lambda *_, **__: iter([(Mock(), 0, 2)]))
+    monkeypatch.setattr(torch_comm.dist, "PrefixStore", Mock())
+    monkeypatch.setattr(torch_comm, "gpu_id", lambda device: f"id of {device}")
+    monkeypatch.setattr(torch_comm, "agree_on_start", agree := Mock(return_value=Start(1, False)))
+    monkeypatch.setattr(torch_comm.dist, "init_process_group", start := Mock())
+    monkeypatch.setenv("TANDEM_SHARE_GPU", share)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")  # so that it is restored
+    torch_comm.init_process_group(Launch("torchrun", 1, 1, 2), torch.device(device), 1.0)
+    assert agree.call_args.args[-1] == gpu, "otherwise all processes would refuse to share it"
+    assert start.call_args.args == (through,) and ("device_id" in start.call_args.kwargs) == binds
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of interfaces")
 def test_gloo_gets_the_interface_towards_the_other_machines_unless_the_user_names_one(
     monkeypatch: pytest.MonkeyPatch,
