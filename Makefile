@@ -1,9 +1,10 @@
 # Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
-# and: lint, bench (speed), parity (the backends' numbers side by side; the same bits of the full model on your images:
-# parity IMAGES=photos/), torture MINUTES=10 (runs killed at random; MACHINES=2: on machines of lab), fuzz MINUTES=10
-# (damaged files for every tool), lab (several machines, made of Linux namespaces)
+# and: lint, bench (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by
+# side; the same bits of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at
+# random; MACHINES=2: on machines of lab), fuzz MINUTES=10 (damaged files for every tool), lab (several machines, made
+# of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # $(call needs_3_10,what to do): a line of Python that ends with one line where it runs in an older one.
 needs_3_10 = 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or later is needed, %s is %d.%d: $(1)" % ((sys.executable,) + sys.version_info[:2]))'
 
-.PHONY: venv demo test lint bench parity torture fuzz lab clean
+.PHONY: venv demo test lint bench gpu parity torture fuzz lab clean
 
 venv: $(VENV)/.installed
 
@@ -35,6 +36,15 @@ lint: $(VENV)/.complete
 
 bench: $(VENV)/.complete
 	$(BIN)/python -m benchmarks
+
+# With the virtual environment if there is one; else with PYTHON, if it has the packages already (a machine without a
+# network: make gpu PYTHON=python3); else the virtual environment is made. make gpu GPU="--only speed --minutes 30"
+GPU_NEEDS := torch torchvision numpy PIL yaml safetensors tqdm einops psutil pytest
+gpu:
+	@has() { $$1 -c 'import importlib.util as u; assert all(map(u.find_spec, "$(GPU_NEEDS)".split()))' 2>/dev/null; }; \
+	if has $(BIN)/python; then python=$(BIN)/python; elif has $(PYTHON); then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory $(VENV)/.complete && python=$(BIN)/python || exit; fi; \
+	$$python -m benchmarks.gpu $(GPU)
 
 parity: $(VENV)/.complete
 	$(BIN)/python scripts/parity.py --processes 2 4

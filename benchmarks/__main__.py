@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import benchmarks
 
@@ -87,13 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         facts |= {"load_average_after": list(os.getloadavg()), "seconds": round(time.monotonic() - began, 1)}
         report.write_json(args.json, facts, rows)
-    print(f"\n{_headline(facts)}\n\n{report.table(rows)}\n\nwritten to {args.json}")
-
-
-def _headline(facts: dict[str, Any]) -> str:
-    load = ", ".join(f"{value:.1f}" for value in facts["load_average_after"])
-    hardware = f"{facts['cpu']}, {facts['cores']} cores, GPUs: {', '.join(facts['gpus']) or 'none'}"
-    return f"{hardware}; torch {facts['packages']['torch']}; {facts['seconds']:.0f} s, load average {load}"
+    print(f"\n{machine.headline(facts)}\n\n{report.table(rows)}\n\nwritten to {args.json}")
 
 
 def _measured(name: str, benchmark: Callable[[], Iterator[Row]]) -> Iterator[Row]:

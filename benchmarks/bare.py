@@ -14,7 +14,7 @@ from torch import Tensor
 from models import DiscreteVAE
 from training.noise import Noise
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def bare_loop(
     gumbel = _script_noise(model, device) if variant.same_noise else _torch_noise(model, device)
     for step, batch in enumerate(itertools.cycle(images)):
         x = batch.to(device, non_blocking=True).float().div_(255).contiguous(memory_format=memory_format)
-        with torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES):
+        with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision in DTYPES):
             loss = forward(x, noise=gumbel(step, len(x)), temperature=1.0).loss
         optimizer.zero_grad()
         scaler.scale(loss).backward()

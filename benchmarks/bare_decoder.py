@@ -19,7 +19,7 @@ from training.flags.unets import of_unet
 from training.noise import Noise
 from training.objectives.diffusion import DiffusionDraws, LowresDraws
 
-from .bare import Variant
+from .bare import DTYPES, Variant
 
 _Draw = Callable[[int, Tensor], dict[str, Tensor]]  # (step, pictures) -> random numbers of an update of one Unet
 
@@ -48,11 +48,16 @@ def bare_updates(
     decoder.train().to(memory_format=memory_format)
     average = AveragedModel(decoder.unets, multi_avg_fn=get_ema_multi_avg_fn(args.ema_decay or 0.999))
     sides = range(len(decoder.unets))
+    if args.compile:
+        for index in sides:
+            decoder.unet(index).compile()
+    device, dtype = decoder.device.type, DTYPES.get(args.precision)
+    scalers = [torch.amp.GradScaler(device, enabled=args.precision == "fp16") for _ in sides]
     optimizers = [_optimizer(args, decoder, index, variant) for index in sides]
     sources = [(_script_noise if variant.same_noise else _torch_noise)(args, decoder, index) for index in sides]
     for step, batch in enumerate(itertools.cycle(batches)):
         on_device = {name: batch[name].to(decoder.device, non_blocking=True) for name in ("images", "image_embed")}
-        for index, (optimizer, draw) in enumerate(zip(optimizers, sources, strict=True)):
+        for index, (optimizer, draw, scaler) in enumerate(zip(optimizers, sources, scalers, strict=True)):
             unet = decoder.unet(index)
             images = on_device["images"].float() / 127.5 - 1
             x0 = resized(images, decoder.image_sizes[index])
@@ -72,14 +77,16 @@ def bare_updates(
                 table.float()[draws["times"], None, None, None] for table in (schedule.alpha, schedule.sigma)
             )
             x = (alpha * x0 + sigma * noise).contiguous(memory_format=memory_format)
-            with torch.autocast(decoder.device.type, dtype=torch.bfloat16, enabled=args.precision == "bf16"):
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
                 prediction = unet(x, draws["times"], **given)
             loss = F.mse_loss(prediction, alpha * noise - sigma * x0)
             optimizer.zero_grad()
-            loss.backward()
+            scaler.scale(loss).backward()
             if args.max_grad_norm:
+                scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(unet.parameters(), args.max_grad_norm)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
         if args.ema_decay:
             average.update_parameters(decoder.unets)
         yield

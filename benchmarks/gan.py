@@ -3,13 +3,14 @@ softmax."""
 
 from __future__ import annotations
 
-import resource
+import gc
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,10 @@ from models.quantizers import make_quantizer
 from training.objectives.adversarial import gradient_penalty, heads_of, last_layer_gradient, zero_centred_penalty
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
+from .bare import DTYPES
 from .jobs import ROOT, one_process
 from .report import Goal, Row
+from .worker import peak_memory_bytes, reset_peak_memory
 
 _GOAL = Goal("ratio", ">=", 0.97)
 _BATCH, _SIDE, _UPDATES = 8, 64, 4  # four updates: one of them with the penalty
@@ -36,7 +39,7 @@ def gan(rounds: int) -> Iterator[Row]:
     sizes = {"train_vqgan.py": f"{_SIDE} px, batch {_BATCH}",
              "train_tokenizer.py": f"{_FRAMES} x {_VIDEO_SIDE} px, batch {_VIDEO_BATCH}"}  # fmt: skip
     for script, make in GAMES.items():
-        ours, bare = _ours(make()), _bare(make())
+        ours, bare = _ours(on_device(make())), _bare(on_device(make()))
         ours(), bare()
         times = [[_times(run) for run in (ours, bare)] for _ in range(rounds)]
         mine, theirs = ([_UPDATES / wall for wall, _ in side] for side in zip(*times, strict=True))
@@ -122,8 +125,16 @@ def _of_videos() -> _Game:
 GAMES = {"train_vqgan.py": _of_images, "train_tokenizer.py": _of_videos}
 
 
-def _ours(game: _Game) -> Callable[[], None]:
-    backend = one_process(len(game.real)).__enter__()
+def on_device(game: _Game) -> _Game:
+    """The game on the GPU, if there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    game.generator.to(device), game.discriminator.to(device)
+    given = {name: value.to(device) for name, value in game.given.items()}
+    return replace(game, real=game.real.to(device), given=given)
+
+
+def _ours(game: _Game, precision: str = "fp32") -> Callable[[], None]:
+    backend = one_process(len(game.real), precision).__enter__()
     g, d = (
         backend.wrap(model, torch.optim.Adam(model.parameters(), lr=3e-4, fused=True), name=name)
         for model, name in ((game.generator, "generator"), (game.discriminator, "discriminator"))
@@ -149,17 +160,23 @@ def _ours(game: _Game) -> Callable[[], None]:
     return updates
 
 
-def _bare(game: _Game) -> Callable[[], None]:
+def _bare(game: _Game, precision: str = "fp32") -> Callable[[], None]:
     generator, discriminator, real, last = game.generator, game.discriminator, game.real, game.last_layer.weight
     g, d = (torch.optim.Adam(m.parameters(), lr=3e-4, fused=True) for m in (generator, discriminator))
 
+    dtype = DTYPES.get(precision)
+
+    def cast() -> torch.autocast:
+        return torch.autocast(real.device.type, dtype=dtype, enabled=dtype is not None)
+
     def judge(images: Tensor) -> list[Tensor]:
         """Logits of each head."""
-        return heads_of(discriminator(images, **game.given))
+        with cast():
+            return heads_of(discriminator(images, **game.given))
 
-    def penalty(fake: Tensor) -> Tensor:
+    def penalty(fake: Tensor) -> Tensor:  # in fp32, as in the script
         if game.weights.penalty == "one_centred":
-            return gradient_penalty(judge, real)
+            return gradient_penalty(lambda images: heads_of(discriminator(images, **game.given)), real)
         return zero_centred_penalty(
             lambda images: discriminator(images, **{name: value.repeat(2) for name, value in game.given.items()}),
             real, fake.detach(),
@@ -168,7 +185,8 @@ def _bare(game: _Game) -> Callable[[], None]:
     def updates() -> None:
         for step in range(_UPDATES):
             discriminator.requires_grad_(False)
-            out: Any = generator(real)
+            with cast():
+                out: Any = generator(real)
             nll = game.error(out.reconstruction, real)
             deceive = sum(-logits.mean() for logits in judge(out.reconstruction))
             (of_nll,), (of_gan,) = (torch.autograd.grad(loss, last, retain_graph=True) for loss in (nll, deceive))
@@ -193,6 +211,8 @@ def _times(run: Callable[[], None]) -> tuple[float, float]:
     """Seconds on the wall's clock and of the CPU."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
@@ -200,13 +220,28 @@ SIDES = {"ours": _ours, "bare": _bare}
 
 
 def _peak_mib(which: str, script: str) -> float:
-    """Peak memory of a process that makes the updates twice."""
+    """Peak memory of a process that makes the updates a few times."""
     command = [sys.executable, "-m", "benchmarks.gan", which, script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    return float(json.loads(done.stdout.splitlines()[-1])["peak_mib"])
+
+
+def main(which: str, script: str, precisions: str = "fp32", rounds: str = "1") -> None:
+    """Measure one side alone, and print a JSON object per precision of a comma list. The bare loop has PyTorch's own
+    settings, and in tf32 what one would add to them."""
+    for precision in precisions.split(","):
+        if which == "bare":
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        game = on_device(GAMES[script]())
+        reset_peak_memory(game.real.device)
+        updates = SIDES[which](game, precision)
+        updates()
+        seconds = [_times(updates)[0] for _ in range(int(rounds))]
+        peak = peak_memory_bytes(game.real.device) / 2**20
+        print(json.dumps({"peak_mib": peak, "updates_per_second": [_UPDATES / each for each in seconds]}), flush=True)
+        del game, updates
+        gc.collect()
 
 
 if __name__ == "__main__":
-    run = SIDES[sys.argv[1]](GAMES[sys.argv[2]]())
-    run(), run()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    main(*sys.argv[1:])

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,9 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_SECONDS = 600
 _WORKER = "benchmarks.worker"
 # Switch off all work other than the updates, so that every update does the same; logging keeps its defaults.
-_SCRIPT_FLAGS = ("--image_folder", "demo:shapes:64", "--valid_fraction", "0", "--num_workers", "0",
-                 "--validate_every_n_steps", "0", "--sample_every_n_steps", "0",
-                 "--save_every_n_steps", "0")  # fmt: skip
+_SCRIPT_FLAGS = ("--valid_fraction", "0", "--num_workers", "0", "--validate_every_n_steps", "0",
+                 "--sample_every_n_steps", "0", "--save_every_n_steps", "0")  # fmt: skip
+_IMAGES = ("--image_folder", "demo:shapes:64")
+_DATA = {"train_mulan": ("--audio_data", "demo:tones:64"), "train_tokenizer": ("--video_folder", "demo:moving:64")}
 
 
 # Fixes glibc malloc's thresholds, in bytes: otherwise the C library may keep much of the freed memory, and resident
@@ -70,7 +72,7 @@ class Launcher:
         path = Path(sys.executable).parent / self.tool
         if not path.exists():
             raise JobFailed(f"{self.tool} is not installed beside {sys.executable}")
-        n, port = str(processes), _free_port()
+        n, port = str(processes), free_port()
         if network is not None:
             return network.commands(self.tool, processes, port, ["-m", _WORKER, *flags])
         start = {
@@ -91,53 +93,55 @@ LAUNCHERS = (
 )
 
 
-def one_process(batch_size: int) -> distributed.Backend:
+def one_process(batch_size: int, precision: str = "fp32") -> distributed.Backend:
     """A backend of this process alone, with the scripts' defaults."""
     parser = argparse.ArgumentParser()
     distributed.add_arguments(parser)
-    parser.set_defaults(batch_size=batch_size, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0)
+    parser.set_defaults(batch_size=batch_size, grad_accum_steps=1, precision=precision, max_grad_norm=0.0)
     parser.set_defaults(max_skipped_updates=20, compile=False)
     return distributed.from_args(parser.parse_args(["--distributed_backend", "single"]))
 
 
 def measure(
     launcher: Launcher, sides: Sequence[str], script_flags: Sequence[str], *, script: str = "train_vae",
-    processes: int = 1, threads: int | None = None, rounds: int, turns: int, updates: int,
+    processes: int = 1, threads: int | None = None, rounds: int, turns: int, updates: int, warmup: int = 2,
     environment: Mapping[str, str] | None = None, network: SlowNetwork | None = None,
+    seconds: float = _TIMEOUT_SECONDS,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """What ``worker.Side.write`` writes, by side. Each side is a job of its own.
 
     Args:
         launcher: Starts the script.
         sides: "script" and names in ``bare.VARIANTS``.
-        script: Name in ``worker.BARE_LOOPS``.
+        script: Name in ``worker.SCRIPTS``; those in ``worker.BARE_LOOPS`` have bare loops.
         script_flags: Flags of the script.
         threads: CPU threads per process; by default OMP_NUM_THREADS, or the cores divided by the number of processes.
         rounds: Number of rounds; each gives one number per side.
         turns: Number of turns of each side in a round.
         updates: Number of updates of a side in one turn.
+        warmup: Number of updates of each side that are not measured.
         environment: Environment variables to set in addition to those of this process.
         network: The machines that the processes are shared out over; None: this one.
+        seconds: Limit of the whole.
 
     Raises:
-        JobFailed: a launcher is not installed, or a job failed or took longer than ten minutes.
+        JobFailed: a launcher is not installed, or a job failed or took longer.
     """
     threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // processes)
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(environment or {}),
-    }  # fmt: skip
-    counts = {"--rounds": rounds, "--turns": turns, "--updates": updates}
+    counts = {"--rounds": rounds, "--turns": turns, "--updates": updates, "--warmup": warmup}
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         flags = [
             *("--script", script, "--folder", folder, "--sides", ",".join(sides)),
             *(word for flag, count in counts.items() for word in (flag, str(count))),
-            *(*_SCRIPT_FLAGS, *script_flags, *launcher.flags, "--output_dir", str(Path(folder) / "run")),
+            *(*_DATA.get(script, _IMAGES), *_SCRIPT_FLAGS, *script_flags, *launcher.flags),
+            *("--output_dir", str(Path(folder) / "run")),
         ]
         started = [
             _launcher_of(side, launcher, processes).commands(processes, ["--side", side, *flags], network)
             for side in sides
         ]
-        _run([command for of_side in started for command in of_side], environment)
+        commands = [command for of_side in started for command in of_side]
+        run(commands, {"OMP_NUM_THREADS": str(threads), **(environment or {})}, seconds)
         results = {side: Path(folder) / f"{side}.json" for side in sides}
         if absent := [side for side, path in results.items() if not path.exists()]:
             raise JobFailed(f"{absent[0]} ended without a result")
@@ -153,26 +157,36 @@ def _launcher_of(side: str, launcher: Launcher, processes: int) -> Launcher:
     return PYTHON if processes == 1 else TORCHRUN
 
 
-def _run(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> None:
-    """Run jobs side by side, each in a session of its own, and kill all processes of the sessions before returning."""
+def run(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float = _TIMEOUT_SECONDS
+) -> list[str]:
+    """Run jobs side by side, each in a session of its own, and kill all processes of the sessions before returning.
+    Returns what each wrote.
+
+    Args:
+        environment: Environment variables to set in addition to those of this process.
+        seconds: Limit.
+
+    Raises:
+        JobFailed: one of them failed, or took longer.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
     jobs: list[tuple[subprocess.Popen[str], Any]] = []
     try:
         for command in commands:
-            output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below)
+            output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed below)
             jobs.append((subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 text=True, start_new_session=True,
             ), output))  # fmt: skip
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        deadline = time.monotonic() + seconds
         while any(process.poll() is None for process, _ in jobs):
-            for process, output in jobs:
-                if process.returncode:  # the others wait for it
-                    output.seek(0)
-                    print(output.read()[-3000:], file=sys.stderr)
-                    raise JobFailed(f"exit code {process.returncode}, see the output above")
+            _raise_failure(jobs)  # the others wait for one that failed
             if time.monotonic() > deadline:
-                raise JobFailed(f"took longer than {_TIMEOUT_SECONDS} s")
+                raise JobFailed(f"took longer than {seconds:.0f} s")
             time.sleep(0.1)
+        _raise_failure(jobs)
+        return [_written(output) for _, output in jobs]
     finally:
         for process, output in jobs:
             with contextlib.suppress(ProcessLookupError):
@@ -181,7 +195,30 @@ def _run(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> None
             output.close()
 
 
-def _free_port() -> int:
+def _raise_failure(jobs: Sequence[tuple[subprocess.Popen[str], Any]]) -> None:
+    for process, output in jobs:
+        if process.returncode:
+            text = _written(output)
+            print(text[-3000:], file=sys.stderr)
+            raise JobFailed(f"exit code {process.returncode}: {reason(text)}")
+
+
+def _written(output: Any) -> str:
+    output.seek(0)
+    return str(output.read())
+
+
+def reason(output: str) -> str:
+    """The line of a failed job's output that says most: its last error, else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # Of a script, of Python, of anything: launchers say more after it.
+    for pattern in (r"(\S+: )?(error|stopped): ", r"(\w+\.)*[A-Z]\w*: ", ""):
+        if found := [line for line in lines if re.match(pattern, line)]:
+            return found[-1][:300]
+    return "it said nothing"
+
+
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

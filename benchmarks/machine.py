@@ -38,6 +38,27 @@ def facts() -> dict[str, Any]:
     }
 
 
+def gpu_facts() -> dict[str, Any]:
+    """What results on a GPU depend on besides its name, as JSON values; null without a GPU."""
+    import torch
+
+    if not gpus():
+        return {"gpu_memory_mib": None, "cuda": None, "cudnn": None}
+    memory = torch.cuda.get_device_properties(0).total_memory
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return {"gpu_memory_mib": memory // 2**20, **versions}
+
+
+def headline(facts: dict[str, Any]) -> str:
+    """`facts` in one line, once "load_average_after" and "seconds" are known."""
+    load = ", ".join(f"{value:.1f}" for value in facts["load_average_after"])
+    gpus = ", ".join(facts["gpus"]) or "none"
+    if facts.get("cuda"):
+        gpus += f" ({facts['gpu_memory_mib']} MiB, CUDA {facts['cuda']}, cuDNN {facts['cudnn']})"
+    hardware = f"{facts['cpu']}, {facts['cores']} cores, GPUs: {gpus}"
+    return f"{hardware}; torch {facts['packages']['torch']}; {facts['seconds']:.0f} s, load average {load}"
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 _HEADINGS = ("benchmark", "unit", "ours", "reference", "ratio: min", "median", "max", "goal", "met")
 
@@ -104,7 +104,13 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(text)
 
 
-def write_json(path: Path, machine: Mapping[str, Any], rows: Iterable[Row]) -> None:
+class HasJson(Protocol):
+    """A row of any kind."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
+def write_json(path: Path, machine: Mapping[str, Any], rows: Iterable[HasJson]) -> None:
     """Write ``{"machine": {...}, "rows": [...]}`` to ``path``; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": dict(machine), "rows": [row.as_json() for row in rows]}

@@ -36,6 +36,7 @@ from .bare import VARIANTS, bare_vae
 from .bare_decoder import bare_decoder
 
 SCRIPT = "script"
+SCRIPTS = ("train_vae", "train_vqgan", "train_mulan", "train_tokenizer", "train_decoder")
 _DECODED_BATCHES = 4
 _OpenStream = data.TrainingStream
 BARE_LOOPS: Mapping[str, Callable[..., Iterator[None]]] = {"train_vae": bare_vae, "train_decoder": bare_decoder}
@@ -43,7 +44,7 @@ BARE_LOOPS: Mapping[str, Callable[..., Iterator[None]]] = {"train_vae": bare_vae
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks.worker", description="Started by the benchmarks.")
-    parser.add_argument("--script", choices=BARE_LOOPS, default="train_vae", help="the script that is measured")
+    parser.add_argument("--script", choices=SCRIPTS, default="train_vae", help="the script that is measured")
     parser.add_argument(
         "--folder", type=Path, required=True, help="where the sides meet, and where results are written"
     )
@@ -136,10 +137,10 @@ class Script(Side):
     def gather(self, value: Any) -> list[Any]:
         return self._backend.gather_objects(value)
 
-    def stream(self, images: data.Images, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
+    def stream(self, samples: Any, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
         """Replaces the feed's ``TrainingStream``. Ends one batch after the last round."""
-        decoded = _decoded(images, subset, **loading)
-        self.samples_per_update = len(decoded[0]["images"])
+        decoded = decoded_batches(samples, subset, **loading)
+        self.samples_per_update = len(decoded[0]["positions"])
         path = _batches(self._options.folder, self._backend.rank)
         torch.save(decoded, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
@@ -179,8 +180,10 @@ class BareLoop(Side):
 
     def run(self) -> None:
         """Make all updates, and write the results on the root."""
-        decoded = self._load()
-        self.samples_per_update = len(decoded[0]["images"])
+        if self._args.precision == "tf32":  # what one would write for it; else PyTorch's settings stay as they are
+            torch.set_float32_matmul_precision("high")
+        decoded = [self._pinned(batch) for batch in self._load()]
+        self.samples_per_update = len(decoded[0]["positions"])
         loop = BARE_LOOPS[self._options.script](self._args, decoded, VARIANTS[self._options.side], self._device)
         for _ in self.turns():
             next(loop)
@@ -199,11 +202,17 @@ class BareLoop(Side):
         images = data.open_images(self._args.image_folder, image_size=self._args.image_size)
         subset, _ = data.split(len(images), 0.0, self._args.seed, at_least=self._args.batch_size)
         loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1, "seed": self._args.seed}
-        return _decoded(images, subset, **loading)
+        return decoded_batches(images, subset, **loading)
+
+    def _pinned(self, batch: Mapping[str, Any]) -> Any:
+        """With a GPU, tensors in pinned memory, as the script's loader makes them."""
+        pins = self._device.type == "cuda"
+        return {key: value.pin_memory() if pins and torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def _decoded(images: data.Images, subset: data.Subset, **loading: Any) -> list[data.Batch]:
-    return list(itertools.islice(_OpenStream(images, subset, **{**loading, "num_workers": 0}), _DECODED_BATCHES))
+def decoded_batches(samples: Any, subset: data.Subset, **loading: Any) -> list[data.Batch]:
+    """The first batches of a ``TrainingStream``, loaded in this process."""
+    return list(itertools.islice(_OpenStream(samples, subset, **{**loading, "num_workers": 0}), _DECODED_BATCHES))
 
 
 def _batches(folder: Path, rank: int) -> Path:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 # How a command line names a program -> the module with its build_parser.
-PROGRAMS = {"benchmarks": "benchmarks.__main__"} | {
+PROGRAMS = {"benchmarks": "benchmarks.__main__", "benchmarks.gpu": "benchmarks.gpu.__main__"} | {
     path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()
 }
 STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
@@ -31,7 +31,7 @@ FLAGS_OF_OTHERS = {
     "--rdzv_id", "--requeue", "--signal",
 }  # fmt: skip
 FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"
-WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json"}
+WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json", "benchmarks/results/gpu.json"}
 
 # Their group says it in its title.
 OF_TRAINING = {"learning_rate", "lr_warmup_steps", "weight_decay"}

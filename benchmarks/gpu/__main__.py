@@ -1,0 +1,105 @@
+"""Run the parts, print their tables, write a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import benchmarks.gpu
+
+from .. import machine, report
+from ..worker import SCRIPTS
+from . import checks
+from .rows import Plan, Row, tables
+from .speed import speed
+
+# Name -> (the part, its share of ten minutes in seconds).
+PARTS: dict[str, tuple[Callable[[Plan], Iterator[Row]], int]] = {
+    "tests": (checks.tests, 70),
+    "resume": (checks.resume, 90),
+    "processes": (checks.processes, 90),
+    "waits": (checks.waits, 50),
+    "zero": (checks.zero, 60),
+    "speed": (speed, 220),  # last, because it can use all the time that is left
+}
+PRECISIONS = ("bf16", "tf32", "fp16", "fp32")  # the slowest one last
+
+
+def _names(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in names if name not in choices]:
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(choices)}")
+        return [name for name in choices if name in names]
+
+    return parse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu",
+        description=benchmarks.gpu.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # fmt: off
+    add = parser.add_argument
+    add("--scale", choices=("full", "toy"), default="full", help="toy: tiny models, also without a GPU (default: full)")
+    for flag, choices in {"only": list(PARTS), "scripts": SCRIPTS, "precisions": PRECISIONS}.items():
+        add(f"--{flag}", type=_names(choices), default=list(choices), metavar="NAMES",
+            help=f"comma list of {', '.join(choices)} (default: all)")
+    add("--minutes", type=float, default=10, metavar="M", help="limit of the whole; the parts share it (default: 10)")
+    add("--json", type=Path, default=Path(__file__).parents[1] / "results" / "gpu.json", metavar="FILE",
+        help="where to write the results (default: benchmarks/results/gpu.json)")
+    # fmt: on
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not 0 < args.minutes < float("inf"):
+        parser.error(f"--minutes {args.minutes:g}: expected a number above 0")
+    if not machine.gpus() and args.scale == "full":
+        # Not 0: a job that relies on these checks must not take them for passed.
+        print("python -m benchmarks.gpu: error: PyTorch sees no GPU here; --scale toy tries everything that a CPU can",
+              file=sys.stderr)  # fmt: skip
+        raise SystemExit(2)
+    began, rows = time.monotonic(), []
+    facts = machine.facts() | machine.gpu_facts() | {"scale": args.scale}
+    with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as folder:
+        plan = Plan(args.scale == "toy", machine.gpus() > 0, args.scripts, args.precisions, Path(folder))
+        deadline = began
+        try:
+            for name in args.only:
+                part, seconds = PARTS[name]
+                # Cumulative, so that a part inherits what the ones before did not use.
+                deadline += seconds * 60 * args.minutes / sum(PARTS[each][1] for each in args.only)
+                for row in _rows(name, part, plan.until(name, deadline)):
+                    rows.append(row)
+                    print(f"{time.monotonic() - began:4.0f} s  {row}", file=sys.stderr)
+        finally:
+            facts |= {"load_average_after": list(os.getloadavg()), "seconds": round(time.monotonic() - began, 1)}
+            report.write_json(args.json, facts, rows)
+    print(f"{machine.headline(facts)}\n{tables(rows)}\n\nwritten to {args.json}")
+    if failed := [row for row in rows if row.is_bad]:
+        print(f"{len(failed)} of {len(rows)} rows are not as they should be:", file=sys.stderr)
+        print("\n".join(f"  {row}" for row in failed), file=sys.stderr)
+        raise SystemExit(1)
+
+
+def _rows(name: str, part: Callable[[Plan], Iterator[Row]], plan: Plan) -> Iterator[Row]:
+    """The rows of a part. An error becomes a row, so that the other parts still run."""
+    print(f"{name} ...", file=sys.stderr)
+    try:
+        yield from part(plan)
+    except Exception as error:
+        yield plan.failed("", error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""What only a GPU can show. `make gpu` runs these tests, without the fixtures of the others."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distributed
+from data.workers import Loader
+from distributed import Backend
+from distributed.devices import gpu_id, local_device, use_deterministic_kernels, use_tf32
+from distributed.engines.reducer import GradientReducer
+from distributed.errors import TrainingStopped
+from training.checkpoints.snapshot import Snapshot
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first test starts it
+PRECISIONS = ("fp32", "bf16", "fp16")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+
+
+@pytest.fixture(autouse=True)
+def settings_of_torch() -> Iterator[None]:
+    """Those that PyTorch begins with, after each test."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """One process. The parameter holds what differs from the scripts' defaults."""
+    parser = argparse.ArgumentParser()
+    distributed.add_arguments(parser)
+    defaults: dict[str, Any] = {
+        "batch_size": 8, "grad_accum_steps": 1, "precision": "fp32", "max_grad_norm": 0.0, "max_skipped_updates": 20,
+        "compile": False, "explicit": frozenset(),
+    }  # fmt: skip
+    parser.set_defaults(**(defaults | getattr(request, "param", {})))
+    with distributed.from_args(parser.parse_args(["--distributed_backend", "single"])) as connected:
+        yield connected
+
+
+class Network:
+    """Stands for two equal processes: each sum doubles what it gets, on a stream of its own and after a long wait."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, is_slow: bool) -> None:
+        self._stream = torch.cuda.Stream() if is_slow else None
+
+    def all_reduce_(self, tensor: Tensor, name: str) -> Network | Sum:
+        if self._stream is None:
+            tensor.mul_(2)
+            return self
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+            tensor.mul_(2)
+        return Sum(self._stream.record_event())
+
+    def wait(self) -> None:
+        return
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor, tensor]
+
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        return tensor
+
+
+class Sum:
+    """The handle of a sum on another stream: as with NCCL, only the present stream waits for it."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def trained_through(network: Network) -> Tensor:
+    """The weights after five updates by SGD, which shows whether a gradient was doubled, as Adam would not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(DEVICE)  # 32 MiB: two buckets
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, fused=True)
+    reducer = GradientReducer(list(model.parameters()), network, "model")
+    assert len(reducer.buckets) > 1
+    x = torch.randn(64, 1024, device=DEVICE)
+    for _ in range(5):
+        reducer.backward(model(x).square().mean(), torch.ones((), device=DEVICE), 0, retain_graph=False)
+        reducer.finish()
+        optimizer.step()
+        reducer.zero_()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_the_optimizer_and_the_next_backward_pass_come_after_the_sums_of_another_stream() -> None:
+    use_deterministic_kernels()
+    assert torch.equal(trained_through(Network(is_slow=True)), trained_through(Network(is_slow=False)))
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_fused_adam_divides_and_skips_as_the_engine_expects_wherever_gradients_begin(shift: int) -> None:
+    """Gradients are views into a bucket, which begin at any multiple of 4 bytes."""
+    fused, plain = (nn.Parameter(torch.linspace(-1, 1, 1001, device=DEVICE)) for _ in range(2))
+    ours, reference = torch.optim.Adam([fused], lr=0.1, fused=True), torch.optim.Adam([plain], lr=0.1, foreach=False)
+    bucket = torch.zeros(1001 + shift, device=DEVICE)
+    fused.grad = bucket[shift:]
+    gradients = torch.Generator().manual_seed(0)
+    for update in range(6):
+        gradient = torch.randn(1001, generator=gradients).to(DEVICE)
+        bucket[shift:] = 3 * gradient
+        plain.grad = gradient
+        ours.grad_scale = torch.tensor(3.0, device=DEVICE)
+        ours.found_inf = torch.tensor(float(update == 2), device=DEVICE)
+        ours.step()
+        if update != 2:
+            reference.step()
+    assert float(ours.state[fused]["step"]) == float(reference.state[plain]["step"]) == 5
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_snapshot_shows_nothing_of_what_the_gpu_is_told_next() -> None:
+    weight = torch.zeros(10_000_000, device=DEVICE)
+    snapshot = Snapshot({"model": {"weight": weight}})
+    weight.add_(1)
+    snapshot.finish()
+    assert snapshot.tensors["model"]["weight"].abs().max() == 0 and snapshot.tensors["model"]["weight"].is_pinned()
+
+
+def test_a_snapshot_copies_what_a_function_returned_before_its_memory_is_used_again() -> None:
+    buffer = torch.zeros(10_000_000, device=DEVICE)
+    snapshot = Snapshot({"model": {str(i): (lambda i=i: buffer.fill_(i)) for i in range(3)}})
+    buffer.fill_(-1)
+    snapshot.finish()
+    assert [float(t.max()) for t in snapshot.tensors["model"].values()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("backend", [{"precision": "fp16"}], indirect=True, ids=["fp16"])
+def test_fp16_halves_its_scale_and_leaves_the_weights_where_a_gradient_is_not_finite(backend: Backend) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(backend.device)
+    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.1, fused=True))
+    x = torch.ones(8, 8, device=backend.device)
+    skipped, weights, scales = [], [model.weight.detach().clone()], []
+    for factor in (1.0, 1e30, 1.0):
+        engine.backward(engine(x).float().square().mean() * factor)  # an fp16 gradient of 1e30 is infinite
+        skipped.append(bool(engine.step().skipped))
+        weights.append(model.weight.detach().clone())
+        scales.append(engine.state_dict()["scaler"]["scale"])
+    assert skipped == [False, True, False]
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)] == skipped
+    assert scales[1] == scales[0] / 2 == scales[2] and torch.isfinite(model.weight).all()
+
+
+@pytest.mark.parametrize("backend", [{"max_skipped_updates": 3}], indirect=True, ids=["3"])
+def test_a_run_of_updates_that_are_not_finite_ends_though_the_host_reads_the_count_late(backend: Backend) -> None:
+    model = nn.Linear(4, 4).to(backend.device)
+    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True))
+    with pytest.raises(TrainingStopped, match=r"3 updates in a row .* the loss is nan"):
+        for _ in range(6):
+            engine.backward(engine(torch.full((8, 4), torch.nan, device=backend.device)).mean())
+            engine.step()
+    assert torch.isfinite(model.weight).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_pinned_so_that_their_copies_do_not_hold_the_host_up(num_workers: int) -> None:
+    batches = iter(Loader(_batch, [1, 2], num_workers, pin_memory=True))
+    for number, batch in zip((1, 2), batches, strict=True):
+        assert batch["images"].is_pinned() and batch["ids"] == [number]
+        assert torch.equal(batch["images"].to(DEVICE, non_blocking=True).cpu(), _batch(number)["images"])
+
+
+def _batch(number: int) -> dict[str, Any]:
+    return {"images": torch.full((2, 3), number, dtype=torch.uint8), "ids": [number]}
+
+
+def products() -> dict[str, float]:
+    """Largest error of a matrix product and of a convolution by ones and zeros, of numbers that TF32 rounds."""
+    x = 1 + torch.arange(1024 * 1024, device=DEVICE).view(1024, 1024) % 1000 * 2.0**-22
+    ones = torch.eye(1024, device=DEVICE)
+    image = x.view(16, 64, 32, 32)
+    convolved = nn.functional.conv2d(image, torch.eye(64, device=DEVICE)[:, :, None, None])
+    return {"matrix": float((x @ ones - x).abs().max()), "convolution": float((convolved - image).abs().max())}
+
+
+def test_products_of_fp32_are_those_of_fp32_until_tf32_is_asked_for() -> None:
+    use_tf32(False)
+    assert max(products().values()) < 1e-5  # TF32 leaves 2e-4
+    if torch.cuda.get_device_capability(DEVICE) < (8, 0):
+        pytest.skip("this GPU has no TF32")
+    use_tf32(True)
+    assert products()["matrix"] > 1e-4
+
+
+def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(backend: Backend) -> None:
+    use_deterministic_kernels()
+
+    def engine() -> Any:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)
+        model = nn.Sequential(*layers).to(backend.device, memory_format=torch.channels_last)
+        return backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True))
+
+    def train(engine: Any, updates: range) -> dict[str, Any]:
+        for update in updates:
+            images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(update))
+            images = images.to(backend.device, memory_format=torch.channels_last)
+            engine.backward(engine(images).square().mean())
+            engine.step()
+        state: dict[str, Any] = engine.state_dict()
+        return state
+
+    resumed = engine()
+    resumed.load_state_dict(train(engine(), range(3)))
+    ours, whole = train(resumed, range(3, 6)), train(engine(), range(6))
+    assert all(torch.equal(ours["weights"][name], weight) for name, weight in whole["weights"].items())
+    for slot, moments in whole["optimizer"]["moments"].items():
+        assert all(torch.equal(ours["optimizer"]["moments"][slot][name], moment) for name, moment in moments.items())
+
+
+@pytest.mark.parametrize("backend", [{"precision": name} for name in PRECISIONS], indirect=True, ids=PRECISIONS)
+def test_the_host_waits_for_nothing_during_an_update(backend: Backend) -> None:
+    model = nn.Linear(64, 64).to(backend.device)
+    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), max_grad_norm=1.0)
+    x = torch.randn(8, 64, device=backend.device)
+
+    def update() -> None:
+        for micro in engine.micro_batches({"x": x}):
+            engine.backward(engine(micro["x"]).float().square().mean())
+        engine.step()
+
+    for _ in range(3):  # these make the optimizer's state and load kernels
+        update()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        update(), update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_gpu_has_an_id_by_which_two_processes_would_find_that_they_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert gpu_id(DEVICE)
+    monkeypatch.setenv("TANDEM_SHARE_GPU", "1")
+    assert local_device(torch.cuda.device_count(), "torchrun") == DEVICE
