@@ -17,7 +17,7 @@ import torch
 
 import data.feed
 import train_vae
-from benchmarks import gan, jobs
+from benchmarks import jobs
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import checks, worker
 from benchmarks.gpu import speed as speed_part
@@ -215,16 +215,6 @@ def test_the_two_models_of_an_adversarial_script_are_measured_in_processes_of_th
     assert (row.values["peak MiB"], row.values["bare loop's peak MiB"]) == (3, 4)
     (row,) = speed_part._adversarial(Plan(**fields))
     assert not row.values and "make bench" in row.note
-
-
-@pytest.mark.parametrize("side", ["ours", "bare"])
-def test_a_side_of_two_models_says_its_speed_in_json(
-    side: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gan, "_UPDATES", 1)
-    gan.main(side, "train_tokenizer.py", "bf16,fp32", "2")
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [len(each["updates_per_second"]) for each in found] == [2, 2] and all(each["peak_mib"] > 0 for each in found)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torchvision.transforms import CenterCrop, Compose, PILToTensor, Resize
 
 import data.feed
 import train_decoder
+from benchmarks import gan
 from benchmarks.bare import VARIANTS, bare_loop
 from benchmarks.bare_decoder import bare_updates
 from benchmarks.decoder import first_unet
@@ -78,6 +80,16 @@ def test_both_loops_make_the_same_updates(script: str) -> None:
         after.append(weights(game))
     assert (after[0] - start).abs().median() > 3e-4
     assert (after[0] - after[1]).abs().median() < 1e-5
+
+
+@pytest.mark.parametrize("side", ["ours", "bare"])
+def test_a_side_of_two_models_says_its_speed_in_json(
+    side: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gan, "_UPDATES", 1)
+    gan.main(side, "train_tokenizer.py", "bf16,fp32", "2")
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(each["updates_per_second"]) for each in found] == [2, 2] and all(each["peak_mib"] > 0 for each in found)
 
 
 def test_the_bare_loop_makes_the_updates_of_train_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
