@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tandem.files.reading import parse_json, read_bytes
@@ -15,6 +15,9 @@ from ...errors import UserMistake
 from ...options import Options
 
 AUTO = "auto"
+# DeepSpeed counts its buckets in numbers, whatever their type. In fp32 these are the 25 MiB of the other backends (see
+# engines/reducer.py): large enough to fill a link, small enough to leave while the backward pass still runs.
+BUCKET_ELEMENTS = 25 * 2**20 // 4
 _LONGEST_BYTES = 1 << 20
 _LARGEST = 2**63 - 1  # of int64; no number of a configuration comes near it
 
@@ -166,12 +169,13 @@ def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
 
 def resolve(
     config: dict[str, Any], options: Options, *, zero_stage: int, max_grad_norm: float, learning_rate: float,
-    parameter_count: int, on_cpu: bool,
+    sizes: Sequence[int], on_cpu: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The whole configuration that DeepSpeed gets. It contains no ``auto``, and sets options explicitly whose defaults
     have changed between versions of DeepSpeed.
 
     ZeroEngine itself accumulates gradients over any number of backward calls, so DeepSpeed sees one step per update.
+    ``sizes`` are the numbers of elements of the model's parameters.
     """
     full = _without_auto(config)
     full.update(
@@ -190,13 +194,15 @@ def resolve(
     zero["stage"] = zero_stage
     if zero_stage == 1:
         zero["overlap_comm"] = False  # nothing to overlap: gradients are reduced once, in step()
+    elif zero_stage == 2:
+        # On CPUs DeepSpeed reduces in the thread that computes, so nothing overlaps; the second bucket takes memory.
+        zero.setdefault("overlap_comm", not on_cpu)
     if options.plan.batch_parts:
         # ZeRO 3 would replace F.linear in the whole process by one that sums a bias's gradient in another order.
         zero["memory_efficient_linear"] = False
-    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        # DeepSpeed's default buffers hold 500 million elements, however small the model is.
-        if bucket not in zero:
-            zero[bucket] = min(500_000_000, -(-parameter_count // 128) * 128)  # DeepSpeed expects it aligned
+    for name, elements in _bucket_sizes(zero_stage, sizes).items():
+        if name.removeprefix("stage3_") not in zero:  # DeepSpeed takes these names with and without it
+            zero.setdefault(name, elements)
     bf16, fp16 = full.setdefault("bf16", {}), full.setdefault("fp16", {})
     # --precision bf16 means autocast around fp32 weights, as on every backend; only the JSON can ask for bf16 weights.
     bf16.setdefault("enabled", False)
@@ -211,6 +217,25 @@ def resolve(
             if on_cpu:
                 params.setdefault("torch_adam", True)  # DeepSpeed's fused kernel needs a GPU
     return full
+
+
+def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
+    """Numbers of elements that DeepSpeed sends or keeps at once. Its own defaults are 50 million to a billion, which is
+    more than many models have: the buffers are as large as they say, and ZeRO 3 would keep all weights that it has
+    gathered until the end of the backward pass."""
+    bucket = min(BUCKET_ELEMENTS, sum(sizes))
+    reduced = bucket
+    if zero_stage == 2:
+        # A gradient that is larger than the bucket is reduced where it lies, and while that overlaps with the backward
+        # pass, DeepSpeed gives its memory back: let none be larger.
+        reduced = max(bucket, *sizes)
+    found = {"reduce_bucket_size": reduced, "allgather_bucket_size": bucket}
+    found = {name: -(-size // 128) * 128 for name, size in found.items()}  # DeepSpeed expects them aligned
+    if zero_stage == 3:
+        # It gathers weights ahead until so many are there, a bucket for each module that it enters.
+        found |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * bucket,
+                  "stage3_max_reuse_distance": bucket}  # fmt: skip
+    return found
 
 
 def _without_auto(value: Any) -> Any:

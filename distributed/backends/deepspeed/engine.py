@@ -45,9 +45,10 @@ class ZeroEngine(Engine):
             zero_stage=self._stage,
             max_grad_norm=self._max_grad_norm,
             learning_rate=self.lr,
-            parameter_count=sum(p.numel() for p in model.parameters()),
+            sizes=[parameter.numel() for parameter in model.parameters()],
             on_cpu=backend.device.type == "cpu",
         )
+        self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
         # ``gathered`` fills this copy with the full fp32 weights if the module does not hold them.
         self._twin = copy.deepcopy(model) if self._stage == 3 or weights_are_low_precision else None
@@ -152,7 +153,7 @@ class ZeroEngine(Engine):
         for parameter in [p for p in self.module.parameters() if p.requires_grad and p.grad is None]:
             parameter.grad = torch.zeros_like(parameter)
         self._ds._running_engine_step = True  # as in DeepSpeed's own step()
-        self._ds.allreduce_gradients()
+        self._ds.allreduce_gradients(bucket_size=self._bucket_size)
         self._ds._running_engine_step = False
         grads = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
         norm = gradient_norm(grads)

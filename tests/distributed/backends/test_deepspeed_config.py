@@ -43,7 +43,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
-    values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "parameter_count": 1000, "on_cpu": True}
+    values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "sizes": [1000], "on_cpu": True}
     options = Options(BatchPlan(24, 1, 2), precision, reduce_precision=reduce_precision)
     return resolve(config, options, **{**values, **overrides})
 
@@ -223,10 +223,26 @@ BUCKETS = {"reduce_bucket_size": 777, "round_robin_gradients": True}
         ({ACCUMULATION: 3, MICRO: 4}, {}, {"train_batch_size": 24, MICRO: 12, ACCUMULATION: 1}),
         *(({"zero_optimization": {"stage": "auto"}}, {"zero_stage": stage, "max_grad_norm": stage / 10},
            {"zero_optimization": {"stage": stage}, "gradient_clipping": stage / 10}) for stage in range(4)),
-        # Buckets are no larger than the model, and aligned to 128.
-        *(({}, {"parameter_count": count}, {"zero_optimization": {"reduce_bucket_size": size,
-                                                                   "allgather_bucket_size": size}})
-          for count, size in ((1, 128), (128, 128), (129, 256), (10**10, 500_000_000))),
+        # Buckets have 25 MiB of fp32, are no larger than the model, and are aligned to 128.
+        *(({}, {"sizes": sizes, "zero_stage": stage}, {"zero_optimization": {"reduce_bucket_size": size,
+                                                                              "allgather_bucket_size": size}})
+          for sizes, size in (([1], 128), ([100, 28], 128), ([128, 1], 256), ([10**5] * 10**3, 6_553_600))
+          for stage in range(4)),
+        # At ZeRO 2 every gradient fits into one.
+        *(({}, {"sizes": [10**7, 10**7], "zero_stage": stage},
+           {"zero_optimization": {"reduce_bucket_size": size, "allgather_bucket_size": 6_553_600}})
+          for stage, size in ((0, 6_553_600), (1, 6_553_600), (2, 10_000_000), (3, 6_553_600))),
+        # ZeRO 3 gathers one bucket ahead, and keeps two.
+        ({}, {"sizes": [10**7, 10**7], "zero_stage": 3},
+         {"zero_optimization": {"stage3_prefetch_bucket_size": 6_553_600, "stage3_max_live_parameters": 13_107_200,
+                                "stage3_max_reuse_distance": 6_553_600}}),
+        ({"zero_optimization": {"stage3_max_live_parameters": 7, "max_reuse_distance": 8}}, {"zero_stage": 3},
+         {"zero_optimization": {"stage3_max_live_parameters": 7, "max_reuse_distance": 8}}),
+        # On a GPU the reduction overlaps with the backward pass.
+        *(({}, {"zero_stage": stage, "on_cpu": on_cpu}, {"zero_optimization": {"overlap_comm": overlaps}})
+          for stage, on_cpu, overlaps in ((1, False, False), (2, False, True), (2, True, False))),
+        ({"zero_optimization": {"overlap_comm": False}}, {"on_cpu": False},
+         {"zero_optimization": {"overlap_comm": False}}),
         ({"zero_optimization": BUCKETS, "wall_clock_breakdown": True}, {},
          {"zero_optimization": BUCKETS, "wall_clock_breakdown": True}),
         *(({}, {"reduce_precision": name}, {"communication_data_type": sent})
@@ -240,6 +256,11 @@ BUCKETS = {"reduce_bucket_size": 777, "round_robin_gradients": True}
 )  # fmt: skip
 def test_deepspeed_gets_the_merged_settings(config: Json, overrides: Json, expected: Json) -> None:
     assert part_of(resolved(config, **overrides), expected) == expected
+
+
+def test_a_size_of_the_json_is_not_set_a_second_time_by_its_other_name() -> None:
+    zero = resolved({"zero_optimization": {"max_reuse_distance": 8}}, zero_stage=3)["zero_optimization"]
+    assert "stage3_max_reuse_distance" not in zero and "stage3_prefetch_bucket_size" in zero
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
