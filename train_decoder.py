@@ -225,15 +225,15 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
         Sampling(**sampling_of(args)), backend, args.seed, unseen,
     )  # fmt: skip
-    ema = make_ema(decoder, args.ema_decay, args.ema_power)
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
+    ema = make_ema(cascade, args.ema_decay, args.ema_power)
     metric = "/".join(["valid", *list(ema.averages())[:1], "loss"])  # of the model that the run keeps
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         errors = evaluate(model, feed, unets, embed, backend)
-        is_judged = args.n_evaluation_samples and ema.kept(model) is model and run.due(args.evaluate_every_n_steps)
+        is_judged = args.n_evaluation_samples and ema.keeps(model) and run.due(args.evaluate_every_n_steps)
         return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge) if is_judged else {})}
 
     evaluation = Evaluation(
@@ -261,7 +261,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             norms[number] = update.grad_norm
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
         run.log(lr=engines[min(engines)].lr, grad_norm=sum(norm**2 for norm in norms.values()) ** 0.5)
-        ema.update(cascade.gathered)
+        ema.update()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -189,8 +189,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     feed = data.sound_feed(args, backend, tokenizer)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
 
-    ema = make_ema(model, args.ema_decay, args.ema_power)
     engine = backend.wrap(model, optimizer, name="mulan")
+    ema = make_ema(engine, args.ema_decay, args.ema_power)
     contrastive = Contrastive(
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
@@ -224,7 +224,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine.lr = learning_rate(step, total_steps, args)
         result = contrastive_update(engine, backend, contrastive, batch, inputs)
         update = engine.step()
-        ema.update(engine.gathered)
+        ema.update()
         run.log(update, loss=result.loss, temperature=result.scale[0])
         run.log(audio_variance=result.spread_audio, text_variance=result.spread_text)
         if args.loss == "sigmoid":

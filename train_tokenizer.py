@@ -226,8 +226,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
 
     generator.quantizer.connect(backend)
-    ema, noise = make_ema(generator, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
     engine = backend.wrap(generator, adam[0], name="generator")
+    ema, noise = make_ema(engine, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
     critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
 
     def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
@@ -255,7 +255,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
-        ema.update(engine.gathered)
+        ema.update()
         if is_adversarial:
             is_punished = step % args.apply_grad_penalty_every == 0
             of_critic = adversaries.discriminator_step(batch, fakes, step, with_penalty=is_punished)

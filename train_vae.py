@@ -188,8 +188,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     feed = data.image_feed(args, backend, model.channels)
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
 
-    ema = make_ema(model, args.ema_decay, args.ema_power)
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
+    ema = make_ema(vae, args.ema_decay, args.ema_power)
     noise = Noise(args.seed, "gumbel")
     alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
     evaluation = Evaluation(
@@ -212,7 +212,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             vae.backward(out.loss)
             run.add(loss=out.loss, recon_loss=out.recon_loss, kl=out.kl)
         update = vae.step()
-        ema.update(vae.gathered)
+        ema.update()
         run.log(update, temperature=temperature)
 
 

@@ -208,9 +208,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     quantizer, last_weight_shape = generator.quantizer, tuple(generator.last_layer.weight.shape)
     quantizer.connect(backend)
-    ema = make_ema(generator, args.ema_decay, args.ema_power)
     adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     engine = backend.wrap(generator, adam(generator.parameters()), name="generator")
+    ema = make_ema(engine, args.ema_decay, args.ema_power)
     critic = backend.wrap(
         discriminator, adam(discriminator.parameters()), name="discriminator", max_grad_norm=args.discr_max_grad_norm
     )
@@ -237,7 +237,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
-        ema.update(engine.gathered)
+        ema.update()
         if is_adversarial:
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
             discr_update = adversaries.discriminator_step(batch, fakes, step, with_penalty=with_penalty)

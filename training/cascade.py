@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ class Decoder(Protocol):
     unets: nn.ModuleList
 
     def with_unets(self, unets: list[nn.Module]) -> Any: ...
+    def state_dict(self) -> Mapping[str, Tensor]: ...
 
 
 class Cascade:
@@ -41,6 +43,47 @@ class Cascade:
             ]
             yield self._decoder.with_unets(unets)
 
+    # As an engine's; the names begin with that of the Unet, as "unets.1.to_out.weight".
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(engine.is_sharded for engine in self._engines.values())
+
+    def blank_copy(self) -> Any:
+        engines = self._engines
+        unets = [
+            _network(engines[index].blank_copy()) if index in engines else unet
+            for index, unet in enumerate(self._decoder.unets)
+        ]
+        return copy.deepcopy(self._decoder.with_unets(unets)).float().requires_grad_(False)
+
+    def held_weights(self) -> dict[str, Tensor]:
+        held = {name: tensor.detach() for name, tensor in self._decoder.state_dict().items()}
+        for index, engine in self._engines.items():
+            path = _path(engine)
+            found = engine.held_weights()
+            held |= {
+                f"unets.{index}.{name.removeprefix(path)}": tensor
+                for name, tensor in found.items()
+                if name.startswith(path)
+            }
+        return held
+
+    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+        engine, inside = self._owner(name)
+        return engine.whole_weight(inside, held) if engine else held
+
+    def held_part(self, name: str, whole: Tensor) -> Tensor:
+        engine, inside = self._owner(name)
+        return engine.held_part(inside, whole) if engine else whole
+
+    def _owner(self, name: str) -> tuple[Any, str]:
+        """The engine that trains a weight of the decoder, None if none does, and the name that it has there."""
+        kind, _, rest = name.partition(".")
+        index, _, inside = rest.partition(".")
+        engine = self._engines.get(int(index)) if kind == "unets" else None
+        return engine, _path(engine) + inside if engine else name
+
     def state_dict(self) -> dict[str, Any]:
         """{"weights"}: those of the Unets that are not trained, by name, such as "1.to_out.weight"."""
         return {"weights": self._frozen()}
@@ -64,6 +107,11 @@ class Cascade:
             if index not in self._engines
             for name, tensor in unet.state_dict().items()
         }
+
+
+def _path(engine: Any) -> str:
+    """What names of the Unet's weights begin with in its engine."""
+    return "network." if hasattr(engine.module, "network") else ""
 
 
 def _network(module: Any) -> Any:

@@ -2,17 +2,81 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from .contracts import Weights
 from .profiles import exponent_of
 
-Gathered = Callable[[], AbstractContextManager[nn.Module]]
+Gathered = Callable[[], AbstractContextManager[Any]]
+
+
+class AveragedModel:
+    """An average of the weights in fp32, of which each process holds as much as of the weights themselves: at ZeRO 3 a
+    slice of each, so that an update of the average sends nothing and takes no memory for whole weights.
+
+    Args:
+        weights: Those to average, of an engine or a cascade of engines. The average starts from a copy of them.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.module = weights.blank_copy().eval()
+        self._parameters = dict(self.module.named_parameters())
+        held = weights.held_weights()
+        self._held = {name: held[name].detach().to(torch.float32, copy=True) for name in self._parameters}
+        self._let_go()
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The averaged model, whole on every process, to read and evaluate, not to change. Collective."""
+        for name, parameter in self._parameters.items():
+            parameter.data = self._weights.whole_weight(name, self._held[name])
+        try:
+            yield self.module
+        finally:
+            self._let_go()
+
+    @torch.no_grad()
+    def move_towards(self, held: Mapping[str, Tensor], share: float) -> None:
+        """Move a share of the way to these weights, of which `held` is what this process holds; copy the buffers."""
+        targets = [held[name].to(average) for name, average in self._held.items()]
+        torch._foreach_lerp_(list(self._held.values()), targets, share)
+        for name, buffer in self.module.named_buffers():
+            if name in held:
+                buffer.copy_(held[name])
+
+    def state(self) -> dict[str, Any]:
+        """Averages and buffers by name. A weight that is spread over the processes is a function that returns it whole;
+        all processes call these functions in the same order."""
+        whole, is_sharded = self._weights.whole_weight, self._weights.is_sharded
+        held = {name: partial(whole, name, part) if is_sharded else part for name, part in self._held.items()}
+        return {name: held.get(name, tensor) for name, tensor in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take whole weights and buffers from `state`. Raises ValueError if its names or shapes are not the model's."""
+        mine = {**self.module.state_dict(), **self._held}
+        if odd := sorted(mine.keys() ^ state.keys()):
+            lack = "missing" if odd[0] in mine else "not a weight of the model"
+            raise ValueError(f"the averaged weights do not fit the model: {odd[0]} is {lack} ({len(odd)} in all)")
+        for name, tensor in mine.items():
+            try:
+                part = self._weights.held_part(name, state[name]) if name in self._held else state[name]
+                if part.shape != tensor.shape:
+                    raise ValueError(f"the shape {tuple(part.shape)} is not the model's {tuple(tensor.shape)}")
+            except ValueError as error:
+                raise ValueError(f"the averaged weights do not fit the model: {name}: {error}") from None
+            tensor.copy_(part)
+
+    def _let_go(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
 
 
 class ExponentialMovingAverage:
@@ -22,36 +86,42 @@ class ExponentialMovingAverage:
     TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`. Buffers are copied, not averaged.
 
     Args:
-        module: The model before it is wrapped or sharded; the average starts from a copy of it.
+        weights: Those to average, of an engine or a cascade of engines; the average starts from a copy of them.
         decay: Largest weight d of the old average, in (0, 1).
     """
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
+    def __init__(self, weights: Weights, decay: float) -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
         self.updates = 0
-        self.module = _frozen_copy(module)
+        self._weights, self._average = weights, AveragedModel(weights)
 
-    @torch.no_grad()
-    def update(self, gathered: Gathered) -> None:
-        """Add the weights after one update. Collective. In the context `gathered()` every process holds a module with
-        the full fp32 weights."""
+    def update(self) -> None:
+        """Add the weights after one update. Collective."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        with gathered() as module:
-            _move_towards(self.module, module, 1 - decay)
+        self._average.move_towards(self._weights.held_weights(), 1 - decay)
 
-    def averages(self) -> dict[str, Any]:
-        """Models to evaluate beside the trained one, by name: {"ema": the averaged model}."""
-        return {"ema": self.module}
+    def averages(self) -> dict[str, Gathered]:
+        """Models to evaluate beside the trained one, by name: in the context of {"ema": function}["ema"]() the averaged
+        model is whole on every process. Collective."""
+        return {"ema": self._average.gathered}
 
-    def kept(self, module: Any) -> Any:
-        """The model that the run keeps: the average, not the trained `module`."""
-        return self.module
+    def kept(self, trained: Gathered) -> Gathered:
+        """The model that the run keeps: the average, not the `trained` one."""
+        return self._average.gathered
+
+    def keeps(self, module: Any) -> bool:
+        """Whether the run keeps this model."""
+        return module is self._average.module
+
+    def live_state(self) -> dict[str, Any]:
+        """The count of updates and the averaged weights; those that are sharded as functions that return them whole."""
+        return {"updates": self.updates, "weights": self._average.state()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of updates and the averaged weights."""
-        return {"updates": self.updates, "weights": self.module.state_dict()}
+        """The count of updates and the averaged weights. Collective."""
+        return _fetched(self.live_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and weights; missing or unexpected names are a ValueError."""
@@ -59,7 +129,7 @@ class ExponentialMovingAverage:
             raise ValueError("the checkpoint holds no average of the weights: continue with --ema_decay 0")
         if "powers" in state:
             raise ValueError(f"the checkpoint holds averages of another kind: continue with {_flag_of(state)}")
-        _restore(self.module, state["weights"])
+        self._average.restore(state["weights"])
         self.updates = state["updates"]
 
 
@@ -71,7 +141,7 @@ class PowerAverages:
     exponent g follows from the length, see `training.profiles.exponent_of`. Buffers are copied, not averaged.
 
     Args:
-        module: The model before it is wrapped or sharded.
+        weights: Those to average, of an engine or a cascade of engines.
         lengths: Relative lengths of the averages: the standard deviation of the profile, as a fraction of the run. The
             run keeps the average of the first one.
 
@@ -79,58 +149,75 @@ class PowerAverages:
         ValueError: a length is given twice.
     """
 
-    def __init__(self, module: nn.Module, lengths: Sequence[float]) -> None:
+    def __init__(self, weights: Weights, lengths: Sequence[float]) -> None:
         names = [f"{length:g}" for length in lengths]
         if len(set(names)) < len(names):
             raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
         self.updates = 0
         self._exponents = {name: exponent_of(float(name)) for name in names}
-        self._modules = {name: _frozen_copy(module) for name in names}
+        self._weights = weights
+        self._averages = {name: AveragedModel(weights) for name in names}
 
-    @torch.no_grad()
-    def update(self, gathered: Gathered) -> None:
-        """Add the weights after one update. Collective; see `ExponentialMovingAverage.update`."""
+    def update(self) -> None:
+        """Add the weights after one update. Collective."""
         self.updates += 1
-        with gathered() as module:
-            for name, average in self._modules.items():
-                _move_towards(average, module, 1 - (1 - 1 / self.updates) ** (self._exponents[name] + 1))
+        held = self._weights.held_weights()
+        for name, average in self._averages.items():
+            average.move_towards(held, 1 - (1 - 1 / self.updates) ** (self._exponents[name] + 1))
 
-    def averages(self) -> dict[str, Any]:
-        """Models to evaluate beside the trained one, by name: {"ema_0.05": an averaged model, ...}."""
-        return {f"ema_{name}": module for name, module in self._modules.items()}
+    def averages(self) -> dict[str, Gathered]:
+        """Models to evaluate beside the trained one, by name: in the context of {"ema_0.05": function, ...}[name]() the
+        averaged model is whole on every process. Collective."""
+        return {f"ema_{name}": average.gathered for name, average in self._averages.items()}
 
-    def kept(self, module: Any) -> Any:
+    def kept(self, trained: Gathered) -> Gathered:
         """The model that the run keeps: the average of the first length."""
-        return next(iter(self._modules.values()))
+        return self._first.gathered
+
+    def keeps(self, module: Any) -> bool:
+        """Whether the run keeps this model."""
+        return module is self._first.module
+
+    def live_state(self) -> dict[str, Any]:
+        """The count of updates, and the averaged weights by length; those that are sharded as functions that return
+        them whole."""
+        powers = {name: {"weights": average.state()} for name, average in self._averages.items()}
+        return {"updates": self.updates, "powers": powers}
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of updates, and the averaged weights by length."""
-        powers = {name: {"weights": module.state_dict()} for name, module in self._modules.items()}
-        return {"updates": self.updates, "powers": powers}
+        """The count of updates, and the averaged weights by length. Collective."""
+        return _fetched(self.live_state())
+
+    @property
+    def _first(self) -> AveragedModel:
+        return next(iter(self._averages.values()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and weights; other lengths than those of the state are a ValueError, as are missing or
         unexpected names."""
         if not state:
             raise ValueError("the checkpoint holds no average of the weights: continue without --ema_power")
-        if set(state.get("powers", ())) != set(self._modules):
+        if set(state.get("powers", ())) != set(self._averages):
             raise ValueError(f"the checkpoint holds other averages: continue with {_flag_of(state)}")
-        for name, module in self._modules.items():
-            _restore(module, state["powers"][name]["weights"])
+        for name, average in self._averages.items():
+            average.restore(state["powers"][name]["weights"])
         self.updates = state["updates"]
 
 
 class NoAverage:
     """Takes the place of the average where none is asked for: the run keeps the trained model itself."""
 
-    def update(self, gathered: Gathered) -> None:
+    def update(self) -> None:
         pass
 
-    def averages(self) -> dict[str, Any]:
+    def averages(self) -> dict[str, Gathered]:
         return {}
 
-    def kept(self, module: Any) -> Any:
-        return module
+    def kept(self, trained: Gathered) -> Gathered:
+        return trained
+
+    def keeps(self, module: Any) -> bool:
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -145,34 +232,20 @@ class NoAverage:
 Average = ExponentialMovingAverage | PowerAverages | NoAverage
 
 
-def make_ema(module: nn.Module, decay: float, lengths: Sequence[float] | None = None) -> Average:
-    """The averages of `module` with these `lengths` (--ema_power), or the one with this `decay` (--ema_decay), or none
-    for no length and 0."""
+def make_ema(weights: Weights, decay: float, lengths: Sequence[float] | None = None) -> Average:
+    """The averages of an engine's `weights` with these `lengths` (--ema_power), or the one with this `decay`
+    (--ema_decay), or none for no length and 0."""
     if lengths:
-        return PowerAverages(module, lengths)
-    return ExponentialMovingAverage(module, decay) if decay > 0 else NoAverage()
+        return PowerAverages(weights, lengths)
+    return ExponentialMovingAverage(weights, decay) if decay > 0 else NoAverage()
 
 
-def _frozen_copy(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).float().eval().requires_grad_(False)
-
-
-def _move_towards(average: nn.Module, module: nn.Module, share: float) -> None:
-    """Move the parameters of `average` by a share of the way to those of `module`, and copy the buffers."""
-    tensors = module.state_dict()
-    averages = dict(average.named_parameters())
-    weights = [tensors[name].to(parameter) for name, parameter in averages.items()]
-    torch._foreach_lerp_(list(averages.values()), weights, share)
-    for name, buffer in average.named_buffers():
-        if name in tensors:
-            buffer.copy_(tensors[name])
-
-
-def _restore(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"the averaged weights do not fit the model: {' '.join(str(error).split())}") from None
+def _fetched(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with tensors in the places of the functions that return them."""
+    return {
+        key: _fetched(value) if isinstance(value, Mapping) else value() if callable(value) else value
+        for key, value in state.items()
+    }
 
 
 def _flag_of(state: Mapping[str, Any]) -> str:

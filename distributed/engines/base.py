@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -29,8 +30,8 @@ class Engine(ABC):
     module: nn.Module
     """The bare model: for its attributes, for train()/eval(), and to be called while frozen."""
 
-    _is_sharded = False
-    """Whether the processes hold different weights, so that there are no copies to compare."""
+    is_sharded = False
+    """Whether each process holds only a part of each weight (ZeRO 3), so that there are no copies to compare."""
     _sets_own_lr = False
     """Whether a scheduler of the backend sets the learning rate, so that the script's is ignored."""
 
@@ -51,6 +52,7 @@ class Engine(ABC):
         self._is_frozen = self._is_plain = False
         self._micro_batch: int | None = None
         self._updates = 0
+        self._blank = _without_weights(model)
         self._set_up(model, optimizer)
 
     @abstractmethod
@@ -127,7 +129,7 @@ class Engine(ABC):
         self._guard.after_update(finite, self._updates)
         self._backend.watchdog.mark("computing", update=self._updates)
         every = self._backend.options.check_replicas_every_n_steps
-        if self._backend.world_size > 1 and not self._is_sharded and every > 0 and self._updates % every == 0:
+        if self._backend.world_size > 1 and not self.is_sharded and every > 0 and self._updates % every == 0:
             when = f"after update {self._updates} of {self.name}"
             check_replicas(self.module, when, self._backend.gather_objects)
         return Update(norm, ~finite, rate)
@@ -164,6 +166,30 @@ class Engine(ABC):
     @abstractmethod
     def gathered(self) -> AbstractContextManager[Any]:
         """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
+
+    # What an average of the weights needs. At ZeRO 3 a process averages the part of the weights that it holds.
+
+    def blank_copy(self) -> Any:
+        """A copy of the module as it was wrapped, in fp32, whose parameters are frozen and empty."""
+        return copy.deepcopy(self._blank).float().requires_grad_(False)
+
+    def held_weights(self) -> dict[str, Tensor]:
+        """The fp32 weights and the persistent buffers by name, as this process holds them: whole, but at ZeRO 3 a slice
+        of each weight, 1-d. To read before the next update, not to change. Collective."""
+        return dict(self.module.state_dict())
+
+    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+        """A tensor like the whole weight ``name`` from the processes' tensors like ``held_weights()[name]``, on every
+        process. Collective."""
+        return held
+
+    def held_part(self, name: str, whole: Tensor) -> Tensor:
+        """What this process holds of a tensor like the whole weight ``name``; the inverse of ``whole_weight``.
+
+        Raises:
+            ValueError: at ZeRO 3, if the tensor has another shape than the weight.
+        """
+        return whole
 
     @property
     def lr(self) -> float:
@@ -214,3 +240,14 @@ class Engine(ABC):
     @abstractmethod
     def _write_state(self, state: Mapping[str, Any]) -> None:
         """Put ``weights``, ``optimizer`` and ``scaler`` in place."""
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy of the model with its buffers, whose parameters are empty; it takes no memory for the weights."""
+    from torch import nn
+
+    empty = {
+        id(parameter): nn.Parameter(parameter.detach().new_empty(0), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, empty)  # deepcopy takes what it finds there for the copy of the parameter

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from distributed import Backend, Engine, UserMistake
 from training.checkpoints.snapshot import Snapshot
+from training.ema import ExponentialMovingAverage
 
 BATCH = 24  # divides by 1, 2, 3 and 4 processes with 1 or 2 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "4"]
@@ -290,6 +291,35 @@ def reloaded(backend: Backend) -> dict[str, Any]:
     return {**record(engine, updates, [evaluated]), "unchanged": bool(unchanged)}
 
 
+def average(backend: Backend) -> dict[str, Any]:
+    """Whether an average has the bits of one of whole weights, in a save, in the averaged model and after a load; how
+    many numbers this process holds of it, of how many, and in how many pieces."""
+    model = nn.Sequential(mlp([7, 13, 5], seed=1), nn.BatchNorm1d(5), mlp([5, 3], seed=2))
+    model[2].requires_grad_(False)
+    engine = backend.wrap(model, adam(model[:2]), name="averaged")
+    ema, other = ExponentialMovingAverage(engine, 0.9), ExponentialMovingAverage(engine, 0.9)
+    expected = engine.state_dict()["weights"]
+    for update in range(1, UPDATES + 1):
+        engine.backward(engine(local(global_batch(update), backend)).square().mean())
+        engine.step()
+        ema.update()
+        for name, weight in engine.state_dict()["weights"].items():
+            is_averaged = "running" not in name and "tracked" not in name
+            expected[name] = (
+                expected[name].lerp(weight, 1 - min(0.9, (1 + update) / (10 + update))) if is_averaged else weight
+            )
+    saved = ema.state_dict()
+    other.load_state_dict(saved)
+    with other.averages()["ema"]() as averaged:
+        found = [saved["weights"], dict(averaged.state_dict()), other.state_dict()["weights"]]
+        numbers = sum(parameter.numel() for parameter in averaged.parameters())
+    same = [
+        state.keys() == expected.keys() and all(torch.equal(state[n], expected[n]) for n in state) for state in found
+    ]
+    held = sum(tensor.numel() for tensor in ema._average._held.values())
+    return {"same": same, "held": held, "numbers": numbers, "pieces": len(ema._average._held)}
+
+
 def saved_bytes(backend: Backend) -> dict[str, list[int]]:
     """By rank, the bytes that a process copies to the host for a checkpoint, before it copies what it keeps and in
     doing so; the root alone keeps them."""
@@ -421,6 +451,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     }
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
+        result["average"] = average(backend)
         result["saved_bytes"], result["sums_per_update"] = saved_bytes(backend), sums_per_update(backend)
         if backend.name != "horovod":
             result["rounded_sums"] = rounded_sums(backend)

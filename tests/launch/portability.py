@@ -52,8 +52,8 @@ class Training:
         if not args.batch_parts:  # --batch_parts fixes the order of summation
             self.model = without_kinks(self.model)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=args.learning_rate, fused=True)
-        self.ema = make_ema(self.model, args.ema_decay)
         self.engine = backend.wrap(self.model, optimizer, name=name)
+        self.ema = make_ema(self.engine, args.ema_decay)
         self.noise = Noise(0, "gumbel")
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -78,7 +78,7 @@ class Training:
                 loss += out.loss.detach() / self.backend.grad_accum_steps
             self.losses.append(self.backend.mean({"loss": loss})["loss"])
             self.grad_norms.append(float(self.engine.step().grad_norm))
-            self.ema.update(self.engine.gathered)
+            self.ema.update()
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint holds. Collective."""
@@ -114,7 +114,7 @@ def write(args: argparse.Namespace, backend: Backend) -> None:
     training.advance(0, SAVED_AT)
     training.note("saved", training.parts())
     checkpoints = Checkpoints(output / "checkpoints", 1, backend)
-    checkpoints.save(SAVED_AT, {"engine": training.engine.live_state(), "ema": training.ema.state_dict()}, {})
+    checkpoints.save(SAVED_AT, {"engine": training.engine.live_state(), "ema": training.ema.live_state()}, {})
     training.advance(SAVED_AT, END)  # while the checkpoint is being written
     checkpoints.wait()
     training.write(output / "uninterrupted.safetensors")

@@ -142,6 +142,15 @@ def test_a_save_copies_the_state_on_the_root_alone(ours: dict[str, Any]) -> None
     assert saved["kept"] == [*saved["state"], *[0] * (len(saved["kept"]) - 1)]
 
 
+def test_an_average_has_the_same_bits_wherever_it_is_made_and_zero_3_holds_a_slice_of_it(
+    ours: dict[str, Any], launcher: Launcher
+) -> None:
+    average = ours["average"]
+    assert average["same"] == [True] * 3
+    slices = average["numbers"] // launcher.processes + average["pieces"]  # each piece is padded
+    assert average["held"] <= slices if launcher.zero_stage == 3 else average["held"] == average["numbers"]
+
+
 def test_discriminator_steps_do_not_touch_the_generator_and_vice_versa(ours: dict[str, Any]) -> None:
     assert ours["gan"]["generator"]["step"] == ours["gan"]["discriminator"]["step"] == 6
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -117,9 +118,9 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         if not run.progress.finished:
             batch = feed.next()
     for evaluation in evaluations:
-        with evaluation.engine.gathered() as online:
+        with evaluation.average.kept(evaluation.engine.gathered)() as kept:
             for path, write in evaluation.write.items():
-                run.finish(partial(write, evaluation.average.kept(online)), run.folder.path / path)
+                run.finish(partial(write, kept), run.folder.path / path)
     run.close(evaluations[0].use)
 
 
@@ -148,9 +149,10 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
 
 def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
     for evaluation in evaluations:
-        with evaluation.engine.gathered() as online, torch.no_grad():
+        with ExitStack() as stack, torch.no_grad():
+            gathered = {"online": evaluation.engine.gathered, **evaluation.average.averages()}
+            models = {name: stack.enter_context(whole()) for name, whole in gathered.items()}
             if run.is_root or evaluation.drawn_together:
-                models = {"online": online, **evaluation.average.averages()}
                 picture = evaluation.draw(models, shown, run.progress.step - 1)
                 if run.is_root:
                     run.log_sample(evaluation.picture_name, picture, evaluation.name)
@@ -160,17 +162,17 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     """Validate the trained weights and their averages, and keep the best model. Returns all values by name."""
     values: dict[str, float] = {}
     valid = "/".join(filter(None, ["valid", evaluation.name]))
-    with evaluation.engine.gathered() as online, torch.no_grad():
-        averages = {f"{valid}/{name}": average for name, average in evaluation.average.averages().items()}
-        for prefix, model in {valid: online, **averages}.items():
+    averages = {f"{valid}/{name}": gathered for name, gathered in evaluation.average.averages().items()}
+    for prefix, gathered in {valid: evaluation.engine.gathered, **averages}.items():
+        with gathered() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
             for name, value in evaluation.validate(model, run.progress.step - 1).items():
                 if isinstance(value, Image.Image):
                     run.log_image(f"{prefix}/{name}", value)
                 else:
                     values[f"{prefix}/{name}"] = value
-        if best := evaluation.best:
-            (write, *_) = evaluation.write.values()
-            keep = partial(write, evaluation.average.kept(online))
-            best.save_if_better(values[best.metric], run.progress.step, keep, run.folder.check_is_here)
-            run.warn(best.failure)
+    if best := evaluation.best:
+        (write, *_) = evaluation.write.values()
+        with evaluation.average.kept(evaluation.engine.gathered)() as kept:
+            best.save_if_better(values[best.metric], run.progress.step, partial(write, kept), run.folder.check_is_here)
+        run.warn(best.failure)
     return values

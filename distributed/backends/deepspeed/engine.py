@@ -22,8 +22,11 @@ from .backend import DeepSpeedBackend
 from .config import refusals, resolve
 from .state import (
     check_inside,
+    held_part,
+    held_weights,
     read_zero_optimizer,
     weight_readers,
+    whole_weight,
     write_gradients,
     write_weights,
     write_zero_optimizer,
@@ -38,7 +41,7 @@ class ZeroEngine(Engine):
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         backend, self._stage = self._backend, self._backend.zero_stage
-        self._is_sharded = self._stage == 3
+        self.is_sharded = self._stage == 3
         runtime = resolve(
             backend.config,
             backend.options,
@@ -51,8 +54,7 @@ class ZeroEngine(Engine):
         self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
         # ``gathered`` fills this copy with the full fp32 weights if the module does not hold them.
-        self._twin = copy.deepcopy(model) if self._stage == 3 or weights_are_low_precision else None
-        self._empty_twin()
+        self._twin = copy.deepcopy(self._blank) if self._stage == 3 or weights_are_low_precision else None
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._parts: GradientParts | None = None
         if self._plan.batch_parts:
@@ -70,6 +72,7 @@ class ZeroEngine(Engine):
             )
         check_inside(self._ds, self._zero, self._stage)
         self._optimizer = self._ds.basic_optimizer
+        self._parameters: dict[str, Any] = dict(self.module.named_parameters())
         self._sets_own_lr = self._scheduler is not None
         backend.resolved[self.name] = {
             **runtime,
@@ -200,6 +203,19 @@ class ZeroEngine(Engine):
         if self._twin is not None:
             for parameter in self._twin.parameters():
                 parameter.data = parameter.data.new_empty(0)
+
+    def held_weights(self) -> dict[str, Tensor]:
+        if self._stage == 3:
+            return held_weights(self.module, self._zero)
+        if self._twin is None:
+            return super().held_weights()
+        return {name: read() for name, read in weight_readers(self.module, self._stage).items()}
+
+    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+        return whole_weight(self._parameters[name], held) if self.is_sharded else held
+
+    def held_part(self, name: str, whole: Tensor) -> Tensor:
+        return held_part(self._parameters[name], whole) if self.is_sharded else whole
 
     def _read_state(self) -> dict[str, Any]:
         is_whole = self._is_unsharded_fp32

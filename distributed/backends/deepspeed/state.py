@@ -15,6 +15,7 @@ import torch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
@@ -38,8 +39,8 @@ _OF_ZERO = {
     ),
     3: (
         "averaged_gradients", "backward_epilogue", "clear_backward_seen_flag", "clip_grad", "fp16_groups",
-        "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer", "overflow", "persistent_parameters",
-        "sub_group_to_group_id",
+        "fp32_partitioned_groups_flat", "get_param_id", "grad_partitions_flat_buffer", "grad_position",
+        "offload_optimizer", "overflow", "persistent_parameters", "sub_group_to_group_id",
     ),
 }  # fmt: skip
 _OF_ZERO[2] = _OF_ZERO[1]
@@ -75,6 +76,39 @@ def _read_weight(tensor: Tensor, stage: int) -> Tensor:
             full = tensor.detach().clone()
     full = (tensor if full is None else full).detach()
     return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
+
+
+def held_weights(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """At ZeRO 3, the slices of the fp32 weights that this process holds, and the persistent buffers, by name. Sends
+    nothing."""
+    return {
+        name: _fp32_slice(tensor, optimizer) if isinstance(tensor, nn.Parameter) else tensor.detach()
+        for name, tensor in _state_tensors(module).items()
+    }
+
+
+def _fp32_slice(parameter: Any, optimizer: Any) -> Tensor:
+    if not parameter.requires_grad:
+        return parameter.ds_tensor.detach().float()
+    if optimizer.offload_optimizer:
+        return safe_get_local_fp32_param(parameter)
+    # DeepSpeed's own function waits for the device, for each parameter.
+    group, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    return optimizer.fp32_partitioned_groups_flat[group].detach().narrow(0, start, size)
+
+
+def whole_weight(parameter: Any, held: Tensor) -> Tensor:
+    """The whole tensor, shaped as a parameter of ZeRO 3, of which every process holds a slice like the parameter's."""
+    gathered = held.new_empty(torch.distributed.get_world_size() * held.numel())
+    torch.distributed.all_gather_into_tensor(gathered, held.contiguous())
+    return gathered[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+def held_part(parameter: Any, whole: Tensor) -> Tensor:
+    """This process's slice of a whole tensor at ZeRO 3. Raises ValueError if it is shaped unlike the parameter."""
+    if tuple(whole.shape) != tuple(parameter.ds_shape):
+        raise ValueError(f"the shape {tuple(whole.shape)} is not the model's {tuple(parameter.ds_shape)}")
+    return _local_slice(parameter, whole)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import distributed
 from distributed import torch_comm, watchdog
 from distributed.collectives import Alone
+from training.ema import PowerAverages
 
 KINDS = {"all_reduce": "sums", "all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scattered sums"}
 UNEXPECTED = (
@@ -86,14 +87,20 @@ def measure(processes: int, stage: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64))
         engine = backend.wrap(model, torch.optim.Adam(model.parameters()))
+        averages = PowerAverages(engine, [0.05, 0.1])
         for _ in range(3):  # in the first two, ZeRO 3 looks at the order of the modules
             counts.clear()
             engine.backward(engine(torch.ones(1, 64)).square().mean())
             engine.step()
-        update = dict(counts)
-        counts.clear()
-        fetch(engine.live_state())
-        found = {"processes": processes, "stage": stage, "update": update, "checkpoint": dict(counts)}
+        found: dict[str, Any] = {"processes": processes, "stage": stage, "update": dict(counts)}
+        for phase, act in {
+            "averages": averages.update,
+            "checkpoint": lambda: fetch(engine.live_state()),
+            "checkpoint of averages": lambda: fetch(averages.live_state()),
+        }.items():
+            counts.clear()
+            act()
+            found[phase] = dict(counts)
         print(json.dumps(found), flush=True)
         os._exit(0)  # there is nobody from whom to take leave
 

@@ -124,6 +124,13 @@ def test_a_version_with_other_names_inside_ends_in_one_line_that_names_them(fold
     assert "\n" not in said
 
 
+def test_zero_3_gives_gathered_weights_back_and_gathers_no_further_ahead_than_a_bucket(folder: Path) -> None:
+    """Six layers of 272 numbers, buckets of 300: whole are the layer that computes and two buckets at most."""
+    ours = measured(folder, "released")
+    assert ours["most_gathered"] <= 2 * 300 + 272
+    assert ours["loss"] == pytest.approx(ours["expected"], rel=1e-5)
+
+
 TENSORS, BYTES = 6, 82_944  # of the worker's model
 
 
@@ -151,6 +158,9 @@ def test_what_deepspeed_exchanges_does_not_grow_with_the_processes_but_for_its_p
                 padding = 512 * 4 * (TENSORS if few["stage"] == 3 else 2) * (3 if phase == "checkpoint" else 1)
                 grown = number - few[phase][kind]
                 assert 0 <= grown <= (padding if kind.startswith("bytes") else 0), (few, many)
+        assert few["averages"] == many["averages"] == {}, "an average is made of what a process holds"
+        gathered = many["checkpoint of averages"].get("gathers", 0)
+        assert gathered == (2 * TENSORS if few["stage"] == 3 else 0), "a gather per tensor of both averages"
         update, checkpoint = ("; ".join(in_words(few[phase])) for phase in ("update", "checkpoint"))
         rows.append(f"| `--zero_stage {few['stage']}` | {update} | {checkpoint or 'none'} |")
     text = (WORKER.parents[3] / "docs" / "clusters.md").read_text()

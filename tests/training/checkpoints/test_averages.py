@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from tests.training.disk import failing
+from tests.training.whole import Whole
 from training.checkpoints.averages import AverageFiles
 from training.checkpoints.store import Checkpoints
 from training.ema import PowerAverages, make_ema
@@ -21,10 +20,9 @@ from training.ema import PowerAverages, make_ema
 def trained(averages: PowerAverages, first: int, last: int) -> None:
     """Updates first ... last, after which the weights are their number, and a buffer is, too."""
     for update in range(first, last + 1):
-        model = made()
-        for tensor in model.state_dict().values():
+        for tensor in WEIGHTS.module.state_dict().values():
             tensor.fill_(float(update))
-        averages.update(partial(nullcontext, model))
+        averages.update()
 
 
 def made() -> nn.Module:
@@ -33,14 +31,17 @@ def made() -> nn.Module:
     return model
 
 
+WEIGHTS = Whole(made())
+
+
 def saved(checkpoints: Checkpoints, files: AverageFiles, steps: range) -> PowerAverages:
     """Training with a save every so many updates; the averages have the name that a script gives them."""
-    averages = PowerAverages(made(), [0.05, 0.10])
+    averages = PowerAverages(WEIGHTS, [0.05, 0.10])
     at = 0
     for step in steps:
         trained(averages, at + 1, step)
         at = step
-        other = make_ema(made(), 0.9)
+        other = make_ema(WEIGHTS, 0.9)
         checkpoints.save(step, {"ema_of.two": averages.state_dict(), "ema": other.state_dict()}, {}, files.write)
         checkpoints.wait()
     return averages
@@ -60,24 +61,24 @@ def test_each_save_keeps_the_averages_beside_checkpoints_that_are_deleted(checkp
     assert names(checkpoints.folder) == ["latest", *steps[2:]]
     newest = files.newest("ema_of.two")
     assert newest.keys() == made().state_dict().keys() and newest["count"] == 40
-    for name, module in averages.averages().items():
-        length = float(name.removeprefix("ema_"))
-        found, updates, distance = files.of_length("ema_of.two", length, dict(made().named_parameters()))
+    for length, state in averages.state_dict()["powers"].items():
+        parameters = dict(made().named_parameters())
+        found, updates, distance = files.of_length("ema_of.two", float(length), parameters)
         assert updates == 40 and distance < 1e-6
         assert found.keys() == {"weight", "bias"}
-        assert all(torch.equal(found[name], module.state_dict()[name]) for name in found), "the same bits"
+        assert all(torch.equal(found[name], state["weights"][name]) for name in found), "the same bits"
 
 
 def test_an_average_of_another_length_is_the_one_that_training_would_have_made(checkpoints, tmp_path):
     files = AverageFiles(tmp_path / "snapshots")
     saved(checkpoints, files, range(20, 401, 20))
-    expected = PowerAverages(made(), [0.07])
+    expected = PowerAverages(WEIGHTS, [0.07])
     trained(expected, 1, 400)
-    (module,) = expected.averages().values()
+    bias = expected.state_dict()["powers"]["0.07"]["weights"]["bias"].item()
     found, _, distance = files.of_length("ema_of.two", 0.07, dict(made().named_parameters()))
     # The weights grow by 400; what is missed of the profile (by 0.25% of its norm) counts in both directions.
-    assert found["bias"].item() == pytest.approx(module.bias.item(), abs=0.02) and distance < 0.003
-    assert abs(load_file(sorted(files.folder.iterdir())[-1])["bias"].item() - module.bias.item()) > 5
+    assert found["bias"].item() == pytest.approx(bias, abs=0.02) and distance < 0.003
+    assert abs(load_file(sorted(files.folder.iterdir())[-1])["bias"].item() - bias) > 5
 
 
 def test_what_a_lost_future_wrote_is_deleted_and_nothing_else(checkpoints, tmp_path):
@@ -94,8 +95,9 @@ def test_what_a_lost_future_wrote_is_deleted_and_nothing_else(checkpoints, tmp_p
 
 
 def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_killed(tmp_path, checkpoints, is_killed):
-    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(made(), [0.1])
+    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(WEIGHTS, [0.1])
     trained(averages, 1, 3)
+    bias = averages.state_dict()["powers"]["0.1"]["weights"]["bias"].item()
 
     def save() -> None:
         checkpoints.save(3, {"ema": averages.state_dict()}, {}, files.write)
@@ -104,7 +106,7 @@ def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_ki
     stage = 0
     while is_killed(stage, save, in_threads=True):
         if checkpoints.latest() is not None:
-            assert files.newest("ema")["bias"].item() == averages.kept(None).bias.item()
+            assert files.newest("ema")["bias"].item() == bias
         for path in files.folder.glob("step_*"):
             assert load_file(path).keys() == {"weight", "bias", "count"}, "a file is whole or not there"
         stage += 3  # before an operation of the disk and after one by turns
@@ -112,7 +114,7 @@ def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_ki
 
 
 def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, checkpoints, monkeypatch):
-    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(made(), [0.1])
+    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(WEIGHTS, [0.1])
     trained(averages, 1, 3)
     with monkeypatch.context() as disk:
         failing(disk, 2, ("fsync",), any_thread=True)  # the first one is of the folder of checkpoints

@@ -63,10 +63,10 @@ class Weights:
         return SimpleNamespace(grad_norm=torch.tensor(0.5), lr=0.1)
 
     def averages(self):
-        return {"ema": self}
+        return {"ema": self.gathered}
 
-    def kept(self, module):
-        return self
+    def kept(self, trained):
+        return self.gathered
 
 
 class Numbers:
