@@ -196,7 +196,8 @@ def resolve(
         zero["overlap_comm"] = False  # nothing to overlap: gradients are reduced once, in step()
     elif zero_stage == 2:
         # On CPUs DeepSpeed reduces in the thread that computes, so nothing overlaps; the second bucket takes memory.
-        zero.setdefault("overlap_comm", not on_cpu)
+        # Gradients that are on their way to an optimizer on the CPU are left to DeepSpeed's default, which waits.
+        zero.setdefault("overlap_comm", not on_cpu and "offload_optimizer" not in zero)
     if options.plan.batch_parts:
         # ZeRO 3 would replace F.linear in the whole process by one that sums a bias's gradient in another order.
         zero["memory_efficient_linear"] = False

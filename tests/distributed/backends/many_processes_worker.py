@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import distributed
 from distributed import torch_comm, watchdog
+from distributed.backends.deepspeed import config
 from distributed.collectives import Alone
 from training.ema import PowerAverages
 
@@ -80,7 +81,8 @@ def fetch(state: Mapping[str, Any]) -> None:
             value()
 
 
-def measure(processes: int, stage: int) -> dict[str, Any]:
+def measure(processes: int, stage: int, bucket: int) -> dict[str, Any]:
+    config.BUCKET_ELEMENTS = bucket
     os.environ["WORLD_SIZE"] = str(processes)
     backend = distributed.from_args(parsed(distributed_backend="deepspeed", zero_stage=stage, batch_size=processes))
     with backend:
@@ -114,12 +116,12 @@ def main() -> None:
     torch_comm.init_process_group, torch_comm.TorchCommunicator = join, Root  # type: ignore[assignment, misc]
     make = watchdog.Watchdog.__init__
     watchdog.Watchdog.__init__ = lambda dog, comm, *others: make(dog, Alone(), *others)  # type: ignore[method-assign]
-    for stage in range(4):
-        for processes in (8, 512):
-            child = os.fork()
-            if child == 0:
-                measure(processes, stage)
-            os.waitpid(child, 0)
+    whole = [(processes, stage, config.BUCKET_ELEMENTS) for stage in range(4) for processes in (8, 512)]
+    for case in (*whole, (8, 0, 5000), (8, 2, 5000)):
+        child = os.fork()
+        if child == 0:
+            measure(*case)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -241,8 +241,8 @@ BUCKETS = {"reduce_bucket_size": 777, "round_robin_gradients": True}
         # On a GPU the reduction overlaps with the backward pass.
         *(({}, {"zero_stage": stage, "on_cpu": on_cpu}, {"zero_optimization": {"overlap_comm": overlaps}})
           for stage, on_cpu, overlaps in ((1, False, False), (2, False, True), (2, True, False))),
-        ({"zero_optimization": {"overlap_comm": False}}, {"on_cpu": False},
-         {"zero_optimization": {"overlap_comm": False}}),
+        *(({"zero_optimization": said}, {"on_cpu": False}, {"zero_optimization": {"overlap_comm": False}})
+          for said in ({"overlap_comm": False}, {"offload_optimizer": {"device": "cpu"}})),
         ({"zero_optimization": BUCKETS, "wall_clock_breakdown": True}, {},
          {"zero_optimization": BUCKETS, "wall_clock_breakdown": True}),
         *(({}, {"reduce_precision": name}, {"communication_data_type": sent})
