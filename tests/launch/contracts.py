@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import time
@@ -99,6 +100,18 @@ def rounded_sums(backend: Backend) -> dict[str, Any]:
         return plain(backend, "rounded_sums")
     finally:
         backend.options = options
+
+
+def small_buckets(backend: Backend) -> dict[str, Any]:
+    """`plain` with buckets of 100 numbers, half of the model; ZeRO 3 keeps no weight whole."""
+    sizes = [patch("distributed.engines.reducer.BUCKET_BYTES", 400)]
+    if backend.name == "deepspeed":
+        sizes.append(patch("distributed.backends.deepspeed.config.BUCKET_ELEMENTS", 100))
+        sizes.append(patch.dict(backend.config, zero_optimization={"stage3_param_persistence_threshold": 0}))
+    with contextlib.ExitStack() as stack:
+        for size in sizes:
+            stack.enter_context(size)
+        return plain(backend, "small_buckets")
 
 
 def several_backwards(backend: Backend) -> dict[str, Any]:
@@ -442,6 +455,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     """Measure every contract and write the results to result.json."""
     result = {
         "plain": plain(backend),
+        "small_buckets": small_buckets(backend),
         "skipped": plain(backend, "skipped", spoil_update=3),
         "several_backwards": several_backwards(backend),
         "by_items": by_items(backend),

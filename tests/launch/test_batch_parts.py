@@ -66,7 +66,7 @@ def differing(ours: Any, reference: Any, where: str = "") -> list[str]:
     return [] if ours == reference else [f"{where}: {ours} instead of {reference}"]
 
 
-@pytest.mark.parametrize("contract", ["plain", "skipped", "by_items", "gan", "several_backwards"])
+@pytest.mark.parametrize("contract", ["plain", "small_buckets", "skipped", "by_items", "gan", "several_backwards"])
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_losses_norms_weights_and_moments_have_the_bits_of_one_process(
     contract: str, launcher: Launcher, jobs: Jobs

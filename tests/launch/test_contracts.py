@@ -74,7 +74,10 @@ def assert_close(ours: Any, reference: Any, where: str = "") -> None:
         assert ours == reference, where
 
 
-@pytest.mark.parametrize("contract", ["plain", "by_items", "idle_parts", "gan", "contrastive", "reloaded", "skipped"])
+SUMS = ["plain", "small_buckets", "by_items", "idle_parts", "gan", "contrastive", "reloaded", "skipped"]
+
+
+@pytest.mark.parametrize("contract", SUMS)
 def test_losses_norms_weights_and_moments_equal_those_of_one_process(
     contract: str, ours: dict[str, Any], reference: dict[str, Any]
 ) -> None:
@@ -95,6 +98,13 @@ def test_accumulation_does_not_show_in_the_numbers(contract: str, jobs: Jobs) ->
 
 def test_clipping_was_at_work(reference: dict[str, Any]) -> None:
     assert max(reference["plain"]["grad_norms"]) > 0.1  # the run's --max_grad_norm
+
+
+@pytest.mark.parametrize("stage", ZERO_STAGES, ids=str)
+def test_the_size_of_buckets_changes_no_bit_of_two_processes(stage: Launcher, jobs: Jobs) -> None:
+    """A sum of two numbers has one order. Of three, what is added first depends on the place in the bucket."""
+    ours = measured(jobs, stage, accumulation_of(stage))
+    assert ours["small_buckets"] == ours["plain"]
 
 
 def test_every_rank_reports_the_same_norm(ours: dict[str, Any]) -> None:

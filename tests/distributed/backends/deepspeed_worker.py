@@ -24,6 +24,7 @@ from torch import nn
 
 import distributed
 from distributed import Backend, Engine, UserMistake
+from training.ema import PowerAverages
 
 UPDATES = 6
 SCRIPT_RATE = 0.125  # which no JSON here has
@@ -93,10 +94,14 @@ def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) 
     train(first, range(UPDATES // 2), config)
     second.load_state_dict(first.state_dict())
     continued = train(second, range(UPDATES // 2, UPDATES), config)
+    averages = PowerAverages(whole, [0.1])
+    averages.update()
+    average, weights = averages.state_dict()["powers"]["0.1"]["weights"], whole.state_dict()["weights"]
     return {
         **record,
         "continued": continued,
         "weights": flat(whole).tolist(),
+        "averaged": all(torch.equal(average[name], weight) for name, weight in weights.items()),
         "learning_rate": args.learning_rate,
         "threads_outside": torch.get_num_threads(),
         "summary": backend.summary(),

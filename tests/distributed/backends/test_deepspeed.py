@@ -96,7 +96,15 @@ def test_a_reloaded_engine_goes_on_with_moments_and_rate(name: str, folder: Path
     assert ours["continued"] == {key: ours[key][3:] for key in ours["continued"]}
 
 
-@pytest.mark.parametrize("name", ["offload zero2", "offload zero3"])
+OFFLOADED = ["offload zero2", "offload zero3"]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *SCHEDULERS, *OFFLOADED])
+def test_an_average_finds_the_weights_wherever_deepspeed_keeps_them(name: str, folder: Path) -> None:
+    assert measured(folder, name)["averaged"], "the first update is the whole of an average with a power as profile"
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
 def test_an_optimizer_on_the_cpu_has_the_cores_that_the_launcher_withholds(name: str, folder: Path) -> None:
     """The worker has one thread, as under torchrun."""
     ours, plain = measured(folder, name), measured(folder, "scheduler alone")
