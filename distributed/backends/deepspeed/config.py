@@ -15,8 +15,8 @@ from ...errors import UserMistake
 from ...options import Options
 
 AUTO = "auto"
-# DeepSpeed counts its buckets in numbers, whatever their type. In fp32 these are the 25 MiB of the other backends (see
-# engines/reducer.py): large enough to fill a link, small enough to leave while the backward pass still runs.
+# DeepSpeed counts its buckets in numbers, whatever their type. In fp32 these are 25 MiB, the most that a bucket of the
+# other backends has (engines/reducer.py): enough to fill a link, and few enough to leave during the backward pass.
 BUCKET_ELEMENTS = 25 * 2**20 // 4
 _LONGEST_BYTES = 1 << 20
 _LARGEST = 2**63 - 1  # of int64; no number of a configuration comes near it
