@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..batch import BatchPlan
 
+_PIECE = 2**17  # numbers
+
 
 def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any]]:
     """``grad_accum_steps`` consecutive parts of a local batch. Tensors and lists are cut, and every part gets all
@@ -47,7 +49,9 @@ def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, 0-d fp64: in fp32 the fifth digit would depend on the order of summation."""
-    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]).sum().sqrt()
+    # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each.
+    pieces = [piece for gradient in gradients for piece in gradient.flatten().split(_PIECE)]
+    return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum().sqrt()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:

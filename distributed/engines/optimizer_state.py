@@ -16,19 +16,20 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -
     Raises:
         ValueError: the optimizer keeps something that is neither a step count nor shaped like its parameter.
     """
-    step = 0
+    steps: list[Any] = []
     moments: dict[str, dict[str, Tensor]] = {}
     for parameter, slots in optimizer.state.items():
         if parameter not in names:
             continue  # a frozen parameter
         for slot, value in slots.items():
             if slot == "step":
-                step = max(step, int(value))
+                steps.append(value)
             elif isinstance(value, Tensor) and value.shape == parameter.shape:
                 moments.setdefault(slot, {})[names[parameter]] = value.detach()
             elif value is not None:
                 raise ValueError(f"{type(optimizer).__name__} keeps {slot!r}, which cannot be saved by parameter name")
-    return neutral_state(optimizer, step, moments)
+    # Every update steps all parameters, so one count is that of all; reading each would wait for the device each time.
+    return neutral_state(optimizer, int(steps[0]) if steps else 0, moments)
 
 
 @torch.no_grad()

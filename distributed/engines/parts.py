@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import Communicator
-from .reducer import BUCKET_BYTES, split_by_size, view_like
+from .reducer import BUCKET_BYTES, padded_size, split_by_size, view_like
 
 GATHERED_BYTES = 4 * BUCKET_BYTES  # at most, at a time
 
@@ -35,7 +35,7 @@ class GradientParts:
         self._buckets: list[Tensor] = []  # each of shape (parts, numbers)
         self._views: dict[nn.Parameter, list[Tensor]] = {}
         for group in split_by_size(reversed(parameters), BUCKET_BYTES):
-            sizes = [parameter.numel() for parameter in group]
+            sizes = [padded_size(parameter) for parameter in group]
             bucket = group[0].new_zeros(parts, sum(sizes), requires_grad=False)
             self._buckets.append(bucket)
             for parameter, columns in zip(group, bucket.split(sizes, dim=1), strict=True):

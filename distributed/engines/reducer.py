@@ -21,6 +21,7 @@ BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough 
 SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
 # The first bucket leaves when it is full, and nothing is computed while the last one is sent: each is so small a part.
 _PARTS_OF_A_MODEL = 8
+ALIGNMENT_BYTES = 16
 
 
 class Passenger(Protocol):
@@ -74,7 +75,7 @@ class GradientReducer:
         limit = min(max(total // _PARTS_OF_A_MODEL, SMALLEST_BUCKET_BYTES), BUCKET_BYTES)
         groups = split_by_size(reversed(self.parameters), limit)
         for group in groups:
-            sizes = [parameter.numel() for parameter in group]
+            sizes = [padded_size(parameter) for parameter in group]
             seat = int(self.passenger is not None and group is groups[-1])
             whole = group[0].new_zeros(sum(sizes) + seat, requires_grad=False)
             bucket = _Bucket(whole, whole[: sum(sizes)], len(group))
@@ -155,7 +156,7 @@ def split_by_size(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[
     groups: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
+        size = padded_size(parameter) * parameter.element_size()
         same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (parameter.dtype, parameter.device)
         if not same or filled + size > limit_bytes:
             groups.append([])
@@ -165,8 +166,17 @@ def split_by_size(parameters: Iterable[nn.Parameter], limit_bytes: int) -> list[
     return groups
 
 
+def padded_size(parameter: Tensor) -> int:
+    """Numbers in the part of a bucket that belongs to a parameter. Each part begins at a multiple of 16 bytes, which
+    kernels load at once; a bias of 3 numbers would shift all parts after it. The padding stays 0."""
+    unit = max(ALIGNMENT_BYTES // parameter.element_size(), 1)
+    return -(-parameter.numel() // unit) * unit
+
+
 def view_like(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """A view of this part of a bucket with the parameter's strides: fused optimizers read both in memory order."""
+    """A view of this part of a bucket, without its padding, with the parameter's strides: fused optimizers read both in
+    memory order."""
+    part = part[: parameter.numel()]
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view(parameter.shape)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed.collectives import Alone, Communicator
 from distributed.engines import reducer as reducer_module
+from distributed.engines.parts import GradientParts
 from distributed.engines.reducer import GradientReducer
 
 OnRanks = Callable[..., list[Any]]
@@ -186,17 +187,30 @@ def test_buckets_are_an_eighth_of_the_model_but_one_to_twenty_five_mebibytes(num
 
 
 def test_buckets_hold_one_dtype_each_and_no_more_than_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducer_module, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(reducer_module, "BUCKET_BYTES", 64)
     sizes: list[tuple[int, torch.dtype]] = [
         (4, torch.float32), (5, torch.float32), (1, torch.float32), (3, torch.float64), (2, torch.float32),
         (30, torch.float32), (1, torch.float32),
     ]  # fmt: skip
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
     buckets = GradientReducer(parameters, Alone(), "toy").gradients
-    # In reverse; 30 x 4 bytes are more than a bucket and travel alone.
+    # In reverse, each in units of 16 bytes; 30 x 4 bytes are more than a bucket and travel alone.
     assert [(len(b), b.dtype) for b in buckets] == [
-        (1, torch.float32), (30, torch.float32), (2, torch.float32), (3, torch.float64), (10, torch.float32)
+        (4, torch.float32), (32, torch.float32), (4, torch.float32), (4, torch.float64), (4 + 8 + 4, torch.float32)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_each_gradient_begins_at_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((4, 5), (3,), (), (7, 3), (1,))]
+    reducer, parts = GradientReducer(parameters, Alone(), "toy"), GradientParts(parameters, Alone(), 3)
+    gradients = [*(p.grad for p in parameters), *itertools.chain.from_iterable(parts._views.values())]
+    assert len(gradients) == 5 + 5 * 3
+    for gradient in gradients:
+        assert gradient is not None and gradient.data_ptr() % 16 == 0
+        gradient.fill_(1)
+    n = sum(parameter.numel() for parameter in parameters)
+    assert [int(flat.sum()) for flat in (*reducer.gradients, *parts.gradients)] == [n, n]  # what lies between stays 0
 
 
 def test_a_gradient_computed_twice_in_one_pass_raises_instead_of_being_lost(on_ranks: OnRanks) -> None:
