@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -73,29 +73,31 @@ def sum_tensor(tensor: Tensor, comm: Communicator) -> Tensor:
     return work.to(tensor.dtype) if is_floating else work
 
 
-def gather(tensor: Tensor, comm: Communicator) -> Tensor:
+def gather(tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None = None) -> Tensor:
     """Concatenate along dimension 0, by rank; the sizes of dimension 0 may differ. Differentiable.
+
+    Without ``sizes``, those of dimension 0 by rank, the processes exchange them, and the host waits for the device.
 
     The gradient is that of a single process which holds the whole batch, once gradients are averaged over the
     processes (as every engine does): each process's part of the gradient summed over all processes.
     """
     if comm.world_size == 1:
         return tensor
-    return _Gather.apply(tensor, comm)
+    return _Gather.apply(tensor, comm, sizes)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: Communicator) -> Tensor:
-        parts = _all_gather_ragged(tensor.detach(), comm)
+    def forward(ctx: Any, tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None) -> Tensor:
+        parts = _all_gather_ragged(tensor.detach(), comm, sizes)
         ctx.comm, ctx.sizes = comm, [len(part) for part in parts]
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         total = sum_tensor(grads[0], ctx.comm)
         start = sum(ctx.sizes[: ctx.comm.rank])
-        return total[start : start + ctx.sizes[ctx.comm.rank]], None
+        return total[start : start + ctx.sizes[ctx.comm.rank]], None, None
 
 
 def gather_objects(value: Any, comm: Communicator, device: torch.device) -> list[Any]:
@@ -120,10 +122,11 @@ def _from_bytes(text: Tensor) -> Any:
     return json.loads(text.numpy().tobytes())
 
 
-def _all_gather_ragged(tensor: Tensor, comm: Communicator) -> list[Tensor]:
-    """The tensors of all processes, by rank; the sizes of dimension 0 may differ."""
-    own_size = torch.tensor([len(tensor)], device=tensor.device)
-    sizes = torch.cat(comm.all_gather(own_size)).tolist()
+def _all_gather_ragged(tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    """The tensors of all processes, by rank; the sizes of dimension 0 may differ. See `gather`."""
+    if sizes is None:
+        own_size = torch.full((1,), len(tensor), device=tensor.device)
+        sizes = torch.cat(comm.all_gather(own_size)).tolist()
     largest, total = max(sizes), sum(sizes)
     if not total:
         return [tensor] * comm.world_size
@@ -131,7 +134,7 @@ def _all_gather_ragged(tensor: Tensor, comm: Communicator) -> list[Tensor]:
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
         own = tensor.contiguous().view(-1).view(torch.uint8)
         rows = _sum_of_bytes(own, sum(sizes[: comm.rank]) * row_bytes, total * row_bytes, comm)
-        return list(rows.view(tensor.dtype).view(total, *tensor.shape[1:]).split(sizes))
+        return list(rows.view(tensor.dtype).view(total, *tensor.shape[1:]).split(list(sizes)))
     padded = tensor.new_zeros((largest, *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
     return [part[:size] for part, size in zip(comm.all_gather(padded), sizes, strict=True)]

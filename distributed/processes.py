@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -69,11 +69,12 @@ class Processes:
             return {name: total / self.world_size for name, total in self.sum(value).items()}
         return self.sum(value if value.is_floating_point() else value.float()) / self.world_size
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may differ. The gradient is
-        the one that a single process with all rows would compute."""
+        the one that a single process with all rows would compute. Where all processes know the ``sizes`` by rank, the
+        host need not wait for the device to exchange them."""
         with self._in_collective("gathering over the processes"):
-            return self._collectives.gather(tensor, self.comm)
+            return self._collectives.gather(tensor, self.comm, sizes)
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,

@@ -48,6 +48,20 @@ def test_gather_concatenates_by_rank_with_the_gradient_of_one_process(sizes: lis
     torch.testing.assert_close(torch.cat(on_ranks(world, work)), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("sizes", [[2, 2], [0, 4], [1, 0, 5]], ids=str)
+def test_with_sizes_that_are_known_only_the_rows_are_exchanged(sizes: list[int], on_ranks: OnRanks) -> None:
+    def work(comm: Any) -> tuple[Tensor, Tensor, int, int]:
+        own = part_of(comm.rank, sizes)
+        asked = gather(own, comm)
+        calls = len(comm.calls)
+        told = gather(own, comm, sizes)
+        return asked, told, calls, len(comm.calls) - calls
+
+    for asked, told, calls_asked, calls_told in on_ranks(len(sizes), work):
+        assert torch.equal(asked, told)
+        assert calls_told == calls_asked - 1
+
+
 def test_contrastive_gradient_through_two_gathers_equals_one_process(on_ranks: OnRanks) -> None:
     """Softmax over the global batch: both towers are gathered, every row meets every other."""
     sizes, generator = [3, 1, 4], torch.Generator().manual_seed(1)

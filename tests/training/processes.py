@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -64,7 +64,7 @@ class Threads:
         self._barrier.wait()
         return values
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         parts = self.gather_objects(tensor.detach())
         assert len({(part.shape[1:], part.dtype) for part in parts}) == 1, "as the real one would hang or raise"
         return torch.cat(parts)

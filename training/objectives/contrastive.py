@@ -27,7 +27,7 @@ KINDS = ("softmax", "decoupled", "sigmoid")
 _ALONE: Any = SimpleNamespace(
     rank=0,
     world_size=1,
-    gather=lambda tensor: tensor,
+    gather=lambda tensor, sizes: tensor,
     sum=lambda value: value,
     shift=lambda tensor, rows: tensor,
 )
@@ -83,7 +83,7 @@ class Contrastive:
         self._processes = processes
 
     def value_and_gradients(
-        self, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
+        self, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor, *, is_even: bool = False
     ) -> ContrastiveResult:
         """The loss of the global batch and its gradients, computed in fp32 (fp64 if ``audio`` is). Collective.
 
@@ -96,6 +96,7 @@ class Contrastive:
             scale: (h,), the same on every process.
             bias: (h,), the same on every process.
             caption_ids: (b,) int64; equal captions have equal ids.
+            is_even: All processes hold equally many pairs; then the host does not wait for the device.
 
         Raises:
             ValueError: the shapes do not fit together.
@@ -104,30 +105,42 @@ class Contrastive:
         dtype = torch.float64 if audio.dtype == torch.float64 else torch.float32
         audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
         with torch.autocast(audio.device.type, enabled=False):
+            sizes = self._sizes(audio, is_even)
             if not self.whole:
-                return self._result(self._processes, audio, text, scale, bias, caption_ids)
-            pairs, captions, own = _gather_pairs(self._processes, audio, text, caption_ids)
-            result = self._result(_ALONE, pairs[:, 0], pairs[:, 1], scale, bias, captions)
+                return self._result(self._processes, sizes, audio, text, scale, bias, caption_ids)
+            pairs, captions, own = _gather_pairs(self._processes, sizes, audio, text, caption_ids)
+            result = self._result(_ALONE, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions)
             return result._replace(
                 audio_gradient=result.audio_gradient.index_select(0, own),
                 text_gradient=result.text_gradient.index_select(0, own),
             )
 
+    def _sizes(self, audio: Tensor, is_even: bool) -> list[int]:
+        """The number of pairs of each process. Collective, unless they are even."""
+        here = self._processes
+        if is_even or here.world_size == 1:
+            return [len(audio)] * here.world_size
+        own = torch.full((1,), len(audio), device=audio.device)
+        sizes: list[int] = here.gather(own, [1] * here.world_size).tolist()
+        return sizes
+
     def _result(
-        self, processes: Processes, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
-    ) -> ContrastiveResult:
+        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        caption_ids: Tensor,
+    ) -> ContrastiveResult:  # fmt: skip
         compute = self._around_the_ring if self.kind == "sigmoid" else self._over_all_rows
-        pairs, sums, audio_gradient, text_gradient = compute(processes, audio, text, scale, bias, caption_ids)
+        pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
         spreads = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
         found = (sums.loss, *gradients, *spreads, scale, bias, sums.collapsed * len(scale))
         return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in found))
 
     def _over_all_rows(
-        self, processes: Processes, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
-    ) -> tuple[int, _Sums, Tensor, Tensor]:
+        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        caption_ids: Tensor,
+    ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
-        pairs, captions, own = _gather_pairs(processes, audio, text, caption_ids)
+        pairs, captions, own = _gather_pairs(processes, sizes, audio, text, caption_ids)
         # The embeddings of this process have two gradients: one as rows of the logits, computed here, and one as
         # columns, which is summed over all processes.
         leaves = [tensor.detach().requires_grad_() for tensor in (torch.stack([audio, text], 1), pairs, scale)]
@@ -149,11 +162,11 @@ class Contrastive:
         return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
 
     def _around_the_ring(
-        self, processes: Processes, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor
-    ) -> tuple[int, _Sums, Tensor, Tensor]:
+        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        caption_ids: Tensor,
+    ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid. Returns the size of the global batch, sums over it and gradients."""
         rank, world_size = processes.rank, processes.world_size
-        sizes = processes.gather(torch.tensor([len(audio)], device=audio.device)).tolist()
         # fp64, so that the number of chunks does not change the rounded result.
         loss, compared, audio_gradient, of_scale, of_bias = (
             torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), scale.sum(), audio, scale, bias)
@@ -214,14 +227,12 @@ def _sigmoid_losses(
 
 
 def _gather_pairs(
-    processes: Processes, audio: Tensor, text: Tensor, caption_ids: Tensor
+    processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs (n, 2, h, d) and captions (n,) of all processes, and the rows (b,) of this process's own pairs."""
-    pairs = processes.gather(torch.stack([audio, text], 1))
-    ranks = torch.full_like(caption_ids, processes.rank)
-    captions, owners = processes.gather(torch.stack([caption_ids, ranks], 1)).unbind(1)
-    own = (owners < processes.rank).sum() + torch.arange(len(audio), device=audio.device)
-    return pairs, captions, own
+    pairs, captions = (processes.gather(each, sizes) for each in (torch.stack([audio, text], 1), caption_ids))
+    first = sum(sizes[: processes.rank])
+    return pairs, captions, torch.arange(first, first + len(audio), device=audio.device)
 
 
 def _sum(processes: Processes, *tensors: Tensor) -> list[Tensor]:

@@ -59,7 +59,8 @@ def contrastive_update(
 def _loss(contrastive: Contrastive, outs: Sequence[Any], captions: list[Tensor]) -> ContrastiveResult:
     """The loss of the outputs of all micro-batches, and its gradients with respect to their embeddings."""
     audio, text = torch.cat([out.audio for out in outs]), torch.cat([out.text for out in outs])
-    return contrastive.value_and_gradients(audio, text, outs[0].scale, outs[0].bias, torch.cat(captions))
+    # Every process holds its equal part of a batch of training.
+    return contrastive.value_and_gradients(audio, text, outs[0].scale, outs[0].bias, torch.cat(captions), is_even=True)
 
 
 def _surrogate(out: Any, result: ContrastiveResult, rows: slice, is_first: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,9 +132,32 @@ def test_the_collapsed_value_is_the_loss_of_equal_embeddings(kind: str, captions
     assert float(results[0].collapsed) == pytest.approx(least, rel=1e-4 if kind == "sigmoid" else 1e-12)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_even_parts_give_the_same_result_without_an_exchange_of_their_sizes(kind: str, whole: bool) -> None:
+    inputs = make(6)
+    asked = shared(kind, inputs, [2, 2, 2], whole=whole)
+
+    def work(processes: Threads) -> ContrastiveResult:
+        gather = processes.gather
+
+        def watched(tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+            assert sizes == [2, 2, 2]
+            return gather(tensor)
+
+        processes.gather = watched  # type: ignore[method-assign]
+        own = slice(2 * processes.rank, 2 * processes.rank + 2)
+        audio, text, scale, bias, captions = inputs
+        loss = Contrastive(kind, processes, whole=whole)
+        return loss.value_and_gradients(audio[own], text[own], scale, bias, captions[own], is_even=True)
+
+    for ours, theirs in zip(on_processes(3, work), asked, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
 def test_who_shares_the_batch_is_asked_when_it_is_shared_and_not_when_the_loss_is_made() -> None:
     """Not in the constructor: processes may connect after it (musiclm-pytorch samples their state there)."""
-    processes: Any = SimpleNamespace(gather=lambda tensor: tensor, sum=lambda value: value)
+    processes: Any = SimpleNamespace(gather=lambda tensor, sizes: tensor, sum=lambda value: value)
     contrastive = Contrastive("decoupled", processes)
     processes.rank, processes.world_size = 0, 1
     audio = torch.nn.functional.normalize(torch.randn(4, 1, 3), dim=-1)
