@@ -170,7 +170,8 @@ def evaluate(
     for batch in feed.validation():
         whole = embed(batch)
         for number, unet in unets.items():
-            measured.add(number, *unet.validation_errors(decoder.unets[number - 1], whole, len(feed.valid_set)))
+            network = backend.autocast()(decoder.unets[number - 1])  # as an engine: the loss stays outside
+            measured.add(number, *unet.validation_errors(network, whole, len(feed.valid_set)))
     decoder.train(was_training)
     return measured.result(backend.sum)
 

@@ -198,7 +198,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     compared = "/".join(["valid", *list(ema.averages())[:1], "r10"])  # metric of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
-    embedder = functools.partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device)
+    embedder = functools.partial(
+        Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast
+    )
 
     def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""

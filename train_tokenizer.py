@@ -224,8 +224,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS,
         resolve=lambda said: {**said, "discr_dim": said.get("discr_dim") or said.get("init_dim")},
     )  # fmt: skip
-
     generator.quantizer.connect(backend)
+    in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     engine = backend.wrap(generator, adam[0], name="generator")
     ema, noise = make_ema(engine, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
     critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
@@ -243,8 +243,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
-        validate=lambda model, step: evaluate(model, feed, args.num_frames, networks, backend),
-        draw=lambda models, shown, step: reconstructions(models, shown, args.fps or 8),
+        validate=in_precision(lambda model, step: evaluate(model, feed, args.num_frames, networks, backend)),
+        draw=in_precision(lambda models, shown, step: reconstructions(models, shown, args.fps or 8)),
         use=("tokenize_videos.py", "--video_folder", args.video_folder, "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)

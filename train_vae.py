@@ -192,11 +192,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     ema = make_ema(vae, args.ema_decay, args.ema_power)
     noise = Noise(args.seed, "gumbel")
     alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
+    in_precision = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vae,
         ema,
-        validate=lambda model, step: evaluate(model, feed, gumbel_temperature(step, args), backend),
-        draw=lambda models, shown, step: reconstructions(models, shown, gumbel_temperature(step, args)),
+        validate=in_precision(lambda model, step: evaluate(model, feed, gumbel_temperature(step, args), backend)),
+        draw=in_precision(lambda models, shown, step: reconstructions(models, shown, gumbel_temperature(step, args))),
         write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
         use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),
         watch=alarm.check,

@@ -221,10 +221,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         images=lambda micro: data.to_unit_range(micro["images"]), weights=AdversarialWeights.from_args(args),
         reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight),
     )  # fmt: skip
+    in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         engine, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
-        validate=lambda model, step: evaluate(model, feed, error, networks, backend),
-        draw=lambda models, shown, step: reconstructions(models, shown),
+        validate=in_precision(lambda model, step: evaluate(model, feed, error, networks, backend)),
+        draw=in_precision(lambda models, shown, step: reconstructions(models, shown)),
         use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)

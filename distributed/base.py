@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import _GeneratorContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -221,8 +221,9 @@ class Backend(Processes, ABC):
         processes = f"{self.name} on {self.world_size} x {self.device.type}, {precision}"
         return f"{processes}; {self.options.plan.summary()}"
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen)."""
+    def autocast(self) -> _GeneratorContextManager[None]:
+        """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen): a
+        context, or a decorator of a function."""
         from .engines.precision import autocast
 
         return autocast(self.options.precision, self.device)

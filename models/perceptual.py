@@ -28,7 +28,8 @@ _HEADS_FILES = ("vgg_lpips.pth", "vgg.pth")
 
 
 class PerceptualLoss(nn.Module):
-    """Distance of images in the activations of VGG16, in fp32, even under autocast.
+    """Distance of images in the activations of VGG16; under autocast these are computed in its precision, and compared
+    and summed in fp32.
 
     "vgg": mean squared difference of the last convolution's output after its ReLU (Ledig et al. 2017, section 2.2.1).
     "lpips": LPIPS 0.1 (Zhang et al. 2018): squared differences of the unit-length activations of all five blocks,
@@ -67,10 +68,10 @@ class PerceptualLoss(nn.Module):
         Raises:
             ValueError: images with a side of less than 16 pixels, or with another number of channels.
         """
+        with torch.no_grad():
+            wanted = self._activations(images)
+        found = self._activations(reconstructions)
         with torch.autocast(images.device.type, enabled=False):
-            with torch.no_grad():
-                wanted = self._activations(images)
-            found = self._activations(reconstructions)
             if not self.heads:
                 return (found[-1] - wanted[-1]).square().flatten(1).mean(1)
             blocks = zip(self.heads, found, wanted, strict=True)
@@ -78,7 +79,7 @@ class PerceptualLoss(nn.Module):
             return torch.stack(per_block).sum(0)
 
     def _activations(self, images: Tensor) -> list[Tensor]:
-        """Output of each block's last ReLU, (b, c_i, h / 2^i, w / 2^i) for i = 0 ... 4."""
+        """Output of each block's last ReLU, fp32 (b, c_i, h / 2^i, w / 2^i) for i = 0 ... 4."""
         _check_shape(*images.shape[1:])
         x = (images.float().expand(-1, 3, -1, -1) - self._mean) / self._std
         outputs = []
@@ -86,7 +87,7 @@ class PerceptualLoss(nn.Module):
             if isinstance(layer, nn.MaxPool2d):
                 outputs.append(x)
             x = layer(x)
-        return [*outputs, x]
+        return [output.float() for output in (*outputs, x)]
 
 
 def _check_shape(channels: int, height: int, width: int) -> None:

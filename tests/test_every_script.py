@@ -295,6 +295,23 @@ def test_power_averages_are_evaluated_kept_at_every_save_and_the_same_after_inte
         assert json.loads((run / "best" / "best.json").read_text())["metric"].startswith("valid/ema_0.1/")
 
 
+def test_validation_and_pictures_compute_in_the_precision_of_training(script: Script, tmp_path: Path) -> None:
+    """Layers, each known by its kind and the shape of its weights, that compute in fp32 without gradients do so in
+    training too."""
+    rounded: dict[bool, set[Any]] = {True: set(), False: set()}
+    exact: dict[bool, set[Any]] = {True: set(), False: set()}
+
+    def watch(layer: torch.nn.Module, inputs: Any) -> None:
+        if isinstance(layer, torch.nn.Conv2d | torch.nn.Conv3d | torch.nn.Linear):
+            found = rounded if torch.is_autocast_enabled("cpu") else exact
+            found[torch.is_grad_enabled()].add((type(layer), layer.weight.shape))
+
+    with torch.nn.modules.module.register_module_forward_pre_hook(watch):
+        script.train(tmp_path, "--precision", "bf16", "--max_steps", "1", "--ema_decay", "0.9")
+    assert exact[False] <= exact[True] and rounded[False] and rounded[True]
+    assert {name for name in metrics(tmp_path)[-1] if name.startswith("valid/")} and pictures(tmp_path)
+
+
 def test_the_rate_in_the_log_counts_training_and_not_validation(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

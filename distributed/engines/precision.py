@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,10 +11,16 @@ from torch import Tensor
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward pass: matrix products and convolutions in ``precision``, weights and losses in fp32."""
+@contextmanager
+def autocast(precision: str, device: torch.device) -> Iterator[None]:
+    """The context of a forward pass: matrix products and convolutions in ``precision``, weights and losses in fp32.
+    It can also decorate a function."""
     dtype = DTYPES[precision]
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+    if dtype == torch.float32:
+        yield
+    else:
+        with torch.autocast(device.type, dtype=dtype):
+            yield
 
 
 class LossScaler:

@@ -122,11 +122,23 @@ def test_the_network_learns_nothing_and_the_gradient_goes_to_the_reconstructions
 
 
 @KINDS
-def test_autocast_changes_nothing(kind: str) -> None:
+def test_under_autocast_activations_are_rounded_and_distances_are_fp32(kind: str) -> None:
     model, (images, reconstructions) = narrow(kind), pair()
+    types = []
+    for layer in [*model.features, *model.heads]:
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_hook(lambda layer, inputs, output: types.append(output.dtype))
+    reconstructions = reconstructions / 10  # dark: far more than rounding tells their activations apart
     expected = model.distances(reconstructions, images)
+    assert set(types) == {torch.float32}
+    types.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(model.distances(reconstructions, images), expected)
+        rounded = model.distances(reconstructions.requires_grad_(), images)
+    assert types == [torch.bfloat16] * 2 * 13 + [torch.float32] * len(model.heads)
+    assert rounded.dtype == torch.float32 and not torch.equal(rounded, expected)
+    torch.testing.assert_close(rounded, expected, rtol=0.05, atol=0)  # bf16 has 8 bits, over 13 layers
+    rounded.sum().backward()
+    assert reconstructions.grad is not None and reconstructions.grad.dtype == torch.float32
     assert model.distances(reconstructions.bfloat16(), images).dtype == torch.float32
 
 

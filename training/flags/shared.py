@@ -292,8 +292,8 @@ def add_run_arguments(
 
     add = parser.add_argument_group("precision").add_argument
     add("--precision", type=str.lower, choices=PRECISIONS, default=precision,
-        help="precision of the forward and backward pass; weights and optimizer moments stay fp32; tf32: fp32 whose "
-        "products GPUs may round to 10 bits of the mantissa, which is faster there")
+        help="precision of the forward and backward pass, validation and pictures; weights and optimizer moments stay "
+        "fp32; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa, which is faster there")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     if is_deep:
         add("--gradient_checkpointing", action="store_true",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +23,21 @@ class Tokenizer(Protocol):
 def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
     """A model's inputs: tokens (b, t') without columns that are padding in every text, and lengths (b,)."""
     longest = math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
-    return {"tokens": tokens[:, :longest], "lengths": torch.tensor(lengths, device=tokens.device)}
+    # From pinned memory, so that the host does not wait for the device.
+    on_host = torch.tensor(lengths, pin_memory=tokens.device.type == "cuda")
+    return {"tokens": tokens[:, :longest], "lengths": on_host.to(tokens.device, non_blocking=True)}
 
 
 class Embedder:
-    """Computes embeddings of a `MuLaN` without noise and gradients, `rows` sounds (a micro-batch) per forward pass."""
+    """Computes embeddings of a `MuLaN` without noise and gradients, `rows` sounds (a micro-batch) per forward pass.
+    Forward passes are made in the context that `precision` makes."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:  # fmt: skip
         self.model, self._tokenizer, self._rows, self._device = model, tokenizer, rows, device
+        self._precision = precision
 
     @torch.no_grad()
     def pairs(self, batch: Mapping[str, Any]) -> Any:
@@ -38,14 +46,16 @@ class Embedder:
         for start in range(0, len(batch["waveforms"]), self._rows):
             rows = slice(start, start + self._rows)
             texts = text_inputs(batch["tokens"][rows], batch["lengths"][rows])
-            outs.append(self.model(batch["waveforms"][rows], **texts))
+            with self._precision():
+                outs.append(self.model(batch["waveforms"][rows], **texts))
         audio, text = (torch.cat([getattr(out, name) for out in outs]) for name in ("audio", "text"))
         return outs[0]._replace(audio=audio, text=text)
 
     @torch.no_grad()
     def sounds(self, waveforms: Tensor) -> Tensor:
         """Waveforms (b, n) -> unit vectors (b, d)."""
-        return torch.cat([self.model.encode_audio(part) for part in waveforms.split(self._rows)])
+        with self._precision():
+            return torch.cat([self.model.encode_audio(part) for part in waveforms.split(self._rows)])
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
@@ -53,5 +63,6 @@ class Embedder:
         parts = []
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             tokens, lengths = self._tokenizer.encode(list(texts[start : start + _TEXTS_AT_A_TIME]))
-            parts.append(self.model.encode_text(**text_inputs(tokens.to(self._device), lengths)))
+            with self._precision():
+                parts.append(self.model.encode_text(**text_inputs(tokens.to(self._device), lengths)))
         return torch.cat(parts)

@@ -222,7 +222,8 @@ class AdversarialTraining:
         the generator."""
         with torch.enable_grad(), self.discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
-            loss, parts = self._reconstruction_loss(fake, images, **given)
+            with self._processes.autocast():
+                loss, parts = self._reconstruction_loss(fake, images, **given)
             gradient, adversarial_gradient = image_gradient(loss, fake), torch.zeros_like(fake)
             adversarial = loss.new_zeros(())
             if is_adversarial:
@@ -257,7 +258,7 @@ class AdversarialTraining:
         """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
         if isinstance(self._weights.gan_weight, float):
             weight = self._weights.gan_weight * self._weights.gan_weight_scale
-            return torch.tensor(weight, device=self._processes.device)
+            return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
         gradients = torch.stack([each.last_layer_gradients for each in losses if each.last_layer_gradients is not None])
         of_batch = self._processes.mean(gradients.double().mean(0)).float()
         return adaptive_weight(*of_batch) * self._weights.gan_weight_scale
