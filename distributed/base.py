@@ -191,6 +191,10 @@ class Backend(Processes, ABC):
     ) -> Engine:
         """Spread a model over the processes; return its engine. Never alters weights, moments or step counts.
         ``name`` is distinct for every engine; ``max_grad_norm`` overrides --max_grad_norm."""
+        from .devices import choose_kernels_by_time
+
+        if not (self.options.deterministic or self.options.plan.batch_parts):
+            choose_kernels_by_time()
         return self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
 
     # What a script may ask for.

@@ -115,6 +115,12 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def choose_kernels_by_time() -> None:
+    """From here on cuDNN tries all its kernels for each new shape of a convolution, and keeps the fastest. Kernels may
+    round differently, so a process may get other bits than another one; tools that train nothing do without."""
+    torch.backends.cudnn.benchmark = True
+
+
 def use_deterministic_kernels(compiled: bool = False) -> None:
     """From here on an operation gives the same bits each time, or raises (PyTorch's notes on reproducibility).
     With ``compiled``, this includes the operations that torch.compile generates."""

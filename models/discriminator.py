@@ -7,6 +7,8 @@ import math
 
 from torch import Tensor, nn
 
+from .convolutional import channels_last
+
 _LAST_KERNEL = 4  # side of the unpadded convolution that gives the logits
 _MOST_LAYERS = 40
 
@@ -59,7 +61,7 @@ class Discriminator(nn.Module):
         """
         self.check_side(min(images.shape[-2:]))
         x = images.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
-        return self.to_logits(self.layers(x)).float()
+        return self.to_logits(self.layers(channels_last(x))).float()
 
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError if images of this height or width are too small for one logit."""

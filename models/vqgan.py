@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .convolutional import ResBlock, as_square, check_codes, check_images
+from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import tokenizer_quantizer
 from .recompute import recomputed
@@ -154,12 +154,12 @@ class VQGAN(Pretrained):
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
             _check_side(name, side, self.num_layers)
-        return self._through(self.encoder, images.to(self.last_layer.weight.dtype))
+        return self._through(self.encoder, channels_last(images.to(self.last_layer.weight.dtype)))
 
     def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
         """Quantized (b, d, h', w') -> images fp32, and the input of the last layer."""
         *layers, last = self.decoder
-        features = self._through(layers, quantized.to(self.last_layer.weight.dtype))
+        features = self._through(layers, channels_last(quantized.to(self.last_layer.weight.dtype)))
         return last(features).float(), features
 
     def _through(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend
+from distributed import Backend, devices
 from distributed.devices import allow_open_files, cpu_threads, gpu_id, local_device, own_threads, shared_gpu, use_tf32
 
 
@@ -79,6 +80,22 @@ def test_gpus_round_to_tf32_where_that_was_asked_for_and_nowhere_else(
     backend = single(precision=precision)
     assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == (precision == "tf32")
     assert said in backend.summary()
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"), [({}, True), ({"deterministic": True}, False), ({"batch_parts": 2}, False)]
+)
+def test_training_chooses_kernels_by_time_unless_the_same_bits_were_asked_for(
+    flags: dict[str, Any], chosen: bool, single: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(devices, "use_deterministic_kernels", lambda compiled: None)
+    monkeypatch.setattr(devices, "use_one_thread", lambda: None)
+    backend = single(**flags)
+    assert not torch.backends.cudnn.benchmark  # a tool that trains nothing
+    model = torch.nn.Linear(2, 2)
+    backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert torch.backends.cudnn.benchmark == chosen
 
 
 def test_two_processes_of_one_gpu_are_named(gpus: pytest.MonkeyPatch) -> None:
