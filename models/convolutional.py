@@ -30,6 +30,12 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
+def leaky_relu(slope: float) -> nn.LeakyReLU:
+    """For behind a convolution or a GroupNorm, neither of which needs its result again: it is overwritten, so that one
+    tensor is held for the backward pass and not two."""
+    return nn.LeakyReLU(slope, inplace=True)
+
+
 # Images may overshoot [0, 1] a little, as resized and reconstructed ones do; those in [-1, 1] or [0, 255] do not fit.
 _LEAST, _MOST = -0.5, 1.5
 

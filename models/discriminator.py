@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor, nn
 
-from .convolutional import channels_last
+from .convolutional import channels_last, leaky_relu
 
 _LAST_KERNEL = 4  # side of the unpadded convolution that gives the logits
 _MOST_LAYERS = 40
@@ -39,18 +39,18 @@ class Discriminator(nn.Module):
         widths = [dim] + [dim * 2**level for level in range(layers)]
         self.smallest_side = _LAST_KERNEL * 2**layers
         self.layers = nn.Sequential(
-            nn.Sequential(nn.Conv2d(channels, dim, 5, padding=2), nn.LeakyReLU(0.1)),
+            nn.Sequential(nn.Conv2d(channels, dim, 5, padding=2), leaky_relu(0.1)),
             *(
                 nn.Sequential(
                     nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1),
                     nn.GroupNorm(math.gcd(groups, fan_out), fan_out),
-                    nn.LeakyReLU(0.1),
+                    leaky_relu(0.1),
                 )
                 for fan_in, fan_out in itertools.pairwise(widths)
             ),
         )
         self.to_logits = nn.Sequential(
-            nn.Conv2d(widths[-1], widths[-1], 1), nn.LeakyReLU(0.1), nn.Conv2d(widths[-1], 1, _LAST_KERNEL)
+            nn.Conv2d(widths[-1], widths[-1], 1), leaky_relu(0.1), nn.Conv2d(widths[-1], 1, _LAST_KERNEL)
         )
 
     def forward(self, images: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .convolutional import leaky_relu
 from .discriminator import Discriminator
 
 _LAST_KERNEL = 4  # side in space of the unpadded convolution that gives the logits, as in Discriminator
@@ -96,14 +97,14 @@ class _ClipHead(nn.Module):
                 nn.Sequential(
                     nn.Conv3d(fan_in, fan_out, (3, 4, 4), _stride(level), padding=1),
                     nn.GroupNorm(math.gcd(groups, fan_out), fan_out) if level else nn.Identity(),
-                    nn.LeakyReLU(0.1),
+                    leaky_relu(0.1),
                 )
                 for level, (fan_in, fan_out) in enumerate(itertools.pairwise(widths))
             )
         )
         self.to_logits = nn.Sequential(
             nn.Conv3d(widths[-1], widths[-1], 1),
-            nn.LeakyReLU(0.1),
+            leaky_relu(0.1),
             nn.Conv3d(widths[-1], 1, (1, _LAST_KERNEL, _LAST_KERNEL)),
         )
 

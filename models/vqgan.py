@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images
+from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, leaky_relu
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import tokenizer_quantizer
 from .recompute import recomputed
@@ -85,10 +85,10 @@ class VQGAN(Pretrained):
         decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # in reverse order
         for (fan_in, fan_out), count in zip(itertools.pairwise(widths), blocks, strict=True):
             down = nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1)
-            encoder += [nn.Sequential(down, nn.LeakyReLU(_SLOPE))]
+            encoder += [nn.Sequential(down, leaky_relu(_SLOPE))]
             encoder += [ResBlock(fan_out, _leaky_half) for _ in range(count)]
             up = nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1)
-            decoder += [nn.Sequential(up, nn.LeakyReLU(_SLOPE))]
+            decoder += [nn.Sequential(up, leaky_relu(_SLOPE))]
             decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
         self.quantizer = tokenizer_quantizer(
             quantizer, codebook_size=codebook_size, dim=codebook_dim, diversity_gamma=diversity_gamma,
@@ -171,7 +171,7 @@ class VQGAN(Pretrained):
 
 def _leaky_half(channels: int) -> list[nn.Module]:
     """Half a block of the encoder: 3 x 3 convolution, GroupNorm, LeakyReLU."""
-    return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), nn.LeakyReLU(_SLOPE)]
+    return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), leaky_relu(_SLOPE)]
 
 
 def _gated_half(channels: int) -> list[nn.Module]:
