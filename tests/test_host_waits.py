@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed import base, collectives, watchdog
+from distributed import base, collectives, stop, watchdog
 from distributed.backends.ddp import DDPBackend
 from distributed.collectives import Alone
 from distributed.engines import finite, replicas
@@ -118,6 +118,7 @@ def _on_meta(updates: Callable[..., Any]) -> Iterator[None]:
         patch.setattr(collectives, "sum_scalars", lambda values, comm, device: dict(values))
         patch.setattr(replicas, "check_replicas", lambda *_: None)
         patch.setattr(finite.SkipGuard, "_read", lambda guard: 0)  # on a GPU, the count of the update before
+        patch.setattr(stop.StopRequest, "arrive", lambda request, total: None)  # on a GPU, read an update later
         patch.setattr(noise.Noise, "_drawn", drawn)
         patch.setattr(losses, "check_combination", lambda *_: None)  # reads the schedule, once
         patch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # meta has no precisions

@@ -119,7 +119,7 @@ def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own
     for answers, calls, gradients in on_ranks(world_size, work):
         assert answers == [False, False, True, True, True, True]
         assert calls == ["toy.gradients.0"] * 6  # in one list with the sums
-        assert [gradient.shape for gradient in gradients] == [(3,)]  # the flag is none of them
+        assert [gradient.shape for gradient in gradients] == [(4,)]  # 3 in 16 bytes; the flag is none of them
 
 
 def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of_its_own_at_once(
