@@ -234,8 +234,8 @@ class Backend(Processes, ABC):
 
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
         """Whether a process got SIGTERM, SIGINT or SIGUSR1, lost its launcher, or passed ``here``. Collective; the
-        answer is the same on all processes. With several processes a request is reported one call late; with ``now``
-        the call waits and reports it at once."""
+        answer is the same on all processes. With several processes a request is reported one call late, on GPUs up to
+        two; with ``now`` the call waits and reports it at once."""
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
         with self._in_collective("asking whether to stop"):

@@ -112,10 +112,13 @@ def test_weights_loaded_into_an_engine_after_updates_are_those_that_its_next_for
         assert found["softmax again"] == found["softmax"]
 
 
+@pytest.mark.parametrize("how", ["ragged", "ragged, around a ring"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("launcher", [ONE_PROCESS, *JOBS], ids=str)
-def test_ragged_batches_have_the_loss_and_gradients_of_one_process(launcher: Launcher, kind: str, jobs: Jobs) -> None:
-    got = measured(jobs, launcher, "contrastive-once")["ragged"][kind]
+def test_ragged_batches_have_the_loss_and_gradients_of_one_process(
+    launcher: Launcher, kind: str, how: str, jobs: Jobs
+) -> None:
+    got = measured(jobs, launcher, "contrastive-once")[how][kind]
     *leaves, captions = worker.ragged_pairs()
     leaves = [tensor.requires_grad_() for tensor in leaves]
     loss = loss_of(kind, *leaves, captions)
@@ -128,7 +131,7 @@ def test_ragged_batches_have_the_loss_and_gradients_of_one_process(launcher: Lau
     assert got["agree"]
 
 
-def test_memory_of_the_sigmoid_loss_does_not_grow_with_the_number_of_processes(jobs: Jobs) -> None:
+def test_memory_of_the_sigmoid_loss_of_large_batches_does_not_grow_with_the_number_of_processes(jobs: Jobs) -> None:
     """Largest tensor and peak memory, with 64 pairs on each process. Those of the gathered losses do grow, which shows
     that the measurement works."""
     two, four = (measured(jobs, Launcher("torchrun", n), "contrastive-once")["memory"] for n in (2, 4))

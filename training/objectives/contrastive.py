@@ -23,6 +23,8 @@ from ..contracts import Processes
 
 KINDS = ("softmax", "decoupled", "sigmoid")
 
+_GATHERED_BYTES = 64 * 2**20  # of the gradients of all texts; above, the sigmoid loss passes the texts around a ring
+
 # Replaces `Processes` in computations on a single process: its collectives communicate with nobody.
 _ALONE: Any = SimpleNamespace(
     rank=0,
@@ -59,12 +61,24 @@ class _Sums(NamedTuple):
     collapsed: Tensor  # of one head
 
 
+class _SigmoidTotals:
+    """What comparisons with the sigmoid loss add up to, in fp64, so that the number of chunks does not change the
+    rounded result: loss and gradients of this process's audio (b, h, d), scale and bias, and how many were compared."""
+
+    def __init__(self, audio: Tensor, scale: Tensor, bias: Tensor) -> None:
+        self.loss, self.compared, self.audio, self.scale, self.bias = (
+            torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), scale.sum(), audio, scale, bias)
+        )
+        self.summed = (self.loss, self.audio, self.scale, self.bias)
+
+
 class Contrastive:
     """A contrastive loss over the batch of all processes, whose parts may differ in size and be empty.
 
     softmax and decoupled: the embeddings are gathered, and each process compares its own rows with all rows, in both
-    directions. sigmoid: the texts and their gradients are passed around a ring of processes, so that the memory of a
-    process does not grow with the number of processes.
+    directions. sigmoid: the texts are gathered, and their gradients summed, while those take at most 64 MiB; of larger
+    batches, texts and gradients are passed around a ring of processes, which takes two steps for each process, one
+    after the other, but no memory that grows with their number.
 
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
@@ -128,7 +142,11 @@ class Contrastive:
         self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> ContrastiveResult:  # fmt: skip
-        compute = self._around_the_ring if self.kind == "sigmoid" else self._over_all_rows
+        compute = self._over_all_rows
+        if self.kind == "sigmoid":
+            heads, width = audio.shape[1:]  # the same on every process, which may have no rows
+            is_small = 8 * sum(sizes) * heads * width <= _GATHERED_BYTES
+            compute = self._over_all_texts if is_small else self._around_the_ring
         pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
         spreads = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
@@ -161,42 +179,66 @@ class Contrastive:
         gradient = of_all.index_select(0, own) + of_own
         return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
 
+    def _over_all_texts(
+        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        caption_ids: Tensor,
+    ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
+        """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
+        texts, captions = (processes.gather(each, sizes) for each in (text, caption_ids))
+        totals = _SigmoidTotals(audio, scale, bias)
+        # One process's texts at a time, so that the memory for comparisons does not grow with their number.
+        of_texts = [
+            self._compare(totals, audio, chunk, scale, bias, caption_ids, its_captions, rank == processes.rank, sizes)
+            for rank, (chunk, its_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True))
+        ]
+        *sums, of_text = _sum(
+            processes, totals.loss, totals.scale, totals.bias, audio[:, 0].sum(0), text[:, 0].sum(0), totals.compared,
+            torch.cat(of_texts),
+        )  # fmt: skip
+        first = sum(sizes[: processes.rank])
+        return *_of_sigmoid(sizes, _Sums(*sums)), totals.audio, of_text[first : first + len(text)]
+
     def _around_the_ring(
         self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
-        """sigmoid. Returns the size of the global batch, sums over it and gradients."""
+        """sigmoid, with one process's texts at a time. Returns the size of the global batch, sums over it and
+        gradients."""
         rank, world_size = processes.rank, processes.world_size
-        # fp64, so that the number of chunks does not change the rounded result.
-        loss, compared, audio_gradient, of_scale, of_bias = (
-            torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), scale.sum(), audio, scale, bias)
-        )
-        visitors, visitors_captions, visitors_gradient = text, caption_ids, torch.zeros_like(audio_gradient)
+        totals = _SigmoidTotals(audio, scale, bias)
+        visitors, visitors_captions, visitors_gradient = text, caption_ids, torch.zeros_like(totals.audio)
         for step in range(world_size):
-            signs = -torch.ones(len(audio), len(visitors), dtype=audio.dtype, device=audio.device)
-            left_out = self._duplicates(caption_ids, visitors_captions)
-            if step == 0:  # this process's own texts
-                signs.fill_diagonal_(1.0)
-                left_out.fill_diagonal_(False)
-            compared += (~left_out).sum()
-            leaves = [tensor.detach().requires_grad_() for tensor in (audio, visitors, scale, bias)]
-            with torch.enable_grad():
-                of_chunk = _sigmoid_losses(signs, left_out, *leaves).sum() / sum(sizes)
-            found = torch.autograd.grad(of_chunk, leaves)
-            for total, part in zip(
-                (loss, audio_gradient, visitors_gradient, of_scale, of_bias), (of_chunk.detach(), *found), strict=True
-            ):
-                total += part
+            visitors_gradient = visitors_gradient + self._compare(
+                totals, audio, visitors, scale, bias, caption_ids, visitors_captions, step == 0, sizes
+            )
             arriving = sizes[(rank - step - 1) % world_size]
             moved = processes.shift(torch.cat([visitors.double(), visitors_gradient], -1), arriving)
             visitors, visitors_gradient = moved[..., : text.shape[-1]].to(text.dtype), moved[..., text.shape[-1] :]
             if step + 1 < world_size:
                 visitors_captions = processes.shift(visitors_captions, arriving)
-        sums = _Sums(*_sum(processes, loss, of_scale, of_bias, audio[:, 0].sum(0), text[:, 0].sum(0), compared))
-        # With equal scores and the best bias for them, the loss per comparison is the entropy of whether it is a pair.
-        pairs, others = sum(sizes), sums.collapsed - sum(sizes)
-        entropy = -pairs * (pairs / sums.collapsed).log() - torch.special.xlogy(others, others / sums.collapsed)
-        return pairs, sums._replace(collapsed=entropy / pairs), audio_gradient, visitors_gradient
+        own = (audio[:, 0].sum(0), text[:, 0].sum(0))
+        sums = _Sums(*_sum(processes, totals.loss, totals.scale, totals.bias, *own, totals.compared))
+        return *_of_sigmoid(sizes, sums), totals.audio, visitors_gradient
+
+    def _compare(
+        self, totals: _SigmoidTotals, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor,
+        text_captions: Tensor, are_pairs: bool, sizes: list[int],
+    ) -> Tensor:  # fmt: skip
+        """Compare each audio (b, h, d) with each text (m, h, d) by the sigmoid loss, and add the results to `totals`.
+        Returns the gradient of the texts in fp64. ``are_pairs``: text i is that of audio i."""
+        signs = -torch.ones(len(audio), len(text), dtype=audio.dtype, device=audio.device)
+        left_out = self._duplicates(caption_ids, text_captions)
+        if are_pairs:
+            signs.fill_diagonal_(1.0)
+            left_out.fill_diagonal_(False)
+        leaves = [tensor.detach().requires_grad_() for tensor in (audio, text, scale, bias)]
+        with torch.enable_grad():
+            loss = _sigmoid_losses(signs, left_out, *leaves).sum() / sum(sizes)
+        of_audio, of_text, of_scale, of_bias = torch.autograd.grad(loss, leaves)
+        totals.compared += (~left_out).sum()
+        for total, part in zip(totals.summed, (loss.detach(), of_audio, of_scale, of_bias), strict=True):
+            total += part
+        return of_text.double()
 
     def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Mask (rows, columns) of equal captions, each caption with itself included; without `mask_duplicates`, all are
@@ -224,6 +266,14 @@ def _sigmoid_losses(
     otherwise; ``left_out`` (b, m) marks comparisons whose loss is not counted."""
     logits = scale[:, None, None] * torch.einsum("bhd,mhd->hbm", audio, text) + bias[:, None, None]
     return -F.logsigmoid(signs * logits).masked_fill(left_out, 0.0)
+
+
+def _of_sigmoid(sizes: list[int], sums: _Sums) -> tuple[int, _Sums]:
+    """The size of the global batch, and the sums, of which `collapsed` was the number of comparisons."""
+    # With equal scores and the best bias for them, the loss per comparison is the entropy of whether it is a pair.
+    pairs, others = sum(sizes), sums.collapsed - sum(sizes)
+    entropy = -pairs * (pairs / sums.collapsed).log() - torch.special.xlogy(others, others / sums.collapsed)
+    return pairs, sums._replace(collapsed=entropy / pairs)
 
 
 def _gather_pairs(

@@ -46,8 +46,8 @@ class Deadline:
 
     def near(self, save_seconds: float) -> bool:
         """Whether it is time to save; `save_seconds`: duration of the longest save so far, 0 if none."""
-        # Two updates: a stop request takes effect one update late (`Backend.stop_requested`).
-        room = 2 * (2 * self._longest_update + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
+        # Three updates: a stop request takes effect up to two updates late (`Backend.stop_requested`).
+        room = 2 * (3 * self._longest_update + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
         return process_seconds() + room >= self._limit_seconds
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.training.processes import Threads, alone, on_processes
+from training.objectives import contrastive
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 
 SIZES = [[9], [5, 4], [2, 0, 6, 1], [1] * 9]
@@ -105,6 +106,21 @@ def test_value_and_gradients_of_ragged_parts_are_those_of_the_formula(
     assert [len(result.audio_gradient) for result in results] == sizes
     assert_equal(joined(results), expected(kind, inputs, mask))
     assert abs(float(results[0].loss - by_the_formula(kind, *inputs, not mask))) > 1e-3, "what is masked is not nothing"
+
+
+@pytest.mark.parametrize("mask", [True, False], ids=["masked", "unmasked"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_sigmoid_loss_of_a_large_batch_passes_its_texts_around_a_ring_and_finds_the_same(
+    sizes: list[int], mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make()
+    gathered = shared("sigmoid", inputs, sizes, mask_duplicates=mask)
+    monkeypatch.setattr(contrastive, "_GATHERED_BYTES", 0)
+    monkeypatch.setattr(Contrastive, "_over_all_texts", None)
+    around = shared("sigmoid", inputs, sizes, mask_duplicates=mask)
+    assert_equal(joined(around), expected("sigmoid", inputs, mask))
+    assert_equal(joined(around), joined(gathered), 1e-14)
+    assert [float(one.collapsed) for one in around] == pytest.approx([float(one.collapsed) for one in gathered])
 
 
 @pytest.mark.parametrize("pairs", [2, 7, 512])
