@@ -44,8 +44,8 @@ class StopRequest:
 
     def agreed(self, here: bool = False, now: bool = False) -> bool:
         """Collective: whether all processes stop now. ``here``: this process asks them to stop. With several processes
-        a request is reported one call late, on a GPU up to two, so that nothing waits for the sum; with ``now`` the call
-        waits for a sum of its own.
+        a request is reported one call late, on a GPU up to two, so that nothing waits for the sum; with ``now`` the
+        call waits for a sum of its own.
         """
         self._is_asked = here
         wanted = here or bool(self._received)
