@@ -180,7 +180,7 @@ def run(
                 text=True, start_new_session=True,
             ), output))  # fmt: skip
         deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process, _ in jobs):
+        while None in [process.poll() for process, _ in jobs]:  # asks all of them: one may have failed
             _raise_failure(jobs)  # the others wait for one that failed
             if time.monotonic() > deadline:
                 raise JobFailed(f"took longer than {seconds:.0f} s")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from benchmarks.jobs import PYTHON, TORCHRUN, JobFailed, Launcher, measure
+from benchmarks.jobs import PYTHON, TORCHRUN, JobFailed, Launcher, measure, run
 
 VAE = (
     "--script train_vae --image_size 16 --num_tokens 8 --emb_dim 8 --num_layers 1 --num_resnet_blocks 0 --hidden_dim 8"
@@ -43,3 +45,10 @@ def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> 
 def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:
     with pytest.raises(JobFailed, match=r"exit code 1: .*image_size 7 must be"):
         measure(PYTHON, ["script", "fused_adam"], ["--image_size", "7"], rounds=1, turns=1, updates=1)
+
+
+def test_a_job_that_fails_ends_an_earlier_one_that_waits_for_it() -> None:
+    waits = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    fails = [sys.executable, "-c", "raise SystemExit('error: no such option')"]
+    with pytest.raises(JobFailed, match="exit code 1: error: no such option"):
+        run([waits, fails], {}, seconds=60)
