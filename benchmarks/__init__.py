@@ -3,6 +3,7 @@
     python -m benchmarks                         # make bench: everything, about ten minutes on two cores
     python -m benchmarks --only training,help
     python -m benchmarks --only loading --image_folder photos/
+    python -m benchmarks.public                  # against the public trainers, where their packages are installed
 
 Every comparison takes turns (A, B, A, B, ...), as short as can be, so that whatever else the machine does meets both
 sides alike; a ratio is formed per round and reported as min, median and max. Ratios are ours over the reference.

@@ -21,9 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 # How a command line names a program -> the module with its build_parser.
-PROGRAMS = {"benchmarks": "benchmarks.__main__", "benchmarks.gpu": "benchmarks.gpu.__main__"} | {
-    path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()
-}
+PROGRAMS = {
+    "benchmarks": "benchmarks.__main__",
+    "benchmarks.gpu": "benchmarks.gpu.__main__",
+    "benchmarks.public": "benchmarks.public",
+} | {path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()}
 STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
 FLAGS_OF_OTHERS = {
     "--allow-run-as-root", "--cpus-per-task", "--gpus-per-task", "--hostfile", "--logdir", "--master_addr",
