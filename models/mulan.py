@@ -121,9 +121,11 @@ class MuLaN(Pretrained):
         audio = audio_dim, audio_depth, heads, dim_head
         self.audio = AudioTransformer(*audio, patch_size, patch_dropout, hierarchical_layers, gradient_checkpointing)
         text = text_dim, text_depth, heads, dim_head
-        self.text = TextTransformer(*text, vocab_size, max_text_tokens, hierarchical_layers, gradient_checkpointing)
+        text_tower = TextTransformer(*text, vocab_size, max_text_tokens, hierarchical_layers, gradient_checkpointing)
         outputs = hierarchical_layers + 1
+        # Registered in the order of calls: gradients are sent in the reverse order of registration.
         self.audio_latents = Latents(outputs, audio_dim, dim_latent)
+        self.text = text_tower
         self.text_latents = Latents(outputs, text_dim, dim_latent)
         self.tau = nn.Parameter(torch.full((outputs,), math.log(init_temperature)))
         self.bias = nn.Parameter(torch.full((outputs,), float(init_bias)))

@@ -124,10 +124,11 @@ class Unet(Pretrained):
         self.norm_mid_cond = nn.LayerNorm(cond_dim)
 
         self.init_resnet_block = ResnetBlock(first, first, groups[0], options) if memory_efficient else None
-        self.downs, self.ups = make_levels(config, options)
+        self.downs, ups = make_levels(config, options)
         self.mid_block1 = ResnetBlock(widest, widest, groups[-1], options, attends=True)
         self.mid_attn = self_attention(config, widest)
         self.mid_block2 = ResnetBlock(widest, widest, groups[-1], options, attends=True)
+        self.ups = ups  # registered where they are called: gradients are sent in the reverse order of registration
         dims = [dim * mult for mult in reversed(dim_mults)]
         self.upsample_combiner = UpsampleCombiner(dims, dim) if combine_upsample_fmaps else None
         combined = (first if memory_efficient else dims[-1]) + (len(dims) * dim if combine_upsample_fmaps else 0)

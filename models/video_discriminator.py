@@ -74,8 +74,8 @@ class VideoDiscriminator(nn.Module):
         shown = videos[torch.arange(len(videos), device=videos.device), :, frames]
         x = videos.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
         heads = zip(self.time_strides, self.clip_heads, strict=True)
-        of_clips = [head(x[:, :, ::stride]).float() for stride, head in heads if videos.shape[2] > stride]
-        return [self.frame_head(shown), *of_clips]
+        of_frame = self.frame_head(shown)  # in the order of registration, in reverse of which gradients are sent
+        return [of_frame, *(head(x[:, :, ::stride]).float() for stride, head in heads if videos.shape[2] > stride)]
 
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError if videos of this height or width are too small for one logit."""
