@@ -165,7 +165,11 @@ class Backend(Processes, ABC):
     def _agree_on_plan(self) -> None:
         plan = self.options.plan
         asked = plan.asked_grad_accum_steps or plan.grad_accum_steps
-        mine = [plan.global_batch_size, asked, plan.world_size, plan.batch_parts]
+        options = self.options
+        mine = [
+            plan.global_batch_size, asked, plan.world_size, plan.batch_parts, options.precision,
+            options.reduce_precision, options.compile,
+        ]  # fmt: skip
         found = self._collectives.gather_objects([*mine, plan.grad_accum_steps], self.comm, self.device)
         # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
         if (steps := max(each[-1] for each in found)) > plan.grad_accum_steps:
@@ -175,7 +179,8 @@ class Backend(Processes, ABC):
         for rank, (*theirs, _) in enumerate(found):
             if theirs != mine:
                 raise ValueError(
-                    f"batch, accumulation, processes, parts are {mine} on rank {self.rank}, {theirs} on rank {rank}; "
+                    "batch, accumulation, processes, parts, precision, reduce_precision, compile are "
+                    f"{mine} on rank {self.rank}, {theirs} on rank {rank}; "
                     "start all processes with the same flags, and an --output_dir on a disk that all of them see"
                 )
 

@@ -108,8 +108,9 @@ def test_parts_fix_the_micro_batch_whatever_ran_before(world_size: int) -> None:
 
 def agreed(mine: BatchPlan, *others: list[int]) -> BatchPlan:
     """The plan of rank 0 when it has heard the other ranks: [batch, accumulation that was asked for, processes, parts,
-    accumulation]."""
-    collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, *others])
+    accumulation]; the precisions are the same."""
+    all_ranks = [[*other[:-1], "fp32", "fp32", False, other[-1]] for other in others]
+    collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, *all_ranks])
     backend = SimpleNamespace(options=Options(mine), rank=0, comm=None, device=None, _collectives=collectives)
     Backend._agree_on_plan(backend)
     return backend.options.plan
@@ -120,5 +121,17 @@ def test_a_machine_that_joins_takes_over_the_accumulation_of_the_run() -> None:
     knows, joins = plan_batches(48, 1, 3, of_two), plan_batches(48, 1, 3)
     assert (knows.grad_accum_steps, joins.grad_accum_steps) == (2, 1)
     assert agreed(joins, [48, 1, 3, 0, 2], [48, 1, 3, 0, 2]) == agreed(knows, [48, 1, 3, 0, 1]) == knows
-    with pytest.raises(ValueError, match=r"are \[48, 1, 3, 0\] on rank 0, \[48, 2, 3, 0\] on rank 1"):
+    with pytest.raises(ValueError, match=r"are \[48, 1, 3, 0, .* on rank 0, \[48, 2, 3, 0, .* on rank 1"):
         agreed(joins, [48, 2, 3, 0, 2])
+
+
+@pytest.mark.parametrize("place", [4, 5, 6], ids=["precision", "reduce_precision", "compile"])
+def test_a_process_with_another_precision_is_refused_before_sums_of_other_sizes_meet(place: int) -> None:
+    theirs: list[Any] = [48, 1, 3, 0, "fp32", "fp32", False, 1]
+    theirs[place] = "bf16" if place < 6 else True
+    collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, theirs])
+    backend = SimpleNamespace(
+        options=Options(plan_batches(48, 1, 3)), rank=0, comm=None, device=None, _collectives=collectives
+    )
+    with pytest.raises(ValueError, match=r"reduce_precision, compile are \[48, .* on rank 0, \[48, .* on rank 1"):
+        Backend._agree_on_plan(backend)  # type: ignore[arg-type]
