@@ -141,6 +141,11 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     rate = number("lr", section("params", section("optimizer")), float, 0, "optimizer.params.lr")
     fill("learning_rate", "optimizer.params.lr", rate)
     stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
+    if section("zero_optimization").get("mics_shard_size") not in (None, AUTO, -1):
+        raise UserMistake(
+            f"zero_optimization.mics_shard_size in {path}: weights that are sharded over some of the processes (MiCS) "
+            "are not supported; leave it out"
+        )
     if stage is not None and stage > 3:
         raise UserMistake(f"zero_optimization.stage {stage} in {path}: ZeRO has stages 0, 1, 2 and 3")
     if (sent := config.get("communication_data_type")) in ("fp32", "bf16"):
@@ -229,7 +234,7 @@ def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
     if zero_stage == 2:
         # A gradient that is larger than the bucket is reduced where it lies, and while that overlaps with the backward
         # pass, DeepSpeed gives its memory back: let none be larger.
-        reduced = max(bucket, *sizes)
+        reduced = max([bucket, *sizes])
     found = {"reduce_bucket_size": reduced, "allgather_bucket_size": bucket}
     found = {name: -(-size // 128) * 128 for name, size in found.items()}  # DeepSpeed expects them aligned
     if zero_stage == 3:

@@ -89,7 +89,7 @@ def held_weights(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def _fp32_slice(parameter: Any, optimizer: Any) -> Tensor:
     if not parameter.requires_grad:
-        return parameter.ds_tensor.detach().float()
+        return parameter.ds_tensor.detach().to(parameter.device, torch.float32)  # offloaded weights lie on the CPU
     if optimizer.offload_optimizer:
         return safe_get_local_fp32_param(parameter)
     # DeepSpeed's own function waits for the device, for each parameter.

@@ -127,6 +127,7 @@ def test_auto_says_nothing(merged: Any, parsed: Callable[..., argparse.Namespace
         ({"learning_rate": 0.001}, {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}},
          ["--learning_rate 0.001", "optimizer.params.lr: 0.02"]),
         ({"zero_stage": 1}, {"zero_optimization": {"stage": 2}}, ["--zero_stage 1", "zero_optimization.stage: 2"]),
+        ({}, {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, ["zero_optimization.mics_shard_size", "MiCS"]),
         ({}, {"train_batch_size": 32, MICRO: 4, ACCUMULATION: 2},
          ["train_batch_size: 32", MICRO, "4 x 2 x 2 processes", "16"]),
     ],
