@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from distributed import Backend
 from distributed.devices import gpu_id, local_device, use_deterministic_kernels, use_tf32
 from distributed.engines.reducer import GradientReducer
 from distributed.errors import TrainingStopped
+from distributed.stop import StopRequest
 from training.checkpoints.snapshot import Snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -89,7 +91,7 @@ class Sum:
 def trained_through(network: Network) -> Tensor:
     """The weights after five updates by SGD, which shows whether a gradient was doubled, as Adam would not."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(DEVICE)  # 32 MiB: two buckets
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(DEVICE)  # 32 MiB: eight buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, fused=True)
     reducer = GradientReducer(list(model.parameters()), network, "model")
     assert len(reducer.buckets) > 1
@@ -105,6 +107,20 @@ def trained_through(network: Network) -> Tensor:
 def test_the_optimizer_and_the_next_backward_pass_come_after_the_sums_of_another_stream() -> None:
     use_deterministic_kernels()
     assert torch.equal(trained_through(Network(is_slow=True)), trained_through(Network(is_slow=False)))
+
+
+def test_a_request_to_stop_travels_with_gradients_and_is_heard_of_without_a_wait() -> None:
+    network = Network(is_slow=True)
+    stop, weight = StopRequest(network), nn.Parameter(torch.zeros(3, device=DEVICE))
+    reducer, answers = GradientReducer([weight], network, "model", passenger=stop), []
+    for update in range(5):
+        if update == 1:
+            stop._receive(signal.SIGTERM, None)
+        reducer.backward(weight.sum(), torch.ones((), device=DEVICE), 0, retain_graph=False)
+        reducer.finish()
+        reducer.zero_()
+        answers.append(stop.agreed())
+    assert answers == [False, False, True, True, True]  # read in the call after the update that brought it
 
 
 @pytest.mark.parametrize("shift", [0, 3])

@@ -199,8 +199,8 @@ class Run:
 
     def stop_requested(self, now: bool) -> bool:
         """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
-        are nearly over by the root's clock. With several processes a request is answered one call
-        late, unless the answer is needed `now`."""
+        are nearly over by the root's clock. With several processes a request may be answered one call
+        late, on GPUs two, unless the answer is needed `now`."""
         is_late = self.is_root and self.deadline.near(self._saves.longest_seconds)
         return self._processes.stop_requested(is_late, now)
 

@@ -24,7 +24,7 @@ def process_seconds() -> float:
 class Deadline:
     """When to stop, so that a last save is done `minutes` after the process was started.
 
-    The last update and the save get twice the time of the longest so far; validation counts as part of an update.
+    Three updates and the save get twice the time of the longest so far; validation counts as part of an update.
 
     Args:
         minutes: None for no limit.
