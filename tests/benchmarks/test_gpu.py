@@ -267,7 +267,7 @@ def test_why_a_run_that_was_to_be_killed_failed_is_said(tmp_path: Path) -> None:
 
 def test_a_resumed_run_with_other_bits_is_found(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     rate = train_vae.learning_rate
-    monkeypatch.setattr(train_vae, "learning_rate", lambda *args: rate(*args) * (1 + os.getpid() * 1e-9))
+    monkeypatch.setattr(train_vae, "learning_rate", lambda *args: rate(*args) * (1 + os.getpid() % 1000 * 1e-3))
     result = tmp_path / "result.jsonl"
     flags = [*checks.model_flags("train_vae", True), *checks._QUIET, "--max_steps", "12", "--save_every_n_steps", "8"]
     worker.main(["kill", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])

@@ -93,5 +93,8 @@ def test_without_equal_bits_the_first_updates_agree_to_rounding(jobs: Jobs) -> N
         for line, reference in zip(ours, expected, strict=True):
             for key in ("loss", "recon_loss", "grad_norm", "discr_loss", "discr_grad_norm", "perplexity"):
                 if key in reference:
-                    # Observed differences are 1e-6 and less; 1e-4 leaves room for a change of sign.
-                    assert line[key] == pytest.approx(reference[key], rel=1e-4), (name, key, line["step"])
+                    # Observed differences are 1e-6 and less; 1e-4 leaves room for a change of sign. But the gradient of
+                    # the codebook's entropy is a small difference of large numbers: in fp32 it is off by up to 8e-5
+                    # from that in fp64, in each of the two runs, and observed norms differ by up to 1.2e-4.
+                    tolerance = 4e-4 if key == "grad_norm" and "entropy" in reference else 1e-4
+                    assert line[key] == pytest.approx(reference[key], rel=tolerance), (name, key, line["step"])

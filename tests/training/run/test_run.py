@@ -302,7 +302,7 @@ def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
     for _ in range(3):
         deadline.update_done()
         now += 30.0
-    now = 3600 - 2 * (2 * 30 + 20) - 1
+    now = 3600 - 2 * (3 * 30 + 20) - 1
     assert not deadline.near(save_seconds=20.0) and deadline.near(save_seconds=21.0)
     assert not Deadline(minutes=None).near(save_seconds=1e9)
 
