@@ -42,7 +42,7 @@ OF_LAUNCHER = {
 SAME_BITS = ["--max_steps", "12", "--discr_start_step", "4", "--batch_parts", "4", "--max_grad_norm", "0.5"]
 # Fewer codes than the batch has vectors. Otherwise k-means would leave equal codes, and rounding would decide which of
 # them is the nearest.
-SMALL = ["--max_steps", "9", "--discr_start_step", "6", "--learning_rate", "1e-6", "--codebook_size", "64",
+SMALL = ["--max_steps", "9", "--discr_start_step", "6", "--learning_rate", "1e-7", "--codebook_size", "64",
          "--fsq_levels", "4,4,4"]  # fmt: skip
 
 
