@@ -1,6 +1,6 @@
 """How fast the scripts are, and how much memory they take, against plain PyTorch and plain Pillow.
 
-    python -m benchmarks                         # make bench: everything, about ten minutes on two cores
+    python -m benchmarks                         # make bench: everything
     python -m benchmarks --only training,help
     python -m benchmarks --only loading --image_folder photos/
     python -m benchmarks.public                  # against the public trainers, where their packages are installed
