@@ -14,6 +14,7 @@ import benchmarks
 
 from . import machine, report
 from .decoder import decoder
+from .flags import names_of
 from .gan import gan
 from .loading import loading
 from .report import Row
@@ -36,18 +37,11 @@ BENCHMARKS = (
 )
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in BENCHMARKS]:
-        raise argparse.ArgumentTypeError(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
-    return names
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description=benchmarks.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_names, default=BENCHMARKS, metavar="NAMES",
+    parser.add_argument("--only", type=names_of(BENCHMARKS), default=BENCHMARKS, metavar="NAMES",
                         help=f"comma list of {', '.join(BENCHMARKS)} (default: all)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each comparison (default: 5)")
     parser.add_argument("--image_folder", metavar="DIR",

@@ -24,6 +24,7 @@ import data.feed
 import distributed
 
 from . import public_loops, report
+from .flags import names_of
 from .jobs import JobFailed, run
 from .report import Row
 from .worker import SCRIPT, Script, Side
@@ -184,18 +185,11 @@ def _work(argv: Sequence[str]) -> None:
         _Public(options, backend.device).run(of_script.loop(args, options.precision, options.folder), args.batch_size)
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in COMPARISONS]:
-        raise argparse.ArgumentTypeError(f"there is no script {unknown[0]!r}; there are {', '.join(COMPARISONS)}")
-    return names
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.public", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_names, default=list(COMPARISONS), metavar="NAMES",
+    parser.add_argument("--only", type=names_of(COMPARISONS), default=list(COMPARISONS), metavar="NAMES",
                         help=f"comma list of {', '.join(COMPARISONS)} (default: all)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each comparison (default: 5)")
     return parser

@@ -13,6 +13,7 @@ from pathlib import Path
 import benchmarks.gpu
 
 from .. import machine, report
+from ..flags import names_of
 from ..worker import SCRIPTS
 from . import checks
 from .rows import Plan, Row, tables
@@ -30,16 +31,6 @@ PARTS: dict[str, tuple[Callable[[Plan], Iterator[Row]], int]] = {
 PRECISIONS = ("bf16", "tf32", "fp16", "fp32")  # the slowest one last
 
 
-def _names(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
-        if unknown := [name for name in names if name not in choices]:
-            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(choices)}")
-        return [name for name in choices if name in names]
-
-    return parse
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu",
@@ -50,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--scale", choices=("full", "toy"), default="full", help="toy: tiny models, also without a GPU (default: full)")
     for flag, choices in {"only": list(PARTS), "scripts": SCRIPTS, "precisions": PRECISIONS}.items():
-        add(f"--{flag}", type=_names(choices), default=list(choices), metavar="NAMES",
+        add(f"--{flag}", type=names_of(choices), default=list(choices), metavar="NAMES",
             help=f"comma list of {', '.join(choices)} (default: all)")
     add("--minutes", type=float, default=10, metavar="M", help="limit of the whole; the parts share it (default: 10)")
     add("--json", type=Path, default=Path(__file__).parents[1] / "results" / "gpu.json", metavar="FILE",

@@ -19,7 +19,8 @@ from ..collectives import Communicator, Handle
 
 BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough to start early (PyTorch DDP's default)
 SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
-# The first bucket leaves when it is full, and nothing is computed while the last one is sent: each is so small a part.
+# Nothing can be sent before the first bucket is full, and nothing is left to compute while the last one is sent: a
+# bucket of a small model holds one part in so many of it.
 _PARTS_OF_A_MODEL = 8
 ALIGNMENT_BYTES = 16
 

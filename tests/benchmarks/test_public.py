@@ -45,4 +45,4 @@ def test_an_unknown_name_is_refused_in_one_line(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as error:
         public.main(["--only", "vae,gan"])
     assert error.value.code == 2
-    assert "there is no script 'gan'" in capsys.readouterr().err
+    assert "there is no 'gan'" in capsys.readouterr().err
