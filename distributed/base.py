@@ -56,6 +56,7 @@ class Backend(Processes, ABC):
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch)
         self.options = options
+        self._own_flags = [getattr(args, name) for name in self.flags_of_training]
         self._launched_by = self._launcher_processes()
 
     # What a backend defines.
@@ -168,7 +169,7 @@ class Backend(Processes, ABC):
         options = self.options
         mine = [
             plan.global_batch_size, asked, plan.world_size, plan.batch_parts, options.precision,
-            options.reduce_precision, options.compile,
+            options.reduce_precision, options.compile, *self._own_flags,
         ]  # fmt: skip
         found = self._collectives.gather_objects([*mine, plan.grad_accum_steps], self.comm, self.device)
         # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
@@ -178,8 +179,9 @@ class Backend(Processes, ABC):
             )
         for rank, (*theirs, _) in enumerate(found):
             if theirs != mine:
+                own = "".join(f", {name}" for name in self.flags_of_training)
                 raise ValueError(
-                    "batch, accumulation, processes, parts, precision, reduce_precision, compile are "
+                    f"batch, accumulation, processes, parts, precision, reduce_precision, compile{own} are "
                     f"{mine} on rank {self.rank}, {theirs} on rank {rank}; "
                     "start all processes with the same flags, and an --output_dir on a disk that all of them see"
                 )

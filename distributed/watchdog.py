@@ -83,16 +83,18 @@ class Watchdog:
                 threading.Thread(target=self._watch_the_root, args=(self._thread,), daemon=True).start()
 
     def mark(
-        self, phase: str, *, update: int | None = None, collective: bool = False, waits_for_data: bool = False
-    ) -> None:
-        """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase."""
+        self, phase: str, *, update: int | None = None, collective: bool = False, waits_for_data: bool = False,
+        gathers: bool = False,
+    ) -> None:  # fmt: skip
+        """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase.
+        With ``gathers`` it may too, but hardly does, so the time counts as computing."""
         now = time.monotonic()
         if self._waiting:
             self.waited[self._waiting] += now - self._marked_at
         self._waiting = "communication" if collective and self._world_size > 1 else "data" if waits_for_data else None
         self._marked_at = now
         last = self._mark
-        self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective)
+        self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective or gathers)
 
     def meet(self) -> None:
         """Return when every process has called this. Unlike a collective it has no time limit: the others may

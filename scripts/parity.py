@@ -19,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "launch"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "tests/launch"))
 
-from launching import ONE_PROCESS, ROOT, Launcher
+from launching import CHOSEN_ON_TWO, ONE_PROCESS, ROOT, Launcher
 
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
@@ -61,6 +62,7 @@ def launchers(processes: int) -> list[Launcher]:
         Launcher("torchrun", processes),
         *(Launcher("deepspeed", processes, zero_stage=stage) for stage in range(4)),
         Launcher("horovodrun", processes),
+        *(replace(launcher, processes=processes) for launcher in CHOSEN_ON_TWO),
     ]
 
 

@@ -17,8 +17,8 @@ Gathered = Callable[[], AbstractContextManager[Any]]
 
 
 class AveragedModel:
-    """An average of the weights in fp32, of which each process holds as much as of the weights themselves: at ZeRO 3 a
-    slice of each, so that an update of the average sends nothing and takes no memory for whole weights.
+    """An average of the weights in fp32, of which each process holds as much as of the weights themselves: where these
+    are sharded a part of each, so that an update of the average sends nothing and takes no memory for whole weights.
 
     Args:
         weights: Those to average, of an engine or a cascade of engines. The average starts from a copy of them.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ class Engine(ABC):
     """The bare model: for its attributes, for train()/eval(), and to be called while frozen."""
 
     is_sharded = False
-    """Whether each process holds only a part of each weight (ZeRO 3), so that there are no copies to compare."""
+    """Whether each process holds only a part of each weight (ZeRO 3, FSDP), so that there are no copies to compare."""
     _sets_own_lr = False
     """Whether a scheduler of the backend sets the learning rate, so that the script's is ignored."""
 
@@ -48,12 +49,12 @@ class Engine(ABC):
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._optimizer: Any = optimizer
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm
-        self._guard = SkipGuard(model, options.max_skipped_updates, backend.device, backend.gather_objects)
         self._is_frozen = self._is_plain = False
         self._micro_batch: int | None = None
         self._updates = 0
         self._blank = _without_weights(model)
         self._set_up(model, optimizer)
+        self._guard = SkipGuard(self._watched, options.max_skipped_updates, backend.device, backend.gather_objects)
 
     @abstractmethod
     def _set_up(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -63,11 +64,16 @@ class Engine(ABC):
         """The forward pass, under the chosen precision."""
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
-        self._backend.watchdog.mark("forward", update=self._updates)
-        if self._is_plain:
-            return self._plain_forward(*args, **kwargs)
-        with self._backend.autocast():
-            return self.module(*args, **kwargs)
+        self._backend.watchdog.mark("forward", update=self._updates, gathers=self.is_sharded)
+        with contextlib.nullcontext() if self._is_plain else self._backend.autocast():
+            result = (self._plain_forward if self._is_plain else self.module)(*args, **kwargs)
+        if self.is_sharded:
+            self._backend.watchdog.mark("computing")  # what follows gathers nothing
+        return result
+
+    def _watched(self) -> Iterable[tuple[str, Any]]:
+        """By name, the parameters at which gradients arrive, to look at them after an update that was not finite."""
+        return self.module.named_parameters()
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass in fp32 and uncompiled."""
@@ -104,7 +110,7 @@ class Engine(ABC):
 
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
-        self._backend.watchdog.mark("backward", update=self._updates)
+        self._backend.watchdog.mark("backward", update=self._updates, gathers=self.is_sharded)
         self._add_gradients(loss, backward_weight(items, total, self._plan), retain_graph)
         self._backend.watchdog.mark("computing")
 
@@ -155,8 +161,8 @@ class Engine(ABC):
 
     @contextmanager
     def twice_differentiable(self) -> Iterator[None]:
-        """For a penalty on gradients: calls inside run in fp32 and uncompiled, and ZeRO 3 keeps the weights that it has
-        gathered until the update. ZeRO 3 with weights of low precision computes in that precision."""
+        """For a penalty on gradients: calls inside run in fp32 and uncompiled, and ZeRO 3 and FSDP keep weights, once
+        gathered, until the update. ZeRO 3 with weights of low precision computes in that precision."""
         self._is_plain = True
         try:
             yield
@@ -167,15 +173,15 @@ class Engine(ABC):
     def gathered(self) -> AbstractContextManager[Any]:
         """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
 
-    # What an average of the weights needs. At ZeRO 3 a process averages the part of the weights that it holds.
+    # What an average of the weights needs. Where weights are sharded, a process averages the part that it holds.
 
     def blank_copy(self) -> Any:
         """A copy of the module as it was wrapped, in fp32, whose parameters are frozen and empty."""
         return copy.deepcopy(self._blank).float().requires_grad_(False)
 
     def held_weights(self) -> dict[str, Tensor]:
-        """The fp32 weights and the persistent buffers by name, as this process holds them: whole, but at ZeRO 3 a slice
-        of each weight, 1-d. To read before the next update, not to change. Collective."""
+        """The fp32 weights and the persistent buffers by name, as this process holds them: whole; at ZeRO 3 a slice of
+        each weight, 1-d; with FSDP some rows of each. To read before the next update, not to change. Collective."""
         return dict(self.module.state_dict())
 
     def whole_weight(self, name: str, held: Tensor) -> Tensor:
@@ -187,7 +193,7 @@ class Engine(ABC):
         """What this process holds of a tensor like the whole weight ``name``; the inverse of ``whole_weight``.
 
         Raises:
-            ValueError: at ZeRO 3, if the tensor has another shape than the weight.
+            ValueError: where weights are sharded, if the tensor has another shape than the weight.
         """
         return whole
 

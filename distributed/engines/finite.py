@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import TrainingStopped
 
@@ -21,9 +21,10 @@ class SkipGuard:
     """
 
     def __init__(
-        self, model: nn.Module, limit: int, device: torch.device, gather_objects: Callable[[Any], list[Any]]
-    ) -> None:
-        self._model, self._limit, self._device, self._gather = model, limit, device, gather_objects
+        self, watched: Callable[[], Iterable[tuple[str, Any]]], limit: int, device: torch.device,
+        gather_objects: Callable[[Any], list[Any]],
+    ) -> None:  # fmt: skip
+        self._watched, self._limit, self._device, self._gather = watched, limit, device, gather_objects
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros((), dtype=torch.int64, device=device)
         self._reading: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
@@ -77,7 +78,7 @@ class SkipGuard:
     def _watch(self) -> None:
         """From now on look at each local gradient before the processes' gradients are summed."""
         self._reading = None
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._watched():
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(partial(self._look_at, name)))
 

@@ -55,10 +55,10 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _update(self) -> tuple[Tensor, Tensor]:
-        self._reducer.finish()
+        gradients, norm = self._reduced()
         self._backend.watchdog.mark("updating the weights")
         scale = self._loss_scale()
-        norm = gradient_norm(self._reducer.gradients) / scale
+        norm = norm / scale
         finite = torch.isfinite(norm)
         divisor = (clip_divisor(norm, self._max_grad_norm) * scale).float()
         self._backend.about_to_update()
@@ -68,11 +68,21 @@ class ReplicatedEngine(Engine):
             self._optimizer.step()
             del self._optimizer.grad_scale, self._optimizer.found_inf
         elif bool(finite):
-            torch._foreach_div_(self._reducer.gradients, divisor)
+            torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             self._optimizer.step()
-        self._reducer.zero_()
+        self._forget()
         self._scaler.update(finite)
         return norm.float(), finite
+
+    def _reduced(self) -> tuple[list[Tensor], Tensor]:
+        """Finish the sums over the processes. Returns the gradients that this process steps with, and the norm of those
+        of the whole model, 0-d fp64."""
+        self._reducer.finish()
+        return self._reducer.gradients, gradient_norm(self._reducer.gradients)
+
+    def _forget(self) -> None:
+        """Forget the gradients of this update."""
+        self._reducer.zero_()
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

@@ -32,6 +32,7 @@ STARTED_BY: dict[str, dict[str, str]] = {
 
 
 DEEPSPEED_FLAGS = [["--deepspeed"], ["--deepspeed_config", "ds.json"], ["--zero_stage", "2"]]
+FSDP_FLAGS = [["--fsdp_offload"], ["--no-fsdp_reshard_after_forward"], ["--distributed_backend", "fsdp"]]
 Start = Callable[[str], Any]
 
 
@@ -49,7 +50,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 def test_auto_follows_the_launcher(launcher: str, chosen: str, start: Start, parsed: Parsed) -> None:
     start(launcher)
     # A config.yaml that is read back says these defaults, which ask for nothing.
-    for said in ({}, {"deepspeed": False, "deepspeed_config": None, "zero_stage": 0}):
+    of_deepspeed = {"deepspeed": False, "deepspeed_config": None, "zero_stage": 0}
+    for said in ({}, {**of_deepspeed, "fsdp_offload": False, "fsdp_reshard_after_forward": True}):
         backend = distributed.from_args(parsed(**said, explicit=frozenset(said)))
         assert backend.name == chosen
         assert (backend.rank, backend.world_size) == ((0, 1) if launcher == "python" else (1, 2))
@@ -68,9 +70,16 @@ def test_a_deepspeed_flag_asks_for_deepspeed_whatever_started_it(
     assert backend.local_rank == (1 if launcher in ("torchrun", "deepspeed") else 0)
 
 
-@pytest.mark.parametrize("flags", DEEPSPEED_FLAGS)
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "srun", "mpirun"])
+@pytest.mark.parametrize("flags", FSDP_FLAGS)
+def test_a_flag_of_fsdp_asks_for_it(launcher: str, flags: list[str], start: Start, parsed: Parsed) -> None:
+    start(launcher)
+    assert distributed.from_args(parsed(*flags)).name == "fsdp"
+
+
+@pytest.mark.parametrize("flags", [*DEEPSPEED_FLAGS, *FSDP_FLAGS[:2]])
 @pytest.mark.parametrize("asked", [["--distributed_backend", "ddp"], []], ids=["asked for ddp", "under horovodrun"])
-def test_deepspeed_flags_on_another_backend_are_refused_not_ignored(
+def test_flags_of_one_backend_are_refused_on_another_not_ignored(
     asked: list[str], flags: list[str], start: Start, parsed: Parsed
 ) -> None:
     start("torchrun" if asked else "horovodrun")
@@ -88,7 +97,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(parsed: Parsed, capsy
     with pytest.raises(SystemExit):
         parsed("--distributed_backend", "mpi")
     error = capsys.readouterr().err
-    assert all(name in error for name in ("auto", "single", "ddp", "deepspeed", "horovod"))
+    assert all(name in error for name in ("auto", "single", "ddp", "fsdp", "deepspeed", "horovod"))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +153,7 @@ def test_a_backend_that_is_not_installed_says_how_to_install_it(
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find_spec(module))
-    assert distributed.available() == {b: b != name for b in ("horovod", "deepspeed", "ddp", "single")}
+    assert distributed.available() == {b: b != name for b in ("horovod", "deepspeed", "ddp", "fsdp", "single")}
     with pytest.raises(UserMistake, match=rf"^[^\n]*{re.escape(hint)}[^\n]*single[^\n]*$"):
         distributed.from_args(parsed("--distributed_backend", name))
 

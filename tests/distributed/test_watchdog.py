@@ -61,6 +61,15 @@ def test_what_a_process_waited_for_is_added_up(job):
     assert many.watchdog.waited == {"communication": 5.0, "data": 11.0}
 
 
+def test_a_pass_that_gathers_weights_is_computing_for_which_no_rank_is_blamed_while_another_stands(job):
+    two = job(2)
+    two.watchdog.mark("forward", gathers=True)
+    two.now += 5
+    assert two.watchdog._mark.collective
+    two.watchdog.mark("computing")
+    assert two.watchdog.waited == {"communication": 0.0, "data": 0.0} and not two.watchdog._mark.collective
+
+
 def test_a_single_process_waits_for_no_other(job):
     one = job(1)
     one.watchdog.mark("sum over the processes", collective=True)

@@ -31,7 +31,7 @@ def start_on_all(
 ) -> list[Job]:
     """Start a script on all machines. Returns the jobs, of which the first one prints what the root says."""
     hosts, n = [machine.name for machine in lab.machines], len(lab.machines)
-    path, python = ROOT / script, sys.executable
+    path, python, flags = ROOT / script, sys.executable, [*flags, *launcher.flags]
     slots = ",".join(f"{host}:1" for host in hosts)
     if launcher.name == "torchrun":
         command = [*torchrun(n), path, *flags]
@@ -39,8 +39,7 @@ def start_on_all(
     if launcher.name == "deepspeed":
         hostfile = lab.folder / "hostfile"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
-        stage = [] if launcher.zero_stage is None else ["--zero_stage", str(launcher.zero_stage)]
-        command = [tool("deepspeed"), "--hostfile", hostfile, path, *flags, *stage]
+        command = [tool("deepspeed"), "--hostfile", hostfile, path, *flags]
         environment |= WITHOUT_COMPILER
     elif launcher.name == "horovodrun":
         command = [python, HERE / "horovodrun.py", "--gloo", "-np", n, "-H", slots, python, path, *flags]

@@ -11,7 +11,7 @@ import pytest
 from forks import fork
 from lab import Lab, missing
 from launches import TOOLS, start_on_all
-from launching import Launcher, finish
+from launching import CHOSEN_ON_TWO, Launcher, finish
 from run_outputs import lines, unequal
 from slurm import Slurm
 
@@ -19,7 +19,7 @@ from scripts.parity import FIRST_TOLERANCE, LAST_TOLERANCE, SHARED, SMALL_MODELS
 
 IN_PARTS = ["--batch_parts", "4"]
 LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=2), Launcher("horovodrun", 2),
-             Launcher("mpirun", 2), Launcher("srun", 2)]  # fmt: skip
+             Launcher("mpirun", 2), Launcher("srun", 2), *CHOSEN_ON_TWO]  # fmt: skip
 SCRIPTS = ["train_vae.py", "train_mulan.py", "train_vqgan.py"]
 
 

@@ -134,6 +134,16 @@ def several_backwards(backend: Backend) -> dict[str, Any]:
     return {"numbers": record(engine, updates, []), "message": message}
 
 
+def marks_of_a_pass(backend: Backend) -> dict[str, Any]:
+    """What the watchdog is told in a forward pass: each phase, and whether weights are gathered meanwhile."""
+    model = mlp([7, 3], seed=2)
+    engine = backend.wrap(model, adam(model), name="marks")
+    with patch.object(backend.watchdog, "mark") as mark:
+        engine(local(global_batch(0), backend))
+    marks = [[call.args[0], call.kwargs.get("gathers", False)] for call in mark.call_args_list]
+    return {"marks": marks, "is_sharded": engine.is_sharded}
+
+
 def by_items(backend: Backend) -> dict[str, Any]:
     """Every process has a different number of items; the update is the mean over the items of all processes."""
     model = mlp([7, 11, 3], seed=3)
@@ -306,7 +316,7 @@ def reloaded(backend: Backend) -> dict[str, Any]:
 
 def average(backend: Backend) -> dict[str, Any]:
     """Whether an average has the bits of one of whole weights, in a save, in the averaged model and after a load; how
-    many numbers this process holds of it, of how many, and in how many pieces."""
+    many numbers this process holds of it, of how many, and in how many pieces; how many numbers have a row of each."""
     model = nn.Sequential(mlp([7, 13, 5], seed=1), nn.BatchNorm1d(5), mlp([5, 3], seed=2))
     model[2].requires_grad_(False)
     engine = backend.wrap(model, adam(model[:2]), name="averaged")
@@ -326,11 +336,15 @@ def average(backend: Backend) -> dict[str, Any]:
     with other.averages()["ema"]() as averaged:
         found = [saved["weights"], dict(averaged.state_dict()), other.state_dict()["weights"]]
         numbers = sum(parameter.numel() for parameter in averaged.parameters())
+        rows = sum(parameter[0].numel() for parameter in averaged.parameters())
     same = [
         state.keys() == expected.keys() and all(torch.equal(state[n], expected[n]) for n in state) for state in found
     ]
     held = sum(tensor.numel() for tensor in ema._average._held.values())
-    return {"same": same, "held": held, "numbers": numbers, "pieces": len(ema._average._held)}
+    return {
+        "same": same, "held": held, "numbers": numbers, "pieces": len(ema._average._held), "rows": rows,
+        "is_sharded": engine.is_sharded,
+    }  # fmt: skip
 
 
 def saved_bytes(backend: Backend) -> dict[str, list[int]]:
@@ -465,7 +479,7 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     }
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
-        result["average"] = average(backend)
+        result["average"], result["marks_of_a_pass"] = average(backend), marks_of_a_pass(backend)
         result["saved_bytes"], result["sums_per_update"] = saved_bytes(backend), sums_per_update(backend)
         if backend.name != "horovod":
             result["rounded_sums"] = rounded_sums(backend)

@@ -38,12 +38,12 @@ class Jobs:
     def output(self, launcher: Launcher, kind: str, name: str) -> Path:
         """The folder in which the task of this name left its output."""
         folder = self.path(launcher, kind, name)
-        assert str(folder) in self._finished(launcher.bare, kind), self.said(launcher, kind)[-6000:]
+        assert str(folder) in self._finished(launcher.of_job, kind), self.said(launcher, kind)[-6000:]
         return folder
 
     def said(self, launcher: Launcher, kind: str) -> str:
         """The output of the whole job."""
-        return (self.folder / f"{launcher.bare}-{kind}.log").read_text()
+        return (self.folder / f"{launcher.of_job}-{kind}.log").read_text()
 
     def path(self, launcher: Launcher, kind: str, name: str) -> Path:
         """The folder in which the task of this name leaves its output."""
@@ -60,7 +60,7 @@ class Jobs:
                     listed = [task for one in _stages(launcher) for task in self._tasks(one, kind)]
                     listed.sort(key=lambda task: "--batch_parts" not in task["flags"])
                     tasks.write_text(json.dumps(listed))
-                    finished = run(launcher, "tests/launch/job_worker.py", [str(tasks)])
+                    finished = run(launcher.bare, "tests/launch/job_worker.py", [str(tasks)])
                     log.write_text(finished.output)
                     if finished.returncode and done.exists() and len(done.read_text().splitlines()) == len(listed):
                         done.write_text("")  # all tasks were done, but the job failed at its end
@@ -68,13 +68,13 @@ class Jobs:
         return self._done[launcher, kind]
 
     def _tasks(self, launcher: Launcher, kind: str) -> list[dict[str, Any]]:
-        stage = [] if launcher.zero_stage is None else ["--zero_stage", str(launcher.zero_stage)]
         tasks = {task.name: task for module in self._modules for task in module.tasks(launcher, kind, self)}
         listed = []
         for task in tasks.values():
             folder = self.path(launcher, kind, task.name)
             folder.mkdir(parents=True)
-            listed.append({"do": task.do, "flags": [*task.flags, *stage], "output": str(folder), "more": task.more})
+            flags = [*task.flags, *launcher.flags]
+            listed.append({"do": task.do, "flags": flags, "output": str(folder), "more": task.more})
         return listed
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from distributed.backends import all_backends
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 HANG_SECONDS = 3600.0
@@ -45,15 +47,27 @@ class Launcher:
     name: str
     processes: int = 1
     zero_stage: int | None = None
+    backend: str | None = None  # if it is not the one that the launcher stands for
 
     def __str__(self) -> str:
         stage = "" if self.zero_stage is None else f"-zero{self.zero_stage}"
-        return f"{self.name}{stage}-x{self.processes}"
+        return f"{self.name}{stage}{f'-{self.backend}' if self.backend else ''}-x{self.processes}"
+
+    @property
+    def of_job(self) -> Launcher:
+        """The same launcher without the ZeRO stage, of which several may follow one another in a job."""
+        return replace(self, zero_stage=None)
 
     @property
     def bare(self) -> Launcher:
-        """The same launcher without the ZeRO stage, which is a flag of the script."""
-        return replace(self, zero_stage=None)
+        """The same launcher without what flags of the script say."""
+        return replace(self, zero_stage=None, backend=None)
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of the script that belong to it."""
+        stage = [] if self.zero_stage is None else ["--zero_stage", str(self.zero_stage)]
+        return [*stage, *(["--distributed_backend", self.backend] if self.backend else [])]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -63,15 +77,14 @@ class Launcher:
         self, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = (), *, is_patient: bool = True
     ) -> list[str]:
         """``is_patient``: horovodrun waits for processes that it has asked to end."""
-        n, path = str(self.processes), str(ROOT / script)
+        n, path, flags = str(self.processes), str(ROOT / script), [*flags, *self.flags]
         if self.name == "python":
             return [sys.executable, path, *flags]
         port = ["--master_port", str(free_port())]
         if self.name == "torchrun":
             return [str(tool("torchrun")), "--nproc_per_node", n, *port, *launcher_flags, path, *flags]
         if self.name == "deepspeed":
-            stage = [] if self.zero_stage is None else ["--zero_stage", str(self.zero_stage)]
-            return [str(tool("deepspeed")), "--num_gpus", n, *port, path, *flags, *stage]
+            return [str(tool("deepspeed")), "--num_gpus", n, *port, path, *flags]
         assert self.name == "horovodrun", self.name
         if not is_patient:
             return [str(tool("horovodrun")), "-np", n, sys.executable, path, *flags]
@@ -81,6 +94,15 @@ class Launcher:
 
 ONE_PROCESS = Launcher("python")
 ZERO_STAGES = [Launcher("deepspeed", 2, zero_stage=stage) for stage in range(4)]
+_OF_LAUNCHERS = ("single", "ddp", "deepspeed", "horovod")
+# Backends that no launcher stands for. They are found by listing: what is added to distributed/backends is tested.
+CHOSEN = [
+    Launcher("torchrun", processes, backend=name)
+    for name in all_backends()
+    if name not in _OF_LAUNCHERS
+    for processes in (2, 4)
+]
+CHOSEN_ON_TWO = [launcher for launcher in CHOSEN if launcher.processes == 2]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, ZERO_STAGES, Launcher
+from launching import CHOSEN, ONE_PROCESS, ZERO_STAGES, Launcher
 from run_outputs import CLOCKS, lines, unequal
 
 TWO = Launcher("torchrun", 2)
 FOUR = Launcher("torchrun", 4)
-LAUNCHERS = [TWO, FOUR, Launcher("horovodrun", 2), *ZERO_STAGES]
+LAUNCHERS = [TWO, FOUR, Launcher("horovodrun", 2), *ZERO_STAGES, *CHOSEN]
 SHARED = ["--image_size", "16", "--codebook_size", "256", "--codebook_dim", "4", "--batch_size", "8", "--epochs", "100",
           "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "0", "--sample_every_n_steps", "0",
           "--validate_every_n_steps", "0", "--ema_decay", "0.9", "--lecam_weight", "0.1"]  # fmt: skip
@@ -38,6 +38,12 @@ OF_LAUNCHER = {
     ZERO_STAGES[1]: ["vqgan-vq", "vqgan-fsq", "tokenizer-lfq"],
     ZERO_STAGES[2]: ["vqgan-bsq", "tokenizer-vq"],
     ZERO_STAGES[3]: ["vqgan-vq", "vqgan-ibq", "tokenizer-lfq", "tokenizer-vq"],
+    **{
+        launcher: ["vqgan-vq", "vqgan-lfq", "vqgan-ibq", "tokenizer-vq"]
+        if launcher.processes == 2
+        else ["vqgan-fsq", "tokenizer-lfq"]
+        for launcher in CHOSEN
+    },
 }
 SAME_BITS = ["--max_steps", "12", "--discr_start_step", "4", "--batch_parts", "4", "--max_grad_norm", "0.5"]
 # Fewer codes than the batch has vectors. Otherwise k-means would leave equal codes, and rounding would decide which of

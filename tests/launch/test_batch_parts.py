@@ -11,14 +11,15 @@ import contracts
 import pytest
 import torch
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, ZERO_STAGES, Launcher
+from launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 from portability import END, SAVED_AT
 from safetensors.torch import load_file
 
-LAUNCHERS = [Launcher("torchrun", 4), Launcher("horovodrun", 2), *ZERO_STAGES]
+LAUNCHERS = [Launcher("torchrun", 4), Launcher("horovodrun", 2), *CHOSEN, *ZERO_STAGES]
 # (writer of the checkpoint, reader that continues from it): they differ in backend and number of processes.
 RESUMED = [(LAUNCHERS[0], ONE_PROCESS), (LAUNCHERS[-1], ONE_PROCESS)]
-RESUMED += [(LAUNCHERS[0], launcher) for launcher in ZERO_STAGES[1::2]]
+RESUMED += [(LAUNCHERS[0], launcher) for launcher in [*ZERO_STAGES[1::2], *CHOSEN_ON_TWO]]
+RESUMED += [(launcher, ONE_PROCESS) for launcher in CHOSEN]
 # The model keeps its ReLUs. The size of hardly any tensor is a multiple of 2 or 4, and hardly any tensor begins at an
 # even offset in ZeRO's flat weights.
 FLAGS = ["--image_size", "8", "--num_layers", "1", "--num_resnet_blocks", "0", "--num_tokens", "35", "--emb_dim", "7",

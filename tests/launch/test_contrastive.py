@@ -11,7 +11,7 @@ import contrastive as worker
 import pytest
 import torch
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, ZERO_STAGES, Launcher
+from launching import CHOSEN, ONE_PROCESS, ZERO_STAGES, Launcher
 from torch import Tensor
 
 KINDS = ["softmax", "decoupled", "sigmoid"]
@@ -22,6 +22,7 @@ LAUNCHERS = [
     Launcher("horovodrun", 3),
     *ZERO_STAGES,
     Launcher("deepspeed", 3, zero_stage=3),
+    *CHOSEN,
 ]
 # One launcher per job: what does not depend on the ZeRO stage is measured once in a job.
 JOBS = [launcher for launcher in LAUNCHERS if launcher not in ZERO_STAGES[1:]]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, ZERO_STAGES, Launcher
+from launching import CHOSEN, ONE_PROCESS, ZERO_STAGES, Launcher
 from run_outputs import CLOCKS, lines, unequal
 
 TWO, FOUR = Launcher("torchrun", 2), Launcher("torchrun", 4)
-LAUNCHERS = [FOUR, Launcher("horovodrun", 2), *ZERO_STAGES]
+LAUNCHERS = [FOUR, Launcher("horovodrun", 2), *ZERO_STAGES, *CHOSEN]
 SHARED = ["--image_folder", "demo:shapes:64", "--image_sizes", "8", "16", "--dim", "8", "--dim_mults", "1,2",
           "--num_resnet_blocks", "1", "--attn_heads", "2", "--attn_dim_head", "8", "--cross_attn_heads", "2",
           "--cross_attn_dim_head", "8", "--resnet_groups", "4", "--batch_size", "8", "--epochs", "100",

@@ -9,13 +9,25 @@ from pathlib import Path
 
 import pytest
 from forks import fork
-from launching import ONE_PROCESS, Finished, Job, Launcher, finish, free_port, run, start, wait_until, worker_pids
+from launching import (
+    CHOSEN_ON_TWO,
+    ONE_PROCESS,
+    Finished,
+    Job,
+    Launcher,
+    finish,
+    free_port,
+    run,
+    start,
+    wait_until,
+    worker_pids,
+)
 from run_outputs import lines
 
 ENDLESS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
            "--num_resnet_blocks", "0", "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
            "--save_every_n_steps", "0", "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
-LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2), Launcher("horovodrun", 2)]
+LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2), Launcher("horovodrun", 2), *CHOSEN_ON_TWO]
 # Ranks that are killed; the process that is left has the same watchdog under every launcher. Rank 0 is the one that all
 # others are connected to.
 VICTIMS = {"torchrun": [0, 1], "deepspeed": [1], "horovodrun": [0]}
@@ -58,7 +70,7 @@ def test_signals_save_the_same_update_on_all_the_next_start_resumes_and_a_killed
         assert f"resumed from {tmp_path}/checkpoints/step_{step:08d}" in finished.output, finished.output
         step = assert_saved(finished, tmp_path)
 
-    for victim in VICTIMS.get(launcher.name, []):
+    for victim in [1] if launcher.backend else VICTIMS.get(launcher.name, []):
         job = start_training(launcher, tmp_path)
         os.kill(worker_pids(job)[victim], signal.SIGKILL)
         finished = finish(job)
@@ -95,15 +107,16 @@ def fault(launcher: Launcher, flags: list[str], tmp_path: Path) -> str:
     if launcher.name == "horovodrun":
         finished = run(launcher, "tests/launch/fault_worker.py", flags)
     else:
-        stage = ["--zero_stage", str(launcher.zero_stage)] if launcher.zero_stage else []
-        finished = fork("fault_worker", [*flags, *stage], tmp_path / "log", 2)[1]
+        finished = fork("fault_worker", [*flags, *launcher.flags], tmp_path / "log", 2)[1]
     assert finished.returncode != 0
     stops = [line for line in finished.output.splitlines() if "stopped:" in line]
     assert len(stops) == 1, finished.output
     return stops[0]
 
 
-@pytest.mark.parametrize("launcher", [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=3)], ids=str)
+@pytest.mark.parametrize(
+    "launcher", [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=3), *CHOSEN_ON_TWO], ids=str
+)
 def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launcher: Launcher, tmp_path: Path) -> None:
     stop = fault(launcher, ["--fault", "nan"], tmp_path)
     assert "3 updates in a row were skipped" in stop and "the last at update 5" in stop

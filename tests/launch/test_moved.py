@@ -12,7 +12,7 @@ import test_decoder
 import test_mulan
 from forks import fork
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, Launcher, run
+from launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
 from run_outputs import unequal
 
 SCRIPTS = {
@@ -44,14 +44,20 @@ def interrupted(script: str, folder: Path, interruption: str, exit_code: int, *f
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every script: killed on DDP, stopped on ZeRO 3 by a signal at one process, finished on Horovod."""
+    """Runs of every script: killed on DDP, killed on the backends that only a flag chooses, stopped on ZeRO 3 by a
+    signal at one process, finished on Horovod."""
     base = tmp_path_factory.mktemp("moved")
     tasks = []
     for script, flags in SCRIPTS.items():
         folder = base / script
         interrupted(script, folder, "SIGKILL@5", -9)
+        writer = "ddp"
+        for launcher in CHOSEN_ON_TWO:
+            said = interrupted(script, folder, "SIGKILL@7", -9, *launcher.flags)
+            assert f"it was written by {writer} on 2" in said, said
+            writer = str(launcher.backend)  # of update 6
         said = interrupted(script, folder, "SIGUSR1@8", 75, "--zero_stage", "3", "--last_alone")
-        assert "step_00000003" in said and "it was written by ddp on 2" in said, said
+        assert f"it was written by {writer} on 2" in said, said
         assert "asked to stop: saved update" in said, said
         tasks.append({"do": script, "flags": [*flags, "--save_every_n_steps", "3"], "output": str(folder)})
     (base / "tasks.json").write_text(json.dumps(tasks))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, ZERO_STAGES, Launcher
+from launching import CHOSEN, ONE_PROCESS, ZERO_STAGES, Launcher
 from run_outputs import CLOCKS, lines, unequal
 
-LAUNCHERS = [Launcher("torchrun", 4), Launcher("horovodrun", 2), *ZERO_STAGES]
+LAUNCHERS = [Launcher("torchrun", 4), Launcher("horovodrun", 2), *ZERO_STAGES, *CHOSEN]
 MODEL = ["--audio_data", "demo:tones:64", "--sample_rate", "8000", "--clip_seconds", "0.5", "--n_fft", "256",
          "--hop_length", "64", "--n_mels", "32", "--audio_dim", "16", "--audio_depth", "2", "--text_dim", "16",
          "--text_depth", "2", "--heads", "2", "--dim_head", "8", "--dim_latent", "8", "--patch_size", "8",
@@ -31,6 +31,12 @@ OF_LAUNCHER = {
     ZERO_STAGES[1]: {"rounded": ["sigmoid"], "bits": ["softmax"]},
     ZERO_STAGES[2]: {"rounded": ["softmax"], "bits": ["sigmoid"]},
     ZERO_STAGES[3]: {"rounded": ["decoupled", "sigmoid"], "bits": ["decoupled", "sigmoid"]},
+    **{
+        launcher: {"rounded": ["decoupled"], "bits": ["softmax", "decoupled"]}
+        if launcher.processes == 2
+        else {"rounded": ["sigmoid"], "bits": ["sigmoid"]}
+        for launcher in CHOSEN
+    },
     ONE_PROCESS: {"rounded": list(VARIANTS), "bits": list(VARIANTS)},
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forks import fork
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, ZERO_STAGES, Launcher, run
+from launching import CHOSEN, ONE_PROCESS, ZERO_STAGES, Launcher, run
 from PIL import Image
 from run_outputs import lines
 
@@ -29,6 +29,7 @@ RUNS = [
     (ZERO_STAGES[2], "plain"),
     (ZERO_STAGES[3], "accumulating"),
     (Launcher("deepspeed", 3, zero_stage=3), "clipping"),
+    *((launcher, "accumulating" if launcher.processes == 2 else "clipping") for launcher in CHOSEN),
     *((ONE_PROCESS, name) for name in FLAGS),
 ]
 

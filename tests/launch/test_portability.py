@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from jobs import Jobs, Task
-from launching import ONE_PROCESS, ZERO_STAGES, Launcher
+from launching import CHOSEN, ONE_PROCESS, ZERO_STAGES, Launcher
 from portability import END, SAVED_AT
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,6 +17,7 @@ LAUNCHERS = [
     ONE_PROCESS,
     Launcher("torchrun", 2),
     Launcher("horovodrun", 2),
+    *CHOSEN,
     *ZERO_STAGES,
     Launcher("deepspeed", 3, zero_stage=3),
 ]
@@ -26,7 +27,7 @@ PAIRS = pytest.mark.parametrize(
 )
 INSTALLED = [launcher for launcher in LAUNCHERS if launcher.name != "horovodrun" or sys.version_info < (3, 12)]
 # The sizes of hardly any tensors are multiples of 2 or 3, so that ZeRO has to pad; the batch of 12 divides evenly among
-# 1, 2 and 3 processes.
+# 1, 2, 3 and 4 processes.
 FLAGS = ["--image_size", "8", "--num_layers", "1", "--num_resnet_blocks", "0", "--num_tokens", "35", "--emb_dim", "7",
          "--hidden_dim", "11", "--batch_size", "12", "--learning_rate", "3e-3", "--max_grad_norm", "0.15",
          "--ema_decay", "0.9"]  # fmt: skip

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("launch", "lab"))
+sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in ("tests/launch", "tests/lab", "."))
 
 from lab import missing
 from launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send, tool

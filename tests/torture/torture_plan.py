@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from launching import Launcher
+from launching import CHOSEN_ON_TWO, Launcher
 
 # For each moment, the relative frequency of drawing it ("end" is drawn only for the last blow of a trial), and the
 # longest delay of the blow after it in seconds (for "start-up", as a fraction of the duration of a start).
@@ -118,8 +118,8 @@ def draw_plan_over_machines(seed: int, trial: int, names: Sequence[str], kills: 
         fitting = {1: [name for name in names if name != "mpirun"], 2: [name for name in names if name != "python"]}
         machines = draw.choice([number for number in (1, 2, 2, 2) if fitting[number]])
         name = draw.choice(fitting[machines])
-        processes = 1 if name == "python" else 2
-        return Spread(name, processes, draw.randrange(4) if name == "deepspeed" else None, machines)
+        how = draw.choice(_stages(name, 1 if name == "python" else 2))
+        return Spread(how.name, how.processes, how.zero_stage, how.backend, machines)
 
     def blow(is_last: bool) -> Blow:
         weights = [weight if moment != "end" or is_last else 0 for moment, (weight, _) in MOMENTS.items()]
@@ -143,4 +143,8 @@ def draw_plan_over_machines(seed: int, trial: int, names: Sequence[str], kills: 
 
 
 def _stages(name: str, processes: int) -> list[Launcher]:
-    return [Launcher(name, processes, stage) for stage in (range(4) if name == "deepspeed" else [None])]
+    """The launcher with each ZeRO stage, and with each backend that is only chosen by its flag."""
+    if name == "deepspeed":
+        return [Launcher(name, processes, stage) for stage in range(4)]
+    chosen = [replace(launcher, processes=processes) for launcher in CHOSEN_ON_TWO if launcher.name == name]
+    return [Launcher(name, processes), *chosen]

@@ -18,7 +18,9 @@ GOOD, BAD = torch.tensor(True), torch.tensor(False)
 
 def guard(limit: int, others: Any = (), model: nn.Module | None = None) -> SkipGuard:
     """Of the last rank; ``others`` is what the ranks before it found."""
-    return SkipGuard(model or nn.Linear(2, 1), limit, torch.device("cpu"), lambda value: [*others, value])
+    return SkipGuard(
+        (model or nn.Linear(2, 1)).named_parameters, limit, torch.device("cpu"), lambda value: [*others, value]
+    )
 
 
 def backward(skip_guard: SkipGuard, loss: Tensor) -> None:
