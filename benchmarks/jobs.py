@@ -86,11 +86,9 @@ class Launcher:
 PYTHON = Launcher("python", "single", None)
 TORCHRUN = Launcher("torchrun", "ddp", "torchrun")
 HOROVODRUN = Launcher("horovodrun", "horovod", "horovodrun")
-LAUNCHERS = (
-    TORCHRUN,
-    *(Launcher(f"deepspeed, ZeRO {n}", "deepspeed", "deepspeed", ("--zero_stage", str(n))) for n in range(4)),
-    HOROVODRUN,
-)
+FSDP = Launcher("torchrun, FSDP", "fsdp", "torchrun", ("--distributed_backend", "fsdp"))
+ZERO = tuple(Launcher(f"deepspeed, ZeRO {n}", "deepspeed", "deepspeed", ("--zero_stage", str(n))) for n in range(4))
+LAUNCHERS = (TORCHRUN, FSDP, *ZERO, HOROVODRUN)
 
 
 def one_process(batch_size: int, precision: str = "fp32") -> distributed.Backend:

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import machine
 from .bare import VARIANTS
-from .jobs import GIVE_MEMORY_BACK, HOROVODRUN, LAUNCHERS, PYTHON, TORCHRUN, JobFailed, Launcher, measure
+from .jobs import FSDP, GIVE_MEMORY_BACK, HOROVODRUN, LAUNCHERS, PYTHON, TORCHRUN, ZERO, JobFailed, Launcher, measure
 from .report import Goal, Row
 from .slow_network import SlowNetwork, slow_network
 
@@ -25,6 +25,7 @@ _HEAVY_MODEL = ("--image_size", "16", "--hidden_dim", "512", "--num_resnet_block
 # The script's default model at its default image size, in a batch that keeps a GPU busy.
 _GPU_MODEL = ("--batch_size", "64")
 _SAMPLES_PER_PROCESS = 4
+_COMPARED = (TORCHRUN, FSDP, ZERO[3])  # on four processes too: nothing is sharded, or everything
 
 
 def training(rounds: int) -> Iterator[Row]:
@@ -45,7 +46,8 @@ def training(rounds: int) -> Iterator[Row]:
 
 
 def scaling(rounds: int) -> Iterator[Row]:
-    """One and two processes of each backend over as many bare loops that run side by side without communicating.
+    """One and two processes of each backend, and four of those that shard all and of one that shards nothing, over as
+    many bare loops that run side by side without communicating.
 
     Each process has the same share of the batch and the same number of threads in both cases.
     """
@@ -56,7 +58,7 @@ def scaling(rounds: int) -> Iterator[Row]:
     model, share, turns, updates = ((), 32, 3, 10) if gpus else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 1)
     for launcher in LAUNCHERS:
         medians: dict[int, dict[str, float]] = {}
-        for processes in (1, 2):
+        for processes in _counts(launcher, gpus, smallest=1):
             name = f"{launcher.name} x {processes}"
             try:
                 flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
@@ -69,6 +71,12 @@ def scaling(rounds: int) -> Iterator[Row]:
                 continue
             medians[processes] = {side: statistics.median(values) for side, values in speeds.items()}
             yield Row(name, "samples/s", speeds["script"], speeds["same_noise"], note=_speed_up(medians))
+
+
+def _counts(launcher: Launcher, gpus: int, smallest: int) -> list[int]:
+    """Numbers of processes to measure a launcher with, of which a GPU has one."""
+    wanted = (1, 2, 4) if launcher in _COMPARED else (1, 2)
+    return [count for count in wanted if smallest <= count <= (gpus or count)]
 
 
 def exchange(rounds: int) -> Iterator[Row]:
@@ -109,18 +117,19 @@ def _exchanges(rounds: int, counts: Sequence[int], network: SlowNetwork | None) 
 
 
 def memory() -> Iterator[Row]:
-    """Peak memory of the largest of two processes, per backend and ZeRO stage, over that of one bare loop.
+    """Peak memory of the largest of two processes, or four, per backend and ZeRO stage, over that of one bare loop.
 
     On the CPU it is resident memory, the imports included.
     """
     gpus = machine.gpus()
-    processes = min(2, gpus) if gpus else 2
     try:
         bare = _memory(PYTHON, "fused_adam", processes=1)
     except JobFailed as error:
         yield Row("bare loop", "MiB", note=str(error))
         return
-    for launcher, n in [(PYTHON, 1), *((launcher, processes) for launcher in LAUNCHERS)]:
+    smallest = 1 if gpus == 1 else 2
+    several = [(launcher, count) for launcher in LAUNCHERS for count in _counts(launcher, gpus, smallest)]
+    for launcher, n in [(PYTHON, 1), *several]:
         name = f"memory, {launcher.name} x {n}"
         try:
             ours = _memory(launcher, "script", n)

@@ -127,14 +127,16 @@ def waits(plan: Plan) -> Iterator[Row]:
 
 
 def zero(plan: Plan) -> Iterator[Row]:
-    """A row per stage and precision, for the model of train_vae.py."""
+    """A row per ZeRO stage and precision, and with FSDP, for the model of train_vae.py."""
     precisions = [each for each in plan.precisions if plan.has_gpu or each in ("fp32", "bf16")]
-    kinds = [*((f"ZeRO {stage}", ["--zero_stage", str(stage)]) for stage in range(4)),
-             ("offload", ["--deepspeed_config", "configs/deepspeed/zero2_offload.json"])]  # fmt: skip
-    flags_of = {f"{kind}, {each}": (each, said) for kind, said in kinds for each in precisions}
-    if not distributed.available()["deepspeed"]:
-        yield from (plan.row(kind, note="DeepSpeed is not installed") for kind, _ in kinds)
-        return
+    kinds = [("FSDP", "fsdp", []), ("FSDP, offload", "fsdp", ["--fsdp_offload"])]
+    of_deepspeed = [(f"ZeRO {stage}", "deepspeed", ["--zero_stage", str(stage)]) for stage in range(4)]
+    of_deepspeed += [("offload", "deepspeed", ["--deepspeed_config", "configs/deepspeed/zero2_offload.json"])]
+    if distributed.available()["deepspeed"]:
+        kinds += of_deepspeed
+    else:
+        yield from (plan.row(kind, note="DeepSpeed is not installed") for kind, _, _ in of_deepspeed)
+    flags_of = {f"{kind}, {each}": (each, [backend, *said]) for kind, backend, said in kinds for each in precisions}
     small = [*model_flags("train_vae", is_toy=True), *_QUIET, "--max_steps", "12", "--save_every_n_steps", "0"]
 
     def lines(name: str, flags: Sequence[str]) -> list[dict[str, float]]:
@@ -148,7 +150,7 @@ def zero(plan: Plan) -> Iterator[Row]:
 
     def attempt(name: str) -> Row:
         precision, flags = flags_of[name]
-        ours = lines(name, ["--distributed_backend", "deepspeed", "--precision", precision, *flags])
+        ours = lines(name, ["--precision", precision, "--distributed_backend", *flags])
         losses = difference(ours, without[precision], "loss")
         return plan.row(name, {"first update": losses[0], "largest of 12": max(losses)})
 

@@ -24,7 +24,7 @@ TITLES = {
     "resume": "The same bits after a kill",
     "processes": "Two processes on one GPU against one process, --batch_parts 2",
     "waits": "Waits of the host per update",
-    "zero": "DeepSpeed, one process: losses against those without DeepSpeed",
+    "zero": "DeepSpeed and FSDP, one process: losses against those without them",
     "speed": "Speed and peak memory, one process",
 }
 

@@ -25,6 +25,8 @@ from training.checkpoints.snapshot import Snapshot
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first test starts it
 PRECISIONS = ("fp32", "bf16", "fp16")
+FSDP = {"distributed_backend": "fsdp"}
+KINDS: list[dict[str, str]] = [{}, FSDP]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
 
 
@@ -43,10 +45,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     distributed.add_arguments(parser)
     defaults: dict[str, Any] = {
         "batch_size": 8, "grad_accum_steps": 1, "precision": "fp32", "max_grad_norm": 0.0, "max_skipped_updates": 20,
-        "compile": False, "explicit": frozenset(),
+        "compile": False, "explicit": frozenset(), "distributed_backend": "single",
     }  # fmt: skip
     parser.set_defaults(**(defaults | getattr(request, "param", {})))
-    with distributed.from_args(parser.parse_args(["--distributed_backend", "single"])) as connected:
+    with distributed.from_args(parser.parse_args([])) as connected:
         yield connected
 
 
@@ -160,24 +162,24 @@ def test_a_snapshot_copies_what_a_function_returned_before_its_memory_is_used_ag
     assert [float(t.max()) for t in snapshot.tensors["model"].values()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("backend", [{"precision": "fp16"}], indirect=True, ids=["fp16"])
+@pytest.mark.parametrize("backend", [{"precision": "fp16"}, {"precision": "fp16", **FSDP}], indirect=True, ids=str)
 def test_fp16_halves_its_scale_and_leaves_the_weights_where_a_gradient_is_not_finite(backend: Backend) -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8).to(backend.device)
     engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.1, fused=True))
     x = torch.ones(8, 8, device=backend.device)
-    skipped, weights, scales = [], [model.weight.detach().clone()], []
+    skipped, weights, scales = [], [engine.state_dict()["weights"]["weight"]], []
     for factor in (1.0, 1e30, 1.0):
         engine.backward(engine(x).float().square().mean() * factor)  # an fp16 gradient of 1e30 is infinite
         skipped.append(bool(engine.step().skipped))
-        weights.append(model.weight.detach().clone())
+        weights.append(engine.state_dict()["weights"]["weight"])
         scales.append(engine.state_dict()["scaler"]["scale"])
     assert skipped == [False, True, False]
     assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)] == skipped
-    assert scales[1] == scales[0] / 2 == scales[2] and torch.isfinite(model.weight).all()
+    assert scales[1] == scales[0] / 2 == scales[2] and torch.isfinite(weights[-1]).all()
 
 
-@pytest.mark.parametrize("backend", [{"max_skipped_updates": 3}], indirect=True, ids=["3"])
+@pytest.mark.parametrize("backend", [{"max_skipped_updates": 3, **more} for more in KINDS], indirect=True, ids=str)
 def test_a_run_of_updates_that_are_not_finite_ends_though_the_host_reads_the_count_late(backend: Backend) -> None:
     model = nn.Linear(4, 4).to(backend.device)
     engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True))
@@ -185,7 +187,7 @@ def test_a_run_of_updates_that_are_not_finite_ends_though_the_host_reads_the_cou
         for _ in range(6):
             engine.backward(engine(torch.full((8, 4), torch.nan, device=backend.device)).mean())
             engine.step()
-    assert torch.isfinite(model.weight).all()
+    assert all(torch.isfinite(weight).all() for weight in engine.state_dict()["weights"].values())
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -244,7 +246,9 @@ def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(b
         assert all(torch.equal(ours["optimizer"]["moments"][slot][name], moment) for name, moment in moments.items())
 
 
-@pytest.mark.parametrize("backend", [{"precision": name} for name in PRECISIONS], indirect=True, ids=PRECISIONS)
+@pytest.mark.parametrize(
+    "backend", [{"precision": p, **more} for more in KINDS for p in PRECISIONS], indirect=True, ids=str
+)
 def test_the_host_waits_for_nothing_during_an_update(backend: Backend) -> None:
     model = nn.Linear(64, 64).to(backend.device)
     engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), max_grad_norm=1.0)

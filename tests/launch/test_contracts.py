@@ -94,7 +94,8 @@ def test_any_number_of_backward_calls_adds_up_or_raises(
 
 def test_the_watchdog_knows_that_a_pass_may_wait_for_others_where_it_gathers_weights(ours: dict[str, Any]) -> None:
     found = ours["marks_of_a_pass"]
-    assert found["marks"] == ([["forward", True], ["computing", False]] if found["is_sharded"] else [["forward", False]])
+    expected = [["forward", True], ["computing", False]] if found["is_sharded"] else [["forward", False]]
+    assert found["marks"] == expected
 
 
 @pytest.mark.parametrize("contract", ["plain", "skipped", "reloaded"])
