@@ -24,6 +24,7 @@ import train_vae
 from models import VQGAN, Decoder, DiscreteVAE, VideoTokenizer
 from models.files.dalle import HPARAMS
 from tests.models.helpers import TOKENIZER, assert_same_bits
+from tests.models.reference import tokenizers
 from tests.scripts import DECODER, VIDEO_TOKENIZER, words
 from tests.scripts import VQGAN as VQGAN_SCRIPT
 from trained import SCRIPTS, model_folder
@@ -178,6 +179,26 @@ def test_from_checkpoint_to_folder_to_pt_to_a_run_and_back_no_bit_changes(run: P
     shutil.rmtree(tmp_path / "again" / "init")  # where a run came from is nothing to its checkpoints
     converted("export", tmp_path / "again", "--to", "model", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "model")
+
+
+def test_a_pt_without_channels_goes_through_every_tool_and_comes_back_with_seven_hparams(
+    tmp_path: Path, inspected: Any
+) -> None:
+    """As DALLE-pytorch wrote it before 1.6.0."""
+    old, run = tmp_path / "old.pt", tmp_path / "run"
+    torch.save({"hparams": tokenizers.VAE, "weights": tokenizers.state_of("vae")}, old)
+    assert inspected(old)["arguments"] == {**tokenizers.VAE, "channels": 3}
+    converted("import", old, run)
+    said = ["--max_steps", "1", "--learning_rate", "1e-30", "--image_folder", "demo:shapes:32", "--num_workers", "0"]
+    train_vae.main(["--config", str(run / "start.yaml"), *said])
+    args = train_vae.build_parser().parse(["--config", str(run / "start.yaml"), "--init_from", str(old)])
+    assert_same_bits(train_vae.build_model(args).state_dict(), tokenizers.state_of("vae"))
+    assert_same_bits(DiscreteVAE.from_pretrained(model_folder(old, "DiscreteVAE")), tokenizers.state_of("vae"))
+    for path in (old, run):
+        converted("export", path, "--to", "dalle", tmp_path / "new.pt", "--force")
+        content = torch.load(tmp_path / "new.pt", weights_only=True)
+        assert content["hparams"] == {**tokenizers.VAE, "channels": 3}
+        assert_same_bits(content["weights"], tokenizers.state_of("vae"))
 
 
 def test_what_is_there_is_kept_without_force_and_replaced_with_it(

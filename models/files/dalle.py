@@ -18,6 +18,8 @@ from .errors import one_line
 from .writing import on_cpu, replacing
 
 HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
+# What a file means that does not say it: releases before 1.6.0 had no `channels`, because all models were of 3.
+_OF_OLD_FILES = {"channels": 3}
 
 
 def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -29,7 +31,8 @@ def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str,
 
 
 def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Hparams and weights of a vae-final.pt. The weights are mapped from the file and take memory only when used.
+    """Hparams and weights of a vae.pt or vae-final.pt of any release. The weights are mapped from the file and take
+    memory only when used.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
@@ -43,6 +46,7 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except Exception as error:  # a damaged pickle can raise anything
         problem = f"{path} is not a vae-final.pt that can be read without running code"
         raise ValueError(f"{problem}: {one_line(error)}") from None
+    hparams = _OF_OLD_FILES | hparams
     if missing := sorted(set(HPARAMS) - set(hparams)):
         raise ValueError(f"{path}: its hparams lack {', '.join(missing)}")
     if not all(isinstance(tensor, Tensor) for tensor in weights.values()):

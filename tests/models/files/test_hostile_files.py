@@ -165,7 +165,7 @@ PT_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "start of a zip file": (lambda path: path.write_bytes(b"PK\3\4"), "not a vae-final.pt"),
     "state_dict alone": (lambda path: torch.save({"state_dict": {}}, path), "hparams"),
     "list of numbers": (lambda path: torch.save([1, 2], path), "is not a vae-final.pt"),
-    "few hparams": (lambda path: pt(path, {"image_size": 16}), "hparams lack channels, codebook_dim"),
+    "few hparams": (lambda path: pt(path, {"image_size": 16}), "hparams lack codebook_dim, hidden_dim"),
     "no weights": (lambda path: torch.save({"hparams": HPARAMS, "weights": {}}, path), "codebook.weight should have"),
     "weight that is a number": (lambda path: pt(path, weights={"a": 1}), "not a tensor"),
     "num_tokens 10^15": (lambda path: pt(path, {**HPARAMS, "num_tokens": 10**15}), "num_tokens 1000000000000000 is"),

@@ -20,6 +20,7 @@ from models.files.dalle import save_dalle_file
 from models.files.pretrained import Pretrained
 from tests.models import helpers
 from tests.models.helpers import VAE, assert_same_bits, one_line_of, some_images
+from tests.models.reference import tokenizers
 
 IMAGES = some_images()
 
@@ -216,6 +217,22 @@ def test_a_dalle_file_has_exactly_the_public_keys_and_gives_back_the_weights(tmp
     assert_same_bits(other, model)
     complaint = one_line_of(small_vae(num_tokens=7, hidden_dim=8, normalization=None).load_weights_from, path)
     assert "they need num_tokens 13, num_resnet_blocks 1, hidden_dim 5, normalization [[0.5, 0.5, 0.5], " in complaint
+
+
+def test_a_dalle_file_of_before_1_6_0_is_read_as_three_channels_and_gives_the_public_codes(tmp_path: Path) -> None:
+    """96 of the 104 releases of DALLE-pytorch wrote no `channels`. What is written back has all seven hparams."""
+    path, state = tmp_path / "vae.pt", tokenizers.state_of("vae")
+    torch.save({"hparams": tokenizers.VAE, "weights": state}, path)
+    model = DiscreteVAE.from_dalle(path)
+    assert_same_bits(model.state_dict(), state)
+    codes = model.get_codebook_indices(tokenizers.images("vae"))
+    assert torch.equal(codes, tokenizers.stored_output("vae", "codes"))
+    public = tokenizers.stored_output("vae", "reconstruction") / 2 + 0.5  # its decoder leaves them normalised
+    torch.testing.assert_close(model.decode(codes), public, rtol=0, atol=1e-5)
+    model.save_dalle(tmp_path / "back.pt")
+    content = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert content["hparams"] == {**tokenizers.VAE, "channels": 3}
+    assert_same_bits(content["weights"], state)
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
