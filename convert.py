@@ -3,12 +3,13 @@
     python convert.py inspect PATH
     python convert.py export PATH --to model DIR
     python convert.py export PATH --to dalle FILE.pt
+    python convert.py export PATH --to muse FILE.pt
     python convert.py export PATH --to dalle2 FILE.pth
     python convert.py import PATH RUN_DIR
     python convert.py average RUN --ema_length 0.07 DIR
 
-PATH is a run folder (of which the newest checkpoint is taken), a checkpoint, a model folder or a .pt file. No code in
-it is run.
+PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder or a file of
+a public package. No code in it is run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files.reading import printable
-from trained import SCRIPTS, arguments_of, build, find, kept_average, load_model, read_parts
+from trained import (
+    DISCRIMINATOR,
+    SCRIPTS,
+    arguments_of,
+    build,
+    find,
+    kept_average,
+    load_discriminator,
+    load_model,
+    read_parts,
+)
 from training.flags.converters import average_length
 from training.flags.parser import ArgumentParser
 
@@ -91,7 +102,7 @@ def build_parser() -> ArgumentParser:
 
     def command(
         run: Callable[[argparse.Namespace], None], name: str, text: str,
-        path: tuple[str, str] = ("PATH", "run folder, checkpoint, model folder or .pt file"),
+        path: tuple[str, str] = ("PATH", "run folder, checkpoint, model folder or public file"),
     ) -> Callable[..., Any]:  # fmt: skip
         sub = commands.add_parser(name, description=text, help=text)
         sub.usage = None
@@ -107,11 +118,11 @@ def build_parser() -> ArgumentParser:
     add("--json", action="store_true", help="print JSON")
     add("--no_checksums", action="store_true", help="do not read all of a checkpoint to verify its checksums")
 
-    add = command(export, "export", "Write a model folder or a .pt file.")
+    add = command(export, "export", "Write a model folder or a public package's file.")
     add("out", metavar="OUT", help="folder or file to write")
-    add("--to", choices=("model", "dalle", "dalle2"), required=True,
-        help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, or a decoder of "
-        "DALLE2-pytorch")
+    add("--to", choices=("model", "dalle", "muse", "dalle2"), required=True,
+        help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, a VQGanVAE of "
+        "muse-maskgit-pytorch with its discriminator, or a decoder of DALLE2-pytorch")
     add("--weights", **weights)
     add("--force", action="store_true", help="replace OUT where it exists")
 
@@ -130,8 +141,8 @@ def build_parser() -> ArgumentParser:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    from models.files.description import describe_dalle_file, describe_model_folder
-    from models.files.public_decoder import describe_public_decoder, is_public_decoder
+    from models.files.description import describe_model_folder
+    from models.files.public import format_of
 
     kind, where = find(Path(args.path))
     if kind == "checkpoint":
@@ -139,7 +150,7 @@ def inspect(args: argparse.Namespace) -> None:
     elif kind == "model":
         facts = describe_model_folder(where)
     else:
-        facts = describe_public_decoder(where) if is_public_decoder(where) else describe_dalle_file(where)
+        facts = format_of(where).describe(where)
     facts = {"path": str(where), **facts}
     print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, lines_of(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
@@ -198,25 +209,23 @@ def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
 
 
 def export(args: argparse.Namespace) -> None:
-    from models import Decoder, DiscreteVAE
-    from models.files.public_decoder import save_public_decoder
+    from models.files.public import FORMATS
 
-    is_folder = args.to == "model"
+    is_folder, path = args.to == "model", Path(args.path)
     out = new_output(args, is_folder, f"--to {args.to}")
-    model = load_model(Path(args.path), args.weights)
+    model, note = load_model(path, args.weights), None
     if is_folder:
         model.save_pretrained(out)
-    elif isinstance(model, Decoder) and args.to == "dalle2":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save_public_decoder(model, out)
-    elif isinstance(model, DiscreteVAE) and args.to == "dalle":
-        check_normalization(model.config, "the .pt format")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        model.save_dalle(out)
     else:
-        kind = "DiscreteVAE" if args.to == "dalle" else "Decoder"
-        raise ValueError(f"--to {args.to} is for a {kind}, and {args.path} holds a {type(model).__name__}")
-    print(f"wrote {out}: {described(model)}")
+        public = FORMATS[args.to]
+        if type(model).__name__ != public.model:
+            raise ValueError(f"--to {args.to} is for a {public.model}, and {path} holds a {type(model).__name__}")
+        if args.to == "dalle":
+            check_normalization(model.config, "the .pt format")
+        beside = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        note = public.save(model, out, **beside)
+    print(f"wrote {out}: {described(model)}" + (f"; {note}" if note else ""))
 
 
 def described(model: Any) -> str:
@@ -244,11 +253,9 @@ def average(args: argparse.Namespace) -> None:
     print(f"wrote {out}: {described(model)}, averaged over {updates} updates; it misses {distance:.2%} of the profile")
 
 
-def _holds_only(folder: Path, names: Mapping[str, Collection[str]]) -> bool:
-    """Whether a folder holds nothing but folders of these names, and these nothing but files of theirs."""
-    if not folder.is_dir() or {path.name for path in folder.iterdir()} - names.keys():
-        return False
-    return all(not {path.name for path in inner.iterdir()} - {*names[inner.name]} for inner in folder.iterdir())
+def _holds_only(folder: Path, names: Collection[str]) -> bool:
+    """Whether a folder and those in it hold no other files than those of these names."""
+    return folder.is_dir() and all(path.is_dir() or path.name in names for path in folder.rglob("*"))
 
 
 def import_weights(args: argparse.Namespace) -> None:
@@ -257,18 +264,22 @@ def import_weights(args: argparse.Namespace) -> None:
 
     from tandem.files.writing import write_atomically
 
-    run_dir = Path(args.run_dir)
+    path, run_dir = Path(args.path), Path(args.run_dir)
     # start.yaml is written last, so a folder without it is what a try left that did not finish.
-    unfinished = {"init": {"model.safetensors", "config.json", ".model.safetensors.tmp", ".config.json.tmp"}}
+    unfinished = {f"{dot}{name}{end}" for name in ("model.safetensors", "config.json")
+                  for dot, end in (("", ""), (".", ".tmp"))}  # fmt: skip
     if run_dir.exists() and not _holds_only(run_dir, unfinished):
         raise ValueError(f"{run_dir} exists already; give a new folder")
-    model = load_model(Path(args.path), args.weights)
+    model = load_model(path, args.weights)
     found = [script for script in SCRIPTS if script.model == type(model).__name__]
     if not found:
         raise ValueError(f"no script trains a {type(model).__name__}")
     script, start, weights = found[0], run_dir / "start.yaml", run_dir / "init"
     settings = {**FLAGS[script.model](model.config), "init_from": str(weights), "output_dir": str(run_dir)}
     model.save_pretrained(weights)
+    if path.is_file() and (discriminator := load_discriminator(path)):
+        discriminator.save_pretrained(weights / DISCRIMINATOR)
+        settings |= {f"discr_{name}": discriminator.config[name] for name in ("dim", "layers")}
     write_atomically(start, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
     print(f"made {run_dir}; start it with: python {script.module}.py --config {start}, and your data")
 

@@ -59,7 +59,8 @@ def build_parser() -> ArgumentParser:
     add("--num_resnet_blocks", type=sizes, default="1", metavar="N[,N...]",
         help="residual blocks of the coarsest level, or of each level, finest first")
     add("--init_from", metavar="DIR",
-        help="start the generator from a run, a checkpoint or a model/ folder")
+        help="start the generator from a run, a checkpoint, a model/ folder or a file of a VQGanVAE of "
+        "muse-maskgit-pytorch; from the file, the discriminator too")
 
     add_quantizer_arguments(parser, QUANTIZERS, codebook_size=65536)
     add = parser.add_argument_group("reconstruction loss").add_argument
@@ -126,13 +127,19 @@ def build_model(args: argparse.Namespace) -> VQGAN:
 
 
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
-    """The discriminator with seeded weights, the same on every process."""
+    """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
     import torch
 
     from models import Discriminator, build_in_memory
+    from trained import load_discriminator
 
     torch.manual_seed(args.seed)
     discriminator = build_in_memory(Discriminator, dim=args.discr_dim or args.dim, layers=args.discr_layers)
+    if args.init_from and (given := load_discriminator(Path(args.init_from), of_runs=False)):
+        if given.config != discriminator.config:
+            needed = " and ".join(f"--discr_{name} {given.config[name]}" for name in ("dim", "layers"))
+            raise ValueError(f"the discriminator in {args.init_from} needs {needed}")
+        discriminator.load_state_dict(given.state_dict())
     discriminator.check_side(args.image_size)
     return discriminator
 

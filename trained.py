@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from training.run.starts import script_of
 
+DISCRIMINATOR = "discriminator"  # folder in a model's folder: of the discriminator that it was trained against
+
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
 
@@ -81,9 +83,10 @@ def find(path: Path) -> tuple[str, Path]:
 
 
 def model_folder(path: str | Path, *kinds: str) -> Path:
-    """The model folder for what a user calls a model: a model folder, a run folder or a checkpoint of one, or a .pt
-    file. Of a run folder it is model/, unless a later update has been saved. A model that is in no such folder yet is
-    written to a temporary one, which is deleted when this process ends.
+    """The model folder for what a user calls a model: a model folder, a run folder or a checkpoint of one, or a public
+    package's file. Of a run folder it is model/, unless a later update has been saved; then it is best/ of MuLan, and
+    of others the newest checkpoint. A model that is in no such folder yet is written to a temporary one, which is
+    deleted when this process ends.
 
     Args:
         kinds: Names of the classes that will do.
@@ -203,19 +206,47 @@ def load_model(path: Path, which: str) -> Any:
     """The model at ``path``, which may be of any kind that `find` knows."""
     import models
     from models.files.pretrained import read_config
-    from models.files.public_decoder import is_public_decoder, load_public_decoder
+    from models.files.public import format_of
 
     kind, where = find(path)
     if kind == "checkpoint":
         return load_checkpoint(where, which)
-    if kind == "file" and is_public_decoder(where):
-        return load_public_decoder([where], weights=which)
+    if kind == "file":
+        return format_of(where).load(where, which)
     if which != "best":
         raise ValueError(f"--weights {which} is for checkpoints; {where} holds one set of weights: leave it out")
-    if kind == "file":
-        return models.DiscreteVAE.from_dalle(where)
     name = read_config(where)[0]
     model: Any = getattr(models, name, None)
     if not hasattr(model, "from_pretrained"):
         raise ValueError(f"{where} holds a {name[:80]}, which is no model of this version")
     return model.from_pretrained(where)
+
+
+def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
+    """The discriminator of the VQGAN at ``path``, as trained: in a public package's file, in a model folder that
+    ``convert.py import`` made of one or, with ``of_runs``, in a checkpoint; None if there is none.
+
+    Raises:
+        ValueError: one line, if it is damaged or of another model.
+    """
+    from models import Discriminator
+    from models.files.building import build_with_weights
+    from models.files.errors import one_line
+    from models.files.pretrained import CONFIG_FILE
+    from models.files.public import format_of
+
+    kind, where = find(path)
+    if kind == "file":
+        load = format_of(where).load_discriminator
+        return load(where) if load else None
+    if kind == "model":
+        folder = where / DISCRIMINATOR
+        return Discriminator.from_pretrained(folder) if (folder / CONFIG_FILE).is_file() else None
+    if not of_runs:
+        return None
+    script, args = arguments_of(Path(os.path.abspath(where)).parent.parent)
+    try:
+        weights = read_parts(where)[0]["discriminator"]["weights"]
+        return build_with_weights(lambda: importlib.import_module(script.module).build_discriminator(args), weights)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} does not hold the discriminator of its run: {one_line(error)}") from None

@@ -8,12 +8,13 @@ import math
 from torch import Tensor, nn
 
 from .convolutional import channels_last, leaky_relu
+from .files.pretrained import Pretrained, constructor_arguments
 
 _LAST_KERNEL = 4  # side of the unpadded convolution that gives the logits
 _MOST_LAYERS = 40
 
 
-class Discriminator(nn.Module):
+class Discriminator(Pretrained):
     """Images to a grid of logits, positive where a patch looks real.
 
     A 5 x 5 convolution, then ``layers`` halvings (4 x 4 convolution of stride 2, GroupNorm, LeakyReLU) to dim, 2 dim,
@@ -31,6 +32,7 @@ class Discriminator(nn.Module):
 
     def __init__(self, dim: int, channels: int = 3, layers: int = 4, groups: int = 16) -> None:
         super().__init__()
+        self.config = constructor_arguments(locals())
         if min(dim, channels, layers, groups) < 1:
             sizes = f"dim {dim}, {channels} channels, {layers} layers and {groups} groups"
             raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1")

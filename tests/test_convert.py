@@ -21,6 +21,7 @@ import convert
 import train_decoder
 import train_tokenizer
 import train_vae
+import train_vqgan
 from models import VQGAN, Decoder, DiscreteVAE, VideoTokenizer
 from models.files.dalle import HPARAMS
 from tests.models.helpers import TOKENIZER, assert_same_bits
@@ -293,6 +294,67 @@ def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_packag
         torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
     DECODER.train(tmp_path / "other", "--max_steps", "1")
     assert "DALLE2-pytorch has no such unet" in refused("export", tmp_path / "other", "--to", "dalle2", file, "--force")
+
+
+@pytest.fixture(scope="module")
+def vqgan_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two updates of a VQGAN that the public package may have, with a moving average. Tests only look at it."""
+    said = "--dim 16 --max_steps 2 --ema_decay 0.5 --save_every_n_steps 1"
+    return VQGAN_SCRIPT.train(tmp_path_factory.mktemp("runs") / "vqgan", *said.split())
+
+
+def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_comes_back(
+    vqgan_run: Path, tmp_path: Path, inspected: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    early = vqgan_run / "checkpoints" / "step_00000001"
+    file, average = tmp_path / "vae.pt", saved(vqgan_run, "ema")
+    for path, said in ((vqgan_run, []), (checkpoint_of(vqgan_run), ["--weights", "online"]), (early, [])):
+        capsys.readouterr()
+        converted("export", path, "--to", "muse", file, "--force", *said)
+        call = (
+            "VQGanVAE(dim=16, channels=3, codebook_size=64, layers=2, encdec_num_resnet_blocks=(0, 1), discr_layers=2)"
+        )
+        assert capsys.readouterr().out.endswith(f"load it into {call}\n")
+        of = load_file((early if path == early else checkpoint_of(vqgan_run)) / "discriminator.safetensors")
+        found = torch.load(file, weights_only=True)
+        discriminator = {name: tensor for name, tensor in found.items() if name.startswith("discr.")}
+        assert_same_bits(discriminator, {f"discr.{name.removeprefix('weights/')}": tensor for name, tensor in of.items()
+                                         if name.startswith("weights/")})  # fmt: skip
+        assert torch.equal(found["enc_dec.encoders.0.weight"], average["encoder.0.weight"]) == (path == vqgan_run)
+    converted("export", vqgan_run / "model", "--to", "muse", tmp_path / "alone.pt")
+    assert "use_vgg_and_gan=False" in capsys.readouterr().out
+    converted("export", vqgan_run, "--to", "muse", file, "--force")
+    assert inspected(file)["discriminator"]["layers"] == 2
+    converted("export", file, "--to", "model", tmp_path / "back")
+    assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), average)
+    assert_same_bits(VQGAN.from_pretrained(model_folder(file, "VQGAN")), average)  # of tokenize_images.py
+
+
+def test_a_training_starts_from_a_public_file_with_its_discriminator(
+    vqgan_run: Path, tmp_path: Path, refused: Any
+) -> None:
+    """From the file itself, and from what import makes of it."""
+    converted("export", vqgan_run, "--to", "muse", tmp_path / "vae.pt")
+    converted("import", tmp_path / "vae.pt", tmp_path / "new")
+    settings = yaml.safe_load((tmp_path / "new" / "start.yaml").read_text())
+    assert {"image_size": 256, "discr_dim": 16, "discr_layers": 2, "diversity_gamma": 4.0}.items() <= settings.items()
+    of_file = ["--config", str(tmp_path / "new" / "start.yaml"), "--init_from", str(tmp_path / "vae.pt")]
+    for said in (of_file[:2], of_file):
+        args = train_vqgan.build_parser().parse(said)
+        assert_same_bits(train_vqgan.build_model(args).state_dict(), saved(vqgan_run, "ema"))
+        assert_same_bits(train_vqgan.build_discriminator(args).state_dict(), saved(vqgan_run, "discriminator"))
+        with pytest.raises(ValueError, match=r"the discriminator in .* needs --discr_dim 16 and --discr_layers 2"):
+            train_vqgan.build_discriminator(train_vqgan.build_parser().parse([*said, "--discr_dim", "8"]))
+    VQGAN_SCRIPT.train(tmp_path / "new", *of_file, "--dim", "16", "--codebook_dim", "32", "--max_steps", "1",
+                       "--learning_rate", "1e-30", "--ema_decay", "0")  # fmt: skip
+    for part, ours in (("ema", "generator"), ("discriminator", "discriminator")):
+        assert_same_bits(saved(tmp_path / "new", ours), saved(vqgan_run, part))
+    # Of a run, --init_from takes the generator alone.
+    args = train_vqgan.build_parser().parse([*of_file[:2], "--init_from", str(vqgan_run)])
+    assert not torch.equal(next(train_vqgan.build_discriminator(args).parameters()),
+                           saved(vqgan_run, "discriminator")["layers.0.0.weight"])  # fmt: skip
+    line = refused("export", tmp_path / "vae.pt", "--to", "dalle", tmp_path / "x")
+    assert f"--to dalle is for a DiscreteVAE, and {tmp_path / 'vae.pt'} holds a VQGAN" in line
 
 
 @pytest.mark.parametrize("source", ["", "model", "vae-final.pt"])

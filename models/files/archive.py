@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.files.reading import DAMAGES, check_regular
+
 # The only calls that plain tensors in dicts need. bytearray, sparse and meta tensors are not among them.
 _KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 _CALLS = {
@@ -29,6 +31,10 @@ _ZIP64_END, _LOCATOR, _END = 56, 20, 22
 
 # Far more than the names and shapes of a state dict need; in an old file the values of the tensors come after them.
 _LONGEST_PICKLES_BYTES = 1 << 22
+
+# Of a file, to learn what it is.
+_LONGEST_BEGINNING = 1 << 20
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, StopIteration)
 
 # Values in a tuple, also in the tuples in it, each as often as it is named: PyTorch needs seven and the sizes.
 _LARGEST_TUPLE = 1 << 10
@@ -45,6 +51,20 @@ class Ignored:
 
     def __setstate__(self, state: Any) -> None:
         pass
+
+
+def mentions(path: Path, name: bytes) -> bool:
+    """Whether ``name`` stands among the names of the weights in a .pt, .pth or .safetensors file. Reads little of the
+    file, and runs none of its code. Raises ValueError, in one line, if it is no regular file."""
+    check_regular(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = next(member for member in archive.namelist() if member.endswith("data.pkl"))
+            with archive.open(pickled) as file:
+                return name in file.read(_LONGEST_BEGINNING)
+    except _DAMAGES:
+        with path.open("rb") as file:
+            return name in file.read(_LONGEST_BEGINNING)
 
 
 def check_archive(path: Path, ignored: Collection[str] = ()) -> None:

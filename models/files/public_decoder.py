@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import DAMAGES, check_regular
+from tandem.files.reading import check_regular
 
 from ..decoder import Decoder
+from .archive import mentions
 from .building import build_on_meta, check_numbers
 from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
 from .dalle2_config import check_overruled, decoder_part, settings_of, unet_arguments
@@ -17,24 +17,11 @@ from .description import describe_weights
 from .errors import one_line
 from .public_schedules import noise_arguments
 
-_LONGEST_BEGINNING = 1 << 20
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, StopIteration)
-
 
 def is_public_decoder(path: Path) -> bool:
-    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Reads little of it, and
-    runs none of its code. Raises ValueError, in one line, if it is no regular file."""
-    check_regular(path)
-    if (path.parent / CONFIG_FILE).is_file():
-        return True
-    try:
-        with zipfile.ZipFile(path) as archive:
-            pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            with archive.open(pickled) as file:
-                return b"unets." in file.read(_LONGEST_BEGINNING)
-    except _DAMAGES:
-        with path.open("rb") as file:
-            return b"unets." in file.read(_LONGEST_BEGINNING)
+    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Raises ValueError, in one
+    line, if it is no regular file."""
+    return (check_regular(path).parent / CONFIG_FILE).is_file() or mentions(path, b"unets.")
 
 
 def load_public_decoder(paths: Sequence[Path], *, weights: str = "best") -> Decoder:

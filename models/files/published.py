@@ -17,15 +17,18 @@ from .archive import check_archive, check_old_file, check_sizes
 from .errors import one_line
 
 
-def read_state_dict(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch; if
-    ``names`` are given, only those tensors.
+def read_state_dict(path: Path, names: Collection[str] | None = None, part: str = "") -> dict[str, Tensor]:
+    """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch.
+
+    Args:
+        names: Read only these tensors.
+        part: Key of a .pt or .pth file under which the tensors stand, if it has such a key.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
     try:
-        found = _read(path, names)
+        found = _read(path, names, part)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:  # a damaged pickle can raise anything
@@ -36,13 +39,15 @@ def read_state_dict(path: Path, names: Collection[str] | None = None) -> dict[st
     return found
 
 
-def _read(path: Path, names: Collection[str] | None) -> dict[Any, Any]:
+def _read(path: Path, names: Collection[str] | None, part: str) -> dict[Any, Any]:
     if check_regular(path).suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
     in_archive = zipfile.is_zipfile(path)
     check_archive(path) if in_archive else check_old_file(path)
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=in_archive)
+    if part and isinstance(content, dict):
+        content = content.get(part, content)
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not a dict")
     return {name: value for name, value in content.items() if names is None or name in names}

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from models import DiscreteVAE, ResidualQuantizer
 from tests.models.files.test_dalle2 import laion
+from tests.models.reference.tokenizers import state_of as public_vqgan
 from tests.models.test_clip import write_clip
 from tests.models.test_decoder import decoder
 from tests.scripts import RUN, SCRIPTS, TOKENIZER, words
@@ -59,7 +60,7 @@ def _of_training(name: str, inputs: Sequence[str], *flags: str, damaged: int = 1
 def _tools() -> list[Target]:
     found = [
         Target("convert", command, [path])
-        for path in (*KINDS, "vae.pt", "decoder.pth", "run", "sharded")
+        for path in (*KINDS, "vae.pt", "vqgan.pt", "decoder.pth", "run", "sharded")
         for command in (["inspect", path], ["inspect", "--no_checksums", "--json", path],
                         ["export", path, "--to", "model", "out"])
     ]  # fmt: skip
@@ -70,6 +71,7 @@ def _tools() -> list[Target]:
         Target("convert", ["average", "run", "out", "--ema_length", "0.1"], ["run"]),
         Target("convert", ["import", "vae.pt", "out"], ["vae.pt"]),
         Target("convert", ["import", "vqgan", "out"], ["vqgan"]),
+        Target("convert", ["import", "vqgan.pt", "out"], ["vqgan.pt"]),
         Target("convert", ["import", "decoder.pth", "out"], ["decoder.pth"]),
         Target("convert", ["export", "decoder.pth", "--to", "dalle2", "out.pth"], ["decoder.pth"]),
         Target("tokenize_images", ["--model", "vqgan", *images, "--output", "out"], ["images", "vqgan"], 2),
@@ -141,6 +143,7 @@ def write_inputs(folder: Path) -> None:
     for name, model in zip((*KINDS, "guide"), models, strict=True):
         model.save_pretrained(folder / name)
     vae.save_dalle(folder / "vae.pt")
+    torch.save(public_vqgan("vqgan"), folder / "vqgan.pt")
     laion(folder / "decoder.pth")
     _write_sharded(folder / "sharded", vae)
     write_images(folder / "images")

@@ -1,0 +1,58 @@
+"""The files of public packages that `convert.py` reads and writes, by the name that --to gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..discrete_vae import DiscreteVAE
+from .description import describe_dalle_file
+from .muse import (
+    describe_public_vqgan,
+    is_public_vqgan,
+    load_public_discriminator,
+    load_public_vqgan,
+    save_public_vqgan,
+)
+from .public_decoder import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
+
+
+class PublicFormat(NamedTuple):
+    """A kind of file. All of its functions raise ValueError, in one line, for files and models that do not fit."""
+
+    model: str
+    """Name of the class of what it holds."""
+    is_format: Callable[[Path], bool]
+    load: Callable[[Path, str], Any]
+    """(path, "best", "ema" or "online") -> model in eval mode."""
+    save: Callable[..., str | None]
+    """(model, path), and a discriminator by that name if the format has one -> what to say of the file."""
+    describe: Callable[[Path], dict[str, Any]]
+    load_discriminator: Callable[[Path], Any] | None = None
+    """path -> the discriminator in the file, or None; None for a format that has none."""
+
+
+def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
+    if weights != "best":
+        raise ValueError(f"--weights {weights} is for checkpoints; {path} holds one set of weights: leave it out")
+    return DiscreteVAE.from_dalle(path)
+
+
+# A file belongs to the first that takes it.
+FORMATS = {
+    "dalle2": PublicFormat(
+        "Decoder", is_public_decoder, lambda path, weights: load_public_decoder([path], weights=weights),
+        save_public_decoder, describe_public_decoder,
+    ),
+    "muse": PublicFormat(
+        "VQGAN", is_public_vqgan, lambda path, weights: load_public_vqgan(path, weights=weights), save_public_vqgan,
+        describe_public_vqgan, load_public_discriminator,
+    ),
+    "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),
+}  # fmt: skip
+
+
+def format_of(path: Path) -> PublicFormat:
+    """The format of a file. Reads little of it, and runs none of its code."""
+    return next(public for public in FORMATS.values() if public.is_format(path))

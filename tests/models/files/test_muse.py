@@ -1,0 +1,192 @@
+"""VQGanVAE of muse-maskgit-pytorch: the public weights give the public codes and images, what goes out comes back, and
+what has no counterpart is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models import VQGAN, Discriminator
+from models.files.muse import (
+    describe_public_vqgan,
+    is_public_vqgan,
+    load_public_discriminator,
+    load_public_vqgan,
+    save_public_vqgan,
+)
+from tests.models.helpers import Call, assert_same_bits, one_line_of, some_images
+from tests.models.reference import tokenizers
+
+STATE = tokenizers.state_of("vqgan")
+IMAGES = tokenizers.images("vqgan")
+SMALL: dict[str, Any] = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256}
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Path:
+    torch.save(STATE, tmp_path / "vae.pt")
+    return tmp_path / "vae.pt"
+
+
+def expected(name: str) -> Tensor:
+    return tokenizers.stored_output("vqgan", name)
+
+
+def test_public_weights_give_the_public_codes_images_and_logits(public: Path) -> None:
+    """Of the package itself. Images of 16 x 32 pixels, two levels with one and two residual blocks."""
+    model, discriminator = load_public_vqgan(public), load_public_discriminator(public)
+    assert discriminator is not None and not model.training
+    assert torch.equal(model.encode(IMAGES), expected("codes"))
+    with torch.no_grad():
+        # It projects by matrices, and we by convolutions.
+        torch.testing.assert_close(model.decode(expected("codes")), expected("reconstruction"), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(IMAGES).reconstruction, expected("reconstruction"), rtol=0, atol=1e-5)
+        torch.testing.assert_close(discriminator(IMAGES), expected("logits"), rtol=0, atol=1e-5)
+
+
+def test_what_is_written_is_the_public_state_dict_bit_by_bit_with_the_arguments_that_load_it(
+    public: Path, tmp_path: Path
+) -> None:
+    said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt", load_public_discriminator(public))
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert_same_bits(back, STATE)
+    assert all(tensor.is_contiguous() for tensor in back.values())
+    call = said.partition("VQGanVAE")[2]
+    assert eval(f"dict{call}") == {**tokenizers.VQGAN, "channels": 3}
+
+
+def test_without_its_discriminator_a_model_is_loaded_without_one(public: Path, tmp_path: Path) -> None:
+    said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt")
+    assert said.endswith("encdec_num_resnet_blocks=(1, 2), use_vgg_and_gan=False)")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert_same_bits(back, {name: tensor for name, tensor in STATE.items() if not name.startswith("discr.")})
+    assert load_public_discriminator(tmp_path / "back.pt") is None
+    other = Discriminator(dim=32, layers=2)
+    said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt", other)
+    assert "its discriminator is left out: its dim is 32, and that of a VQGanVAE would have 16" in said
+    assert load_public_discriminator(tmp_path / "back.pt") is None
+
+
+def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
+    """Its checkpoint, with two optimizers; its moving average, beside the weights as trained; and safetensors."""
+    moments = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1e-4}]}
+    online = {name: tensor + 1 for name, tensor in STATE.items()}
+    average = {"initted": torch.tensor(True), "step": torch.tensor(7)}
+    average |= {f"ema_model.{name}": tensor for name, tensor in STATE.items()}
+    average |= {f"online_model.{name}": tensor for name, tensor in online.items()}
+    torch.save({"model": STATE, "optim": moments, "discr_optim": moments}, tmp_path / "trainer.pt")
+    torch.save(average, tmp_path / "vae.0.ema.pt")
+    save_file(STATE, tmp_path / "vae.safetensors")
+    torch.save(STATE, tmp_path / "vae.pt")
+    plain = load_public_vqgan(tmp_path / "vae.pt").state_dict()
+    for name in ("trainer.pt", "vae.0.ema.pt", "vae.safetensors"):
+        assert is_public_vqgan(tmp_path / name)
+        assert_same_bits(load_public_vqgan(tmp_path / name).state_dict(), plain)
+    trained = load_public_vqgan(tmp_path / "vae.0.ema.pt", weights="online").state_dict()
+    assert_same_bits(trained, {name: tensor + 1 for name, tensor in plain.items()})
+    with pytest.raises(ValueError, match=r"--weights ema: .*vae.pt holds one set of weights; leave it out"):
+        load_public_vqgan(tmp_path / "vae.pt", weights="ema")
+
+
+def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
+    """The public package projects nothing where the last level has as many channels as a code has bits."""
+    torch.manual_seed(0)
+    source = VQGAN(image_size=16, dim=16, num_layers=1, codebook_size=256)
+    save_public_vqgan(source, tmp_path / "vae.pt")
+    state = torch.load(tmp_path / "vae.pt", weights_only=True)
+    state = {name: tensor for name, tensor in state.items() if "project" not in name}
+    state["quantizer.mask"] = 2 ** torch.arange(15, -1, -1)
+    torch.save(state, tmp_path / "vae.pt")
+    model, images = load_public_vqgan(tmp_path / "vae.pt"), some_images(size=16)
+    with torch.no_grad():
+        features = source.encoder[:-1](images)
+    bits = (features > 0).long() * 2 ** torch.arange(15, -1, -1)[:, None, None]
+    assert torch.equal(model.encode(images), bits.sum(dim=1))
+    with pytest.raises(
+        ValueError, match=r"has no projections to codes where the last level has as many channels .* 16"
+    ):
+        save_public_vqgan(model, tmp_path / "back.pt")
+
+
+def test_the_description_of_a_file_says_what_follows_from_its_shapes(public: Path) -> None:
+    facts = describe_public_vqgan(public)
+    assert facts["kind"] == "muse-maskgit-pytorch 0.3.5 file" and facts["model"] == "VQGAN"
+    sizes = {"dim": 16, "channels": 3, "num_layers": 2, "num_resnet_blocks": [1, 2], "codebook_size": 256}
+    assert facts["arguments"].items() >= sizes.items()
+    assert facts["parameters"] == sum(tensor.numel() for tensor in load_public_vqgan(public).state_dict().values())
+    assert facts["discriminator"].items() >= {"dim": 16, "channels": 3, "layers": 2}.items()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        ({"quantizer": "fsq"}, "has the quantizer lfq alone, and this model has fsq"),
+        ({"quantizer": "bsq"}, "has the quantizer lfq alone, and this model has bsq"),
+        ({"dim": 8}, "demands a dim that is a multiple of 16, and this model has 8"),
+    ],
+)
+def test_a_model_that_the_public_package_has_not_is_refused(
+    sizes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        save_public_vqgan(VQGAN(**{**SMALL, **sizes}), tmp_path / "vae.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def without(state: State, *names: str) -> State:
+    return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
+
+
+MISTAKES: dict[str, tuple[Callable[[State], Any], str]] = {
+    "vector quantizer": (
+        lambda state: {**state, "quantizer._codebook.embed": torch.zeros(1, 4, 8)}, "only those of LFQ"
+    ),
+    "several codebooks": (lambda state: {**state, "quantizer.mask": torch.ones(4)}, "several codebooks"),
+    "first kernel": (lambda state: {**state, "enc_dec.encoders.0.weight": torch.zeros(16, 3, 7, 7)}, "is 7 x 7"),
+    "level multipliers": (
+        lambda state: {**state, "enc_dec.encoders.3.0.weight": torch.zeros(48, 16, 4, 4)}, "those of a VQGAN double"
+    ),
+    "no encoder": (lambda state: without(state, "enc_dec.encoders"), "it lacks enc_dec.encoders.0.weight"),
+    "no levels": (lambda state: without(state, *(f"enc_dec.encoders.{i}." for i in range(1, 6))), "have [] channels"),
+    "another weight": (lambda state: {**state, "transformer.weight": torch.zeros(1)}, "holds transformer.weight"),
+    "a missing weight": (lambda state: without(state, "enc_dec.decoders.2.0.bias"), "decoder.3.0.bias should have"),
+    "half a projection": (
+        lambda state: without(state, "quantizer.project_out.weight"), "should have shape (32, 8, 1, 1)"
+    ),
+    "a wide code": (
+        lambda state: {**without(state, "quantizer.mask"), "quantizer.project_in.weight": torch.zeros(64, 32)},
+        "64 bits; a VQGAN has at most 22",
+    ),
+    "whole numbers": (lambda state: {**state, "enc_dec.decoders.5.bias": torch.ones(3).long()}, "of the kind"),
+    "a call": (lambda state: {**state, "enc_dec.x": Call(print, "ran")}, "without running code"),
+    "a list": (lambda state: [state], "holds a list, not a dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "complaint"), MISTAKES.values(), ids=MISTAKES)
+def test_another_file_is_refused_in_one_line(
+    change: Callable[[State], Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(change(STATE), tmp_path / "vae.pt")
+    assert complaint in one_line_of(load_public_vqgan, tmp_path / "vae.pt")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("layers.0.0.weight", "it lacks discr.layers.0.0.weight, the weights of a convolution"),
+        ("layers.2.0.weight", "to_logits.0.weight should have shape (16, 16, 1, 1), not (32, 32, 1, 1)"),
+        ("to_logits.2.bias", "to_logits.2.bias should have shape (1,), not none"),
+    ],
+)
+def test_half_a_discriminator_is_refused(name: str, complaint: str, tmp_path: Path) -> None:
+    torch.save(without(STATE, f"discr.{name}"), tmp_path / "vae.pt")
+    assert complaint in one_line_of(load_public_discriminator, tmp_path / "vae.pt")
