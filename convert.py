@@ -31,6 +31,7 @@ from trained import (
     load_discriminator,
     load_model,
     read_parts,
+    write_model,
 )
 from training.flags.converters import average_length
 from training.flags.parser import ArgumentParser
@@ -66,6 +67,11 @@ def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     return as_flags({name: value for name, value in config.items() if name != "channels"})
 
 
+def mulan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with which train_mulan.py builds a MuLaN of these arguments, but for its tokenizer."""
+    return as_flags({name: value for name, value in config.items() if name != "vocab_size"})
+
+
 def tokenizer_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with which train_tokenizer.py builds a VideoTokenizer of these arguments; ValueError if it cannot."""
     from inspect import signature
@@ -92,7 +98,10 @@ def as_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
-FLAGS = {"DiscreteVAE": vae_flags, "VQGAN": vqgan_flags, "VideoTokenizer": tokenizer_flags, "Decoder": decoder_flags}
+FLAGS = {
+    "DiscreteVAE": vae_flags, "VQGAN": vqgan_flags, "MuLaN": mulan_flags, "VideoTokenizer": tokenizer_flags,
+    "Decoder": decoder_flags,
+}  # fmt: skip
 
 
 def build_parser() -> ArgumentParser:
@@ -215,7 +224,7 @@ def export(args: argparse.Namespace) -> None:
     out = new_output(args, is_folder, f"--to {args.to}")
     model, note = load_model(path, args.weights), None
     if is_folder:
-        model.save_pretrained(out)
+        write_model(model, path, out)
     else:
         public = FORMATS[args.to]
         if type(model).__name__ != public.model:
@@ -249,7 +258,7 @@ def average(args: argparse.Namespace) -> None:
             "choose a length nearer to theirs, save more often, or train with several --ema_power"
         )
     model.load_state_dict(weights, strict=False)
-    model.save_pretrained(out)
+    write_model(model, run, out)
     print(f"wrote {out}: {described(model)}, averaged over {updates} updates; it misses {distance:.2%} of the profile")
 
 
@@ -262,11 +271,12 @@ def import_weights(args: argparse.Namespace) -> None:
     """Copy the weights into a new run folder, and write a start.yaml with their path and the flags that they need."""
     import yaml
 
+    from data.tokenizers import FILE
     from tandem.files.writing import write_atomically
 
     path, run_dir = Path(args.path), Path(args.run_dir)
     # start.yaml is written last, so a folder without it is what a try left that did not finish.
-    unfinished = {f"{dot}{name}{end}" for name in ("model.safetensors", "config.json")
+    unfinished = {f"{dot}{name}{end}" for name in ("model.safetensors", "config.json", FILE)
                   for dot, end in (("", ""), (".", ".tmp"))}  # fmt: skip
     if run_dir.exists() and not _holds_only(run_dir, unfinished):
         raise ValueError(f"{run_dir} exists already; give a new folder")
@@ -276,7 +286,9 @@ def import_weights(args: argparse.Namespace) -> None:
         raise ValueError(f"no script trains a {type(model).__name__}")
     script, start, weights = found[0], run_dir / "start.yaml", run_dir / "init"
     settings = {**FLAGS[script.model](model.config), "init_from": str(weights), "output_dir": str(run_dir)}
-    model.save_pretrained(weights)
+    write_model(model, path, weights)
+    if script.has_tokenizer:
+        settings["tokenizer"] = str(weights / FILE) if (weights / FILE).exists() else "clip"
     if path.is_file() and (discriminator := load_discriminator(path)):
         discriminator.save_pretrained(weights / DISCRIMINATOR)
         settings |= {f"discr_{name}": discriminator.config[name] for name in ("dim", "layers")}

@@ -67,7 +67,7 @@ def build_parser() -> ArgumentParser:
     add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
         help="part of the patches that is left out in training")
     add("--dim_latent", type=size, default=128, metavar="DIM", help="width of the common space")
-    add("--init_from", metavar="DIR", help="start from a run, or its model/ or best/ folder")
+    add("--init_from", metavar="DIR", help="start from a run, a checkpoint, or a model/ or best/ folder")
 
     add = parser.add_argument_group("loss").add_argument
     add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",

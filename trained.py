@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from training.run.starts import script_of
@@ -29,6 +30,7 @@ class Script:
     weights: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # parts of a checkpoint -> weights of the model
     # Weights -> what build_model needs besides the arguments.
     of_weights: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda weights: ()
+    has_tokenizer: bool = False  # a folder of its model holds a tokenizer's file, too
 
 
 def weights_of(part: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
@@ -57,9 +59,15 @@ def widths_of_decoder(weights: Mapping[str, Any]) -> tuple[dict[str, Any]]:
     return (widths_of(weights),)
 
 
+def vocabulary_of_mulan(weights: Mapping[str, Any]) -> tuple[SimpleNamespace]:
+    """What a MuLaN is built from beside the arguments: the size of its tokenizer's vocabulary."""
+    return (SimpleNamespace(vocab_size=len(weights["text.tokens.weight"])),)
+
+
 SCRIPTS = (
     Script("train_vae", "DiscreteVAE", weights_of("engine")),
     Script("train_vqgan", "VQGAN", weights_of("generator")),
+    Script("train_mulan", "MuLaN", weights_of("engine"), vocabulary_of_mulan, has_tokenizer=True),
     Script("train_tokenizer", "VideoTokenizer", weights_of("generator")),
     Script("train_decoder", "Decoder", weights_of_unets, widths_of_decoder),
 )
@@ -99,7 +107,7 @@ def model_folder(path: str | Path, *kinds: str) -> Path:
     folder = _find_or_write_model(Path(path))
     kind = read_config(folder)[0]
     if kinds and kind not in kinds:
-        makers = {script.model: script.module for script in SCRIPTS} | {"MuLaN": "train_mulan"}
+        makers = {script.model: script.module for script in SCRIPTS}
         of_script = f" of {makers[kind]}.py" if kind in makers else ""
         raise ValueError(f"{path} holds a {kind[:80]}{of_script}, not a {' or a '.join(kinds)}")
     return folder
@@ -116,14 +124,53 @@ def _find_or_write_model(path: Path) -> Path:
     step = read_json_or_empty(model / "training.json").get("step")
     if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
         return model
-    if kind == "checkpoint" and script_of(where.parent.parent) == "train_mulan.py":
-        if (best / CONFIG_FILE).is_file():
-            return best
-        raise ValueError(f"{path}: of train_mulan.py, give the run folder, or best/ or model/ in it: no checkpoint")
+    if script_of(path) == "train_mulan.py" and (best / CONFIG_FILE).is_file():
+        return best
     folder = Path(tempfile.mkdtemp(prefix="model-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    load_model(where, "best").save_pretrained(folder / where.name)
+    write_model(load_model(where, "best"), where, folder / where.name)
     return folder / where.name
+
+
+def write_model(model: Any, source: Path, folder: Path) -> None:
+    """Write a model folder of a model that came from ``source``: with its tokenizer's file, if it has one.
+
+    Raises:
+        ValueError: one line, if the tokenizer is not to be found.
+        OSError: one line, if the folder could not be written.
+    """
+    from data.tokenizers import FILE
+    from tandem.files.writing import write_atomically
+
+    if any(script.has_tokenizer for script in SCRIPTS if script.model == type(model).__name__):
+        content = tokenizer_of(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        if content:
+            write_atomically(folder / FILE, content)
+        else:
+            (folder / FILE).unlink(missing_ok=True)  # of the model that was there before
+    model.save_pretrained(folder)
+
+
+def tokenizer_of(path: Path) -> bytes:
+    """Content of the tokenizer.json that belongs to the model at ``path``; empty for the tokenizer of CLIP, which has
+    no file. Raises ValueError, in one line, if a checkpoint's tokenizer is gone."""
+    from data.tokenizers import FILE, sha256_of_tokenizer
+    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
+
+    kind, where = find(path)
+    if kind == "model":
+        return read_bytes(where / FILE, LONGEST_JSON_BYTES) if (where / FILE).exists() else b""
+    run = Path(os.path.abspath(where)).parent.parent
+    name = str(arguments_of(run)[1].tokenizer)
+    wanted = read_parts(where)[0].get("tokenizer", {}).get("sha256")
+    for file in (Path(name).expanduser(), run / "model" / FILE, run / "best" / FILE):
+        content = read_bytes(file, LONGEST_JSON_BYTES) if file.is_file() else b""
+        if sha256_of_tokenizer(name, content) == wanted:
+            return content
+    raise ValueError(
+        f"{where}: the tokenizer {name} that it was trained with is gone or has changed, and the model needs it"
+    )
 
 
 def read_parts(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -69,7 +69,7 @@ class Tokenizer:
 
     def state_dict(self) -> dict[str, str]:
         """What a checkpoint keeps: the digest of the file, not its path."""
-        return {"sha256": hashlib.sha256(self._content or self.name.encode()).hexdigest()}
+        return {"sha256": sha256_of_tokenizer(self.name, self._content)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if a checkpoint was trained with another tokenizer."""
@@ -81,6 +81,11 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, int]]:
         return open_tokenizer, (self.name, self.max_text_tokens)
+
+
+def sha256_of_tokenizer(name: str, content: bytes) -> str:
+    """The digest of a tokenizer by the content of its file, or by its name if it has none."""
+    return hashlib.sha256(content or name.encode()).hexdigest()
 
 
 def open_tokenizer(spec: str, max_text_tokens: int) -> Tokenizer:

@@ -19,14 +19,17 @@ from torch import Tensor
 
 import convert
 import train_decoder
+import train_mulan
 import train_tokenizer
 import train_vae
 import train_vqgan
-from models import VQGAN, Decoder, DiscreteVAE, VideoTokenizer
+from data.tokenizers import open_tokenizer
+from models import VQGAN, Decoder, DiscreteVAE, MuLaN, VideoTokenizer
 from models.files.dalle import HPARAMS
 from tests.models.helpers import TOKENIZER, assert_same_bits
 from tests.models.reference import tokenizers
-from tests.scripts import DECODER, VIDEO_TOKENIZER, words
+from tests.scripts import DECODER, MULAN, VIDEO_TOKENIZER, words
+from tests.scripts import TOKENIZER as TOKENIZER_FILE
 from tests.scripts import VQGAN as VQGAN_SCRIPT
 from trained import SCRIPTS, model_folder
 from training.profiles import Profile, coefficients, exponent_of
@@ -261,6 +264,46 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
     line = refused("import", tmp_path / "odd", tmp_path / "other")
     assert "train_tokenizer.py trains with channels 3 alone, this model has 4" in line
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("given", [TOKENIZER_FILE, "clip"], ids=["tokenizer.json", "clip"])
+def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer(
+    given: str, tmp_path: Path, inspected: Any, refused: Any
+) -> None:
+    run, new, own = tmp_path / "run", tmp_path / "new", tmp_path / "words.json"
+    has_file = given != "clip"
+    if has_file:
+        shutil.copy(given, own)
+    said = ["--tokenizer", str(own) if has_file else "clip", "--hierarchical_layers", "1", "--ema_decay", "0.5"]
+    MULAN.train(run, *said, "--max_steps", "2", "--save_every_n_steps", "1")
+    early = run / "checkpoints" / "step_00000001"
+    content = model_of(run)
+    assert ("tokenizer.json" in content) == has_file
+    for path in (run, checkpoint_of(run), run / "model"):
+        converted("export", path, "--to", "model", tmp_path / "out", "--force")
+        assert contents(tmp_path / "out") == content
+    converted("export", early, "--to", "model", tmp_path / "early", "--weights", "online")
+    of_engine = load_file(early / "engine.safetensors")
+    assert_same_bits(MuLaN.from_pretrained(tmp_path / "early"), {
+        name.removeprefix("weights/"): tensor for name, tensor in of_engine.items() if name.startswith("weights/")
+    })  # fmt: skip
+    assert inspected(early)["parts"]["engine"]["optimizer_step"] == 1
+    assert contents(model_folder(early, "MuLaN")).keys() == content.keys()
+    converted("import", early, new)
+    settings = yaml.safe_load((new / "start.yaml").read_text())
+    assert settings["tokenizer"] == (str(new / "init" / "tokenizer.json") if has_file else "clip")
+    args = train_mulan.build_parser().parse(["--config", str(new / "start.yaml")])
+    words = open_tokenizer(args.tokenizer, args.max_text_tokens)
+    assert_same_bits(train_mulan.build_model(args, words), MuLaN.from_pretrained(model_folder(early, "MuLaN")))
+    if has_file:
+        own.write_text("another")  # those in model/ and best/ are the run's own
+        converted("export", early, "--to", "model", tmp_path / "again")
+        assert contents(tmp_path / "again")["tokenizer.json"] == content["tokenizer.json"]
+        for folder in (run / "model", run / "best"):
+            (folder / "tokenizer.json").unlink(missing_ok=True)
+        line = refused("export", early, "--to", "model", tmp_path / "lost")
+        assert f"the tokenizer {own} that it was trained with is gone or has changed" in line
+        assert not (tmp_path / "lost").exists()
 
 
 def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_package(
@@ -636,7 +679,8 @@ def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:
     for script in SCRIPTS:
         module: Any = __import__(script.module)
         assert callable(module.build_parser) and callable(module.build_model)
-        weights = {"unets.0.image_to_tokens.0.weight": torch.zeros(4, 512)}  # from which widths of data are known
+        # From these weights widths of data and the vocabulary are known.
+        weights = {"unets.0.image_to_tokens.0.weight": torch.zeros(4, 512), "text.tokens.weight": torch.zeros(9, 512)}
         model = module.build_model(module.build_parser().parse([]), *script.of_weights(weights))
         assert type(model).__name__ == script.model
         # The discriminator is no part of the model.

@@ -453,9 +453,6 @@ def test_training_starts_from_the_weights_of_another_run(
     of_run: str, script: Script, finished: Path, tmp_path: Path
 ) -> None:
     said = [*script.eight, "--init_from", str(finished / of_run), "--learning_rate", "1e-30", "--max_steps", "1"]
-    if script.name == "train_mulan" and "checkpoints" in of_run:
-        assert "or best/ or model/ in it: no checkpoint" in script.refused(tmp_path, *said)
-        return
     script.train(tmp_path, *said)
     ours, theirs = (
         dict(script.model.from_pretrained(run / "model").named_parameters()) for run in (tmp_path, finished)
