@@ -83,7 +83,7 @@ def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
     import torch
 
     from models import Decoder, build_in_memory
-    from trained import model_folder
+    from trained import load_from
 
     torch.manual_seed(args.seed)
     decoder = build_in_memory(
@@ -92,7 +92,7 @@ def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
         lowres_noise_level=args.lowres_noise_level,
     )  # fmt: skip
     if args.init_from:
-        decoder.load_weights_from(model_folder(args.init_from, "Decoder"))
+        load_from(args.init_from, "Decoder", decoder.load_weights_from)
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder

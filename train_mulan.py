@@ -124,15 +124,18 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     import torch
 
     from models import MuLaN, build_in_memory
-    from trained import model_folder
+    from trained import load_from, tokenizer_file
 
     torch.manual_seed(args.seed)
-    names = (*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)
-    arguments = {name: getattr(args, name) for name in names}
+    arguments = {name: getattr(args, name) for name in (*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)}
     model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
     if args.init_from:
-        tokenizer.require_same(folder := model_folder(args.init_from, "MuLaN"))
-        model.load_weights_from(folder)
+
+        def load(folder: Path) -> None:
+            tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
+            model.load_weights_from(folder)
+
+        load_from(args.init_from, "MuLaN", load)
     return model
 
 

@@ -132,14 +132,14 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
 
     from models import VideoTokenizer, build_in_memory
     from models.video.layers import check_frames
-    from trained import model_folder
+    from trained import load_from
 
     torch.manual_seed(args.seed)
     generator = build_in_memory(VideoTokenizer, **{name: getattr(args, name) for name in GENERATOR})
     check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
         load = generator.inflate_from if args.inflate else generator.load_weights_from
-        load(model_folder(args.init_from, "VideoTokenizer"))
+        load_from(args.init_from, "VideoTokenizer", load)
     if args.train_decoder_only:
         generator.freeze_encoder()
     return generator

@@ -111,7 +111,7 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     import torch
 
     from models import DiscreteVAE, build_in_memory
-    from trained import model_folder
+    from trained import load_from
 
     torch.manual_seed(args.seed)
     model = build_in_memory(
@@ -131,8 +131,10 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     )
     if args.init_from:
         try:
-            is_file = Path(args.init_from).is_file()
-            model.load_weights_from(args.init_from if is_file else model_folder(args.init_from, "DiscreteVAE"))
+            if Path(args.init_from).is_file():
+                model.load_weights_from(args.init_from)
+            else:
+                load_from(args.init_from, "DiscreteVAE", model.load_weights_from)
         except ValueError as error:
             # Parameters are renamed to flags after this phrase only: the path in front of it stays as it is.
             before, needed, differing = str(error).partition("; they need ")

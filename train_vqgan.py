@@ -111,7 +111,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     import torch
 
     from models import VQGAN, build_in_memory
-    from trained import model_folder
+    from trained import load_from
 
     torch.manual_seed(args.seed)
     names = (
@@ -122,7 +122,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     blocks = [first, *others] if others else first
     model = build_in_memory(VQGAN, num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
     if args.init_from:
-        model.load_weights_from(model_folder(args.init_from, "VQGAN"))
+        load_from(args.init_from, "VQGAN", model.load_weights_from)
     return model
 
 

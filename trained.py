@@ -113,6 +113,16 @@ def model_folder(path: str | Path, *kinds: str) -> Path:
     return folder
 
 
+def load_from(path: str, kind: str, load: Callable[[Path], None]) -> None:
+    """Call ``load`` with the model folder of a ``kind`` for what a user calls a model, see `model_folder`. Errors name
+    ``path``, because the folder may be a temporary one."""
+    folder = model_folder(path, kind)
+    try:
+        load(folder)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(folder), path)) from None
+
+
 def _find_or_write_model(path: Path) -> Path:
     from models.files.pretrained import CONFIG_FILE
     from tandem.files.reading import read_json_or_empty
@@ -140,34 +150,36 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
         OSError: one line, if the folder could not be written.
     """
     from data.tokenizers import FILE
+    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
     from tandem.files.writing import write_atomically
 
     if any(script.has_tokenizer for script in SCRIPTS if script.model == type(model).__name__):
-        content = tokenizer_of(source)
+        file = tokenizer_file(source)
         folder.mkdir(parents=True, exist_ok=True)
-        if content:
-            write_atomically(folder / FILE, content)
+        if file is not None:
+            write_atomically(folder / FILE, read_bytes(file, LONGEST_JSON_BYTES))
         else:
             (folder / FILE).unlink(missing_ok=True)  # of the model that was there before
     model.save_pretrained(folder)
 
 
-def tokenizer_of(path: Path) -> bytes:
-    """Content of the tokenizer.json that belongs to the model at ``path``; empty for the tokenizer of CLIP, which has
-    no file. Raises ValueError, in one line, if a checkpoint's tokenizer is gone."""
+def tokenizer_file(path: Path) -> Path | None:
+    """The tokenizer.json that belongs to the MuLaN at ``path``; None for the tokenizer of CLIP, which has no file.
+    Raises ValueError, in one line, if a checkpoint's tokenizer is gone."""
     from data.tokenizers import FILE, sha256_of_tokenizer
     from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
 
     kind, where = find(path)
     if kind == "model":
-        return read_bytes(where / FILE, LONGEST_JSON_BYTES) if (where / FILE).exists() else b""
+        return where / FILE if (where / FILE).exists() else None
     run = Path(os.path.abspath(where)).parent.parent
     name = str(arguments_of(run)[1].tokenizer)
     wanted = read_parts(where)[0].get("tokenizer", {}).get("sha256")
+    if wanted == sha256_of_tokenizer(name, b""):
+        return None
     for file in (Path(name).expanduser(), run / "model" / FILE, run / "best" / FILE):
-        content = read_bytes(file, LONGEST_JSON_BYTES) if file.is_file() else b""
-        if sha256_of_tokenizer(name, content) == wanted:
-            return content
+        if file.is_file() and sha256_of_tokenizer(name, read_bytes(file, LONGEST_JSON_BYTES)) == wanted:
+            return file
     raise ValueError(
         f"{where}: the tokenizer {name} that it was trained with is gone or has changed, and the model needs it"
     )

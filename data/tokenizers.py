@@ -57,14 +57,13 @@ class Tokenizer:
         if self._content:
             Path(folder, FILE).write_bytes(self._content)
 
-    def require_same(self, model_folder: str | os.PathLike[str]) -> None:
-        """Raise ValueError, in one line, if a model's folder holds another tokenizer's file, or lacks this one's."""
-        path = Path(model_folder, FILE)
-        theirs = read_bytes(path, LONGEST_JSON_BYTES) if path.is_file() else b""
-        if theirs != self._content:
+    def require_same(self, model: str, path: Path | None) -> None:
+        """Raise ValueError, in one line, if the model that the user calls ``model`` has another tokenizer: it has that
+        of the file at ``path``, or that of CLIP."""
+        if (b"" if path is None else read_bytes(path, LONGEST_JSON_BYTES)) != self._content:
             raise ValueError(
-                f"the model in {os.fspath(model_folder)} was trained with another tokenizer than {self.name}: give "
-                f"--tokenizer {path if theirs else _NAME_OF_CLIP}"
+                f"the model in {model} was trained with another tokenizer than {self.name}: give --tokenizer "
+                f"{path or _NAME_OF_CLIP}"
             )
 
     def state_dict(self) -> dict[str, str]:

@@ -295,6 +295,10 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer
     args = train_mulan.build_parser().parse(["--config", str(new / "start.yaml")])
     words = open_tokenizer(args.tokenizer, args.max_text_tokens)
     assert_same_bits(train_mulan.build_model(args, words), MuLaN.from_pretrained(model_folder(early, "MuLaN")))
+    with pytest.raises(ValueError, match=f"in {early} was .* --tokenizer {own if has_file else 'clip'}$"):
+        other = open_tokenizer("clip" if has_file else str(TOKENIZER_FILE), args.max_text_tokens)
+        args.init_from = str(early)
+        train_mulan.build_model(args, other)
     if has_file:
         own.write_text("another")  # those in model/ and best/ are the run's own
         converted("export", early, "--to", "model", tmp_path / "again")

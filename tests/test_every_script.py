@@ -469,8 +469,9 @@ def test_weights_of_another_script_are_refused_by_its_name(script: Script, finis
 
 def test_weights_of_another_model_are_refused_by_what_differs(script: Script, finished: Path, tmp_path: Path) -> None:
     flag, (was, now) = next(iter(script.other_models.items()))
-    more = [*script.eight, "--init_from", str(finished / "model")]
-    assert f"{flag} {was}" in script.refused(tmp_path, *more, f"--{flag}", str(now))
+    for source in (finished / "model", finished / "checkpoints" / "step_00000008"):
+        line = script.refused(tmp_path, *script.eight, "--init_from", str(source), f"--{flag}", str(now))
+        assert f"{flag} {was}" in line and f"the weights in {source} are of another model" in line
 
 
 # Mistakes.
