@@ -279,6 +279,8 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer
     early = run / "checkpoints" / "step_00000001"
     content = model_of(run)
     assert ("tokenizer.json" in content) == has_file
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("of the model that was there before")
     for path in (run, checkpoint_of(run), run / "model"):
         converted("export", path, "--to", "model", tmp_path / "out", "--force")
         assert contents(tmp_path / "out") == content
