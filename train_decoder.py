@@ -171,7 +171,7 @@ def evaluate(
         whole = embed(batch)
         for number, unet in unets.items():
             network = backend.autocast()(decoder.unets[number - 1])  # as an engine: the loss stays outside
-            measured.add(number, *unet.validation_errors(network, whole, len(feed.valid_set)))
+            measured.add(number, *unet.validation_errors(network, whole, len(feed.validated)))
     decoder.train(was_training)
     return measured.result(backend.sum)
 
@@ -234,7 +234,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         errors = evaluate(model, feed, unets, embed, backend)
-        is_judged = args.n_evaluation_samples and ema.keeps(model) and run.due(args.evaluate_every_n_steps)
+        is_due = not feed.sees_whole_split and run.due(args.evaluate_every_n_steps)
+        is_judged = args.n_evaluation_samples and ema.keeps(model) and is_due
         return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge) if is_judged else {})}
 
     evaluation = Evaluation(

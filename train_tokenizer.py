@@ -205,7 +205,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models import VideoTokenizer
     from models.perceptual import load_perceptual
     from training.ema import make_ema
-    from training.measures.averages import usage_of_codes
     from training.measures.collapse import ReconstructionAlarm
     from training.noise import Noise
     from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, frames_of, reconstruction_loss
@@ -260,8 +259,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             is_punished = step % args.apply_grad_penalty_every == 0
             of_critic = adversaries.discriminator_step(batch, fakes, step, with_penalty=is_punished)
             run.log(discr_grad_norm=of_critic.grad_norm)
-        if run.line_due:
-            run.log(**usage_of_codes(codes, generator.num_codes, backend.sum))
+        run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])
 
 

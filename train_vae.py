@@ -209,13 +209,18 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
         temperature = gumbel_temperature(step, args)
         vae.lr = learning_rate(step, args)
+        codes = []
         for micro in vae.micro_batches(batch):
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
-            out = vae(data.to_unit_range(micro["images"]), noise=gumbel, temperature=temperature)
+            out = vae(
+                data.to_unit_range(micro["images"]), noise=gumbel, temperature=temperature, with_codes=run.codes_due
+            )
             vae.backward(out.loss)
+            codes += [] if out.codes is None else [out.codes]
             run.add(loss=out.loss, recon_loss=out.recon_loss, kl=out.kl)
         update = vae.step()
         ema.update()
+        run.log_codes(codes, model.num_codes)
         run.log(update, temperature=temperature)
 
 

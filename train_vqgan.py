@@ -199,7 +199,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models import VQGAN
     from models.perceptual import load_perceptual
     from training.ema import make_ema
-    from training.measures.averages import usage_of_codes
     from training.measures.collapse import ReconstructionAlarm
     from training.objectives.adversarial import last_layer_gradient
     from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, reconstruction_loss
@@ -250,8 +249,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
             discr_update = adversaries.discriminator_step(batch, fakes, step, with_penalty=with_penalty)
             run.log(discr_grad_norm=discr_update.grad_norm)
-        if run.line_due:
-            run.log(**usage_of_codes(codes, generator.num_codes, backend.sum))
+        run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])
 
 

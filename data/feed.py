@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import socket
@@ -15,10 +16,11 @@ from torch import Tensor
 from .bad_samples import BadSample, BadSampleLog
 from .contracts import Processes, Samples
 from .images.sets import open_images
-from .order import AlternatingOrder, Split, TrainingOrder, share, split_samples
+from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_samples
 from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
+_TRAINED_PER_VALIDATED = 10  # samples between two validations for each sample that a validation sees by default
 
 
 class Joined:
@@ -54,7 +56,8 @@ class Feed(Generic[BatchType]):
 
     Args:
         open_samples: Opens the set. It may raise ValueError on some processes only.
-        args: batch_size, valid_fraction, seed (of the order), num_workers and on_bad_sample.
+        args: batch_size, valid_fraction, valid_samples, validate_every_n_steps, seed (of the order), num_workers and
+            on_bad_sample.
         split_seed: Seed of the split into training and validation.
         divide: Splits the set into training, validation and test; without it, there is no test split. It may raise
             ValueError.
@@ -94,6 +97,7 @@ class Feed(Generic[BatchType]):
             n, by_seed = len(first), (split_seed, args.batch_size)
             parts = divide(first) if divide else split_samples(n, args.valid_fraction, 0.0, *by_seed)
             self.train_set, self.valid_set, self.test_set = parts
+            self._part = part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
             self._order: dict[str, Any] = {"seed": args.seed}
             if second is not None:
@@ -103,6 +107,7 @@ class Feed(Generic[BatchType]):
                     TrainingOrder(self.train_set, args.seed), TrainingOrder(range(len(second)), args.seed),
                     every=second_every, batch_size=args.batch_size, offset=n,
                 )  # fmt: skip
+        self.sees_whole_split = False
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
@@ -112,6 +117,11 @@ class Feed(Generic[BatchType]):
         self._unreported: list[BadSample] = []
         self._said_incomplete = 0
 
+    @property
+    def validated(self) -> Indices:
+        """The samples of the validation split that a pass of `validation` sees."""
+        return self.valid_set if self.sees_whole_split else self._part
+
     def summary(self) -> str:
         """What the data is and how it is split, in one line."""
         parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
@@ -120,6 +130,8 @@ class Feed(Generic[BatchType]):
         asked = share(n, self._valid_fraction)
         if len(self.valid_set) == self._batch_size > asked:
             counts[1] += f" (a batch is the least; --valid_fraction {self._valid_fraction:g} alone is {asked})"
+        if len(self.validated) < len(self.valid_set):
+            counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
         if more := len(self.samples) - n:
             counts.append(f"and {more} of the second set to train on")
         return f"{self._source}: {', '.join(counts)}"
@@ -127,15 +139,16 @@ class Feed(Generic[BatchType]):
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
-        self._validation, self._test = (
-            ValidationStream(self.samples, part, **self._loading) for part in (self.valid_set, self.test_set)
+        parts = (self._part, self.valid_set, self.test_set)
+        self._validation, self._whole_validation, self._test = (
+            ValidationStream(self.samples, part, **self._loading) for part in parts
         )
         order = {**self._order, "start_samples": start_samples}
         self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
             batch = next(self._batches)
             # Inside the agreement, because reading the first batches may fail on some processes only.
-            self._preview_batches = iter(self._validation) if len(self.valid_set) else iter([{**batch, "bad": []}])
+            self._preview_batches = iter(self._validation) if len(self._part) else iter([{**batch, "bad": []}])
             self._first_preview = next(self._preview_batches)
         self._unreported += self._first_preview["bad"]
         return self._received(batch)
@@ -147,13 +160,23 @@ class Feed(Generic[BatchType]):
         return self._received(batch)
 
     def validation(self) -> Iterator[BatchType]:
-        """This process's part of one pass over the validation split."""
-        return map(self._received, self._processes.each("validation data", self._validation))
+        """This process's part of one pass over the `validated` part of the validation split."""
+        stream = self._whole_validation if self.sees_whole_split else self._validation
+        return map(self._received, self._processes.each("validation data", stream))
+
+    @contextlib.contextmanager
+    def whole_validation(self) -> Iterator[None]:
+        """Context in which `validation` sees the whole validation split."""
+        self.sees_whole_split = True
+        try:
+            yield
+        finally:
+            self.sees_whole_split = False
 
     def validation_samples(self, places: range) -> BatchType:
         """The samples at these places of the validation split, which begins again after its end, loaded in this process
         alone. Not collective."""
-        return self._received(self._validation.load(places))
+        return self._received(self._whole_validation.load(places))
 
     def others(self, samples: Samples, places: range) -> BatchType:
         """The samples at these places of another set of the same kind, which begins again after its end, loaded in this
@@ -217,6 +240,15 @@ class Feed(Generic[BatchType]):
             if isinstance(value, Tensor):
                 entries[key] = value.to(self._processes.device, non_blocking=True)
         return cast(BatchType, entries)
+
+
+def _validated_samples(n: int, args: argparse.Namespace) -> int:
+    """Of n samples of the validation split, how many a validation sees: the same for any number of processes, which
+    have to get one each."""
+    most = args.valid_samples
+    if most is None:  # none between the updates: the only validation is that of the end
+        most = math.ceil(args.batch_size * args.validate_every_n_steps / _TRAINED_PER_VALIDATED)
+    return min(n, max(most, args.batch_size)) if most else n
 
 
 def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:

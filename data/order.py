@@ -50,7 +50,7 @@ class Subset:
     """The dataset indices at places start..start+length-1 of a shuffle; `subset[i]` takes O(1) memory."""
 
     def __init__(self, permutation: Permutation, start: int, length: int) -> None:
-        self._permutation, self._start, self._length = permutation, start, length
+        self.permutation, self.start, self._length = permutation, start, length
 
     def __len__(self) -> int:
         return self._length
@@ -58,7 +58,22 @@ class Subset:
     def __getitem__(self, i: int) -> int:
         if not 0 <= i < self._length:
             raise IndexError(i)
-        return self._permutation(self._start + i)
+        return self.permutation(self.start + i)
+
+
+class Spread:
+    """`length` of some dataset indices, at equal distances; `spread[i]` takes O(1) memory."""
+
+    def __init__(self, indices: Indices, length: int) -> None:
+        self._indices, self._length = indices, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> int:
+        if not 0 <= i < self._length:
+            raise IndexError(i)
+        return self._indices[i * len(self._indices) // self._length]
 
 
 class Ranges:
@@ -78,7 +93,15 @@ class Ranges:
         return self._ranges[which][i - self._ends[which]]  # counted from the range's end
 
 
-Indices = Subset | Ranges | range
+Indices = Subset | Ranges | Spread | range
+
+
+def part_of(indices: Indices, length: int) -> Indices:
+    """`length` of the indices, always the same: the first ones of a shuffle, those at equal distances in ranges, whose
+    neighbours may be alike."""
+    if isinstance(indices, Subset):
+        return Subset(indices.permutation, indices.start, length)
+    return Spread(indices, length)
 
 
 class Split(NamedTuple):

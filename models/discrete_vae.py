@@ -29,6 +29,8 @@ class VAEOutput(NamedTuple):
     """0-d: mean squared error or smooth L1, in normalised space."""
     kl: Tensor
     """0-d: KL(q || uniform) in nats, a mean over batch and positions; in [0, ln num_tokens]."""
+    codes: Tensor | None
+    """int64 (b, s, s): the most likely codes, if asked for."""
 
 
 class Codebook(nn.Embedding):
@@ -138,12 +140,15 @@ class DiscreteVAE(Pretrained):
         """Shape of one sample's Gumbel noise: (num_tokens, grid side, grid side)."""
         return self.num_tokens, self.grid_size, self.grid_size
 
-    def forward(self, images: Tensor, *, noise: Tensor | None = None, temperature: float | None = None) -> VAEOutput:
+    def forward(
+        self, images: Tensor, *, noise: Tensor | None = None, temperature: float | None = None, with_codes: bool = False
+    ) -> VAEOutput:
         """Images (b, c, h, w) in [0, 1] through soft codes and back.
 
         Args:
             noise: Standard Gumbel (b, num_tokens, s, s); None for no noise, which makes the pass deterministic.
             temperature: Temperature of the softmax over codes; None for the constructor's.
+            with_codes: Give the codes too, which costs a pass over the logits.
         """
         target = self._normalize(images)
         logits = self._logits(target).float()  # softmax and losses stay in fp32 under autocast
@@ -152,7 +157,7 @@ class DiscreteVAE(Pretrained):
         recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
         kl = self._kl_from_uniform(logits)
         loss = recon_loss + self.kl_div_loss_weight * kl if self.kl_div_loss_weight else recon_loss
-        return VAEOutput(loss, self._denormalize(out), recon_loss, kl)
+        return VAEOutput(loss, self._denormalize(out), recon_loss, kl, logits.argmax(dim=-1) if with_codes else None)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:

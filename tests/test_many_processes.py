@@ -20,7 +20,7 @@ from distributed.backends.ddp import DDPBackend
 from distributed.collectives import Alone
 from distributed.engines.reducer import GradientReducer
 from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
-from training.measures import averages
+from training.run.metrics import Metrics
 from training.run.run import Run
 
 BATCH = 512  # over all processes
@@ -102,7 +102,7 @@ def counted(script: Script, world_size: int, folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Run, "line", within("line", Run.line))
     monkeypatch.setattr(Run, "save", within("checkpoint", Run.save))
     monkeypatch.setattr(Feed, "report_bad_samples", within("line", Feed.report_bad_samples))
-    monkeypatch.setattr(averages, "usage_of_codes", within("line", averages.usage_of_codes))
+    monkeypatch.setattr(Metrics, "log_codes", within("line", Metrics.log_codes))
     tiny = {**RUN, **script.tiny, **script.all_parts, "ema_decay": 0.9, "batch_size": BATCH, "max_steps": 99}
     asked = {**tiny, script.data.flag: f"{script.data.demonstration}:{4 * BATCH}", "save_every_n_steps": 2, **flags}
     with script.in_update(UPDATES, kill), pytest.raises(KilledError):

@@ -4,6 +4,7 @@ images."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,7 @@ def arguments(**changed: Any) -> argparse.Namespace:
     """130 images, of which 26 are for validation: 4 steps of 6 and 7, where a batch has 8."""
     settings: dict[str, Any] = {
         "image_folder": "demo:shapes:130", "image_size": 16, "random_flip": False, "seed": 0, "valid_fraction": 0.2,
-        "batch_size": 8, "num_workers": 0, "on_bad_sample": "replace",
+        "batch_size": 8, "num_workers": 0, "on_bad_sample": "replace", "valid_samples": 0,
     }  # fmt: skip
     return argparse.Namespace(**{**settings, **changed})
 
@@ -101,6 +102,34 @@ def test_validation_after_a_preview_is_the_whole_split(num_workers):
     assert torch.equal(to_unit_range(feed.preview(8)["images"]), expected[:8])
     for _ in range(2):
         assert torch.equal(to_unit_range(torch.cat([batch["images"] for batch in feed.validation()])), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_validation_sees_the_same_few_samples_on_any_number_of_processes_and_the_whole_split_if_asked(
+    world_size: int,
+) -> None:
+    def validated(process: Process) -> tuple[list[int], list[int], int]:
+        feed = image_feed(arguments(valid_samples=10), process)
+        feed.start(0)
+        some = [index for batch in feed.validation() for index in batch["ids"]]
+        with feed.whole_validation():
+            everything = [index for batch in feed.validation() for index in batch["ids"]]
+        again = [index for batch in feed.validation() for index in batch["ids"]]
+        assert again == some and len(feed.validated) == 10
+        return some, everything, len(feed.preview(4)["ids"])
+
+    some, everything, n_shown = zip(*on_all(world_size, validated), strict=True)
+    assert sorted(itertools.chain(*some)) == sorted(split_of(arguments())[:10])
+    assert sorted(itertools.chain(*everything)) == sorted(split_of(arguments())) and set(n_shown) == {4}
+
+
+@pytest.mark.parametrize(
+    ("said", "every", "seen"), [(None, 10, 8), (None, 20, 16), (None, 1000, 26), (None, 0, 26), (3, 20, 8), (0, 20, 26)]
+)
+def test_a_validation_sees_a_tenth_of_what_is_trained_on_before_it_and_at_least_a_batch(said, every, seen):
+    feed = image_feed(arguments(valid_samples=said, validate_every_n_steps=every), Process())
+    assert len(feed.validated) == seen
+    assert (f"26 images to validate ({seen} at each validation, all at the end)" in feed.summary()) is (seen < 26)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

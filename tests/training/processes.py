@@ -38,6 +38,9 @@ class OneProcess:
     def mean(self, values: dict[str, Tensor]) -> dict[str, float]:
         return {name: float(value) for name, value in values.items()}
 
+    def sum(self, value: Any) -> Any:
+        return value
+
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
         return here or self.made == self.stop_after
 

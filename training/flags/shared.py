@@ -304,6 +304,10 @@ def add_run_arguments(
         help="loader processes per training process; 0: load in the training process")
     add(*names("valid_fraction"), type=fraction, default=valid_fraction, metavar="FRACTION",
         help="fraction of the data that is held out for validation; 0: none")
+    add("--valid_samples", type=non_negative_int, metavar="SAMPLES",
+        help="samples of the validation split that a validation sees, always the same ones and at least a batch; at "
+        "the end of the run the whole split is measured besides; 0: the whole split each time (default: a tenth of the "
+        "samples that are trained on between two validations)")
     add("--on_bad_sample", type=str.lower, choices=("replace", "error"), default="replace",
         help="if a file cannot be read, replace it by the next sample, or stop with an error")
 

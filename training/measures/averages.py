@@ -53,9 +53,10 @@ def count_codes(counts: Tensor, codes: Tensor) -> None:
     counts.index_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the device
 
 
-def usage_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
-    """`code_statistics` of the codes of some micro-batches, over all processes. Collective: one all-reduce."""
+def counts_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllReduce = no_reduce) -> Tensor:
+    """How often each code occurs in some micro-batches, over all processes: int64 (num_codes,), on the CPU. Collective:
+    one all-reduce."""
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes[0].device)
     for part in codes:
         count_codes(counts, part)
-    return code_statistics(all_reduce(counts).cpu())
+    return all_reduce(counts).cpu()

@@ -93,7 +93,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     shown = feed.preview(preview)
     if run.args.dry_run:
         yield from rehearse(
-            run, feed, evaluations, batch, partial(_validate, run), partial(_draw, run, evaluations, shown)
+            run, feed, evaluations, batch, partial(_validate, run, feed), partial(_draw, run, evaluations, shown)
         )
         return
     if run.progress.unfinished_line is not None:  # the run was stopped between this update and its evaluation
@@ -133,8 +133,14 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
     """Validation, the line of metrics and pictures, each if it is due after the newest update."""
     line = dict(line)
     if _validation_is_due(run, feed, evaluations):
-        for evaluation in evaluations:
-            line |= _validate(run, evaluation)
+        with run.stopwatch.validating():
+            for evaluation in evaluations:
+                line |= _validate(run, feed, evaluation)
+        if not run.progress.finished and (share := run.stopwatch.costly_validation()):
+            run.say(
+                f"warning: validation takes {share:.0%} of the time; lower --valid_samples (it sees "
+                f"{len(feed.validated)} of {len(feed.valid_set)}) or raise --validate_every_n_steps"
+            )
     if line or run.due(run.args.save_every_n_steps):
         feed.report_bad_samples(run.say)
     if line:
@@ -158,10 +164,26 @@ def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
                     run.log_sample(evaluation.picture_name, picture, evaluation.name)
 
 
-def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
-    """Validate the trained weights and their averages, and keep the best model. Returns all values by name."""
+def _validate(run: Run, feed: Feed, evaluation: Evaluation) -> dict[str, float]:
+    """Validate the trained weights and their averages, and keep the best model. Returns all values by name: "valid/..."
+    of the same samples each time, so that they can be compared, and at the end of the run "valid_whole/..." of the
+    whole validation split, if that has more."""
+    values = _values(run, evaluation, "valid")
+    if best := evaluation.best:
+        (write, *_) = evaluation.write.values()
+        with evaluation.average.kept(evaluation.engine.gathered)() as kept:
+            best.save_if_better(values[best.metric], run.progress.step, partial(write, kept), run.folder.check_is_here)
+        run.warn(best.failure)
+    if run.progress.finished and len(feed.validated) < len(feed.valid_set):
+        with feed.whole_validation():
+            values |= _values(run, evaluation, "valid_whole")
+    return values
+
+
+def _values(run: Run, evaluation: Evaluation, prefix: str) -> dict[str, float]:
+    """Validate the trained weights and their averages. Returns the numbers by name, and logs the pictures."""
     values: dict[str, float] = {}
-    valid = "/".join(filter(None, ["valid", evaluation.name]))
+    valid = "/".join(filter(None, [prefix, evaluation.name]))
     averages = {f"{valid}/{name}": gathered for name, gathered in evaluation.average.averages().items()}
     for prefix, gathered in {valid: evaluation.engine.gathered, **averages}.items():
         with gathered() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
@@ -170,9 +192,4 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
                     run.log_image(f"{prefix}/{name}", value)
                 else:
                     values[f"{prefix}/{name}"] = value
-    if best := evaluation.best:
-        (write, *_) = evaluation.write.values()
-        with evaluation.average.kept(evaluation.engine.gathered)() as kept:
-            best.save_if_better(values[best.metric], run.progress.step, partial(write, kept), run.folder.check_is_here)
-        run.warn(best.failure)
     return values

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
 from torch import Tensor
 
+from ..measures.averages import code_statistics, counts_of_codes
+from ..pictures.images import code_histogram
 from .costs import COSTS, Costs
 
 if TYPE_CHECKING:
@@ -18,9 +22,20 @@ class Metrics:
 
     Args:
         every_n_steps: Updates between two lines; the last update has one in any case.
+        draw_codes_every_n_steps: Updates between two histograms of the codes of a batch, for a run without a validation
+            split (0: only at the end); None: no histograms.
     """
 
-    def __init__(self, every_n_steps: int, progress: Progress, processes: Processes, costs: Costs) -> None:
+    def __init__(
+        self,
+        every_n_steps: int,
+        progress: Progress,
+        processes: Processes,
+        costs: Costs,
+        draw_codes_every_n_steps: int | None = None,
+    ) -> None:
+        self._draw_codes_every = draw_codes_every_n_steps
+        self._histogram: Image.Image | None = None
         self._every, self._progress, self._processes, self._costs = every_n_steps, progress, processes, costs
         self._sums: dict[str, Tensor] = {}
         self._values: dict[str, Any] = {}
@@ -28,8 +43,20 @@ class Metrics:
     @property
     def due(self) -> bool:
         """Whether a line follows the update that is being made."""
+        return self._is_due(self._every)
+
+    @property
+    def codes_due(self) -> bool:
+        """Whether `log_codes` needs the codes of the update that is being made."""
+        return self.due or self._histogram_due
+
+    @property
+    def _histogram_due(self) -> bool:
+        return self._draw_codes_every is not None and self._is_due(self._draw_codes_every)
+
+    def _is_due(self, every: int) -> bool:
         following = self._progress.step + 1
-        return following % self._every == 0 or following >= self._progress.total_steps
+        return (every > 0 and following % every == 0) or following >= self._progress.total_steps
 
     def add(self, **losses: Tensor) -> None:
         """Record losses (0-d) of a micro-batch: the line has their means over its micro-batches and all processes."""
@@ -45,6 +72,21 @@ class Metrics:
         if self.due:
             of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
             self._values |= {**values, **of_step}
+
+    def log_codes(self, codes: Sequence[Tensor], num_codes: int) -> None:
+        """Record the codes of this update's micro-batches, integers of any shape below `num_codes`: the line has their
+        statistics, and `pictures` their histogram. Without effect unless `codes_due`, else collective."""
+        if self.codes_due:
+            counts = counts_of_codes(codes, num_codes, self._processes.sum)
+            self.log(**code_statistics(counts))
+            if self._histogram_due and self._processes.is_root:
+                self._histogram = code_histogram(counts)
+
+    def pictures(self) -> Iterator[tuple[str, Image.Image]]:
+        """Pictures of the newest update by name, on the root, once."""
+        if self._histogram is not None:
+            yield "codes", self._histogram
+        self._histogram = None
 
     def line(self, skipped_updates: int) -> dict[str, Any]:
         """What was recorded for the newest update, and what it cost. Collective."""

@@ -107,6 +107,8 @@ def rehearse(
     whole = total * per_update
     for taken, every in times.values():
         whole += taken * (total // every + (total % every > 0) if every else 1)
+    if part := len(feed.validated):
+        whole += sum(validation) * (len(feed.valid_set) / part if part < len(feed.valid_set) else 0)
     rarer = sorted({each.also_every_n_steps for each in evaluations if each.also_every_n_steps})
     without = f" (but what is measured every {rarer[0]} updates besides)" if rarer else ""
     first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""

@@ -85,13 +85,19 @@ class Run:
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         self._costs = Costs(processes, precision=args.precision, compiled=args.compile)
-        self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs)
+        histograms = None if len(feed.valid_set) else args.validate_every_n_steps
+        self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs, histograms)
         # For the updates of the scripts.
-        self.add, self.log = self._metrics.add, self._metrics.log
+        self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
 
     @property
     def is_root(self) -> bool:
         return self._processes.is_root
+
+    @property
+    def codes_due(self) -> bool:
+        """Whether `log_codes` needs the codes of the update that is being made."""
+        return self._metrics.codes_due
 
     @property
     def line_due(self) -> bool:
@@ -195,6 +201,8 @@ class Run:
         """Count a completed update."""
         self.progress.advance()
         self.display.update()
+        for name, picture in self._metrics.pictures():
+            self.log_image(name, picture)
         self.deadline.update_done()
 
     def stop_requested(self, now: bool) -> bool:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _IMPORTED = time.monotonic()
+_MUCH = 0.1  # share of the time that validation should not exceed
+_NOTICED_SECONDS = 10.0  # less validation than that is not worth a warning
 
 
 def process_seconds() -> float:
@@ -62,6 +64,9 @@ class Stopwatch:
         self._lap = time.monotonic()
         self._start = self._lap - before
         self._paused_since: float | None = None
+        self._validation_seconds = 0.0
+        self._first_validated: float | None = None
+        self._is_warned = False
 
     @property
     def seconds(self) -> float:
@@ -75,6 +80,26 @@ class Stopwatch:
         yield
         self._paused_since = None
         self._lap += time.monotonic() - began
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Context for a validation."""
+        began = time.monotonic()
+        yield
+        ended = time.monotonic()
+        if self._first_validated is None:  # it starts loaders and may compile, so it says little about the others
+            self._first_validated = ended
+        else:
+            self._validation_seconds += ended - began
+
+    def costly_validation(self) -> float | None:
+        """The share of validation in the time since the first validation of this start; None if it is small, or was
+        returned before."""
+        if self._first_validated is None or self._is_warned or self._validation_seconds < _NOTICED_SECONDS:
+            return None
+        share = self._validation_seconds / (time.monotonic() - self._first_validated)
+        self._is_warned = share > _MUCH
+        return share if self._is_warned else None
 
     def lap(self) -> float:
         """Seconds of training since the last lap."""

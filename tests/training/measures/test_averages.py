@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from training.measures.averages import Averages, code_statistics, usage_of_codes
+from training.measures.averages import Averages, code_statistics, counts_of_codes
 
 
 def pooled(*readers):
@@ -63,9 +63,9 @@ def test_use_of_codes_pools_over_batches_and_processes():
     codes = torch.randint(0, 7, (3, 4, 5), generator=torch.Generator().manual_seed(0))
     one, other = codes[:2], codes[2:]
     counts = torch.tensor([(codes == code).sum().item() for code in range(8)])
-    all_reduce = pooled(*(lambda reduce, own=own: usage_of_codes(own, 8, reduce) for own in (one, other)))
+    all_reduce = pooled(*(lambda reduce, own=own: counts_of_codes(own, 8, reduce) for own in (one, other)))
     assert torch.equal(all_reduce(None), counts)
-    assert usage_of_codes(one, 8, all_reduce) == code_statistics(counts)
+    assert torch.equal(counts_of_codes(one, 8, all_reduce), counts)
 
 
 def test_perplexity_of_uniform_use_is_the_number_of_codes_and_of_one_code_is_one():

@@ -28,7 +28,7 @@ from training.flags.converters import positive_int
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments
 from training.pictures.images import Sample
-from training.run import stopwatch
+from training.run import loop, stopwatch
 from training.run.best import BestModel
 from training.run.costs import without_costs
 from training.run.loop import Evaluation
@@ -76,6 +76,13 @@ class Numbers:
 
     def __init__(self):
         self.bad_samples = SimpleNamespace(count=0, state_dict=dict, load_state_dict=lambda state: None)
+        self.validated = self.valid_set
+
+    @contextlib.contextmanager
+    def whole_validation(self):
+        part, self.validated = self.validated, self.valid_set
+        yield
+        self.validated = part
 
     def summary(self):
         return "16 numbers to train on"
@@ -178,6 +185,88 @@ def test_a_killed_run_goes_on_from_its_checkpoint_if_any_and_logs_no_step_twice(
     assert ("resumed from" in capsys.readouterr().err) is (stop_at > 1)
     assert logged(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
     assert logged(tmp_path, "weight") == [1, 2, 3, 4, 5, 6] and model.weight.tolist() == [6, 6]
+
+
+def parts_of_the_split(monkeypatch, seen: list[int]) -> None:
+    """Validations see two numbers of four, and `seen` gets how many each saw."""
+
+    class Part(Numbers):
+        def __init__(self):
+            super().__init__()
+            self.validated = range(2)
+
+    def noted(run, evaluation, prefix, of=loop._values):
+        seen.append(len(run._feed.validated))
+        return of(run, evaluation, prefix)
+
+    monkeypatch.setitem(globals(), "Numbers", Part)
+    monkeypatch.setattr(loop, "_values", noted)
+
+
+def test_validations_see_a_part_of_the_split_and_the_end_of_the_run_all_of_it_besides(tmp_path, monkeypatch):
+    seen: list[int] = []
+    parts_of_the_split(monkeypatch, seen)
+    train(tmp_path, "--validate_every_n_steps", "2")
+    assert seen == [2, 2, 2, 4]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [step for step, line in enumerate(lines, 1) if "valid/weight" in line] == [2, 4, 6]
+    assert [step for step, line in enumerate(lines, 1) if "valid_whole/weight" in line] == [6]
+    assert lines[-1]["valid_whole/ema/weight"] == 6 and "valid_whole/weight" not in (lines[1] | lines[3])
+
+
+def test_a_split_that_every_validation_sees_is_not_measured_twice_at_the_end(tmp_path):
+    train(tmp_path, events=(events := []))
+    assert events.count("validate 5") == 2, "the trained weights and their average"
+    assert "valid_whole/" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("seconds", "is_warned"), [(20.0, True), (3.0, False)])
+def test_validations_that_take_more_than_a_tenth_of_the_time_are_told_once(
+    tmp_path, monkeypatch, capsys, seconds, is_warned
+):
+    """An update takes 50 s, a validation `seconds` for the weights and for their average each; the first one more."""
+    now = 0.0
+
+    def later(more: float) -> None:
+        nonlocal now
+        now += more
+
+    class Slow(Weights):
+        def step(self):
+            later(50.0)
+            return super().step()
+
+    def values(run, evaluation, prefix, of=loop._values):
+        later(seconds if run.progress.step > 1 else 1000.0)
+        return of(run, evaluation, prefix)
+
+    monkeypatch.setitem(globals(), "Weights", Slow)
+    monkeypatch.setattr(loop, "_values", values)
+    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now)
+    train(tmp_path, "--validate_every_n_steps", "1", "--max_steps", "9")
+    said = [line for line in capsys.readouterr().err.splitlines() if "validation takes" in line]
+    assert len(said) == is_warned
+    assert not said or "takes 29% of the time; lower --valid_samples (it sees 4 of 4)" in said[0]
+
+
+def test_codes_are_counted_with_each_line_and_drawn_without_a_validation_split(tmp_path, monkeypatch):
+    drawn: list[tuple[int, str]] = []
+    monkeypatch.setattr(Run, "log_image", lambda run, name, image: drawn.append((run.progress.step, name)))
+    for n_valid in (0, 4):
+        feed = Numbers()
+        feed.valid_set = feed.validated = range(n_valid)
+        args, settings = parsed(tmp_path / str(n_valid), "--validate_every_n_steps", "3", "--log_every_n_steps", "4")
+        run, model, was_due = Run(args, settings, OneProcess(), feed, model_arguments=()), Weights(), []
+        evaluation = Evaluation(model, model, lambda model, step: {}, lambda *_: Image.new("RGB", (4, 4)))
+        run.resume(model=model)
+        for step, _ in run.updates(evaluation, preview=1):
+            was_due.append(run.codes_due)
+            run.log_codes([torch.tensor([0, step]), torch.tensor([[0, 1]])] if run.codes_due else [], 8)
+            run.log(model.step())
+        histograms, drawn = [step for step, name in drawn if name == "codes"], []
+        assert histograms == ([3, 6] if not n_valid else [])
+        assert [step for step, due in enumerate(was_due, 1) if due] == ([3, 4, 6] if not n_valid else [4, 6])
+        assert logged(tmp_path / str(n_valid), "codes_used") == [3, 3]
 
 
 def test_a_finished_run_says_so_and_can_be_extended(tmp_path, capsys):
