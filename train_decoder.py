@@ -23,6 +23,7 @@ import distributed
 from training.flags.decoder import add_decoder_arguments
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
+from training.flags.public_names import add_public_names
 from training.flags.shared import add_conditioned_image_arguments, add_optimizer_arguments, add_run_arguments
 from training.flags.unets import check_unet_flags, of_unet, refuse_idle_decoder_flags, sampling_of, spread, stages_of
 from training.run.starts import last_start
@@ -55,6 +56,7 @@ def build_parser() -> ArgumentParser:
     add_run_arguments(parser, output_dir="runs/decoder", batch_size=64, max_grad_norm=0.5, ema_decay=0.999,
                       valid_fraction=0.15, is_deep=True)  # fmt: skip
     distributed.add_arguments(parser)
+    add_public_names(parser, "train_decoder")
     parser.add_reader("decoder_config", public_flags)
     return parser
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from training.flags.converters import fraction, non_negative_int, positive_float, size, size_or_0, templates
 from training.flags.parser import ArgumentParser
+from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
 from training.run.starts import last_start
 
@@ -34,11 +35,6 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from training.objectives.contrastive import Contrastive
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
-# Names that musiclm-pytorch's trainer gives to flags that all scripts have.
-PUBLIC_NAMES = {
-    "num_train_steps": "max_steps", "valid_frac": "valid_fraction", "grad_accum_every": "grad_accum_steps",
-    "save_model_every": "save_every_n_steps",
-}  # fmt: skip
 # Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (
     "sample_rate", "n_fft", "hop_length", "n_mels", "fmin", "fmax", "spectrogram", "patch_size", "audio_dim",
@@ -82,7 +78,7 @@ def build_parser() -> ArgumentParser:
         help="number added to the scaled cosines at the start; it is learned (sigmoid)")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", "--lr", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
+    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
         help="updates of linear warm-up from 0; then the rate falls to 0 along a cosine")
     add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
@@ -93,9 +89,10 @@ def build_parser() -> ArgumentParser:
         help="sentences with {} for the label, for zero-shot classification where the data has labels")
 
     add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
-        sample_every_n_steps=500, save_every_n_steps=1000, aliases=PUBLIC_NAMES, is_deep=True)
+        sample_every_n_steps=500, save_every_n_steps=1000, is_deep=True)
     # fmt: on
     distributed.add_arguments(parser)
+    add_public_names(parser, "train_mulan")
     return parser
 
 

@@ -23,6 +23,7 @@ from models.quantizers import QUANTIZERS
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
+from training.flags.public_names import add_public_names
 from training.flags.shared import (
     add_adversary_arguments,
     add_optimizer_arguments,
@@ -54,11 +55,6 @@ LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
 )
-PUBLIC_NAMES = {
-    "results_folder": "output_dir", "checkpoints_folder": "output_dir", "num_train_steps": "max_steps",
-    "grad_accum_every": "grad_accum_steps", "valid_frac": "valid_fraction",
-    "validate_every_step": "validate_every_n_steps", "checkpoint_every_step": "save_every_n_steps",
-}  # fmt: skip
 
 
 def build_parser() -> ArgumentParser:
@@ -97,7 +93,7 @@ def build_parser() -> ArgumentParser:
     add_quantizer_arguments(parser, QUANTIZERS, codebook_size=1024, commitment_loss_weight=1.0, diversity_gamma=2.5)
     add = parser.add_argument_group("schedule").add_argument
     add("--learning_rate", type=positive_float, default=1e-5, metavar="LR", help="highest learning rate")
-    add("--lr_warmup_steps", "--warmup_steps", type=non_negative_int, default=1000, metavar="UPDATES",
+    add("--lr_warmup_steps", type=non_negative_int, default=1000, metavar="UPDATES",
         help="updates of linear warm-up from 0")
     add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")
     add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
@@ -107,8 +103,9 @@ def build_parser() -> ArgumentParser:
     add("--fvd_weights", metavar="FILE", help="report rFVD with these weights of an I3D (a plain state dict)")
     # fmt: on
     add_adversary_arguments(parser, penalty="zero_centred", perceptual_loss_weight=0.1)
-    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, aliases=PUBLIC_NAMES, is_deep=True)
+    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, is_deep=True)
     distributed.add_arguments(parser)
+    add_public_names(parser, "train_tokenizer")
     return parser
 
 

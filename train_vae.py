@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from training.flags.converters import non_negative_float, positive_float, size, size_or_0
 from training.flags.parser import ArgumentParser
+from training.flags.public_names import add_public_names
 from training.flags.shared import add_image_arguments, add_run_arguments
 from training.run.starts import last_start
 
@@ -76,6 +77,7 @@ def build_parser() -> ArgumentParser:
     # fmt: on
     add_run_arguments(parser, output_dir="runs/vae")
     distributed.add_arguments(parser)
+    add_public_names(parser, "train_vae")
     return parser
 
 

@@ -23,6 +23,7 @@ from models.quantizers import QUANTIZERS
 from training.flags.converters import non_negative_int, positive_float, size, sizes
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
+from training.flags.public_names import add_public_names
 from training.flags.shared import (
     add_adversary_arguments,
     add_image_arguments,
@@ -80,6 +81,7 @@ def build_parser() -> ArgumentParser:
     add_adversary_arguments(parser)
     add_run_arguments(parser, output_dir="runs/vqgan", ema_decay=0.995, save_every_n_steps=1000, is_deep=True)
     distributed.add_arguments(parser)
+    add_public_names(parser, "train_vqgan")
     return parser
 
 

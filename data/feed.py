@@ -139,16 +139,19 @@ class Feed(Generic[BatchType]):
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
-        parts = (self._part, self.valid_set, self.test_set)
-        self._validation, self._whole_validation, self._test = (
-            ValidationStream(self.samples, part, **self._loading) for part in parts
+        self._validation, self._test = (
+            ValidationStream(self.samples, part, **self._loading) for part in (self._part, self.test_set)
         )
+        self._whole_validation = self._validation
+        if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
+            self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         order = {**self._order, "start_samples": start_samples}
         self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
             batch = next(self._batches)
             # Inside the agreement, because reading the first batches may fail on some processes only.
-            self._preview_batches = iter(self._validation) if len(self._part) else iter([{**batch, "bad": []}])
+            without_split = [{**batch, "bad": []}]
+            self._preview_batches = iter(self._whole_validation if len(self.valid_set) else without_split)
             self._first_preview = next(self._preview_batches)
         self._unreported += self._first_preview["bad"]
         return self._received(batch)
@@ -193,9 +196,10 @@ class Feed(Generic[BatchType]):
         """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
         are the same at every start; without a validation split, the first ones of this start's first batch. Call it
         once, right after `start`; raises what `start` raises."""
-        n_steps = self._validation.steps_holding(count)
+        n_steps = self._whole_validation.steps_holding(count)
         with self._processes.agreement():
             further = list(itertools.islice(self._preview_batches, max(n_steps - 1, 0)))
+        self._preview_batches = iter(())  # its workers end, unless they are those of the validations
         self._unreported += [sample for batch in further for sample in batch["bad"]]
         parts = [self._beginning(batch, count) for batch in (self._first_preview, *further)]
         return cast(BatchType, {key: _joined([part[key] for part in parts]) for key in parts[0]})

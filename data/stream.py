@@ -96,6 +96,7 @@ class ValidationStream:
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
     at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set.
+    `keep_workers`: whether the workers of a pass wait for the next one.
     """
 
     def __init__(
@@ -111,13 +112,14 @@ class ValidationStream:
         pin_memory: bool = False,
         collate: Collate = collate_images,
         noun: str = "images",
+        keep_workers: bool = True,
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
         self._n, self._n_steps = n, min(math.ceil(n / batch_size), n // world_size)
         requests = _ValidationRequests(n, self._n_steps * world_size, rank, world_size)
         self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
-        self._batches = Loader(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=True)
+        self._batches = Loader(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=keep_workers)
 
     def __len__(self) -> int:
         return self._n_steps

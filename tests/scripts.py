@@ -41,8 +41,8 @@ N_TRAIN = 51  # of the 64 samples of a demonstration; 13 are for validation
 
 # Every update is logged; validation, pictures and checkpoints come after the last update alone.
 RUN = {
-    "batch_size": 8, "valid_fraction": 0.2, "num_workers": 0, "ema_decay": 0, "log_every_n_steps": 1,
-    "validate_every_n_steps": 0, "sample_every_n_steps": 0, "save_every_n_steps": 0,
+    "batch_size": 8, "valid_fraction": 0.2, "valid_samples": 0, "num_workers": 0, "ema_decay": 0,
+    "log_every_n_steps": 1, "validate_every_n_steps": 0, "sample_every_n_steps": 0, "save_every_n_steps": 0,
 }  # fmt: skip
 # Of the run that tests look at and that interrupted runs must equal.
 EIGHT = {

@@ -172,7 +172,7 @@ def test_every_key_is_used(where: str, value: Any, expected: dict[str, Any], tmp
     ("data", 3, "data 3: give a mapping of keys to values"),
     ("train.amp", True, "train.amp True: leave it out and give --precision bf16"),
     ("train.device", "cpu", "train.device cpu: leave it out"),
-    ("train.validation_samples", 10, "train.validation_samples 10: leave it out and make splits.val smaller"),
+    ("train.validation_samples", "few", "train.validation_samples: expected a whole number"),
     ("train.eps", 1e-8, "train.eps: unknown key"),
     ("train.cosine_decay_max_steps", 9, "train.cosine_decay_max_steps: unknown key"),
     ("train.lr", [1e-4, 1e-4], "--learning_rate has 2 values for 1 Unets"),

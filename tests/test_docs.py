@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import coming_from
 from training.flags.unets import PER_UNET
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,8 +135,8 @@ def test_every_config_is_one_that_its_script_takes(config: Path, capsys: pytest.
         args = vars(parser.parse(["--config", str(config)]))
     except SystemExit:
         pytest.fail(capsys.readouterr().err)
-    if config in (ROOT / "configs/vae/base.yaml", ROOT / "configs/decoder/base.yaml"):  # the documents say: defaults
-        defaults, said = vars(parser.parse([])), args["explicit"] - {"config"}
+    if config == ROOT / "configs/vae/base.yaml":  # the documents say: defaults
+        defaults, said = vars(parser.parse([])), args["explicit"] - {"config", "valid_fraction"}
         assert {name: args[name] for name in said} == {name: defaults[name] for name in said}
 
 
@@ -154,6 +155,10 @@ def test_the_help_of_the_decoder_says_which_flags_take_a_value_for_each_unet() -
             is_said = (group.title or "").endswith("(one value for all Unets, or one for each)")
             is_said = is_said or "one number or one for each" in (action.help or "") or action.dest in OF_TRAINING
             assert is_said == (action.dest in {*PER_UNET, "image_sizes"}), action.dest
+
+
+def test_the_page_of_public_names_is_what_the_table_says() -> None:
+    assert coming_from.PAGE.read_text() == coming_from.text(), "write it again: python scripts/coming_from.py"
 
 
 @each_document

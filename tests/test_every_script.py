@@ -199,6 +199,17 @@ def test_the_demonstration_is_announced_and_named_in_the_help(
     assert demonstration in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_validation_of_few_samples_ends_with_the_values_of_the_whole_split(script: Script, tmp_path: Path) -> None:
+    said = ["--max_steps", "2", "--validate_every_n_steps", "1", "--valid_samples"]
+    (_, whole), (first, last) = (metrics(script.train(tmp_path / n, *said, n)) for n in ("0", "8"))
+    of_whole = {name: value for name, value in whole.items() if name.startswith("valid/")}
+    assert of_whole == {f"valid/{k[12:]}": value for k, value in last.items() if k.startswith("valid_whole/")}
+    some = [name for name in of_whole if name.endswith("loss")]
+    assert some and all(last[name] != whole[name] for name in some)
+    assert first.keys() >= {name for name in last if name.startswith("valid/")}
+    assert not [name for name in first if name.startswith("valid_whole/")]
+
+
 def test_another_scripts_run_is_named_as_such(script: Script, copied: Path) -> None:
     other = next(other for other in SCRIPTS.values() if other is not script)
     before = files(copied)

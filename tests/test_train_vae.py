@@ -123,7 +123,7 @@ def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_its
     args = VAE.arguments_of(finished)
     shared = {"step", "samples", "epoch", "loss", "lr", "grad_norm", "bad_samples"}
     shared |= set(COSTS) - {"peak_device_memory_gb", "flop_utilisation"}  # of GPUs
-    own = {"recon_loss", "kl", "temperature", "skipped_updates"}
+    own = {"recon_loss", "kl", "temperature", "skipped_updates", "codes_used", "codes_used_fraction", "perplexity"}
     measured = {"loss", "psnr", "ssim", "codes_used", "codes_used_fraction", "perplexity"}
     measured |= {"variance_kept", "explained_variance"}
     validation = {f"{which}/{key}" for which in ("valid", "valid/ema") for key in measured}

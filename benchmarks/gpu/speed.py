@@ -20,7 +20,7 @@ _MODELS = {
     "train_vqgan": "--config configs/vqgan/base.yaml --image_size 128 --dim 64 --perceptual none --batch_size 16",
     "train_mulan": "--config configs/mulan/base.yaml --batch_size 64",
     "train_tokenizer": "--config configs/tokenizer/base.yaml --perceptual none --batch_size 2",
-    "train_decoder": "--config configs/decoder/base.yaml --batch_size 32",
+    "train_decoder": "--batch_size 32",
 }
 # The bare loop knows what these flags choose, and not the others of the tiny model.
 _TOY_DECODER = (

@@ -14,8 +14,13 @@ _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _TRUE = {"yes", "true", "on"}
 
 
-def read_config(path: str, flags: Mapping[str, argparse.Action], command_line_only: Container[str]) -> dict[str, Any]:
-    """Values by dest name from a YAML mapping.
+def read_config(
+    path: str,
+    flags: Mapping[str, argparse.Action],
+    command_line_only: Container[str],
+    answers: Mapping[str, str],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values, and the keys that said them, by dest name from a YAML mapping.
 
     A scalar is converted from its text in the file: `1e-4` (a string in YAML 1.1) is a number, and a folder may be
     called 2024. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags whose
@@ -24,6 +29,7 @@ def read_config(path: str, flags: Mapping[str, argparse.Action], command_line_on
     Args:
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
+        answers: What to do instead, by names with dashes that are no flags here but are elsewhere.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
@@ -38,19 +44,21 @@ def read_config(path: str, flags: Mapping[str, argparse.Action], command_line_on
         name = key.replace("-", "_")
         if name in command_line_only:
             raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
+        if name not in flags and f"--{name}" in answers:
+            raise ValueError(f"{where}: unknown key {key!r}: {answers[f'--{name}']}")
         if name not in flags:
             raise ValueError(f"{where}: unknown key {key!r}{nearest(name, list(flags))}")
         action = flags[name]
         if action.dest in said:
             raise ValueError(f"{where}: {key} was already set by the key {said[action.dest]!r}; keep one of them")
-        said[action.dest] = key
+        said[action.dest] = name
         if value_node.tag == _NULL and action.default is None:
             continue
         try:
             config[action.dest] = _value(value_node, action)
         except (argparse.ArgumentTypeError, ValueError, TypeError) as error:
             raise ValueError(f"{where}: {key}: {error}") from None
-    return config
+    return config, said
 
 
 def converted(value: Any, action: argparse.Action) -> Any:

@@ -48,7 +48,7 @@ def add_decoder_arguments(parser: argparse.ArgumentParser) -> None:
 def add_unet_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the Unets of a cascade."""
     add = parser.add_argument_group("model (one value for all Unets, or one for each)").add_argument
-    add("--image_sizes", "--image_size", type=pixels, nargs="+", default=[64], metavar="PIXELS",
+    add("--image_sizes", type=pixels, nargs="+", default=[64], metavar="PIXELS",
         help="side of the pictures of each Unet, ascending; as many Unets as sizes")
     add("--dim", type=size, nargs="+", default=[128], metavar="DIM", help="channels of the finest level")
     add("--dim_mults", type=sizes, nargs="+", default=[(1, 2, 3, 4)], metavar="N,N...",
@@ -87,7 +87,7 @@ def add_condition_arguments(parser: argparse.ArgumentParser) -> None:
 def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the noise schedules and the losses of a cascade."""
     add = parser.add_argument_group("diffusion (one value for all Unets, or one for each)").add_argument
-    add("--noise_schedule", "--beta_schedule", type=str.lower, choices=SCHEDULES, nargs="+", default=["cosine"],
+    add("--noise_schedule", type=str.lower, choices=SCHEDULES, nargs="+", default=["cosine"],
         help="how the signal-to-noise ratio falls over the noise levels")
     add("--objective", type=str.lower, choices=("noise", "x_start", "v", "flow"), nargs="+", default=["v"],
         help="what a Unet predicts")
@@ -157,11 +157,11 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     add("--train_unets", type=positive_int, nargs="+", metavar="NUMBER",
         help="numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)")
     add("--init_from", metavar="DIR", help="start from a run, a checkpoint, a model/ folder or a DALLE2-pytorch file")
-    add("--learning_rate", "--lr", type=positive_float, nargs="+", default=[1e-4], metavar="LR",
+    add("--learning_rate", type=positive_float, nargs="+", default=[1e-4], metavar="LR",
         help="highest learning rate")
-    add("--lr_warmup_steps", "--warmup_steps", type=non_negative_int, nargs="+", default=[0], metavar="UPDATES",
+    add("--lr_warmup_steps", type=non_negative_int, nargs="+", default=[0], metavar="UPDATES",
         help="updates of linear warm-up from 0")
-    add("--weight_decay", "--wd", type=non_negative_float, nargs="+", default=[0.01], metavar="DECAY",
+    add("--weight_decay", type=non_negative_float, nargs="+", default=[0.01], metavar="DECAY",
         help="weight decay of matrices; biases and scales do not decay")
     add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")
     add = parser.add_argument_group("evaluation").add_argument

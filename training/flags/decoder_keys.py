@@ -83,7 +83,7 @@ TRAIN: Rules = {
     "save_best": _EITHER,
     "device": Only(("cuda:0", "cuda"), "leave it out: each process takes its own device"),
     "amp": Only((False,), "leave it out and give --precision bf16"),
-    "validation_samples": Only((), "leave it out and make splits.val smaller: all of it is validated on"),
+    "validation_samples": Flag("valid_samples", 0),
     "save_immediately": Only((False,), "leave it out: a run that cannot be saved says so before it starts"),
 }  # fmt: skip
 EVALUATE: Rules = dict.fromkeys(("n_evaluation_samples", "FID", "IS", "KID", "LPIPS"))

@@ -76,6 +76,9 @@ class ArgumentParser(argparse.ArgumentParser):
         self._is_root = is_root
         self._alternatives: list[dict[str, Any]] = []
         self._readers: dict[str, Reader] = {}
+        self._consequences: list[Callable[[argparse.Namespace], None]] = []
+        #: What to do instead, by names that are no flags here but are elsewhere.
+        self.answers = dict(_NO_FLAG)
 
     def error(self, message: str, *, is_agreed: bool = False) -> NoReturn:
         """Print `prog: error: message` as one line on stderr, and exit with code 2.
@@ -107,7 +110,8 @@ class ArgumentParser(argparse.ArgumentParser):
         --help says so.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
-        `on_command_line`, that of those set in `argv`, `script`, the script's file name, and `config_in_force`, a line
+        `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
+        `script`, the script's file name, and `config_in_force`, a line
         that says which file was read, or None. A mistake ends the process through `error`.
         """
         if demonstration:
@@ -122,16 +126,35 @@ class ArgumentParser(argparse.ArgumentParser):
         if demonstration and not {data_flag, "config", *self._readers} & given.keys():
             given["config"] = os.fspath(demonstration)
             in_force = f"demonstration: {_shown(demonstration)}, because neither --{data_flag} nor --config was given"
-        settings = self._from_config_file(given["config"]) if "config" in given else {}
+        settings, said_as = self._from_config_file(given["config"]) if "config" in given else ({}, {})
         for name in self._readers.keys() & given.keys():
             settings = {**self._from_other_file(name, {**settings, **given}), **settings}
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
         args.script, args.config_in_force = self.prog, in_force
+        args.said_as = {**said_as, **self._names_used(argv)}
         for off in self._alternatives:
             self._choose(args, off)
+        for consequence in self._consequences:
+            consequence(args)
         return args
+
+    def add_name(self, flag: str, name: str) -> None:
+        """Give a flag that there is a further name; both with dashes."""
+        action = self._option_string_actions[name] = self._option_string_actions[flag]
+        action.option_strings = [*action.option_strings, name]
+
+    def add_consequence(self, consequence: Callable[[argparse.Namespace], None]) -> None:
+        """Call this with the result of every `parse`, which it may change."""
+        self._consequences.append(consequence)
+
+    def shown(self, name: str) -> str:
+        """The default of a flag, named without dashes, as people write it; "" for none."""
+        default = self._option_string_actions[f"--{name}"].default
+        values = default if isinstance(default, list) else [default]
+        joined = [",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value) for value in values]
+        return "" if default is None else " ".join(joined)
 
     def add_alternatives(self, **off: Any) -> None:
         """Declare flags of which only one can have an effect, each by its dest name with the value that it has then
@@ -204,8 +227,8 @@ class ArgumentParser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(argv, argparse.Namespace(**unset))
         if unknown:
             flag = unknown[0].split("=")[0]
-            if flag in _NO_FLAG:
-                self.error(f"unknown flag {flag}: {_NO_FLAG[flag]}")
+            if flag in self.answers:
+                self.error(f"unknown flag {flag}: {self.answers[flag]}")
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{nearest(flag, list(self._option_string_actions))}")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
@@ -220,12 +243,18 @@ class ArgumentParser(argparse.ArgumentParser):
             if len(names) > 1 and not isinstance(action, argparse.BooleanOptionalAction):
                 self.error(f"{names[0]} and {names[1]} are two names of one flag; give one of them")
 
-    def _from_config_file(self, path: str) -> dict[str, Any]:
+    def _names_used(self, argv: Sequence[str] | None) -> dict[str, str]:
+        """Names of flags without dashes that stand in `argv`, by dest name."""
+        used = [token.split("=")[0] for token in (sys.argv[1:] if argv is None else argv)]
+        known = self._option_string_actions
+        return {known[name].dest: name[2:] for name in used if name in known}
+
+    def _from_config_file(self, path: str) -> tuple[dict[str, Any], dict[str, str]]:
         from .config_file import read_config
 
         try:
             flags = {name: flag for flag in self._config_actions() for name in _config_names(flag)}
-            return read_config(path, flags, {*_COMMAND_LINE_ONLY, *self._readers})
+            return read_config(path, flags, {*_COMMAND_LINE_ONLY, *self._readers}, self.answers)
         except ValueError as error:
             self.error(str(error))
 

@@ -43,7 +43,7 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
 def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every script that trains on images with captions and embeddings."""
     add = parser.add_argument_group("images").add_argument
-    add("--image_folder", "--webdataset_base_url", metavar="PATH", default="demo:shapes",
+    add("--image_folder", metavar="PATH", default="demo:shapes",
         help="webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for the "
         "number; or a folder of images with .txt and .npy files beside them; images smaller than the pictures to draw "
         "are left out; demo:shapes draws captioned images itself")
@@ -53,14 +53,14 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         help="digits of the number that {} in --image_folder stands for")
     add("--random_flip", action="store_true",
         help="mirror each training image with probability 1/2; only without captions and stored embeddings")
-    add("--num_images_save", "--n_sample_images", type=size, default=6, metavar="N",
+    add("--num_images_save", type=size, default=6, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
 
     add = parser.add_argument_group("embeddings").add_argument
-    add("--image_embeddings", "--img_embeddings_url", metavar="PATH",
+    add("--image_embeddings", metavar="PATH",
         help="image embeddings, a .npy of rows (n, d) for each tar, such as img_emb_0012.npy: a folder, *.npy, "
         "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)")
-    add("--text_embeddings", "--text_embeddings_url", metavar="PATH",
+    add("--text_embeddings", metavar="PATH",
         help="text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)")
     add("--index_width", type=digit_count, default=4, metavar="DIGITS",
         help="digits at the end of an image's key that are the number of its row")
@@ -79,7 +79,7 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
 def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
     """Add the flags of every script that trains on videos, perhaps with images between them."""
     add = parser.add_argument_group("videos").add_argument
-    add("--video_folder", "--dataset_folder", metavar="PATH", default="demo:moving",
+    add("--video_folder", metavar="PATH", default="demo:moving",
         help="folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl "
         "manifest; or webdataset tars; demo:moving draws clips itself")
     add("--image_size", type=pixels, default=image_size, metavar="PIXELS", help=image_size_help)
@@ -97,7 +97,7 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
         "(default: none)")
     add("--image_every", type=positive_int, default=4, metavar="N",
         help="with --image_folder, every N-th update is one of images")
-    add("--split_seed", "--random_split_seed", type=non_negative_int, default=42, metavar="INT",
+    add("--split_seed", type=non_negative_int, default=42, metavar="INT",
         help="seed that chooses the validation split")
     add("--num_videos_save", type=size, default=3, metavar="N",
         help="clips in a sample picture; at most a batch of them if there is no validation split")
@@ -202,7 +202,7 @@ def add_adversary_arguments(
         help="channels of the discriminator's first layer (default: as many as the generator's)")
     add("--discr_layers", type=size, default=4, metavar="N",
         help="times that the discriminator halves the image, whose side must be at least 4 x 2^N pixels")
-    add("--discr_start_step", "--discr_start_after_step", type=non_negative_int, default=0, metavar="UPDATES",
+    add("--discr_start_step", type=non_negative_int, default=0, metavar="UPDATES",
         help="updates of the generator before the discriminator takes part")
     add("--discr_learning_rate", type=positive_float, metavar="LR",
         help="learning rate of the discriminator (default: --learning_rate)")
@@ -220,7 +220,7 @@ def add_adversary_arguments(
         "zero_centred those at real and at generated images to 0")
     add("--penalty_weight", type=non_negative_float, default=10.0, metavar="WEIGHT",
         help="weight of the discriminator's gradient penalty")
-    add("--apply_grad_penalty_every", "--apply_gradient_penalty_every", type=positive_int, default=4,
+    add("--apply_grad_penalty_every", type=positive_int, default=4,
         metavar="UPDATES",
         help="updates from one gradient penalty to the next")
     add("--lecam_weight", type=non_negative_float, default=0.0, metavar="WEIGHT",
@@ -243,7 +243,6 @@ def add_run_arguments(
     validate_every_n_steps: int = 100,
     sample_every_n_steps: int = 100,
     save_every_n_steps: int = 100,
-    aliases: Mapping[str, str] | None = None,
     is_deep: bool = False,
 ) -> None:
     """Add the flags that every script has.
@@ -251,15 +250,11 @@ def add_run_arguments(
     Args:
         parser: Gets the flags.
         is_deep: Whether the model is deep enough to gain by --gradient_checkpointing.
-        aliases: Second names of flags, as the public scripts call them: {"num_train_steps": "max_steps"}.
         output_dir: This and the other arguments are the defaults of the flags of the same names.
     """
 
-    def names(flag: str) -> list[str]:
-        return [f"--{flag}", *(f"--{alias}" for alias, name in (aliases or {}).items() if name == flag)]
-
     add = parser.add_argument_group("run").add_argument
-    add(*names("output_dir"), default=output_dir, metavar="DIR",
+    add("--output_dir", default=output_dir, metavar="DIR",
         help="run folder; if it holds a run, that run is resumed")
     add("--config", metavar="FILE",
         help="YAML file of flags, written without dashes; flags on the command line override it")
@@ -270,13 +265,13 @@ def add_run_arguments(
     add("--seed", type=non_negative_int, default=0, metavar="INT",
         help="seed of the initial weights, the data order, the noise and the split")
     add("--epochs", type=epoch_count, default=epochs, metavar="EPOCHS", help="passes over the training data")
-    add(*names("max_steps"), type=positive_int, metavar="UPDATES",
+    add("--max_steps", type=positive_int, metavar="UPDATES",
         help="stop after this number of updates, if --epochs would last longer")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch_size", type=size, default=batch_size, metavar="SAMPLES",
         help="samples per update, over all processes and accumulation steps")
-    add(*names("grad_accum_steps"), type=size, default=1, metavar="N",
+    add("--grad_accum_steps", type=size, default=1, metavar="N",
         help="gradient accumulation: micro-batches per update, on each process")
     add("--max_grad_norm", type=non_negative_float, default=max_grad_norm, metavar="NORM",
         help="clip the gradient to this 2-norm; 0: no clipping")
@@ -302,7 +297,7 @@ def add_run_arguments(
     add = parser.add_argument_group("data loading").add_argument
     add("--num_workers", type=worker_count, default=num_workers, metavar="N",
         help="loader processes per training process; 0: load in the training process")
-    add(*names("valid_fraction"), type=fraction, default=valid_fraction, metavar="FRACTION",
+    add("--valid_fraction", type=fraction, default=valid_fraction, metavar="FRACTION",
         help="fraction of the data that is held out for validation; 0: none")
     add("--valid_samples", type=non_negative_int, metavar="SAMPLES",
         help="samples of the validation split that a validation sees, always the same ones and at least a batch; at "
@@ -314,7 +309,7 @@ def add_run_arguments(
     add = parser.add_argument_group("validation and logging").add_argument
     add("--log_every_n_steps", type=positive_int, default=10, metavar="UPDATES",
         help="updates between two lines of metrics.jsonl; losses in a line are of its own update, not means")
-    add(*names("validate_every_n_steps"), type=non_negative_int, default=validate_every_n_steps, metavar="UPDATES",
+    add("--validate_every_n_steps", type=non_negative_int, default=validate_every_n_steps, metavar="UPDATES",
         help="updates between two measurements on the validation split; 0: only at the end")
     add("--sample_every_n_steps", type=non_negative_int, default=sample_every_n_steps, metavar="UPDATES",
         help="updates between two pictures in samples/; 0: only at the end")
@@ -325,7 +320,7 @@ def add_run_arguments(
         help="trackers in addition to metrics.jsonl: none, or a comma list of tensorboard, wandb")
 
     add = parser.add_argument_group("checkpoints").add_argument
-    add(*names("save_every_n_steps"), type=non_negative_int, default=save_every_n_steps, metavar="UPDATES",
+    add("--save_every_n_steps", type=non_negative_int, default=save_every_n_steps, metavar="UPDATES",
         help="updates between two checkpoints; 0: only at the end")
     add("--keep_n_checkpoints", type=positive_int, default=3, metavar="N",
         help="keep this number of newest checkpoints and delete older ones")

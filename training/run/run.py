@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from ..contracts import Feed, Processes, Stateful
+from ..flags.public_names import batch_arithmetic
 from ..pictures.images import Sample, to_png
 from . import ASKED_TO_STOP, NOT_SAVED
 from .costs import Costs
@@ -85,7 +86,7 @@ class Run:
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         self._costs = Costs(processes, precision=args.precision, compiled=args.compile)
-        histograms = None if len(feed.valid_set) else args.validate_every_n_steps
+        histograms = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
         self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs, histograms)
         # For the updates of the scripts.
         self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
@@ -142,6 +143,7 @@ class Run:
             self.say(line)
         self.warn(self.args.config_in_force)
         self.say(here.summary())
+        self.warn(batch_arithmetic(self.args, here.world_size))
         self.warn(", ".join(filter(None, map(described, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")

@@ -1,0 +1,220 @@
+"""What the public scripts and trainers call their arguments: each is understood or answered, and means what the table
+says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts import DECODER, MULAN, SCRIPTS, VAE, VQGAN, Script
+from training.flags.public_names import ENDLESS, NEEDED, PUBLIC, batch_arithmetic
+
+# As the signatures of the packages have them, at the versions in PUBLIC.
+ARGUMENTS = {
+    "train_vae": """image_folder image_size epochs batch_size learning_rate lr_decay_rate starting_temp temp_min
+        anneal_rate num_images_save num_tokens num_layers num_resnet_blocks smooth_l1_loss emb_dim hidden_dim
+        kl_loss_weight transparent distributed_backend distr_backend deepspeed deepspeed_config deepscale
+        deepscale_config deepspeed_mpi local_rank""",
+    "train_vqgan": """vae folder num_train_steps batch_size image_size lr grad_accum_every max_grad_norm
+        discr_max_grad_norm save_results_every save_model_every results_folder valid_frac random_split_seed use_ema
+        ema_beta ema_update_after_step ema_update_every apply_grad_penalty_every accelerate_kwargs""",
+    "train_mulan": """mulan dataset num_train_steps batch_size data_max_length folder lr grad_accum_every betas
+        max_grad_norm valid_frac random_split_seed save_model_every results_folder accelerate_kwargs use_lion
+        force_clear_prev_results""",
+    "train_tokenizer": """model batch_size num_train_steps learning_rate grad_accum_every apply_gradient_penalty_every
+        max_grad_norm dataset dataset_folder dataset_type checkpoints_folder results_folder random_split_seed valid_frac
+        validate_every_step checkpoint_every_step num_frames use_wandb_tracking discr_start_after_step warmup_steps
+        scheduler scheduler_kwargs accelerate_kwargs ema_kwargs optimizer_kwargs dataset_kwargs""",
+    "train_decoder": """config_file decoder accelerator dataloaders use_ema lr wd eps warmup_steps
+        cosine_decay_max_steps max_grad_norm amp group_wd_params webdataset_base_url img_embeddings_url
+        text_embeddings_url num_workers batch_size start_shard end_shard shard_width index_width splits shuffle_train
+        resample_train preprocessing epochs save_every_n_samples n_sample_images cond_scale device epoch_samples
+        validation_samples save_immediately ema_beta unet_training_mask find_unused_parameters static_graph unets
+        image_size image_sizes clip channels timesteps sample_timesteps loss_type beta_schedule learned_variance
+        image_cond_drop_prob text_cond_drop_prob n_evaluation_samples FID IS KID LPIPS data_path overwrite_data_path
+        log load save log_type wandb_entity wandb_project""",
+}
+
+each_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda script: script.name)
+
+
+@each_script
+def test_every_public_argument_is_a_flag_or_is_answered(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = script.module.build_parser()
+    in_the_table = {argument.name.rpartition(".")[2] for argument in PUBLIC[script.name].arguments}
+    for name in ARGUMENTS[script.name].split():
+        assert name in in_the_table
+        if f"--{name}" not in parser._option_string_actions:
+            with pytest.raises(SystemExit) as raised:
+                parser.parse([f"--{name}", "1"])
+            line = capsys.readouterr().err
+            assert raised.value.code == 2 and line.count("\n") == 1
+            assert f"unknown flag --{name}: {PUBLIC[script.name].package} has it: " in line
+
+
+@each_script
+def test_every_name_in_the_table_is_that_of_its_flag_and_every_flag_in_an_answer_exists(script: Script) -> None:
+    parser = script.module.build_parser()
+    known = parser._option_string_actions
+    for argument in PUBLIC[script.name].arguments:
+        if argument.flag is not None:
+            assert known[f"--{argument.name.rpartition('.')[2]}"] is known[f"--{argument.flag}"], argument
+        for word in argument.note.replace(",", " ").replace(";", " ").split():
+            assert not word.startswith("--") or word in {*known, "--help"}, argument
+
+
+def test_public_names_set_their_flags_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
+    said = {"folder": "photos/", "num_train_steps": 7, "lr": 2e-4, "grad_accum_every": 4, "save_results_every": 50,
+            "save_model_every": 60, "results_folder": "out", "valid_frac": 0.1, "ema_beta": 0.9}  # fmt: skip
+    path = tmp_path / "muse.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in said.items()))
+    lines = [[word for name, value in said.items() for word in (f"--{name}", str(value))], ["--config", str(path)]]
+    for line in lines:
+        args = VQGAN.parsed(*line)
+        assert (args.image_folder, args.max_steps, args.learning_rate, args.output_dir) == ("photos/", 7, 2e-4, "out")
+        assert (args.grad_accum_steps, args.sample_every_n_steps, args.save_every_n_steps) == (4, 50, 60)
+        assert (args.valid_fraction, args.ema_decay, args.epochs) == (0.1, 0.9, ENDLESS)
+    path.write_text("use_ema: true\n")
+    said_of_it = VQGAN.refused_alone("--config", str(path))
+    assert "unknown key 'use_ema': muse-maskgit-pytorch 0.3.5 has it: --ema_decay above 0" in said_of_it
+
+
+def test_only_the_public_number_of_updates_outlasts_the_epochs() -> None:
+    for flags, epochs in {
+        ("--max_steps", "9"): 20, ("--num_train_steps", "9"): ENDLESS, ("--num_train_steps", "9", "--epochs", "3"): 3,
+    }.items():  # fmt: skip
+        assert MULAN.parsed(*flags).epochs == epochs
+
+
+def test_a_run_with_public_accumulation_says_what_it_trains_on() -> None:
+    said = ["--batch_size", "32", "--grad_accum_every", "4"]
+    line = batch_arithmetic(MULAN.parsed(*said), 2)
+    assert line == (
+        "--grad_accum_every 4: an update trains on 32 samples in all, over 2 processes and 4 micro-batches; "
+        "--batch_size 32 of musiclm-pytorch 0.2.8 is that of a micro-batch of one process, for which --batch_size is "
+        "32 x 4 x 2 = 256 here"
+    )
+    assert batch_arithmetic(MULAN.parsed("--batch_size", "32", "--grad_accum_steps", "4"), 2) is None
+    assert batch_arithmetic(VAE.parsed("--batch_size", "32"), 2) is None
+
+
+def test_a_run_says_it_at_its_start_and_a_batch_that_does_not_divide_is_told_the_product(tmp_path: Path) -> None:
+    said = VQGAN.output_of(tmp_path, "--grad_accum_every", "2", "--num_train_steps", "1")
+    assert "an update trains on 8 samples in all, over 1 process and 2 micro-batches; " in said and "= 16 here" in said
+    line = VQGAN.refused(tmp_path / "2", "--batch_size", "4", "--grad_accum_every", "8")
+    assert "or 32 for micro-batches of 4 on each process" in line
+
+
+# configs/*/base.yaml against the public defaults: those of the table, and these.
+
+MUSE = "muse-maskgit-pytorch 0.3.5: "
+VQ = "vector-quantize-pytorch 1.11.8: LFQ.__init__"
+MUSICLM = "musiclm-pytorch 0.2.8: "
+MAGVIT = "magvit2-pytorch 0.5.1: "
+FACTS: dict[str, dict[str, tuple[Any, str]]] = {
+    "train_vae": {
+        "valid_fraction": (0.0, "DALLE-pytorch 1.6.6: train_vae.py has no validation"),
+        "random_flip": (False, "DALLE-pytorch 1.6.6: train_vae.py, transform"),
+        "straight_through": (False, "DALLE-pytorch 1.6.6: DiscreteVAE.__init__"),
+    },
+    "train_vqgan": {
+        "random_flip": (True, MUSE + "trainers.py, ImageDataset.transform"),
+        "seed": (42, MUSE + "VQGanVAETrainer.__init__, random_split_seed"),
+        "batch_size": (32, MUSE + "README, batch_size 4 and grad_accum_every 8"),
+        "dim": (256, MUSE + "README"),
+        **dict.fromkeys(("num_layers", "discr_layers"), (4, MUSE + "VQGanVAE.__init__")),
+        "num_resnet_blocks": ((1,), MUSE + "ResnetEncDec.__init__"),
+        "l2_recon_loss": (False, MUSE + "VQGanVAE.__init__"),
+        "gan_loss": ("hinge", MUSE + "VQGanVAE.__init__, use_hinge_loss"),
+        "quantizer": ("lfq", MUSE + "VQGanVAE.__init__, lookup_free_quantization"),
+        "codebook_size": (65536, MUSE + "VQGanVAE.__init__"),
+        "diversity_gamma": (4.0, MUSE + "VQGanVAE.__init__, lfq_kwargs"),
+        "entropy_loss_weight": (0.1, VQ),
+        "commitment_loss_weight": (0.25, VQ),
+        "inv_temperature": (100.0, VQ),
+        "codebook_dim": (256, MUSE + "VQGanVAE.__init__, vq_kwargs"),
+        "vq_decay": (0.8, MUSE + "VQGanVAE.__init__, vq_kwargs"),
+        "vq_cosine": (True, MUSE + "VQGanVAE.__init__, vq_kwargs"),
+        "perceptual": ("vgg", MUSE + "VQGanVAE.forward"),
+        "perceptual_loss_weight": (1.0, MUSE + "VQGanVAE.forward"),
+        "gan_weight": ("adaptive", MUSE + "VQGanVAE.forward"),
+        "gan_weight_scale": (1.0, MUSE + "VQGanVAE.forward"),
+        "penalty": ("one_centred", MUSE + "gradient_penalty"),
+        "penalty_weight": (10.0, MUSE + "gradient_penalty"),
+        "lr_warmup_steps": (0, MUSE + "VQGanVAETrainer"),
+        "lr_cosine": (False, MUSE + "VQGanVAETrainer"),
+        "discr_start_step": (0, MUSE + "VQGanVAETrainer.train_step"),
+    },
+    "train_mulan": {
+        **dict.fromkeys(("audio_dim", "text_dim"), (512, MUSICLM + "README")),
+        **dict.fromkeys(("audio_depth", "text_depth"), (6, MUSICLM + "README")),
+        "heads": (8, MUSICLM + "README"),
+        "dim_head": (64, MUSICLM + "README"),
+        "dim_latent": (128, MUSICLM + "MuLaN.__init__"),
+        "patch_size": (16, MUSICLM + "AudioSpectrogramTransformer.__init__"),
+        "patch_dropout": (0.25, MUSICLM + "AudioSpectrogramTransformer.__init__"),
+        "max_text_tokens": (256, MUSICLM + "TextTransformer.__init__"),
+        "loss": ("decoupled", MUSICLM + "MuLaN.__init__, decoupled_contrastive_learning"),
+        "hierarchical_layers": (0, MUSICLM + "MuLaN.__init__, hierarchical_contrastive_loss"),
+        "duplicates": ("negatives", MUSICLM + "SoftmaxContrastiveLearning.forward compares all pairs"),
+        "init_temperature": (10.0, MUSICLM + "SoftmaxContrastiveLearning.__init__, init_temp"),
+        "weight_decay": (0.01, MUSICLM + "optimizer.py, get_optimizer"),
+        "lr_warmup_steps": (0, MUSICLM + "MuLaNTrainer"),
+    },
+    "train_tokenizer": {
+        "batch_size": (32, MAGVIT + "README, batch_size 4 and grad_accum_every 8"),
+        "image_size": (128, MAGVIT + "README"),
+        "init_dim": (64, MAGVIT + "README"),
+        "max_dim": (512, MAGVIT + "README"),
+        "max_steps": (1_000_000, MAGVIT + "README, num_train_steps"),
+        "codebook_size": (1024, MAGVIT + "README"),
+        "residual_kernel": (3, MAGVIT + "VideoTokenizer.__init__"),
+        "input_kernel": (7, MAGVIT + "VideoTokenizer.__init__"),
+        "output_kernel": (3, MAGVIT + "VideoTokenizer.__init__"),
+        "pad_mode": ("constant", MAGVIT + "VideoTokenizer.__init__"),
+        "separate_first_frame": (False, MAGVIT + "VideoTokenizer.__init__"),
+        "entropy_loss_weight": (0.1, MAGVIT + "VideoTokenizer.__init__, lfq_entropy_loss_weight"),
+        "commitment_loss_weight": (1.0, MAGVIT + "VideoTokenizer.__init__, lfq_commitment_loss_weight"),
+        "diversity_gamma": (2.5, MAGVIT + "VideoTokenizer.__init__, lfq_diversity_gamma"),
+        "soft_clamp": (10.0, MAGVIT + "VideoTokenizer.__init__, lfq_soft_clamp_input_value"),
+        "perceptual": ("vgg", MAGVIT + "VideoTokenizer.__init__"),
+        "perceptual_loss_weight": (0.1, MAGVIT + "VideoTokenizer.__init__"),
+        "gan_weight_scale": (1.0, MAGVIT + "VideoTokenizer.__init__, adversarial_loss_weight"),
+        "penalty_weight": (10.0, MAGVIT + "VideoTokenizer.__init__, grad_penalty_loss_weight"),
+        "penalty": ("zero_centred", MAGVIT + "gradient_penalty"),
+        "weight_decay": (0.01, MAGVIT + "optimizer.py, get_optimizer"),
+        "betas": ((0.9, 0.99), MAGVIT + "optimizer.py, get_optimizer"),
+        "ema_decay": (0.9999, "ema-pytorch: EMA.__init__, beta"),
+        "lr_cosine": (False, MAGVIT + "VideoTokenizerTrainer.__init__, scheduler None"),
+    },
+}
+
+
+def based(script: Script) -> argparse.Namespace:
+    return script.parsed("--config", str(script.configs / "base.yaml"))
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_base_configuration_has_the_public_defaults(name: str) -> None:
+    args = vars(based(SCRIPTS[name]))
+    expected = {flag: value for flag, (value, _) in FACTS[name].items()}
+    for argument in PUBLIC[name].arguments:
+        default = argument.default if argument.value is None else argument.value
+        is_other = argument.flag in ("output_dir", "grad_accum_steps")  # a folder, and see FACTS of batch_size
+        if argument.flag in args and argument.default != NEEDED and default is not None and not is_other:
+            expected.setdefault(str(argument.flag), default)
+    assert {flag: args[flag] for flag in expected} == expected
+
+
+def test_the_base_configuration_of_the_decoder_is_what_an_empty_public_configuration_gives(tmp_path: Path) -> None:
+    path = tmp_path / "least.json"
+    path.write_text(json.dumps({"decoder": {"unets": [{"dim": 128, "dim_mults": [1, 2, 4, 8]}], "image_size": 64}}))
+    public, ours = vars(DECODER.parsed("--decoder_config", str(path))), vars(based(DECODER))
+    for args in (public, ours):  # each of the two is another way to write the same
+        args["cond_dim"], args["num_resnet_blocks"] = args["cond_dim"] or [128], args["num_resnet_blocks"][0][0]
+    by_file = {"config", "decoder_config", "explicit", "on_command_line", "said_as", "config_in_force", "split_by"}
+    assert {k: v for k, v in ours.items() if k not in by_file} == {k: v for k, v in public.items() if k not in by_file}
