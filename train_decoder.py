@@ -48,8 +48,7 @@ MODEL_ARGUMENTS = (
 
 
 def build_parser() -> ArgumentParser:
-    text = "Train a cascaded diffusion decoder."
-    parser = ArgumentParser("train_decoder.py", text, is_root=distributed.launched_as_root)
+    parser = ArgumentParser("train_decoder.py", "Train a cascade of Unets.", is_root=distributed.launched_as_root)
     add_conditioned_image_arguments(parser)
     add_decoder_arguments(parser)
     add_optimizer_arguments(parser, betas="0.9,0.99")
@@ -236,8 +235,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         errors = evaluate(model, feed, unets, embed, backend)
-        is_due = not feed.sees_whole_split and run.due(args.evaluate_every_n_steps)
-        is_judged = args.n_evaluation_samples and ema.keeps(model) and is_due
+        is_judged = args.n_evaluation_samples and ema.keeps(model) and run.due(args.evaluate_every_n_steps)
         return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge) if is_judged else {})}
 
     evaluation = Evaluation(

@@ -70,11 +70,12 @@ def plan_batches(
         return _plan_parts(global_batch_size, grad_accum_steps, world_size, batch_parts)
     unit = grad_accum_steps * world_size
     if global_batch_size % unit:
+        of_each = f", or {global_batch_size * unit} for micro-batches of {global_batch_size} on each process"
         raise UserMistake(
             f"--batch_size {global_batch_size} is the number of samples per update over all processes and does not "
             f"divide: {global_batch_size} / ({world_size} processes x {grad_accum_steps} accumulation steps) = "
-            f"{global_batch_size / unit:.12g}; use --batch_size {_nearest(global_batch_size, unit)}, or "
-            f"{global_batch_size * unit} for micro-batches of {global_batch_size} on each process"
+            f"{global_batch_size / unit:.12g}; use --batch_size {_nearest(global_batch_size, unit)}"
+            f"{of_each if grad_accum_steps > 1 else ''}"
         )
     needed = _needed_steps(global_batch_size, grad_accum_steps, world_size, last_start or {})
     if needed > grad_accum_steps:

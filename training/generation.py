@@ -153,11 +153,14 @@ class Generation:
 
     def judge(self, decoder: Decoder, count: int, judges: Callable[[bool], PictureJudge]) -> dict[str, float]:
         """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer,
-        and as many for unseen samples; return what judges say of them, "unseen/..." of the latter. Collective.
+        and as many for unseen samples; return what judges say of them, "unseen/..." of the latter. Nothing in the pass
+        over the whole split that follows the last one over a part, which judged the same pictures. Collective.
 
         Args:
             judges: Makes a judge, see the function `judges`.
         """
+        if self._feed.sees_whole_split:
+            return {}
         values = self._judged(decoder, count, judges(False), self._feed.validation_samples)
         if self._unseen is not None:
             load = partial(self._feed.others, self._unseen)

@@ -27,7 +27,7 @@ def test_a_plan_is_exact_or_refused_with_the_nearest_sizes_that_fit() -> None:
         else:
             with pytest.raises(UserMistake) as raised:
                 plan_batches(batch, accumulation, world)
-            suggested = re.findall(r"\d+", str(raised.value).split("use --batch_size")[1])
+            suggested = re.findall(r"\d+", str(raised.value).split("use --batch_size")[1].split(", or")[0])
             fits = [size for size in range(1, 200) if size % (accumulation * world) == 0]
             nearest_below, nearest_above = [s for s in fits if s < batch][-1:], [s for s in fits if s > batch][:1]
             assert [int(size) for size in suggested] == nearest_below + nearest_above
@@ -78,7 +78,8 @@ def test_parts_of_a_batch_are_exact_or_refused() -> None:
     [
         ((7, 2, 2, 0),
          "--batch_size 7 is the number of samples per update over all processes and does not divide: "
-         "7 / (2 processes x 2 accumulation steps) = 1.75; use --batch_size 4 or 8"),
+         "7 / (2 processes x 2 accumulation steps) = 1.75; use --batch_size 4 or 8, or 28 for micro-batches of 7 on "
+         "each process"),
         ((1_000_001, 1, 2, 0),  # the quotient does not look whole
          "--batch_size 1000001 is the number of samples per update over all processes and does not divide: "
          "1000001 / (2 processes x 1 accumulation steps) = 500000.5; use --batch_size 1000000 or 1000002"),

@@ -67,6 +67,8 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
             return torch.zeros(batch, 3, 4, 4)
 
     class Feed:
+        sees_whole_split = False
+
         def validation_samples(self, numbers: range) -> dict[str, Any]:
             return {"images": torch.zeros(len(numbers), 3, 4, 4)}
 
@@ -81,3 +83,7 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
     assert generation.judge(Decoder(), 3 * CHUNK - 1, lambda only_reads: judge) == {"shape": 1.0}
     assert judge.numbers == [*range(CHUNK), *range(2 * CHUNK, 3 * CHUNK - 1)], "every second chunk"
     assert processes.events == ["draws", "draws", "meets the others", "collective"]
+
+    processes.events.clear()
+    generation._feed.sees_whole_split = True
+    assert generation.judge(Decoder(), CHUNK, lambda only_reads: judge) == {} and processes.events == [], "as before it"

@@ -173,23 +173,25 @@ _MAGVIT = Public(
     ),
 )  # fmt: skip
 
-_FILE = "a key of a training configuration: give the whole file by --decoder_config"
-
 
 def _keys() -> Iterator[Argument]:
     """The keys of a training configuration, most of which are arguments of its trainer or decoder too."""
     for title in ("DECODER", "DATA", "TRAIN", "EVALUATE", "TRACKER", "LOG"):
         section = title.lower() if title != "LOG" else "tracker.log"
         for key, rule in getattr(decoder_keys, title).items():
-            if isinstance(rule, Flag):
+            if key in _READ:
+                yield Argument(f"{section}.{key}", *_READ[key])
+            elif isinstance(rule, Flag):
                 yield Argument(f"{section}.{key}", rule.usual, rule.name)
+            elif isinstance(rule, Only) and {True, False} <= {*rule.values}:
+                yield Argument(f"{section}.{key}", None, None, "leave it out: it changes nothing that is trained")
             elif isinstance(rule, Only):
                 yield Argument(f"{section}.{key}", rule.values[0] if rule.values else None, None, rule.instead)
             else:
-                yield Argument(f"{section}.{key}", *_READ.get(key, ("", None, "--decoder_config reads it")))
+                yield Argument(f"{section}.{key}", None, None, "--decoder_config reads it")
 
 
-# Keys that need more than another name: their defaults, and the flag or the answer.
+# Keys that need more than another name, or have another default there: that, and the flag or the answer.
 _READ: Mapping[str, tuple[Any, str | None, str]] = {
     "image_size": (None, "image_sizes", ""), "image_sizes": (None, "image_sizes", ""),
     "timesteps": (1000, "timesteps", ""),
@@ -210,6 +212,7 @@ _READ: Mapping[str, tuple[Any, str | None, str]] = {
     "unet_training_mask": (None, None, "--train_unets with the numbers of the Unets to train"),
     "max_grad_norm": (0.5, "max_grad_norm", ""),
     "n_evaluation_samples": (1000, "n_evaluation_samples", "without measures there are none there"),
+    "warmup_steps": (None, "lr_warmup_steps", "0: none"), "validation_samples": (None, "valid_samples", "0: all"),
     "log_type": ("console", None, "--report_to wandb"),
 }  # fmt: skip
 
