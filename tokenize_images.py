@@ -41,8 +41,8 @@ def build_parser() -> ArgumentParser:
         help="run of train_vae.py or train_vqgan.py, a checkpoint of it, or its model/ folder")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--image_folder", metavar="PATH",
-        help="encode this folder of jpg, png, webp, bmp, nested as you like, or webdataset tars; demo:shapes draws its "
-        "own")
+        help="encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you like, or webdataset tars; "
+        "demo:shapes draws its own")
     source.add_argument("--decode", metavar="DIR", help="make PNG images of the codes in this folder")
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
 

@@ -30,7 +30,8 @@ class Processes(Protocol):
 
 class Samples(Protocol):
     """A numbered set of samples of any kind. `fingerprint` is equal where equally many samples have the same names in
-    the same order; a set that is drawn needs none."""
+    the same order; a set that is drawn needs none. It may have `skipped`, a line about files that are no samples
+    (`skipped_of`)."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -47,3 +48,8 @@ class Samples(Protocol):
     def describe(self, index: int) -> str:
         """The name by which a user finds the sample: its path."""
         ...
+
+
+def skipped_of(samples: Any) -> str:
+    """The line about the files that a set, or the places of its samples, skips; "" if it skips none."""
+    return str(getattr(samples, "skipped", ""))

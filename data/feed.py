@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .bad_samples import BadSample, BadSampleLog
-from .contracts import Processes, Samples
+from .contracts import Processes, Samples, skipped_of
 from .images.sets import open_images
 from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_samples
 from .stream import Collate, TrainingStream, ValidationStream, collate_images
@@ -29,6 +29,7 @@ class Joined:
     def __init__(self, first: Samples, second: Samples) -> None:
         self.first, self.second = first, second
         self.fingerprint = first.fingerprint + second.fingerprint
+        self.skipped = "; ".join(filter(None, map(skipped_of, (first, second))))
 
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
@@ -135,6 +136,10 @@ class Feed(Generic[BatchType]):
         if more := len(self.samples) - n:
             counts.append(f"and {more} of the second set to train on")
         return f"{self._source}: {', '.join(counts)}"
+
+    def skipped(self) -> str:
+        """One line about files that are no samples: how many, and of which endings; "" if there are none."""
+        return skipped_of(self.samples)
 
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .manifest import ENDINGS as MANIFEST_ENDINGS
-from .opening import Listing
+from .opening import Listing, said_of_skipped
 from .packed import PackedStrings, Strings, is_among
 from .source import Source
 
@@ -52,10 +52,10 @@ class _InOrder:
 
 class Folder:
     """The files of a folder, numbered in the order of their relative paths, `names`; `names_beside` are those of files
-    that may stand beside them, sorted."""
+    that may stand beside them, sorted; `skipped` is a line about the files that are not read, or ""."""
 
-    def __init__(self, folder: str, names: Strings, names_beside: Strings = NO_STRINGS) -> None:
-        self.folder, self._names, self._names_beside = folder, names, names_beside
+    def __init__(self, folder: str, names: Strings, names_beside: Strings = NO_STRINGS, skipped: str = "") -> None:
+        self.folder, self._names, self._names_beside, self.skipped = folder, names, names_beside, skipped
 
     @property
     def fingerprint(self) -> str:
@@ -124,7 +124,7 @@ def find_files(
         )
     if len(listing.tars):  # what stands beside tars is nothing of a sample
         return TarFiles([os.path.join(path, _inside(path, name)) for name in listing.tars])
-    return Folder(path, listing.samples, listing.beside)
+    return Folder(path, listing.samples, listing.beside, said_of_skipped(path, listing.skipped))
 
 
 def _inside(folder: str, name: str) -> str:

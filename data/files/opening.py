@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 import os
+import re
 import stat
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,15 +18,18 @@ DEFAULT_SIZE, LARGEST_SIZE = 4096, 1 << 22
 _LONGEST_QUOTE = 60
 _LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
 _TAR = ".tar"
+_ENDING = re.compile(r"\.[a-z0-9_-]{1,12}")
+_MOST_ENDINGS = 8
 
 
 class Listing(NamedTuple):
     """Relative paths ('/' between the parts) of files in a folder, each list sorted: the samples, the files that may
-    stand beside a sample, and tars."""
+    stand beside a sample, and tars. And how many other files there are, by ending: "12 .heic"."""
 
     samples: Strings
     beside: Strings
     tars: Strings
+    skipped: Strings
 
 
 def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str, beside: tuple[str, ...] = ()) -> Listing:
@@ -53,8 +58,9 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str, besi
             lower = name.lower()
             (samples if lower.endswith(endings) else tars if lower.endswith(_TAR) else others).append(name)
         if not len(samples) and not len(tars):
-            raise _nothing_found(what, folder, len(others) + tree.n_others, (*endings, _TAR))
-        return Lists(Listing(samples, others, tars)._asdict(), tree.watched)
+            raise _nothing_found(what, folder, len(others) + tree.skipped.total(), (*endings, _TAR))
+        skipped = PackedStrings(f"{n} {ending}" for ending, n in tree.skipped.most_common())
+        return Lists(Listing(samples, others, tars, skipped)._asdict(), tree.watched)
 
     return Listing(**kept_lists(folder, " ".join((*endings, "|", *beside)), Listing._fields, make))
 
@@ -64,7 +70,7 @@ class _Tree:
     because sorting holds the interpreter: heartbeats would wait for it."""
 
     def __init__(self, folder: str, endings: tuple[str, ...]) -> None:
-        self.watched, self.n_others = Watched(), 0
+        self.watched, self.skipped = Watched(), collections.Counter[str]()
         self._files: dict[str, list[PackedStrings]] = {}  # sorted names, in runs
         self._folders: dict[str, list[str]] = {}
         visited = set()
@@ -99,7 +105,7 @@ class _Tree:
                 elif entry.name.lower().endswith(endings) and is_file:
                     files.append(entry.name)
                 else:
-                    self.n_others += 1
+                    self.skipped[_ending(entry.name)] += 1
                 if len(files) == _LONGEST_RUN:
                     yield PackedStrings(sorted(files))
                     files.clear()
@@ -141,6 +147,22 @@ def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
         return entry.is_dir(), entry.is_file()
     except OSError:
         return False, False
+
+
+def _ending(name: str) -> str:
+    ending = os.path.splitext(name)[1].lower()
+    return ending if _ENDING.fullmatch(ending) else "without an ending" if not ending else "of another ending"
+
+
+def said_of_skipped(folder: str, skipped: Strings) -> str:
+    """The line about the files of a folder that are not read, "" if there are none."""
+    counts = list(skipped)
+    if not counts:
+        return ""
+    n = sum(int(count.partition(" ")[0]) for count in counts)
+    more = ", ..." if len(counts) > _MOST_ENDINGS else ""
+    files = "1 file is" if n == 1 else f"{n} files are"
+    return f"{files} skipped in {folder!r}, because of their endings or kind: {', '.join(counts[:_MOST_ENDINGS])}{more}"
 
 
 def _nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:

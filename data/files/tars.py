@@ -9,6 +9,7 @@ import itertools
 import os
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -135,7 +136,8 @@ def open_index(path: str, members: Members) -> TarIndex:
     """
     try:
         status = os.stat(path)
-        key = np.array([_VERSION, status.st_size, status.st_mtime_ns], np.int64)
+        endings = zlib.crc32(repr(members.kinds).encode())  # a later version may read more of them
+        key = np.array([_VERSION, status.st_size, status.st_mtime_ns, endings], np.int64)
         caches = cache_files(path, f"{members.suffix}.index.npz", "tars")
         for cache in caches:
             if (index := _load_index(cache, key, len(members.kinds), status.st_size)) is not None:

@@ -71,7 +71,7 @@ class CaptionedFiles:
         self.load, self.describe, self.name = images.load, images.describe, images.name
         self.shards = places.shards
         self.has_captions = places.has_any(_CAPTIONS)
-        self.fingerprint = images.fingerprint
+        self.fingerprint, self.skipped = images.fingerprint, images.skipped
 
     def __len__(self) -> int:
         return len(self._places)

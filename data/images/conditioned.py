@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from ..contracts import Processes
+from ..contracts import Processes, skipped_of
 from ..feed import Feed
 from ..files.opening import demonstration_size
 from ..order import Split, split_samples, split_shards
@@ -51,7 +51,7 @@ class ConditionedImages:
         self, images: Captioned, embeddings: Mapping[str, Embeddings], tokenize: Tokenize | None = None
     ) -> None:
         self.images, self._embeddings, self._tokenize = images, dict(embeddings), tokenize
-        self.describe = images.describe
+        self.describe, self.skipped = images.describe, skipped_of(images)
         self.fingerprint = "".join((images.fingerprint, *(found.fingerprint for found in embeddings.values())))
 
     @property

@@ -20,7 +20,15 @@ from ..hashing import derive_key
 
 # Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
 # called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
-FORMATS = {"JPEG": (".jpg", ".jpeg"), "PNG": (".png",), "WEBP": (".webp",), "BMP": (".bmp",), "GIF": ()}
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm", ".pbm"),
+}
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..contracts import Samples
+from ..contracts import Samples, skipped_of
 from ..files.find import Folder, TarFiles, find_files
 from ..files.opening import Listing, demonstration_size, list_files
 from ..files.source import Places
@@ -38,7 +38,7 @@ class ImageFiles:
         enlarge: bool = True,
     ) -> None:  # fmt: skip
         self.places, self.describe, self.name = places, places.describe, places.name
-        self.fingerprint = places.fingerprint
+        self.fingerprint, self.skipped = places.fingerprint, skipped_of(places)
         self.image_size, self.channels, self.flip, self.seed = image_size, channels, flip, seed
         self.enlarge = enlarge
 

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from ..contracts import Processes
+from ..contracts import Processes, skipped_of
 from ..feed import Feed
 from ..hashing import Draws, derive_key
 from ..stream import collate_entries
@@ -38,7 +38,7 @@ class CaptionedSounds:
 
     def __init__(self, sounds: Sounds, tokenizer: Tokenizer, seed: int) -> None:
         self.sounds, self.tokenizer, self.seed = sounds, tokenizer, seed
-        self.fingerprint = sounds.fingerprint
+        self.fingerprint, self.skipped = sounds.fingerprint, skipped_of(sounds)
 
     def __len__(self) -> int:
         return len(self.sounds)

@@ -42,7 +42,7 @@ class SoundFolder:
 
     def __init__(self, files: Folder, clips: ClipDecoder) -> None:
         self._files, self._clips = files, clips
-        self.describe, self.fingerprint = files.describe, files.fingerprint
+        self.describe, self.fingerprint, self.skipped = files.describe, files.fingerprint, files.skipped
         if not files.has_any_beside(_TEXT_ENDINGS_IN_ANY_CASE):
             manifests = sorted(name for name in os.listdir(files.folder) if name.lower().endswith(_MANIFESTS))
             instead = f"; or give the manifest, {os.path.join(files.folder, manifests[0])!r}" if manifests else ""

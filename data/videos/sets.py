@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from ..contracts import Processes, Samples
+from ..contracts import Processes, Samples, skipped_of
 from ..feed import Feed
 from ..files.find import Folder, TarFiles, find_files
 from ..files.manifest import Columns, Parts, part_of, read_rows
@@ -47,7 +47,7 @@ class VideoFiles:
     def __init__(self, places: Places, clips: ClipDecoder, *, flip: bool = False, seed: int = 0) -> None:
         self._places, self.clips, self._flip, self._seed = places, clips, flip, seed
         self.source, self.describe, self.name = places.source, places.describe, places.name
-        self.fingerprint = places.fingerprint
+        self.fingerprint, self.skipped = places.fingerprint, skipped_of(places)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -124,7 +124,7 @@ class OneFrameClips:
     """The images (c, h, w) of a set as clips (c, 1, h, w). See `Samples`."""
 
     def __init__(self, images: Samples) -> None:
-        self._images, self.fingerprint = images, images.fingerprint
+        self._images, self.fingerprint, self.skipped = images, images.fingerprint, skipped_of(images)
 
     def __len__(self) -> int:
         return len(self._images)

@@ -32,8 +32,8 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     """Add the flags of every script that trains on images."""
     add = parser.add_argument_group("images").add_argument
     add("--image_folder", metavar="PATH", default="demo:shapes",
-        help="folder of training images (jpg, png, webp, bmp), with subfolders; or webdataset tars; demo:shapes draws "
-        "images itself")
+        help="folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; or webdataset tars; "
+        "demo:shapes draws images itself")
     add("--image_size", type=pixels, default=image_size, metavar="PIXELS", help=image_size_help)
     add("--random_flip", action="store_true", help="mirror each training image with probability 1/2")
     add("--num_images_save", type=size, default=4, metavar="N",

@@ -89,6 +89,8 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         run.close()
         return
     run.say(f"{feed.summary()}; {run.progress.total_steps} updates")
+    if skipped := feed.skipped():
+        run.say(skipped)
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
     if run.args.dry_run:

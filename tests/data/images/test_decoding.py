@@ -65,6 +65,14 @@ COLOUR_CASES = {
     "RGB.png": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
     "RGB.webp": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6),
     "RGB.bmp": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
+    "RGB.tif": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
+    "CMYK.tiff": (halves(LEFT, RIGHT, "RGB").convert("CMYK"), (LEFT, RIGHT), 2),
+    "grey_16_bits.tif": (sixteen_bits(), GREYS, 0),
+    "RGBA.tif": (halves((*LEFT, 255), (*RIGHT, 255), "RGBA"), (LEFT, RIGHT), 0),
+    "RGB.ppm": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
+    "grey.pgm": (halves(GREY_LEFT, GREY_RIGHT, "L"), GREYS, 0),
+    "grey_16_bits.pgm": (sixteen_bits(), GREYS, 0),
+    "1_bit.pbm": (halves(1, 0, "1"), ((255,) * 3, (0,) * 3), 0),
     "palette.png": (halves(LEFT, RIGHT, "RGB").quantize(2), (LEFT, RIGHT), 2),
     "palette.bmp": (halves(LEFT, RIGHT, "RGB").quantize(2), (LEFT, RIGHT), 2),
     "CMYK.jpg": (halves(LEFT, RIGHT, "RGB").convert("CMYK"), (LEFT, RIGHT), 6),
@@ -119,7 +127,7 @@ def test_colour_of_transparent_pixels_does_not_bleed(tmp_path):
     assert (picture[0] == 0).all()
 
 
-@pytest.mark.parametrize("ending", ["png", "jpg"])
+@pytest.mark.parametrize("ending", ["png", "jpg", "tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path, orientation, ending):
     image = photo(60, 40)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from data import open_images, to_unit_range
+from data.images.captioned import open_captioned
 from tests.data.helpers import one_line
 
 
@@ -65,9 +66,23 @@ def test_what_is_no_set_of_images_is_named(tmp_path):
 
 
 def test_folder_without_images_tells_what_is_read_and_what_is_there(tmp_path):
-    touch(tmp_path / "a.txt", tmp_path / "b" / "c.tiff")
+    touch(tmp_path / "a.txt", tmp_path / "b" / "c.heic")
     text = one_line(open_images, str(tmp_path), image_size=8)
-    assert "2 other files" in text and ".jpg .jpeg .png .webp .bmp" in text
+    assert "2 other files" in text and ".jpg .jpeg .png .webp .bmp .tif .tiff .ppm .pgm .pbm" in text
+
+
+def test_skipped_files_are_counted_by_ending_and_those_beside_samples_are_none(tmp_path):
+    touch(*(tmp_path / name for name in ("a.jpg", "b.HEIC", "c/d.heic", "c/e.txt", "README", ".hidden.heic", "f.a b")))
+    said = open_images(str(tmp_path), image_size=8).skipped
+    assert said.startswith(f"5 files are skipped in {str(tmp_path)!r}") and "2 .heic" in said
+    assert all(part in said for part in ("1 .txt", "1 without an ending", "1 of another ending"))
+    beside = open_captioned(str(tmp_path), image_size=8).skipped  # texts are captions there
+    assert beside.startswith("4 files are") and ".txt" not in beside
+    (tmp_path / "only").mkdir()
+    touch(tmp_path / "only" / "a.jpg")
+    assert open_images(str(tmp_path / "only"), image_size=8).skipped == ""
+    touch(*(tmp_path / "many" / f"{i}.x{i}" for i in range(12)), tmp_path / "many" / "a.jpg")
+    assert open_images(str(tmp_path / "many"), image_size=8).skipped.endswith(", ...")
 
 
 def test_folder_that_may_not_be_read_is_named():

@@ -84,7 +84,7 @@ def test_tars_are_named_by_a_folder_a_pattern_a_range_or_one_by_one(tmp_path):
     "name, expected",
     [("none*.tar", "none*.tar"), ("{00001..00004}.tar", "00003.tar"), ("texts.tar", "no image (.jpg"),
      ("a.tar.gz", "decompress"), ("a.csv", "give a folder of images, or tars"), ("mixed", "the one or the other"),
-     ("empty", ".bmp .tar are read")],
+     ("empty", ".pbm .tar are read")],
 )  # fmt: skip
 def test_what_is_no_set_of_tars_is_named(tmp_path, name, expected):
     tars, _ = write(tmp_path)
@@ -108,8 +108,8 @@ def test_a_damaged_member_is_named_counted_and_replaced(tmp_path):
     feed, said = image_feed(image_arguments(image_folder=str(tars), valid_fraction=0.0), Process()), []
     batches = [feed.start(0), *(feed.next() for _ in range(7))]
     feed.report_bad_samples(said.append)
-    assert said == [f"cannot read {tars}/00002.tar/000020003.png: the content is none of JPEG, PNG, WEBP, BMP; "
-                    "the next image takes its place"]  # fmt: skip
+    assert said == [f"cannot read {tars}/00002.tar/000020003.png: the content is none of JPEG, PNG, WEBP, BMP, "
+                    "TIFF, PPM; the next image takes its place"]  # fmt: skip
     assert 43 not in {index for batch in batches for index in batch["ids"]}
 
 
@@ -131,3 +131,13 @@ def test_videos_are_trained_with_images_from_tars(tmp_path):
     expected = [feed.start(16) for feed in (from_tars, from_files)]
     assert expected[0]["ids"] == expected[1]["ids"] and min(expected[0]["ids"]) >= 40
     assert torch.equal(expected[0]["videos"], expected[1]["videos"])
+
+
+def test_index_that_was_kept_when_fewer_endings_were_read_is_made_again(tmp_path, monkeypatch):
+    content = io.BytesIO()
+    Image.new("RGB", (20, 20)).save(content, "tiff")
+    write_tar(tmp_path / "tars" / "0.tar", {"0": {"png": picture(1)}, "1": {"tiff": content.getvalue()}})
+    with monkeypatch.context() as before:
+        before.setattr("data.images.sets.ENDINGS", (".png",))
+        assert len(opened(tmp_path / "tars")) == 1
+    assert len(opened(tmp_path / "tars")) == 2

@@ -87,6 +87,9 @@ class Numbers:
     def summary(self):
         return "16 numbers to train on"
 
+    def skipped(self):
+        return "2 files are skipped: 2 .txt"
+
     def start(self, start_samples):
         self._at = start_samples
         return self._at
@@ -859,3 +862,8 @@ def test_a_run_that_is_in_its_samples_on_one_machine_alone_is_refused_on_all(tmp
         Run(args, settings, here, Numbers(), model_arguments=())
 
     assert ["would become samples" in str(error) for error in on_processes(2, start)] == [True, True]
+
+
+def test_start_says_which_files_are_skipped(tmp_path, capsys):
+    train(tmp_path / "run")
+    assert capsys.readouterr().err.count("2 files are skipped: 2 .txt") == 1
