@@ -26,6 +26,7 @@ _LONGEST_QUOTE = 40
 _LONGEST_LINE = 1 << 20  # characters
 _UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
+OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
 
 
 class Columns(NamedTuple):
@@ -182,10 +183,12 @@ def _table(file: io.TextIOBase, delimiter: str, columns: Columns) -> Iterator[tu
 
 
 def part_of(entry: Mapping[str, Any], noun: str) -> Part:
-    """The `path`, `start_seconds` and `end_seconds` (both optional) of a row; `noun` is what messages call the file.
+    """The `path`, `start_seconds` and `end_seconds` (both optional) of a row, or what public tables have for them, in
+    `OTHER_NAMES`; `noun` is what messages call the file.
 
     Raises ValueError, in one line, if one of them cannot be.
     """
+    entry = {**{name: entry[other] for other, name in OTHER_NAMES.items() if other in entry}, **entry}
     path = entry.get("path")
     if not isinstance(path, str) or not path.strip() or not _UNNAMEABLE.isdisjoint(path):
         raise ValueError(f'it has no "path" of a {noun}')

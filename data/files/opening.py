@@ -162,7 +162,7 @@ def said_of_skipped(folder: str, skipped: Strings) -> str:
     n = sum(int(count.partition(" ")[0]) for count in counts)
     more = ", ..." if len(counts) > _MOST_ENDINGS else ""
     files = "1 file is" if n == 1 else f"{n} files are"
-    return f"{files} skipped in {folder!r}, because of their endings or kind: {', '.join(counts[:_MOST_ENDINGS])}{more}"
+    return f"{files} skipped in {folder!r}: {', '.join(counts[:_MOST_ENDINGS])}{more}"
 
 
 def _nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..files.manifest import Columns, Parts, part_of, read_rows
 from .decoding import ClipDecoder
-from .sidecars import NO_CAPTION, Texts, texts_of_object
+from .sidecars import NO_CAPTION, NUMBERED_CAPTIONS, Texts, texts_of_object
 
 _COLUMNS = Columns(
-    needed=(("path",), ("caption", "captions")),
-    words="path and caption (or captions)",
+    needed=(("path", "file_name"), ("caption", "captions", "text", *NUMBERED_CAPTIONS)),
+    words="path (or file_name) and caption (or captions, text, or caption_1 to caption_5)",
     example='{"path": "...", "caption": "..."}',
     texts="captions",
 )
@@ -24,10 +24,11 @@ class Manifest:
 
     Columns, or keys of the objects:
 
-    - path: of the sound, relative to the manifest;
-    - caption, or captions: a JSON list, or texts with | between them;
+    - path, or file_name: of the sound, relative to the manifest;
+    - caption, or captions: a JSON list, or texts with | between them; or caption_1 to caption_5; or, without any of
+      these, text;
     - label (optional): a class;
-    - start_seconds, end_seconds (optional): the part of a long file that the captions describe.
+    - start_seconds, end_seconds, or start_s, end_s (optional): the part of a long file that the captions describe.
 
     The table is read once; a sound is not looked for before it is loaded. Raises ValueError, in one line, if the
     manifest cannot be understood or has no rows.
@@ -56,5 +57,8 @@ class Manifest:
 
 
 def _row(entry: Mapping[str, Any]) -> str:
+    # Beside captions, a text is something else, such as what is spoken.
     texts = texts_of_object({key: value for key, value in entry.items() if key != "text"})
+    if not texts.captions:
+        texts = texts_of_object(entry)
     return part_of(entry, "sound").row(**texts._asdict())

@@ -23,6 +23,7 @@ _TEXT_ENDINGS_IN_ANY_CASE = [
     for signs in itertools.product(*(sorted({c, c.upper()}, reverse=True) for c in ending))
 ]
 _LONGEST_TEXT = 1 << 20  # bytes
+NUMBERED_CAPTIONS = tuple(f"caption_{number}" for number in range(1, 6))
 NO_CAPTION = "it has no caption"
 _MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
 
@@ -93,15 +94,15 @@ def read_texts(path: str, name: str, offset: int = 0, size: int = _LONGEST_TEXT)
 
 
 def texts_of_object(value: Any) -> Texts:
-    """{"caption": "..."}, or "text", or "captions" -> captions; "label" -> class.
+    """{"caption": "..."}, or "text", "captions", "caption_1", ..., "caption_5" -> captions; "label" -> class.
 
-    "caption" and "text" are a string or a list of strings; "captions" a list, or a string with | between the captions.
+    "captions" is a list, or a string with | between the captions; the others are a string or a list of strings.
     Raises ValueError if `value` has another form.
     """
     if not isinstance(value, Mapping):
         raise ValueError('it holds no JSON object: write {"caption": "..."}')
     captions: list[str] = []
-    for key in ("caption", "captions", "text"):
+    for key in ("caption", "captions", *NUMBERED_CAPTIONS, "text"):
         entry = value.get(key)
         if isinstance(entry, str):
             entry = split_captions(entry) if key == "captions" else [entry]

@@ -26,8 +26,8 @@ from .moving import FRAMES_PER_SECOND, Moving
 
 _LARGEST_CLIP_BYTES = 1 << 32
 _COLUMNS = Columns(
-    needed=(("path",),),
-    words="path, start_seconds and end_seconds (path alone is needed)",
+    needed=(("path", "file_name"),),
+    words="path (or file_name), start_seconds and end_seconds (path alone is needed)",
     example='{"path": "..."}',
     texts="paths",
 )
@@ -73,8 +73,8 @@ def open_videos(
 
     - `demo:moving` (also None), `demo:moving:<number of clips>`;
     - a folder of videos and images, flat or nested; an image is a video of one frame;
-    - a manifest, .csv, .tsv or JSON lines: `path` of the video, relative to the manifest, and perhaps `start_seconds`
-      and `end_seconds`, the part that clips are taken from;
+    - a manifest, .csv, .tsv or JSON lines: `path` (or `file_name`) of the video, relative to the manifest, and
+      perhaps `start_seconds` and `end_seconds` (or `start_s` and `end_s`), the part that clips are taken from;
     - webdataset tars: one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`).
 
     flip: half of the augmented clips are mirrored left to right. The others are arguments of `ClipDecoder`. No video is

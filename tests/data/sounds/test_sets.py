@@ -55,6 +55,24 @@ SAME_ROWS = {
 SAME_ROWS["set.ndjson"] = SAME_ROWS["set.json"] = SAME_ROWS["set.jsonl"]
 
 
+def test_columns_of_public_tables_are_read(tmp_path):
+    for name in "ab":
+        soundfile.write(tmp_path / f"{name}.wav", np.full(4 * RATE, {"a": 0.25, "b": 0.5}[name]), RATE)
+    clotho = (
+        "file_name,caption_1,caption_2,caption_3,caption_4,caption_5\na.wav,one,two,three,four,five\nb.wav,six,,,,\n"
+    )
+    sounds = opened(manifest(tmp_path / "clotho.csv", clotho))
+    assert listed(sounds) == [["one", "two", "three", "four", "five"], ["six"]]
+    assert sounds.load(1).mean() == pytest.approx(0.5, abs=1e-3)
+    music = "file_name,ytid,start_s,end_s,caption\na.wav,x,1,2,a song\nb.wav,y,9,19,another\n"
+    sounds = opened(manifest(tmp_path / "musiccaps.csv", music))
+    assert listed(sounds) == [["a song"], ["another"]] and len(sounds.load(0)) == RATE // 2
+    assert "it lasts 4 s, and its clip begins at 9 s" in bad(sounds, 1)
+    assert listed(opened(manifest(tmp_path / "text.csv", "file_name,text\na.wav,a bell\n"))) == [["a bell"]]
+    beside = "path,file_name,text,caption\na.wav,gone.wav,what is said,a voice\n"
+    assert listed(opened(manifest(tmp_path / "both.csv", beside))) == [["a voice"]]
+
+
 @pytest.mark.parametrize("name", SAME_ROWS)
 def test_manifest_of_every_kind_says_the_same(tmp_path, name):
     first, second = write_sound(tmp_path / "clips/a.wav", seed=1), write_sound(tmp_path / "clips/b.wav", seed=2)
@@ -124,9 +142,9 @@ def test_bad_rows_are_met_when_they_are_loaded(tmp_path):
 @pytest.mark.parametrize(
     "name, content, expected",
     [
-        ("a.csv", "", "the columns have to be path and caption (or captions), it has nothing"),
-        ("a.csv", "file,caption\na.wav,one\n", "path and caption (or captions), it has file, caption"),
-        ("a.csv", "path,text\na.wav,one\n", "it has path, text"),
+        ("a.csv", "", "the columns have to be path (or file_name) and caption (or captions, text, or caption_1 to caption_5), it has nothing"),
+        ("a.csv", "file,caption\na.wav,one\n", "path (or file_name) and caption (or captions, text, or caption_1 to caption_5), it has file, caption"),
+        ("a.csv", "path,title\na.wav,one\n", "it has path, title"),
         ("a.csv", "path,caption\n", "has no rows"),
         ("a.csv", "path,caption\n\n,,\n", "has no rows"),
         ("a.csv", "path,caption\na.wav,\nb.wav,\n", "none of the 2 rows"),
