@@ -80,7 +80,9 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("schedule").add_argument
     add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
-        help="updates of linear warm-up from 0; then the rate falls to 0 along a cosine")
+        help="updates of linear warm-up from 0")
+    add("--lr_schedule", type=str.lower, choices=("cosine", "constant"), default="cosine",
+        help="after the warm-up, let the learning rate fall to 0 along a cosine, or keep it")
     add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
 
     add = parser.add_argument_group("evaluation").add_argument
@@ -108,10 +110,10 @@ def settle_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
-    """Learning rate of update number ``step`` (from 0): linear warm-up, then a cosine down to 0 at the end."""
+    """Learning rate of update number ``step`` (from 0): linear warm-up, then --lr_schedule."""
     warmup = min(args.lr_warmup_steps, total_steps // 2)
-    if step < warmup:
-        return float(args.learning_rate * (step + 1) / warmup)
+    if step < warmup or args.lr_schedule == "constant":
+        return float(args.learning_rate * min(1.0, (step + 1) / max(warmup, 1)))
     done = (step - warmup) / max(total_steps - warmup, 1)
     return float(args.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 

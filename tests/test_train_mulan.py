@@ -107,6 +107,14 @@ def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_falls_along_a_cos
     assert rates[35] == pytest.approx(1 + math.cos(math.pi / 4))
 
 
+def test_the_learning_rate_stays_where_it_is_after_the_warm_up_if_that_is_asked_for() -> None:
+    args = MULAN.parsed("--learning_rate", "2", "--lr_warmup_steps", "10", "--lr_schedule", "constant")
+    rates = [train_mulan.learning_rate(step, 110, args) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)]) and set(rates[9:]) == {2.0}
+    args = MULAN.parsed("--learning_rate", "2", "--lr_warmup_steps", "0", "--lr_schedule", "constant")
+    assert {train_mulan.learning_rate(step, 110, args) for step in range(111)} == {2.0}
+
+
 @pytest.mark.parametrize(("total", "highest"), [(1, 0), (2, 1), (9, 4), (600, 300)])
 def test_a_run_shorter_than_its_warm_up_still_reaches_the_highest_rate(total: int, highest: int) -> None:
     args = MULAN.parsed("--learning_rate", "2", "--lr_warmup_steps", "500")
