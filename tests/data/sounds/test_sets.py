@@ -118,6 +118,9 @@ def test_captions_in_tables(tmp_path):
     assert listed(opened(path)) == [["ünïcode"]]
 
 
+COLUMNS = "path (or file_name) and caption (or captions, text, or caption_1 to caption_5)"
+
+
 def test_rows_may_be_parts_of_one_long_file(tmp_path):
     samples = np.arange(10 * RATE) / 2**20
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
@@ -142,8 +145,8 @@ def test_bad_rows_are_met_when_they_are_loaded(tmp_path):
 @pytest.mark.parametrize(
     "name, content, expected",
     [
-        ("a.csv", "", "the columns have to be path (or file_name) and caption (or captions, text, or caption_1 to caption_5), it has nothing"),
-        ("a.csv", "file,caption\na.wav,one\n", "path (or file_name) and caption (or captions, text, or caption_1 to caption_5), it has file, caption"),
+        ("a.csv", "", f"the columns have to be {COLUMNS}, it has nothing"),
+        ("a.csv", "file,caption\na.wav,one\n", f"{COLUMNS}, it has file, caption"),
         ("a.csv", "path,title\na.wav,one\n", "it has path, title"),
         ("a.csv", "path,caption\n", "has no rows"),
         ("a.csv", "path,caption\n\n,,\n", "has no rows"),

@@ -164,6 +164,7 @@ FACTS: dict[str, dict[str, tuple[Any, str]]] = {
         "init_temperature": (10.0, MUSICLM + "SoftmaxContrastiveLearning.__init__, init_temp"),
         "weight_decay": (0.01, MUSICLM + "optimizer.py, get_optimizer"),
         "lr_warmup_steps": (0, MUSICLM + "MuLaNTrainer"),
+        "lr_schedule": ("constant", MUSICLM + "MuLaNTrainer: no scheduler"),
     },
     "train_tokenizer": {
         "batch_size": (32, MAGVIT + "README, batch_size 4 and grad_accum_every 8"),
