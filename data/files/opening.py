@@ -19,6 +19,7 @@ _LONGEST_QUOTE = 60
 _LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
 _TAR = ".tar"
 _ENDING = re.compile(r"\.[a-z0-9_-]{1,12}")
+_COUNT = re.compile(r"[0-9]{1,18} [a-z0-9._ -]{1,40}")
 _MOST_ENDINGS = 8
 
 
@@ -155,10 +156,13 @@ def _ending(name: str) -> str:
 
 
 def said_of_skipped(folder: str, skipped: Strings) -> str:
-    """The line about the files of a folder that are not read, "" if there are none."""
+    """The line about the files of a folder that are not read, "" if there are none. Raises ValueError if the list is a
+    forged one."""
     counts = list(skipped)
     if not counts:
         return ""
+    if not all(map(_COUNT.fullmatch, counts)):  # somebody else may have kept the list
+        raise ValueError(f"the list that is kept of the files of {folder!r} is not true: delete it")
     n = sum(int(count.partition(" ")[0]) for count in counts)
     more = ", ..." if len(counts) > _MOST_ENDINGS else ""
     files = "1 file is" if n == 1 else f"{n} files are"

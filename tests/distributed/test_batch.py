@@ -112,7 +112,15 @@ def agreed(mine: BatchPlan, *others: list[int]) -> BatchPlan:
     accumulation]; the precisions are the same."""
     all_ranks = [[*other[:-1], "fp32", "fp32", False, other[-1]] for other in others]
     collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, *all_ranks])
-    backend = SimpleNamespace(options=Options(mine), rank=0, comm=None, device=None, _collectives=collectives)
+    backend = SimpleNamespace(
+        options=Options(mine),
+        rank=0,
+        comm=None,
+        device=None,
+        _collectives=collectives,
+        _own_flags=[],
+        flags_of_training=(),
+    )
     Backend._agree_on_plan(backend)
     return backend.options.plan
 
@@ -132,7 +140,13 @@ def test_a_process_with_another_precision_is_refused_before_sums_of_other_sizes_
     theirs[place] = "bf16" if place < 6 else True
     collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, theirs])
     backend = SimpleNamespace(
-        options=Options(plan_batches(48, 1, 3)), rank=0, comm=None, device=None, _collectives=collectives
+        options=Options(plan_batches(48, 1, 3)),
+        rank=0,
+        comm=None,
+        device=None,
+        _collectives=collectives,
+        _own_flags=[],
+        flags_of_training=(),
     )
     with pytest.raises(ValueError, match=r"reduce_precision, compile are \[48, .* on rank 0, \[48, .* on rank 1"):
         Backend._agree_on_plan(backend)  # type: ignore[arg-type]

@@ -214,7 +214,12 @@ def test_a_list_that_was_made_to_do_harm_leads_to_no_other_file(tmp_path):
     for name in ("../outside.png", str(tmp_path / "outside.png"), "a/../../outside.png"):
         watched = Watched()
         watched.add("", folder.stat())
-        parts = {"samples": PackedStrings([name]), "beside": PackedStrings(), "tars": PackedStrings()}
+        parts = {
+            "samples": PackedStrings([name]),
+            "beside": PackedStrings(),
+            "tars": PackedStrings(),
+            "skipped": PackedStrings(),
+        }
         cache._save(str(path), str(folder), key, Lists(parts, watched))
         images = open_images(str(folder), image_size=8)
         assert len(images) == 1, "the forged list is taken"
@@ -259,7 +264,7 @@ def test_a_list_that_was_made_to_do_harm_leads_to_no_other_tar(name, tmp_path):
     key = json.loads(path.read_bytes().partition(b"\n")[0])["key"]
     watched, tars = Watched(), PackedStrings([str(tmp_path / "outside.tar") if name == "absolute" else name])
     watched.add("", folder.stat())
-    parts = {"samples": PackedStrings(), "beside": PackedStrings(), "tars": tars}
+    parts = {"samples": PackedStrings(), "beside": PackedStrings(), "tars": tars, "skipped": PackedStrings()}
     cache._save(str(path), str(folder), key, Lists(parts, watched))
     assert "is not true: delete it" in one_line(names_in, folder)
     assert not list(tmp_path.glob(".outside*")), "no index is made of it"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import train_decoder
 from data import decoder_feed
 from data.feed import Feed
 from data.images.scenes import is_held_out, triples_of
@@ -174,8 +175,7 @@ def test_the_demonstration_has_embeddings_encodings_and_captions():
 
 
 def test_flags_have_their_public_names():
-    parser = ArgumentParser("test", "", is_root=lambda: True)
-    add_conditioned_image_arguments(parser)
+    parser = train_decoder.build_parser()
     flags = {
         "webdataset_base_url": "a/{}.tar", "img_embeddings_url": "b", "text_embeddings_url": "c", "start_shard": 3,
         "end_shard": 9, "shard_width": 5, "index_width": 3, "split_by": "SHARD", "n_sample_images": 2,

@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 
 from data import open_images, to_unit_range
+from data.files.opening import said_of_skipped
+from data.files.packed import PackedStrings
 from data.images.captioned import open_captioned
 from tests.data.helpers import one_line
 
@@ -129,3 +131,8 @@ def test_unit_range():
     images = torch.tensor([[0, 51, 255]], dtype=torch.uint8)
     assert to_unit_range(images).tolist() == [[0.0, pytest.approx(0.2), 1.0]]
     assert to_unit_range(images).dtype == torch.float32
+
+
+@pytest.mark.parametrize("line", ["many .txt", "3 \x1b[31m", "3", ""])
+def test_counts_that_were_made_to_do_harm_are_not_printed(line):
+    assert "is not true: delete it" in one_line(said_of_skipped, "photos", PackedStrings([line]))

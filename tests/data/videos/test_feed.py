@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import train_tokenizer
 from data import open_images, open_videos, video_feed
 from tests.data.helpers import Process, assert_same, joined, on_all, one_line
 from tests.data.videos.files import write_video
@@ -114,7 +115,6 @@ def test_an_image_folder_without_images_is_refused(tmp_path):
 
 
 def test_flags_have_their_public_names():
-    parser = ArgumentParser("test", "", is_root=lambda: True)
-    add_video_arguments(parser, image_size=16, image_size_help="")
+    parser = train_tokenizer.build_parser()
     args = parser.parse_args(["--dataset_folder", "a", "--short_clips", "HOLD", "--fps", "7.5"])
     assert (args.video_folder, args.short_clips, args.fps, args.frame_stride) == ("a", "hold", 7.5, 1)
