@@ -107,20 +107,19 @@ def test_parts_fix_the_micro_batch_whatever_ran_before(world_size: int) -> None:
     assert plan.asked_grad_accum_steps == 1  # so that a later start without parts may take it up
 
 
+def first_of(mine: BatchPlan, others: list[list[Any]], **own: Any) -> Any:
+    """Rank 0 of a backend, which hears what the other ranks say. ``own``: its backend's own flags."""
+    return SimpleNamespace(
+        options=Options(mine), rank=0, comm=None, device=None, _own_flags=list(own.values()),
+        flags_of_training=tuple(own), _collectives=SimpleNamespace(gather_objects=lambda found, *_: [found, *others]),
+    )  # fmt: skip
+
+
 def agreed(mine: BatchPlan, *others: list[int]) -> BatchPlan:
     """The plan of rank 0 when it has heard the other ranks: [batch, accumulation that was asked for, processes, parts,
     accumulation]; the precisions are the same."""
     all_ranks = [[*other[:-1], "fp32", "fp32", False, other[-1]] for other in others]
-    collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, *all_ranks])
-    backend = SimpleNamespace(
-        options=Options(mine),
-        rank=0,
-        comm=None,
-        device=None,
-        _collectives=collectives,
-        _own_flags=[],
-        flags_of_training=(),
-    )
+    backend = first_of(mine, all_ranks)
     Backend._agree_on_plan(backend)
     return backend.options.plan
 
@@ -138,15 +137,13 @@ def test_a_machine_that_joins_takes_over_the_accumulation_of_the_run() -> None:
 def test_a_process_with_another_precision_is_refused_before_sums_of_other_sizes_meet(place: int) -> None:
     theirs: list[Any] = [48, 1, 3, 0, "fp32", "fp32", False, 1]
     theirs[place] = "bf16" if place < 6 else True
-    collectives = SimpleNamespace(gather_objects=lambda found, *_: [found, theirs])
-    backend = SimpleNamespace(
-        options=Options(plan_batches(48, 1, 3)),
-        rank=0,
-        comm=None,
-        device=None,
-        _collectives=collectives,
-        _own_flags=[],
-        flags_of_training=(),
-    )
+    backend = first_of(plan_batches(48, 1, 3), [theirs])
     with pytest.raises(ValueError, match=r"reduce_precision, compile are \[48, .* on rank 0, \[48, .* on rank 1"):
-        Backend._agree_on_plan(backend)  # type: ignore[arg-type]
+        Backend._agree_on_plan(backend)
+
+
+def test_a_process_with_another_flag_of_its_backend_is_refused_before_they_call_other_collectives() -> None:
+    theirs = [48, 1, 3, 0, "fp32", "fp32", False, False, 1]
+    backend = first_of(plan_batches(48, 1, 3), [theirs], fsdp_reshard_after_forward=True)
+    with pytest.raises(ValueError, match=r"compile, fsdp_reshard_after_forward are .*True\] on rank 0, .* on rank 1"):
+        Backend._agree_on_plan(backend)
