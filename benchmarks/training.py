@@ -104,16 +104,14 @@ def _exchanges(rounds: int, counts: Sequence[int], network: SlowNetwork | None) 
             name = f"{launcher.name} x {processes}{', 1 Gbit/s, 2 ms' if network else ''}"
             flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
             try:
-                speeds = rates(measure(
+                result = measure(
                     launcher, ["script", *others], flags, processes=processes, rounds=rounds, turns=turns,
                     updates=updates, network=network,
-                ))  # fmt: skip
+                )  # fmt: skip
             except JobFailed as error:
                 yield Row(name, "samples/s", note=str(error))
                 continue
-            for side in others:
-                note = f"over {VARIANTS[side].description}"
-                yield Row(name, "samples/s", speeds["script"], speeds[side], Goal("ratio", ">=", 0.98), note)
+            yield from _against(result, name, dict.fromkeys(others, Goal("ratio", ">=", 0.98)))
 
 
 def memory() -> Iterator[Row]:
@@ -153,6 +151,11 @@ def against_bare_loops(
     except JobFailed as error:
         yield Row(name, "samples/s", note=str(error))
         return
+    yield from _against(result, name, goals)
+
+
+def _against(result: Mapping[str, Mapping[str, Any]], name: str, goals: Mapping[str, Goal | None]) -> Iterator[Row]:
+    """The rows of a script over each side in `goals`, of what `jobs.measure` returned."""
     speeds = rates(result)
     by_cpu_time = {side: statistics.median(values["samples_per_cpu_second"]) for side, values in result.items()}
     for side, goal in goals.items():
