@@ -78,6 +78,23 @@ def test_the_penalty_comes_every_fourth_update_or_as_often_as_asked(finished: Pa
     assert [line["step"] for line in metrics(run) if "gradient_penalty" in line] == [2, 4]
 
 
+def test_the_penalty_in_fp16_is_scaled_as_its_loss_is(tmp_path: Path) -> None:
+    """The public trainer scales the discriminator's loss and not its penalty's gradient, which vanishes in fp16."""
+    flags = ["--image_folder", "demo:shapes:8", "--valid_fraction", "0", "--max_steps", "3", "--learning_rate", "1e-9",
+             "--discr_start_step", "0", "--apply_grad_penalty_every", "1", "--discr_max_grad_norm", "0"]  # fmt: skip
+
+    def last_line(precision: str, weight: str) -> dict[str, float]:
+        chosen = ["--precision", precision, "--penalty_weight", weight]
+        return metrics(VQGAN.train(tmp_path / f"{precision}-{weight}", *flags, *chosen))[-1]
+
+    # All updates see the same images, and hardly move; the first ones look for a scale that fp16 can hold.
+    half, full, without = (last_line(*said) for said in (("fp16", "1000"), ("fp32", "1000"), ("fp32", "1e-9")))
+    assert without["discr_grad_norm"] < 0.01 * full["discr_grad_norm"]  # nearly all of the gradient is the penalty's
+    assert half["skipped_updates"] < 3
+    assert half["discr_grad_norm"] == pytest.approx(full["discr_grad_norm"], rel=1e-3)  # fp16 rounds to 5e-4
+    assert half["gradient_penalty"] == pytest.approx(full["gradient_penalty"], rel=1e-5)  # computed in fp32 in both
+
+
 def test_the_model_that_is_left_has_the_quality_that_was_validated(finished: Path) -> None:
     """The public trainer's EMA file could not be loaded."""
     model = Generator.from_pretrained(finished / "model")
