@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.files.installed import command_of
 from tandem.files.reading import printable
 from trained import (
     DISCRIMINATOR,
@@ -293,7 +295,8 @@ def import_weights(args: argparse.Namespace) -> None:
         discriminator.save_pretrained(weights / DISCRIMINATOR)
         settings |= {f"discr_{name}": discriminator.config[name] for name in ("dim", "layers")}
     write_atomically(start, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
-    print(f"made {run_dir}; start it with: python {script.module}.py --config {start}, and your data")
+    command = shlex.join([*command_of(f"{script.module}.py"), "--config", str(start)])
+    print(f"made {run_dir}; start it with: {command}, and your data")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

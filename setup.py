@@ -1,12 +1,48 @@
 """The four leaves install as tandem.models, tandem.data, tandem.distributed and tandem.training: a top-level package
-called ``distributed`` would break dask. tandem.files, which the leaves import, has that name in a checkout too."""
+called ``distributed`` would break dask. tandem.files, which the leaves import, has that name in a checkout too.
+
+The scripts and tools install as tandem.train_vae and so on, beside configs/. They import the leaves by their names in a
+checkout, so their imports are rewritten while the package is built."""
 
 from __future__ import annotations
 
-from setuptools import find_packages, setup
+import re
+from pathlib import Path
 
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
 LEAVES = ("models", "data", "distributed", "training")
 PACKAGES = [name for leaf in LEAVES for name in (leaf, *(f"{leaf}.{sub}" for sub in find_packages(leaf)))]
+CONFIGS = sorted({path.parent.relative_to(HERE).as_posix() for path in (HERE / "configs").rglob("*.*")})
+SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "setup")
+COMMANDS = [name for name in SCRIPTS if "def main(" in (HERE / f"{name}.py").read_text()]
+_IMPORT = re.compile(rf"^(\s*)(from|import) ({'|'.join((*LEAVES, *SCRIPTS))})\b(?!\.\w+$)", re.MULTILINE)
+
+
+def as_installed(source: str) -> str:
+    """The source of a script with imports as an installed package has them."""
+    return _IMPORT.sub(
+        lambda found: (
+            f"{found[1]}from tandem.{found[3]}" if found[2] == "from" else f"{found[1]}from tandem import {found[3]}"
+        ),
+        source,
+    )
+
+
+class BuildWithScripts(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for name in SCRIPTS:
+                target = Path(self.build_lib, "tandem", f"{name}.py")
+                target.write_text(as_installed((HERE / f"{name}.py").read_text(encoding="utf-8")), encoding="utf-8")
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        scripts = [] if self.editable_mode else [str(Path(self.build_lib, "tandem", f"{name}.py")) for name in SCRIPTS]
+        return [*super().get_outputs(include_bytecode), *scripts]
+
 
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],  # its inside is used
@@ -44,14 +80,35 @@ EXTRAS["all"] = [needed for extra in ALL for needed in EXTRAS[extra]]
 
 setup(
     name="tandem-training",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', (HERE / "tandem" / "__init__.py").read_text())[1],
     description="Training scripts for the parts of generative models, with the same numbers on every backend",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="MIT",
+    keywords="vae vqgan diffusion mulan video-tokenizer distributed-training deepspeed horovod fsdp",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
-    packages=["tandem.files", *(f"tandem.{name}" for name in PACKAGES)],
+    packages=["tandem", "tandem.files", *(f"tandem.{name.replace('/', '.')}" for name in (*PACKAGES, *CONFIGS))],
     package_dir={
+        "tandem": "tandem",
         "tandem.files": "tandem/files",
-        **{f"tandem.{name}": name.replace(".", "/") for name in PACKAGES},
+        **{f"tandem.{name.replace('/', '.')}": name.replace(".", "/") for name in (*PACKAGES, *CONFIGS)},
+    },
+    package_data={
+        "tandem": ["py.typed"],
+        **{f"tandem.{name.replace('/', '.')}": ["*.yaml", "*.json"] for name in CONFIGS},
+    },
+    cmdclass={"build_py": BuildWithScripts},
+    entry_points={
+        "console_scripts": [f"tandem-{name.replace('_', '-')} = tandem.commands:{name}" for name in COMMANDS]
     },
     install_requires=[
         "torch>=2.10",

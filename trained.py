@@ -32,6 +32,10 @@ class Script:
     of_weights: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda weights: ()
     has_tokenizer: bool = False  # a folder of its model holds a tokenizer's file, too
 
+    def imported(self) -> Any:
+        """Its module, which an installed package has inside of itself."""
+        return importlib.import_module(f"{__package__}.{self.module}" if __package__ else self.module)
+
 
 def weights_of(part: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Takes the weights of one part of a checkpoint."""
@@ -217,7 +221,7 @@ def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
     except (OSError, ValueError) as error:
         raise ValueError(f"the checkpoint's model is described by its run's config.yaml, but: {error}") from None
     for script in SCRIPTS:
-        module = importlib.import_module(script.module)
+        module = script.imported()
         if isinstance(config, dict) and set(module.MODEL_ARGUMENTS) <= set(config):
             parser = module.build_parser()
             parser.error = refuse
@@ -231,7 +235,7 @@ def build(script: Script, args: argparse.Namespace, weights: Mapping[str, Any]) 
     """The model that a script trains with these arguments, holding ``weights``; ValueError if they do not fit."""
     from models.files.building import build_with_weights, check_arguments
 
-    module = importlib.import_module(script.module)
+    module = script.imported()
     check_arguments({name: getattr(args, name) for name in module.MODEL_ARGUMENTS}, weights)
     return build_with_weights(lambda: module.build_model(args, *script.of_weights(weights)), weights)
 
@@ -306,6 +310,6 @@ def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
     script, args = arguments_of(Path(os.path.abspath(where)).parent.parent)
     try:
         weights = read_parts(where)[0]["discriminator"]["weights"]
-        return build_with_weights(lambda: importlib.import_module(script.module).build_discriminator(args), weights)
+        return build_with_weights(lambda: script.imported().build_discriminator(args), weights)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} does not hold the discriminator of its run: {one_line(error)}") from None

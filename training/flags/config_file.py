@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from tandem.files.installed import shipped
 from tandem.files.reading import compose_yaml
 
 from .converters import nearest
@@ -27,6 +28,7 @@ def read_config(
     default is None, and keeps the default. YAML tags construct nothing.
 
     Args:
+        path: Of a file, or of one in configs/ (`shipped`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
         answers: What to do instead, by names with dashes that are no flags here but are elsewhere.
@@ -36,7 +38,7 @@ def read_config(
     """
     config: dict[str, Any] = {}
     said: dict[str, str] = {}
-    for key_node, value_node in _mapping(path):
+    for key_node, value_node in _mapping(shipped(path)):
         where = f"{path}, line {key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
             raise ValueError(f"{where}: a key must be the name of a flag")

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 from PIL import Image
 
+from tandem.files.installed import command_of
+
 from ..contracts import Feed, Processes, Stateful
 from ..flags.public_names import batch_arithmetic
 from ..pictures.images import Sample, to_png
@@ -330,4 +332,4 @@ class Run:
         yield f"metrics: {self.folder.metrics_file}"
         if use:
             script, *flags = use
-            yield f"next: {shlex.join(['python', script, '--model', self._saves.models[0], *flags])}"
+            yield f"next: {shlex.join([*command_of(script), '--model', self._saves.models[0], *flags])}"

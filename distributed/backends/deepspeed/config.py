@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tandem.files.installed import shipped
 from tandem.files.reading import parse_json, read_bytes
 
 from ...errors import UserMistake
@@ -42,7 +43,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     try:
         hooks = {"object_pairs_hook": _without_duplicates, "parse_constant": _no_constant, "parse_float": _finite}
-        config = parse_json(read_bytes(path, _LONGEST_BYTES), **hooks)
+        config = parse_json(read_bytes(shipped(path), _LONGEST_BYTES), **hooks)
     except OSError as error:
         raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
     except ValueError as error:

@@ -1,0 +1,30 @@
+"""What differs between a checkout and an installed package: where configs/ is, and how a user starts a script.
+
+In a checkout the scripts and configs/ stand beside the folder tandem/, in an installed package inside of it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_INSIDE = Path(__file__).resolve().parents[1]
+IS_INSTALLED = (_INSIDE / "train_vae.py").is_file()
+HOME = _INSIDE if IS_INSTALLED else _INSIDE.parent
+_CONFIGS = "configs/"
+
+
+def command_of(script: str) -> list[str]:
+    """What a user types to start a script of this repository, such as train_vae.py."""
+    if IS_INSTALLED:
+        return [f"tandem-{Path(script).stem.replace('_', '-')}"]
+    return ["python", script]
+
+
+def shipped(path: str) -> str:
+    """The file of configs/ that a path such as configs/vae/demo.yaml names, wherever the working folder is; the path
+    itself if there is such a file, or none of that name is shipped."""
+    if os.path.exists(path) or not path.startswith(_CONFIGS):
+        return path
+    inside = os.path.realpath(HOME / path)
+    return inside if inside.startswith(f"{HOME / _CONFIGS}{os.sep}") and os.path.isfile(inside) else path

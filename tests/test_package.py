@@ -1,0 +1,167 @@
+"""What people install: the wheel, without a checkout. It is installed into an environment of its own, which finds
+everything else where the tests find it, and used in an empty folder."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.scripts import ROOT
+
+SITE = Path(sysconfig.get_paths()["purelib"])
+LAUNCHERS = ("torchrun", "deepspeed", "horovodrun")
+SOURCES = ("tandem", "models", "data", "distributed", "training", "configs", "setup.py", "pyproject.toml",
+           "MANIFEST.in",
+           "README.md", "LICENSE", *sorted(path.name for path in ROOT.glob("*.py")))  # fmt: skip
+SHORT = ["--max_steps", "2", "--num_workers", "0", "--save_every_n_steps", "0", "--validate_every_n_steps", "0",
+         "--sample_every_n_steps", "0", "--valid_samples", "8"]  # fmt: skip
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """Build a "wheel" or an "sdist" of a folder of sources."""
+    program = f"from setuptools.build_meta import build_{kind} as build; build({str(out)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+    (path,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that neither an old build/ enters what is built nor a new one stays behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in dict.fromkeys(SOURCES):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment that holds the wheel."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, symlinks=True)
+    bin_, (site,) = folder / "bin", (folder / "lib").glob("python*/site-packages")
+    # A path in such a file does not make Python read the other .pth files there: an editable installation stays out.
+    (site / "everything_else.pth").write_text(f"{SITE}\n")
+    command = [sys.executable, "-m", "pip", "--python", str(bin_ / "python"), "install", "--quiet", "--no-deps",
+               "--ignore-installed", "--no-index", str(wheel)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    for name in LAUNCHERS:
+        text = (Path(sys.executable).parent / name).read_text()
+        (bin_ / name).write_text(re.sub(r"\A#!.*", f"#!{bin_ / 'python'}", text))
+        (bin_ / name).chmod(0o755)
+    return bin_
+
+
+def run(bin_: Path, folder: Path, *command: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"PATH": f"{bin_}{os.pathsep}{environment['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"TORCHDYNAMO_DISABLE": "1"} if command[0] == "deepspeed" else {}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_the_wheel_holds_scripts_tools_configs_and_what_pypi_shows(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        names = set(content.namelist())
+    said, commands = metadata_of(wheel), metadata_of(wheel, "entry_points.txt")
+    configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.*")}
+    scripts = {path.name for path in ROOT.glob("*.py")} - {"setup.py"}
+    assert names >= {f"tandem/{name}" for name in (*configs, *scripts, "py.typed")}
+    assert "Description-Content-Type: text/markdown" in said and "# Tandem" in said
+    with_main = {name for name in scripts if "def main(" in (ROOT / name).read_text()}
+    assert set(re.findall(r"^(tandem-\S+) =", commands, re.MULTILINE)) == {
+        f"tandem-{name.removesuffix('.py').replace('_', '-')}" for name in with_main
+    }
+
+
+def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        sources = {name: content.read(name).decode() for name in content.namelist() if name.endswith(".py")}
+    names = "|".join(["data", "models", "training", "distributed", *(path.stem for path in ROOT.glob("*.py"))])
+    pattern = re.compile(rf"^\s*(?:from|import) (?:{names})\b", re.MULTILINE)
+    assert {name: pattern.findall(text) for name, text in sources.items() if pattern.findall(text)} == {}
+
+
+def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "sdist").mkdir()
+    shutil.unpack_archive(build("sdist", source, tmp_path / "sdist"), tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    (tmp_path / "wheel").mkdir()
+    again = build("wheel", unpacked, tmp_path / "wheel")
+    contents = []
+    for path in (wheel, again):
+        with zipfile.ZipFile(path) as content:
+            contents.append({name: content.read(name) for name in content.namelist()})
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(("command", "demonstration"), [
+    (["python", "-m", "tandem.train_tokenizer"], "tokenizer"),
+    (["torchrun", "--nproc_per_node", "2", "--standalone", "-m", "tandem.train_vae"], "vae"),
+    (["deepspeed", "--num_gpus", "2", "--module", "tandem.train_vqgan", "--deepspeed_config",
+      "configs/deepspeed/zero2.json"], "vqgan"),
+    (["horovodrun", "-np", "2", "python", "-m", "tandem.train_mulan"], "mulan"),
+    (["tandem-train-decoder"], "decoder"),
+], ids=lambda value: value[0] if isinstance(value, list) else value)  # fmt: skip
+def test_each_way_to_start_trains_a_demonstration(
+    command: list[str], demonstration: str, installed: Path, tmp_path: Path
+) -> None:
+    said = run(installed, tmp_path, *command, *SHORT, "--output_dir", "run")
+    assert f"tandem/configs/{demonstration}/demo.yaml" in said.replace(os.sep, "/")
+    assert (tmp_path / "run" / "model").is_dir() and re.search(r"next: tandem-\w+", said)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path, tmp_path: Path) -> None:
+    base = ["tandem-train-vae", "--config", "configs/vae/demo.yaml", *SHORT, "--output_dir", "run"]
+    assert "configuration: configs/vae/demo.yaml" in run(installed, tmp_path, *base)
+    run(installed, tmp_path, "tandem-tokenize-images", "--model", "run/model", "--image_folder", "demo:shapes:8",
+        "--output", "codes", "--num_workers", "0")  # fmt: skip
+    assert (tmp_path / "codes" / "index.json").is_file()
+    assert "tandem-train-vae --config new/start.yaml" in run(
+        installed, tmp_path, "tandem-convert", "import", "run", "new"
+    )
+    version = re.search(r'"(.+)"', (ROOT / "tandem" / "__init__.py").read_text())
+    said = run(
+        installed, tmp_path, "python", "-c", "import sys, tandem; print(tandem.__version__, 'torch' in sys.modules)"
+    )
+    assert version and said.split() == [version[1], "False"]
+
+
+def test_the_tested_versions_are_ones_that_setup_allows(wheel: Path) -> None:
+    """A range of setup.py that leaves the tested version out would install an untested one."""
+    said = email.message_from_string(metadata_of(wheel)).get_all("Requires-Dist") or []
+    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#")
+    tested = {canonicalize_name(name): version for name, version in tested.items()}
+    for requirement in (Requirement(text) for text in said if 'extra == "test"' not in text):
+        version = tested[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} leaves {version} out"
+
+
+def metadata_of(wheel: Path, file: str = "METADATA") -> str:
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = (name for name in content.namelist() if name.endswith(f".dist-info/{file}"))
+        return content.read(name).decode()
