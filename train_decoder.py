@@ -190,7 +190,9 @@ def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device
     is_stored = clip is None and "image" in args.condition_on
     unseen = samples.held_out(args.n_evaluation_samples) if is_stored else None
     wanted = (lambda batch: triples_of(batch["image_embed"])) if unseen is not None else None
-    inception = Inception(read_state_dict(Path(args.fid_weights)), device) if args.fid_weights else None
+    inception = (
+        Inception(read_state_dict(Path(args.fid_weights), network="inception"), device) if args.fid_weights else None
+    )
     return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device), unseen
 
 

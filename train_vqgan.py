@@ -189,7 +189,7 @@ def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict
     if args.lpips_weights:
         networks["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
     if args.fid_weights:
-        networks["inception"] = Inception(read_state_dict(Path(args.fid_weights)), device)
+        networks["inception"] = Inception(read_state_dict(Path(args.fid_weights), network="inception"), device)
     return networks
 
 

@@ -162,6 +162,15 @@ def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: C
     return whole
 
 
+def cannot_import(what: str, package: str, error: RuntimeError) -> str:
+    """The message for a package that is there and raises an error while it is imported."""
+    reason = " ".join(str(error).split())[:200]
+    return (
+        f"{what}: {package} cannot be imported ({reason}); torchvision and PyTorch {torch.__version__} may not belong "
+        "together: install both anew, pip install --upgrade torch torchvision"
+    )
+
+
 def _open_clip() -> Any:
     """The package. Raises ValueError, in one line, if it is missing or lacks a name that is used here."""
     try:
@@ -169,6 +178,8 @@ def _open_clip() -> Any:
     except ImportError as error:
         package = "open_clip_torch" if error.name == "open_clip" else error.name
         raise ValueError(f'--clip needs the package {package}: pip install -e ".[clip]"') from None
+    except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
+        raise ValueError(cannot_import("--clip", "open_clip", error)) from None
     _check_inside(open_clip, _OF_PACKAGE)
     return open_clip
 

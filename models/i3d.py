@@ -107,7 +107,7 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu") -> I3D:
     """
     with torch.device("meta"):
         ours = I3D().state_dict()
-    found = read_state_dict(Path(weights), ours)
+    found = read_state_dict(Path(weights), ours, network="i3d")
     # Batches that were counted in training; files that are older than this count do not hold it.
     counts = {name: torch.zeros((), dtype=torch.int64) for name in ours if name.endswith("num_batches_tracked")}
     try:

@@ -1,11 +1,12 @@
 """Perceptual distances: images compared by the activations of a VGG16 that was trained on ImageNet.
 
 The weights of the VGG16 are never trained and never saved with a model. They come from files on this machine; nothing
-is downloaded.
+is downloaded. The heads of LPIPS, 7 kB, are also in the packages lpips and torchmetrics, where they are found.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .files.building import build_with_weights
-from .files.published import read_state_dict
+from .files.published import read_state_dict, where_from
 
 # Simonyan & Zisserman 2015, configuration D: channels of the five blocks, and convolutions in each.
 WIDTHS = (64, 128, 256, 512, 512)
@@ -25,6 +26,8 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Names of the published files: the trunk, by torchvision, and the heads of LPIPS 0.1, of which there are two names.
 _TRUNK_FILE = "vgg16-397923af.pth"
 _HEADS_FILES = ("vgg_lpips.pth", "vgg.pth")
+# Packages whose wheels hold the heads, and where.
+_HEADS_IN_PACKAGES = {"lpips": "weights/v0.1/vgg.pth", "torchmetrics": "functional/image/lpips_models/vgg.pth"}
 
 
 class PerceptualLoss(nn.Module):
@@ -168,6 +171,7 @@ def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
     """Paths that may hold the weights, in the order of search. Raises ValueError if ``weights`` does not exist."""
     names = [_TRUNK_FILE, *(_HEADS_FILES if kind == "lpips" else ())]
     in_cache = [Path(torch.hub.get_dir()) / "checkpoints" / name for name in names]
+    in_cache += _heads_in_packages() if kind == "lpips" else []
     if weights is None:
         return in_cache
     named = Path(weights)
@@ -176,10 +180,21 @@ def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
     return [*([named / name for name in names] if named.is_dir() else [named]), *in_cache]
 
 
+def _heads_in_packages() -> list[Path]:
+    """Files of LPIPS's heads in installed packages, which are not imported."""
+    found = []
+    for package, inside in _HEADS_IN_PACKAGES.items():
+        spec = importlib.util.find_spec(package)
+        folders = spec.submodule_search_locations if spec else None
+        found += [Path(folder) / inside for folder in folders or ()]
+    return [path for path in found if path.is_file()]
+
+
 def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
     heads_only = all(name.startswith("lin") for name in missing)
     what = f"the heads of LPIPS 0.1 ({' or '.join(_HEADS_FILES)})" if heads_only else f"VGG16's ({_TRUNK_FILE})"
     places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))
     needs = f"the perceptual loss {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}"
+    source = "they come with pip install lpips" if heads_only else where_from("vgg16")
     flags = "(--perceptual_weights, --lpips_weights), or do without (--perceptual none)"
-    return f"{needs}; put the file there or name it {flags}"
+    return f"{needs}; {source}; put the file there or name it {flags}"

@@ -16,13 +16,31 @@ from tandem.files.reading import check_regular
 from .archive import check_archive, check_old_file, check_sizes
 from .errors import one_line
 
+# Where a network's file is published. By torch.hub's convention ("load_state_dict_from_url", pytorch.org), the digits
+# behind the last - of a name are the beginning of the file's SHA-256.
+_SOURCES = {
+    "vgg16": "https://download.pytorch.org/models/vgg16-397923af.pth (528 MB, SHA-256 397923af...)",
+    "inception": "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
+    "pt_inception-2015-12-05-6726825d.pth (SHA-256 6726825d...)",
+    "i3d": "i3d_pretrained_400.pt of https://github.com/npurson/fid-metrics/releases/tag/v1.0 (50 MB, no checksum is "
+    "published)",
+}
 
-def read_state_dict(path: Path, names: Collection[str] | None = None, part: str = "") -> dict[str, Tensor]:
+
+def where_from(network: str) -> str:
+    """One clause that says where the weights of "vgg16", "inception" or "i3d" are published."""
+    return f"it is published as {_SOURCES[network]}"
+
+
+def read_state_dict(
+    path: Path, names: Collection[str] | None = None, part: str = "", *, network: str = ""
+) -> dict[str, Tensor]:
     """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch.
 
     Args:
         names: Read only these tensors.
         part: Key of a .pt or .pth file under which the tensors stand, if it has such a key.
+        network: Of `where_from`, if the message about a missing file is to say where to get it.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
@@ -30,7 +48,8 @@ def read_state_dict(path: Path, names: Collection[str] | None = None, part: str 
     try:
         found = _read(path, names, part)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+        source = f"; {where_from(network)}" if network and not path.exists() else ""
+        raise ValueError(f"cannot read {path}: {error.strerror or error}{source}") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} holds no weights that can be read without running code: {one_line(error)}") from None
     if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()):

@@ -194,6 +194,15 @@ def test_a_missing_package_says_how_to_install_it(folder, monkeypatch):
     assert 'pip install -e ".[clip]"' in refused(folder / "tiny.json", folder / "tiny.pt")
 
 
+def test_a_torchvision_of_another_pytorch_is_one_line(folder, tmp_path, monkeypatch):
+    """It raises RuntimeError, not ImportError, while open_clip imports it."""
+    (tmp_path / "open_clip.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "open_clip")
+    text = refused(folder / "tiny.json", folder / "tiny.pt")
+    assert "open_clip cannot be imported (operator torchvision::nms does not exist)" in text and "torchvision" in text
+
+
 @pytest.mark.parametrize(("owner", "name", "instead", "missing"), [
     (open_clip, "get_model_config", None, "get_model_config"),
     (open_clip.CLIP, "encode_text", None, "model.encode_text"),

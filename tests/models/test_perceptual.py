@@ -15,6 +15,8 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models import perceptual
+from models.files.published import read_state_dict
 from models.perceptual import PerceptualLoss, load_perceptual
 from tests.models.helpers import assert_same_bits, some_images
 
@@ -51,12 +53,14 @@ def pair(**sizes: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty torch.hub cache; downloading fails."""
+def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty torch.hub cache, and no heads in installed packages; downloading fails."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("downloads")
 
+    if "with_packages" not in request.keywords:
+        monkeypatch.setattr(perceptual, "_HEADS_IN_PACKAGES", {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     folder = tmp_path / "home" / "hub" / "checkpoints"
@@ -176,6 +180,38 @@ def test_weights_come_from_the_cache_or_a_folder_under_their_published_names(
         assert_same_bits(load_perceptual(kind, tmp_path if is_named else None, widths=NARROW), narrow(kind))
 
 
+@pytest.mark.with_packages
+@pytest.mark.parametrize("package", ["lpips", "torchmetrics"])
+def test_the_heads_are_found_in_the_packages_that_carry_them(
+    package: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if package == "torchmetrics":  # which is not installed here
+        folder = tmp_path / "site" / "torchmetrics"
+        (folder / "functional" / "image" / "lpips_models").mkdir(parents=True)
+        (folder / "__init__.py").write_text("raise AssertionError('imported')")
+        shutil.copy(HEADS_FILE, folder / "functional" / "image" / "lpips_models")
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        monkeypatch.setattr(perceptual, "_HEADS_IN_PACKAGES", {package: perceptual._HEADS_IN_PACKAGES[package]})
+    torch.manual_seed(0)
+    trunk = part(published(PerceptualLoss("lpips")), "features")
+    torch.save(trunk, cache / TRUNK_NAME)
+    found = load_perceptual("lpips")
+    assert found is not None
+    for number, weight in enumerate(torch.load(HEADS_FILE, map_location="cpu", weights_only=True).values()):
+        assert torch.equal(found.heads[number].weight, weight)
+
+
+@pytest.mark.parametrize(("network", "said"), [
+    ("vgg16", "vgg16-397923af.pth"), ("inception", "6726825d"), ("i3d", "fid-metrics"), ("", ""),
+])  # fmt: skip
+def test_a_missing_file_of_a_published_network_says_where_it_comes_from(
+    network: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"^cannot read .*none\.pt: ") as error:
+        read_state_dict(tmp_path / "none.pt", network=network)
+    assert said in str(error.value) and ("published" in str(error.value)) == bool(network)
+
+
 @KINDS
 def test_one_named_file_may_hold_everything_and_goes_before_the_cache(kind: str, tmp_path: Path, cache: Path) -> None:
     model, file = narrow(kind), tmp_path / "mine.safetensors"
@@ -206,7 +242,8 @@ def test_weights_that_are_nowhere_are_one_line_with_file_places_and_the_way_out(
         torch.save(part(published(narrow(kind)), "features"), cache / TRUNK_NAME)
     with pytest.raises(ValueError, match=r"--perceptual none\)$") as error:
         load_perceptual(kind, widths=NARROW)
-    assert file in str(error.value) and str(cache) in str(error.value) and "\n" not in str(error.value)
+    source = "pip install lpips" if kind == "lpips" else "https://download.pytorch.org/models/vgg16-397923af.pth"
+    assert all(text in str(error.value) for text in (file, str(cache), source)) and "\n" not in str(error.value)
 
 
 def test_weights_of_another_network_are_an_error_that_names_the_first_that_differs_or_the_file(tmp_path: Path) -> None:

@@ -110,6 +110,10 @@ class Inception:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
             raise ValueError(f"FID needs torch-fidelity: pip install torch-fidelity ({error})") from None
+        except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
+            reason = " ".join(str(error).split())[:200]
+            together = "torchvision and PyTorch may not belong together: pip install --upgrade torch torchvision"
+            raise ValueError(f"FID: torch-fidelity cannot be imported ({reason}); {together}") from None
         # torch-fidelity unpickles a file, which can run code: give it one that is made here and holds only tensors.
         file = io.BytesIO()
         torch.save(dict(weights), file)
