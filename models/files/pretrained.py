@@ -111,6 +111,15 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
         return model, {name: value for name, value in config.items() if name not in _FACTS}
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder holds all files of its weights, unread."""
+    try:
+        with _errors_of(folder):
+            return all(path.is_file() for path in _weight_files(folder))
+    except ValueError:
+        return False
+
+
 def read_headers(folder: Path) -> dict[str, Headers]:
     """The tensors of a folder's weights by file name, without reading them.
 

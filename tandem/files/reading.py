@@ -10,6 +10,7 @@ import errno
 import json
 import lzma
 import os
+import re
 import stat
 import struct
 import tokenize
@@ -69,15 +70,24 @@ def check_regular(path: Path) -> Path:
 
 
 def check_inside(path: Path, folder: Path) -> Path:
-    """The path of a file in a folder.
+    """The path of a file in a folder, or in the cache of the Hugging Face Hub if the folder is one of its snapshots.
 
     Raises:
         ValueError: one line, if it is a link that leaves the folder: what comes with a folder may name any file.
     """
     # realpath, because resolve() raises RuntimeError for links that lead to themselves; opening these raises OSError.
-    if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
-        raise ValueError(f"{path.name} is a link that leaves the folder; copy the folder with `cp -rL`")
+    if path.is_symlink():
+        found, home = os.path.dirname(os.path.realpath(path)), os.path.realpath(folder)
+        if found != home and not any(f"{found}/".startswith(f"{blobs}/") for blobs in _blobs_of(home)):
+            raise ValueError(f"{path.name} is a link that leaves the folder; copy the folder with `cp -rL`")
     return path
+
+
+def _blobs_of(folder: str) -> tuple[str, ...]:
+    """Where the files of a folder CACHE/models--USER--NAME/snapshots/COMMIT are, which holds links alone: content that
+    several commits share is stored once, in the model's blobs/ or in that of the cache."""
+    found = re.fullmatch(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?", folder)
+    return (f"{found[1]}/blobs", f"{found[2]}/blobs") if found else ()
 
 
 def read_bytes(path: str | Path, limit: int) -> bytes:
