@@ -7,9 +7,10 @@
     python convert.py export PATH --to dalle2 FILE.pth
     python convert.py import PATH RUN_DIR
     python convert.py average RUN --ema_length 0.07 DIR
+    python convert.py push RUN USER/NAME
 
-PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder or a file of
-a public package. No code in it is run.
+PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder, a file of a
+public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hub import add_push
 from tandem.files.installed import command_of
 from tandem.files.reading import printable
 from trained import (
@@ -113,7 +115,7 @@ def build_parser() -> ArgumentParser:
 
     def command(
         run: Callable[[argparse.Namespace], None], name: str, text: str,
-        path: tuple[str, str] = ("PATH", "run folder, checkpoint, model folder or public file"),
+        path: tuple[str, str] = ("PATH", "run folder, checkpoint, model folder, public file or USER/NAME of the Hub"),
     ) -> Callable[..., Any]:  # fmt: skip
         sub = commands.add_parser(name, description=text, help=text)
         sub.usage = None
@@ -147,6 +149,7 @@ def build_parser() -> ArgumentParser:
     add("--ema_length", type=average_length, required=True, metavar="LENGTH",
         help="standard deviation of the average's profile as a fraction of the run up to its last save, such as 0.07")
     add("--force", action="store_true", help="replace OUT where it exists")
+    add_push(command, weights)
     # fmt: on
     return parser
 

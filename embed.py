@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import distributed
+from hub import fetch
 from training.flags.converters import positive_int, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
@@ -48,7 +49,7 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     group = parser.add_argument_group("from and to")
     group.add_argument("--model", metavar="DIR",
-        help="run of train_mulan.py, or its model/ or best/ folder, for --audio and --query")
+        help="run of train_mulan.py, its model/ or best/ folder, or USER/NAME of the Hub, for --audio and --query")
     group.add_argument("--audio", metavar="PATH",
         help="embed every sound file in this folder, nested as you like; or the sounds of a csv or jsonl manifest, of "
         "webdataset tars or of demo:tones, of each its middle clip alone")
@@ -129,6 +130,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     from models.files.building import require_room
     from trained import model_folder
 
+    fetch(args.model, backend)
     with backend.agreement():
         folder = str(model_folder(args.model, "MuLaN"))
         model, about = load(MuLaN, folder, backend)
@@ -220,6 +222,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from models.files.building import require_room
     from trained import model_folder
 
+    fetch(args.model, backend)
     with backend.agreement():
         if backend.is_root:
             queries, index = read_queries(args.query or [], args.query_file), read_embeddings(args.index)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
+from hub import fetch
 from training.flags.converters import non_negative_int, positive_int, size
 from training.flags.decoder import add_sampling_arguments
 from training.flags.idle import refuse_idle_flags
@@ -45,7 +46,7 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     group = parser.add_argument_group("from and to")
     group.add_argument("--model", required=True, metavar="DIR",
-        help="run of train_decoder.py, a checkpoint of it, or its model/ folder")
+        help="run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub")
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
 
     add = parser.add_argument_group("conditions").add_argument
@@ -249,6 +250,8 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     from trained import model_folder
     from training.generation import noise_of
 
+    for name in MODELS:
+        fetch(getattr(args, name), backend)
     with backend.agreement():
         folders = {name: model_folder(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
         models = {name: Decoder.from_pretrained(folder).to(backend.device) for name, folder in folders.items()}

@@ -53,6 +53,7 @@ EXTRAS = {
     "video": ["av>=17"],
     "clip": ["open_clip_torch>=3.0,<4"],
     "lion": ["lion-pytorch>=0.2.5"],
+    "hub": ["huggingface_hub>=1.0,<3"],
     "test": [
         "pytest>=8",
         "pytest-timeout",
@@ -74,8 +75,8 @@ EXTRAS = {
         "types-psutil",
     ],
 }
-EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["video"] + EXTRAS["clip"] + EXTRAS["lion"]
-ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "clip", "lion")
+EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["video"] + EXTRAS["clip"] + EXTRAS["lion"] + EXTRAS["hub"]
+ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "clip", "lion", "hub")
 EXTRAS["all"] = [needed for extra in ALL for needed in EXTRAS[extra]]
 
 setup(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
+from hub import fetch
 from training.flags.converters import pixels, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
@@ -38,7 +39,7 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     group = parser.add_argument_group("from and to")
     group.add_argument("--model", required=True, metavar="DIR",
-        help="run of train_vae.py or train_vqgan.py, a checkpoint of it, or its model/ folder")
+        help="run of train_vae.py or train_vqgan.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hub")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--image_folder", metavar="PATH",
         help="encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you like, or webdataset tars; "
@@ -143,6 +144,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from data.stores.output import OutputFolder, names_sha256
     from training.measures.averages import code_statistics
 
+    fetch(args.model, backend)
     with backend.agreement():
         tokenizer = load_tokenizer(args.model, backend)
         image_size = args.image_size or tokenizer.image_size
@@ -185,6 +187,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from data.stores.output import OutputFolder
     from data.stores.pngs import decode_shard, png_files
 
+    fetch(args.model, backend)
     with backend.agreement():
         stored = read_codes(args.decode)
         tokenizer = load_tokenizer(args.model, backend)

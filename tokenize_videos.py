@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import distributed
+from hub import fetch
 from training.flags.converters import frame_rate, pixels, positive_int, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
@@ -43,7 +44,7 @@ def build_parser() -> ArgumentParser:
     # fmt: off
     group = parser.add_argument_group("from and to")
     group.add_argument("--model", required=True, metavar="DIR",
-        help="run of train_tokenizer.py, a checkpoint of it, or its model/ folder")
+        help="run of train_tokenizer.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--video_folder", metavar="PATH",
         help="encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this folder, with subfolders; or of "
@@ -98,6 +99,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from models.files.building import require_room
     from models.video.layers import check_side
 
+    fetch(args.model, backend)
     with backend.agreement():
         model, about = load_tokenizer(args, backend)
         side, dtype = args.image_size or model.image_size, code_dtype(model.num_codes)
@@ -145,6 +147,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from data.stores.output import OutputFolder
     from training.pictures.film import can_write_mp4, to_gif, write_mp4
 
+    fetch(args.model, backend)
     with backend.agreement():
         if args.format == "mp4" and not can_write_mp4():
             raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from hub import with_models
 from training.flags.decoder import add_decoder_arguments
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
@@ -274,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_unet_flags(parser, args)
     refuse_idle_flags(parser, args, "conditioned images")
     refuse_idle_decoder_flags(parser, args)
-    distributed.launch(train, parser, args, last_start)
+    distributed.launch(with_models(train), parser, args, last_start)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from hub import with_models
 from training.flags.converters import fraction, non_negative_int, positive_float, size, size_or_0, templates
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
@@ -63,7 +64,7 @@ def build_parser() -> ArgumentParser:
     add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
         help="part of the patches that is left out in training")
     add("--dim_latent", type=size, default=128, metavar="DIM", help="width of the common space")
-    add("--init_from", metavar="DIR", help="start from a run, a checkpoint, or a model/ or best/ folder")
+    add("--init_from", metavar="DIR", help="start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub)")
 
     add = parser.add_argument_group("loss").add_argument
     add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",
@@ -242,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="audio_data")
     settle_arguments(parser, args)
-    distributed.launch(train, parser, args, last_start)
+    distributed.launch(with_models(train), parser, args, last_start)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from hub import with_models
 from models.quantizers import QUANTIZERS
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
@@ -85,7 +86,8 @@ def build_parser() -> ArgumentParser:
         help="attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning")
     add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
         help="lfq gets X tanh(z / X) instead of z; 0: z")
-    add("--init_from", metavar="DIR", help="start the generator from a run, a checkpoint or a model/ folder")
+    add("--init_from", metavar="DIR",
+        help="start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub")
     add("--inflate", action="store_true",
         help="the model of --init_from was trained on images: frames begin as images, without memory of earlier ones")
     add("--train_decoder_only", action="store_true", help="keep the encoder and the codebook as --init_from has them")
@@ -268,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.refuse_idle(args, ["patch"], "patch_size", "above 1", args.patch_size > 1)
     parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
     parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
-    distributed.launch(train, parser, args, last_start)
+    distributed.launch(with_models(train), parser, args, last_start)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from hub import with_models
 from training.flags.converters import non_negative_float, positive_float, size, size_or_0
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
@@ -58,7 +59,7 @@ def build_parser() -> ArgumentParser:
     add("--emb_dim", type=size, default=512, metavar="DIM", help="width of a codebook entry")
     add("--hidden_dim", type=size, default=256, metavar="DIM", help="channels of the convolutions")
     add("--init_from", metavar="FILE",
-        help="start from the weights of a run, a checkpoint, a model/ folder or a vae-final.pt")
+        help="start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub")
 
     add = parser.add_argument_group("loss and schedules").add_argument
     add("--smooth_l1_loss", action="store_true", help="smooth L1 instead of MSE")
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
     refuse_contradictions(parser, args)
-    distributed.launch(train, parser, args, last_start)
+    distributed.launch(with_models(train), parser, args, last_start)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from hub import with_models
 from models.quantizers import QUANTIZERS
 from training.flags.converters import non_negative_int, positive_float, size, sizes
 from training.flags.idle import refuse_idle_flags
@@ -60,8 +61,8 @@ def build_parser() -> ArgumentParser:
     add("--num_resnet_blocks", type=sizes, default="1", metavar="N[,N...]",
         help="residual blocks of the coarsest level, or of each level, finest first")
     add("--init_from", metavar="DIR",
-        help="start the generator from a run, a checkpoint, a model/ folder or a file of a VQGanVAE of "
-        "muse-maskgit-pytorch; from the file, the discriminator too")
+        help="start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub or a "
+        "file of a VQGanVAE of muse-maskgit-pytorch; from the file, the discriminator too")
 
     add_quantizer_arguments(parser, QUANTIZERS, codebook_size=65536)
     add = parser.add_argument_group("reconstruction loss").add_argument
@@ -260,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
     refuse_idle_flags(parser, args, "quantizer", "adversary")
     parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
-    distributed.launch(train, parser, args, last_start)
+    distributed.launch(with_models(train), parser, args, last_start)
 
 
 if __name__ == "__main__":

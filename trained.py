@@ -1,4 +1,5 @@
-"""Trained models, by whatever a user calls one: a run folder, a checkpoint, a model folder or a .pt file."""
+"""Trained models, by whatever a user calls one: a run folder, a checkpoint, a model folder, a .pt file or a name
+on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -78,10 +79,13 @@ SCRIPTS = (
 
 
 def find(path: Path) -> tuple[str, Path]:
-    """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint."""
+    """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint, and
+    for the name of a model on the Hugging Face Hub, its folder in the cache."""
+    from models.files.hub import local
     from models.files.pretrained import CONFIG_FILE
     from training.checkpoints.store import latest_checkpoint
 
+    path = local(path)
     for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
         if file.is_file():
             return kind, path

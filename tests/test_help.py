@@ -12,7 +12,7 @@ import pytest
 from models.quantizers import QUANTIZERS
 from tests.scripts import ROOT
 
-SCRIPTS = sorted(path.name for path in ROOT.glob("*.py") if path.name not in ("setup.py", "trained.py"))
+SCRIPTS = sorted(path.name for path in ROOT.glob("*.py") if path.name not in ("setup.py", "trained.py", "hub.py"))
 HEAVY = {"torch", "torchvision", "deepspeed", "horovod", "numpy", "PIL", "yaml", "safetensors", "tqdm"}
 
 

@@ -156,7 +156,8 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training (rate, warm-up and decay: one value, or one for each Unet)").add_argument
     add("--train_unets", type=positive_int, nargs="+", metavar="NUMBER",
         help="numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)")
-    add("--init_from", metavar="DIR", help="start from a run, a checkpoint, a model/ folder or a DALLE2-pytorch file")
+    add("--init_from", metavar="DIR",
+        help="start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub")
     add("--learning_rate", type=positive_float, nargs="+", default=[1e-4], metavar="LR",
         help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, nargs="+", default=[0], metavar="UPDATES",

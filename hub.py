@@ -1,0 +1,178 @@
+"""Models of the Hugging Face Hub for the scripts: `--init_from USER/NAME` on any number of processes, and
+`convert.py push`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trained import arguments_of, find, load_model, read_parts, write_model
+from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
+from training.run.starts import script_of
+
+CARD = "README.md"
+
+_IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
+KINDS = {
+    "DiscreteVAE": Kind(
+        "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
+        "train_vae.py", _IMAGES, "python tokenize_images.py --model {} --image_folder DIR --output codes/",
+        ("tandem", "image-tokenizer", "discrete-vae"),
+    ),
+    "VQGAN": Kind(
+        "a VQGAN (Esser et al. 2021), which turns an image into a grid of codes and back",
+        "train_vqgan.py", _IMAGES, "python tokenize_images.py --model {} --image_folder DIR --output codes/",
+        ("tandem", "image-tokenizer", "vqgan"),
+    ),
+    "MuLaN": Kind(
+        "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
+        "train_mulan.py", ("audio_data", "sounds with captions"),
+        "python embed.py --model {} --audio DIR --output index/", ("tandem", "audio-text", "contrastive", "mulan"),
+    ),
+    "VideoTokenizer": Kind(
+        "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
+        "train_tokenizer.py", _VIDEOS, "python tokenize_videos.py --model {} --video_folder DIR --output codes/",
+        ("tandem", "video-tokenizer", "magvit2"),
+    ),
+    "Decoder": Kind(
+        "a cascade of diffusion models like the decoder of DALL-E 2 (Ramesh et al. 2022), which draws images",
+        "train_decoder.py", _IMAGES, "python sample.py --model {} --output pictures/",
+        ("tandem", "diffusion", "dalle2-decoder"),
+    ),
+}  # fmt: skip
+
+
+def with_models(train: Callable[..., None]) -> Callable[..., None]:
+    """``train(args, settings, backend)``, called when every process has the model of --init_from. The settings name
+    the commit of a model of the Hub, so that config.yaml says what the run started from."""
+
+    def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
+        train(args, {**settings, "init_from": fetch(args.init_from, backend)}, backend)
+
+    return start
+
+
+def fetch(name: str | None, backend: Any) -> str | None:
+    """Let all processes have the same commit of a model: the root asks the Hub which it is, then one process of each
+    machine downloads it, and the others find it in the cache. Where the root finds a local path of this name, no
+    process asks the Hub. Collective.
+
+    Returns:
+        USER/NAME@COMMIT; the name as it is if it means no model on the Hub.
+
+    Raises:
+        UserMistake: the same line on every process, if one of them cannot have the model.
+    """
+    if name is None:
+        return None
+    from models.files import hub
+
+    def mark() -> None:
+        backend.mark("downloading the model")
+
+    pinned, is_on_hub = name, False
+    with backend.agreement():
+        if backend.is_root and (is_on_hub := hub.is_on_hub(name)):
+            model, _ = hub.split(name) or (name, None)
+            pinned = f"{model}@{hub.download(name, mark).name}"
+    pinned, is_on_hub = backend.broadcast_object([pinned, is_on_hub])
+    if not is_on_hub:
+        hub.use(name, Path(name))
+        return name
+    for is_first in (True, False):
+        with backend.agreement():
+            if (backend.local_rank == 0) == is_first:
+                hub.use(name, hub.download(pinned, mark))
+    return pinned
+
+
+def add_push(command: Callable[..., Callable[..., Any]], weights: dict[str, Any]) -> None:
+    """Add the command push to convert.py's; ``weights``: its --weights."""
+    add = command(push, "push", "Upload a model to the Hugging Face Hub, with a model card made from its run.",
+                  ("RUN", "run folder, checkpoint or model folder"))  # fmt: skip
+    add("name", metavar="USER/NAME", help="model on the Hub; made if it does not exist")
+    add("--private", action="store_true", help="make it private")
+    add("--branch", metavar="NAME", help="upload to this branch, which is made if it does not exist (default: main)")
+    add("--message", default="Upload a model", metavar="TEXT", help="of the commit")
+    add("--no_picture", action="store_true", help="leave out the newest picture of the run, which may show the data")
+    add("--dry_run", metavar="DIR", help="write the folder that would be uploaded to DIR, and upload nothing; a folder "
+        "whose README.md was edited can be pushed in place of RUN")  # fmt: skip
+    add("--weights", **weights)
+
+
+def push(args: argparse.Namespace) -> None:
+    """Write the model folder with its card, and upload it."""
+    from models.files import hub
+
+    model, revision = hub.split(args.name) or (None, None)
+    if model is None or revision is not None:
+        raise ValueError(f"{args.name} is no USER/NAME of the Hub; a branch is named by --branch")
+    if args.dry_run:
+        folder = Path(args.dry_run)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} exists already; give --dry_run another name")
+        write_upload(args, folder)
+        print(f"wrote {folder}; nothing was uploaded")
+        return
+    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
+        folder = Path(temporary) / "model"
+        write_upload(args, folder)
+        address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
+    print(f"uploaded {args.path}: {address}")
+
+
+def write_upload(args: argparse.Namespace, folder: Path) -> None:
+    """Write what `push` uploads: the model, its card, and the newest picture of its run."""
+    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
+    from tandem.files.writing import write_atomically
+
+    path = Path(args.path)
+    kind, where = find(path)
+    model = load_model(path, args.weights)
+    name = type(model).__name__
+    if name not in KINDS:
+        raise ValueError(f"{path} holds a {name}, and a card is made for {', '.join(KINDS)}")
+    write_model(model, path, folder)
+    if kind == "model" and (where / CARD).is_file():  # written by --dry_run, and perhaps edited
+        for file in (CARD, PICTURE):
+            if (where / file).is_file():
+                write_atomically(folder / file, read_bytes(where / file, LONGEST_JSON_BYTES))
+        return
+    run = run_of(where)
+    picture = newest_picture(run) if run and not args.no_picture else None
+    if picture:
+        write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_JSON_BYTES))
+    settings = settings_of(run) if run else {}
+    weights = f"{sum(p.numel() for p in model.parameters()):,} parameters{origin_of(where, kind, args.weights)}"
+    card = model_card(args.name, name, weights, KINDS[name], run, settings, has_picture=picture is not None)
+    write_atomically(folder / CARD, card.encode())
+
+
+def origin_of(where: Path, kind: str, which: str) -> str:
+    """Of which update weights are, and whether they are an average, as the end of a sentence; "" if it is not known."""
+    from tandem.files.reading import read_json_or_empty
+
+    if kind == "checkpoint":
+        is_average = which != "online" and bool(read_parts(where, verify=False)[0].get("ema"))
+        what, number = "the moving average" if is_average else "as trained", where.name.removeprefix("step_")
+        return f", {what} after update {int(number):,}" if number.isdecimal() else f", {what}"
+    step = read_json_or_empty(where / "training.json").get("step")
+    return f", after update {step:,}" if type(step) is int else ""
+
+
+def run_of(where: Path) -> Path | None:
+    """The run folder of a checkpoint or of a run's model; None if it is in none."""
+    path = where.absolute()
+    return next((folder for folder in path.parents[:2] if script_of(folder)), None)
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """What may be shown of a run's configuration."""
+    script, args = arguments_of(run)
+    module = importlib.import_module(script.module)
+    parser = module.build_parser()
+    return public_settings(parser, parser.settings(args), module.MODEL_ARGUMENTS)

@@ -1,0 +1,235 @@
+"""A stand-in for the Hugging Face Hub on this machine: the part of its protocol that huggingface_hub 2.4 speaks when it
+makes a repository, commits to it and downloads from it, with git's and LFS's kinds of files. It can also fail."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LFS_ENDINGS = (".safetensors", ".png")  # what the Hub stores by LFS
+TOKEN = "hf_stand_in"
+
+
+@dataclass
+class Repository:
+    private: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)  # commit -> content by path
+    branches: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def commit(self, files: dict[str, bytes], message: str, branch: str = "main") -> str:
+        text = json.dumps([sorted((name, hashlib.sha1(data).hexdigest()) for name, data in files.items()), message,
+                           branch, len(self.commits)])  # fmt: skip
+        sha = hashlib.sha1(text.encode()).hexdigest()
+        self.commits[sha], self.branches[branch] = files, sha
+        self.messages.append(message)
+        return sha
+
+    def resolve(self, revision: str) -> str | None:
+        return self.branches.get(revision) or (revision if revision in self.commits else None)
+
+
+class Hub:
+    """The state of a server.
+
+    Attributes:
+        failure: None, an HTTP status that answers everything, "cut" (the connection ends without an answer) or
+            "cut body" (downloads end in the middle) or "silent" (no answer ever comes).
+        requests: "METHOD path" of every request.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.lfs: dict[str, bytes] = {}
+        self.failure: int | str | None = None
+        self.fails_at = ""  # part of the paths that fail; all by default
+        self.requests: list[str] = []
+        self.lock = threading.Lock()
+        self.ends = threading.Event()  # of the server
+        self.endpoint = ""
+
+    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+        repository = self.repositories[name]
+        return repository.commits[repository.branches[revision]]
+
+    def publish(self, name: str, files: dict[str, bytes]) -> str:
+        return self.repositories.setdefault(name, Repository()).commit(files, "published")
+
+    def downloads(self, ending: str) -> list[str]:
+        return [line for line in self.requests if line.startswith("GET") and line.endswith(ending)]
+
+
+def etag(path: str, content: bytes) -> str:
+    if path.endswith(LFS_ENDINGS):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, status: int, value: Any = None, headers: dict[str, str] | None = None) -> None:
+        content = value if isinstance(value, bytes) else json.dumps(value or {}).encode()
+        self.send_response(status)
+        for name, text in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def not_found(self, code: str) -> None:
+        self.answer(404, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
+
+    def handle_request(self) -> None:
+        path = urlsplit(self.path).path
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with self.hub.lock:
+            self.hub.requests.append(f"{self.command} {path}")
+            if self.hub.failure is not None and self.hub.fails_at in path:
+                if self.hub.failure == "cut":
+                    self.close_connection = True
+                    self.connection.close()
+                    return
+                if self.hub.failure == "silent":
+                    self.close_connection = True
+                    self.hub.ends.wait()
+                    return
+                if isinstance(self.hub.failure, int):
+                    self.answer(self.hub.failure, {"error": "this server always fails"})
+                    return
+            is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            # An upload's address holds its own permission.
+            if self.command in ("POST", "PUT") and not is_known and not path.startswith("/lfs/"):
+                self.answer(401, {"error": "Invalid username or password."})
+                return
+            self.route(path, body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
+
+    def route(self, path: str, body: bytes) -> None:
+        if path == "/api/repos/create":
+            self.create(json.loads(body))
+        elif path == "/api/validate-yaml":
+            self.answer(200, {"errors": [], "warnings": []})
+        elif path.startswith("/lfs/"):
+            self.hub.lfs[path.removeprefix("/lfs/")] = body
+            self.answer(200)
+        elif found := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            self.batch(json.loads(body))
+        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/([^/]+)", path):
+            self.write(found[1], found[2], unquote(found[3]), body)
+        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?", path):
+            self.info(found[1], unquote(found[2] or "main"))
+        elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            self.resolve(found[1], unquote(found[2]), unquote(found[3]))
+        else:
+            self.not_found("EntryNotFound")
+
+    def create(self, asked: dict[str, Any]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        status = 409 if name in self.hub.repositories else 200
+        if status == 200:
+            is_private = asked.get("visibility") == "private" or bool(asked.get("private"))
+            repository = self.hub.repositories[name] = Repository(private=is_private)
+            repository.commit({".gitattributes": b""}, "initial commit")
+        self.answer(status, {"url": f"{self.hub.endpoint}/{name}", "error": "exists"})
+
+    def batch(self, asked: dict[str, Any]) -> None:
+        objects = []
+        for each in asked["objects"]:
+            upload = {"upload": {"href": f"{self.hub.endpoint}/lfs/{each['oid']}"}}
+            objects.append({**each, **({} if each["oid"] in self.hub.lfs else {"actions": upload})})
+        self.answer(200, {"transfer": "basic", "objects": objects})
+
+    def write(self, name: str, what: str, revision: str, body: bytes) -> None:
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            self.not_found("RepoNotFound")
+            return
+        if what == "branch":
+            status = 409 if revision in repository.branches else 200
+            repository.branches.setdefault(revision, repository.branches["main"])
+            self.answer(status, {"error": "exists"})
+        elif what == "preupload":
+            paths = [each["path"] for each in json.loads(body)["files"]]
+            modes = {path: "lfs" if path.endswith(LFS_ENDINGS) else "regular" for path in paths}
+            self.answer(200, {"files": [{"path": p, "uploadMode": modes[p], "shouldIgnore": False} for p in paths]})
+        else:
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = dict(repository.commits[repository.branches[revision]])
+            for line in lines[1:]:
+                value = line["value"]
+                if line["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    files[value["path"]] = self.hub.lfs[value["oid"]]
+                elif line["key"] == "deletedFile":
+                    del files[value["path"]]
+            sha = repository.commit(files, lines[0]["value"]["summary"], revision)
+            address = f"{self.hub.endpoint}/{name}/commit/{sha}"
+            self.answer(200, {"commitUrl": address, "commitOid": sha, "success": True})
+
+    def info(self, name: str, revision: str) -> None:
+        repository = self.hub.repositories.get(name)
+        sha = repository.resolve(revision) if repository else None
+        if repository is None:
+            self.not_found("RepoNotFound")
+        elif sha is None:
+            self.not_found("RevisionNotFound")
+        else:
+            siblings = [{"rfilename": path} for path in repository.commits[sha]]
+            self.answer(200, {"id": name, "sha": sha, "private": repository.private, "siblings": siblings})
+
+    def resolve(self, name: str, revision: str, path: str) -> None:
+        repository = self.hub.repositories.get(name)
+        sha = repository.resolve(revision) if repository else None
+        if repository is None or sha is None:
+            self.not_found("RepoNotFound" if repository is None else "RevisionNotFound")
+            return
+        if path not in repository.commits[sha]:
+            self.not_found("EntryNotFound")
+            return
+        content = repository.commits[sha][path]
+        headers = {"ETag": f'"{etag(path, content)}"', "X-Repo-Commit": sha}
+        if path.endswith(LFS_ENDINGS):
+            headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": headers["ETag"]}
+        if self.hub.failure == "cut body" and self.command == "GET":
+            self.send_response(200)
+            for key, text in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(key, text)
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+            return
+        self.answer(200, content, headers)
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A server, until the context ends."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OneHandler", (Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.ends.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,502 @@
+"""hub.py: models of the Hugging Face Hub, of which a server on this machine stands in. The real huggingface_hub talks
+to it, and the commands run as users run them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+import train_vae
+from models import DiscreteVAE
+from models.files import hub as hub_files
+from tandem.files.reading import check_inside
+from tests.hub_server import TOKEN, Hub, serving
+from tests.models.helpers import assert_same_bits
+from tests.scripts import ROOT, SCRIPTS, Script
+
+NAME = "alice/faces"
+TINY = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--image_size", "16", "--num_layers", "2",
+        "--num_resnet_blocks", "1", "--num_tokens", "16", "--emb_dim", "6", "--hidden_dim", "8"]  # fmt: skip
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three updates on a folder of the user's, with an average and pictures. Tests only look at it."""
+    home = tmp_path_factory.mktemp("home-of-alice")
+    photos = home / "private-photos"
+    photos.mkdir()
+    for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), dtype=np.uint8)):
+        Image.fromarray(pixels).save(photos / f"{number}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        train_vae.main([
+            *TINY, "--image_folder", str(photos), "--batch_size", "4", "--valid_fraction", "0.34",
+            "--validate_every_n_steps", "1", "--ema_decay", "0.5", "--max_steps", "3",
+            "--output_dir", str(home / "vae"),
+        ])  # fmt: skip
+    return home / "vae"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, bytes]:
+    """The files of a model folder, by name."""
+    torch.manual_seed(1)
+    vae = DiscreteVAE(image_size=16, num_tokens=16, codebook_dim=6, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
+    vae.save_pretrained(tmp_path / "published")
+    return {path.name: path.read_bytes() for path in (tmp_path / "published").iterdir()}
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+class User:
+    """Runs commands in a folder, with a cache of its own."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.folder = folder
+        (folder / "temporary").mkdir(parents=True)
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        self.environment = {
+            **kept, "HF_HOME": str(folder / "cache"), "HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN,
+            "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_XET": "1",
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(folder / "temporary"),
+        }  # fmt: skip
+
+    def runs(
+        self, *words: object, launcher: tuple[str, ...] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        script, *others = map(str, words)
+        return subprocess.run(
+            [*(launcher or (sys.executable,)), str(ROOT / script), *others], cwd=self.folder, capture_output=True,
+            text=True, env={**self.environment, **environment}, timeout=600,
+        )  # fmt: skip
+
+    def does(self, *words: object, **how: Any) -> str:
+        done = self.runs(*words, **how)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def fails(self, *words: object, **how: Any) -> str:
+        """The one line with which a command ends."""
+        done = self.runs(*words, **how)
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.splitlines()
+        return line
+
+    def trains_from(self, name: str, do: str = "does", **how: Any) -> str:
+        words = ("train_vae.py", *TINY, "--batch_size", 8, "--max_steps", 1, "--init_from", name, "--output_dir", "new")
+        found: str = getattr(self, do)(*words, **how)
+        return found
+
+    @property
+    def init_from(self) -> str:
+        found: str = yaml.safe_load((self.folder / "new" / "config.yaml").read_text())["init_from"]
+        return found
+
+
+@pytest.fixture
+def alice(tmp_path: Path, hub: Hub) -> User:
+    return User(tmp_path / "alice", hub.endpoint)
+
+
+@pytest.fixture
+def bob(tmp_path: Path, hub: Hub) -> User:
+    return User(tmp_path / "bob", hub.endpoint)
+
+
+def test_a_pushed_run_starts_the_run_of_another_user_with_the_same_weights(
+    hub: Hub, alice: User, bob: User, run: Path
+) -> None:
+    said = alice.does("convert.py", "push", run, NAME, "--message", "the first")
+    sha = hub.repositories[NAME].branches["main"]
+    assert f"{hub.endpoint}/{NAME}/commit/{sha}" in said and hub.repositories[NAME].messages[-1] == "the first"
+    files = hub.files(NAME)
+    assert files.keys() == {".gitattributes", "README.md", "config.json", "model.safetensors", "sample.png"}
+    assert files["sample.png"] == (run / "samples" / "step_00000003.png").read_bytes()
+    assert b"the moving average after update 3" in files["README.md"]
+    bob.trains_from(NAME)
+    assert bob.init_from == f"{NAME}@{sha}"
+    bob.does("convert.py", "export", NAME, "weights", "--to", "model")
+    checkpoint = load_file(run / "checkpoints" / "step_00000003" / "ema.safetensors")
+    average = {name.removeprefix("weights/"): w for name, w in checkpoint.items() if name.startswith("weights/")}
+    assert_same_bits(load_file(bob.folder / "weights" / "model.safetensors"), average)
+    assert len(hub.downloads("model.safetensors")) == 1  # the second command found it in the cache
+
+
+def test_every_tool_takes_a_name_of_the_hub(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
+    sha = hub.publish(NAME, model)
+    assert "DiscreteVAE" in bob.does("convert.py", "inspect", f"{NAME}@{sha}")
+    source = ("--image_folder", "demo:shapes:8", "--num_workers", 0, "--output", "codes")
+    bob.does("tokenize_images.py", "--model", NAME, *source)
+    bob.does("tokenize_images.py", "--model", NAME, "--decode", "codes", "--output", "pictures")
+    assert len(list((bob.folder / "pictures").glob("*.png"))) == 8
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
+    first = hub.publish(NAME, model)
+    hub.repositories[NAME].branches["v1.0"] = first
+    hub.publish(NAME, {"config.json": b"{}"})
+    for revision in ("v1.0", first):
+        bob.trains_from(f"{NAME}@{revision}")
+        assert bob.init_from == f"{NAME}@{first}"
+        shutil.rmtree(bob.folder / "new")
+    assert "it has no revision v2" in bob.trains_from(f"{NAME}@v2", "fails")
+    assert "names no model" in bob.trains_from(NAME, "fails")
+
+
+def test_a_local_path_of_the_same_spelling_wins(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
+    hub.publish(NAME, {"config.json": b"{}"})
+    (bob.folder / NAME).mkdir(parents=True)
+    for file, content in model.items():
+        (bob.folder / NAME / file).write_bytes(content)
+    bob.trains_from(NAME)
+    assert bob.init_from == NAME and hub.requests == []
+
+
+def test_only_the_files_of_a_model_are_downloaded_and_the_weights_last(
+    hub: Hub, bob: User, model: dict[str, bytes]
+) -> None:
+    others = {"model.pt": b"code", "train.py": b"code", "sub/model.safetensors": b"", "README.md": b"", "vae.bin": b""}
+    hub.publish(NAME, {**others, **model, "tokenizer.json": b"{}"})
+    bob.trains_from(NAME)
+    paths = [line.split("/")[-1] for line in hub.requests if line.startswith("GET /alice")]
+    assert paths == ["config.json", "tokenizer.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("content, reason", [
+    ({}, "it holds no config.json, so it is no model folder"),
+    ({"config.json": b'{"model_type": "gpt2"}'}, "its config.json names no model"),
+    ({"config.json": b'{"model": "VQGAN"}'}, "holds a VQGAN of train_vqgan.py, not a DiscreteVAE"),
+    ({"config.json": b'{"model": "DiscreteVAE", "num_tokens": 1000000000000}'}, "is larger than any dimension of"),
+    ({"model.safetensors": b"\x80\x04cposix\nsystem\n"}, "is not a model folder"),
+])  # fmt: skip
+def test_what_is_no_model_or_means_harm_is_refused_in_one_line(
+    hub: Hub, bob: User, model: dict[str, bytes], content: dict[str, bytes], reason: str
+) -> None:
+    hub.publish(NAME, {**model, **content} if content else {"README.md": b""})
+    line = bob.trains_from(NAME, "fails")
+    assert reason in line and NAME in line
+    assert not (bob.folder / "new" / "config.yaml").exists()
+    if b"gpt2" in content.get("config.json", b""):
+        assert hub.downloads(".safetensors") == []  # gigabytes, perhaps
+
+
+@pytest.mark.parametrize("failure, reason", [
+    (500, "the Hub answers HTTP 500"), (503, "the Hub answers HTTP 503"), (401, "(HTTP 401); log in with"),
+    (404, "(HTTP 404); log in with"), ("cut", "no answer ("), ("cut body", "no answer ("),
+])  # fmt: skip
+def test_a_hub_that_fails_ends_the_command_in_one_line_before_the_run_begins(
+    hub: Hub, bob: User, model: dict[str, bytes], failure: int | str, reason: str
+) -> None:
+    hub.publish(NAME, model)
+    hub.failure = failure
+    line = bob.trains_from(NAME, "fails")
+    assert line.startswith(f"train_vae.py: error: {NAME} does not exist here") and reason in line
+    assert hub.endpoint in line and not (bob.folder / "new").exists()
+    assert len(hub.requests) < 20
+
+
+def test_a_hub_that_fails_in_the_middle_leaves_a_cache_that_is_completed_later(
+    hub: Hub, bob: User, model: dict[str, bytes]
+) -> None:
+    hub.publish(NAME, model)
+    hub.failure, hub.fails_at = "cut", "model.safetensors"
+    assert "no answer" in bob.trains_from(NAME, "fails")
+    hub.failure = 500
+    hub.fails_at = ""
+    assert "HTTP 500" in bob.trains_from(NAME, "fails")  # the config.json in the cache is no model
+    hub.failure = None
+    bob.trains_from(NAME)
+
+
+def test_the_cache_stands_in_for_a_hub_without_an_answer_and_a_line_says_so(
+    hub: Hub, bob: User, model: dict[str, bytes]
+) -> None:
+    sha = hub.publish(NAME, model)
+    source = ("--image_folder", "demo:shapes:8", "--num_workers", 0, "--output", "codes")
+    bob.does("tokenize_images.py", "--model", NAME, *source)
+    for failure, reason in ((500, "HTTP 500"), ("cut", "no answer")):
+        hub.failure = failure
+        said = bob.trains_from(NAME)
+        (line,) = [line for line in said.splitlines() if "taking" in line]
+        assert reason in line and f"taking {NAME} from the cache, commit {sha}" in line
+        assert bob.init_from == f"{NAME}@{sha}"
+        shutil.rmtree(bob.folder / "new")
+    requests = len(hub.requests)
+    assert "taking" not in bob.trains_from(NAME, HF_HUB_OFFLINE="1")  # it was asked for
+    assert bob.init_from == f"{NAME}@{sha}" and len(hub.requests) == requests
+
+
+def test_the_cache_does_not_stand_in_for_a_model_that_the_hub_refuses(
+    hub: Hub, bob: User, model: dict[str, bytes]
+) -> None:
+    hub.publish(NAME, model)
+    bob.does("convert.py", "inspect", NAME)
+    hub.failure = 401
+    assert "HTTP 401" in bob.trains_from(NAME, "fails")
+    hub.failure = None
+    hub.publish(NAME, {"README.md": b""})
+    assert "it holds no config.json" in bob.trains_from(NAME, "fails")
+
+
+def test_a_hub_that_never_answers_is_not_waited_for_without_an_end(hub: Hub, bob: User) -> None:
+    hub.failure = "silent"
+    program = (
+        "from models.files import hub\nhub.SECONDS = 1\ntry:\n    hub.{}\nexcept ValueError as error:\n    print(error)"
+    )
+    for call in (f"download('{NAME}')", f"upload(hub.Path('.'), '{NAME}', 'a message')"):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(call)], cwd=bob.folder, env=bob.environment, capture_output=True,
+            text=True, timeout=120,
+        )  # fmt: skip
+        (line,) = done.stdout.splitlines()
+        assert "no answer (" in line and done.stderr == ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
+def test_the_model_of_every_script_is_pushed_and_started_from(
+    hub: Hub, alice: User, bob: User, script: Script, tmp_path: Path
+) -> None:
+    alice.does("convert.py", "push", script.train(tmp_path / "run", "--max_steps", "1"), NAME)
+    assert ("tokenizer.json" in hub.files(NAME)) == (script.name == "train_mulan")
+    bob.does(f"{script.name}.py", *script.flags(bob.folder / "new", "--max_steps", "1", "--init_from", NAME))
+    assert bob.init_from == f"{NAME}@{hub.repositories[NAME].branches['main']}"
+
+
+def test_offline_without_the_model_is_one_line(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
+    hub.publish(NAME, model)
+    assert "HF_HUB_OFFLINE is set" in bob.trains_from(NAME, "fails", HF_HUB_OFFLINE="1")
+    assert hub.requests == []
+
+
+def test_a_closed_port_is_one_line(tmp_path: Path, run: Path) -> None:
+    with serving() as gone:
+        endpoint = gone.endpoint
+    user = User(tmp_path / "bob", endpoint)
+    line = user.trains_from(NAME, "fails")
+    assert "Connection refused" in line and endpoint in line
+    line = user.fails("convert.py", "push", run, NAME)
+    assert line.startswith(f"convert.py: error: cannot push {NAME} to the Hub ({endpoint}): no answer")
+
+
+@pytest.mark.parametrize("place", ["train_vae.py", "convert.py"])
+def test_without_the_package_one_line_names_the_extra(bob: User, run: Path, place: str) -> None:
+    hidden = bob.folder / "site" / "huggingface_hub"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('no such package')")
+    where = {"PYTHONPATH": f"{hidden.parent}{os.pathsep}{ROOT}"}
+    if place == "train_vae.py":
+        line = bob.trains_from(NAME, "fails", **where)
+        assert f"{NAME} does not exist here" in line
+    else:
+        line = bob.fails(place, "push", run, NAME, **where)
+    assert "needs the package huggingface_hub" in line and 'pip install -e ".[hub]"' in line
+
+
+PROCESSES = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def test_two_processes_download_once_and_agree(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
+    sha = hub.publish(NAME, model)
+    bob.trains_from(NAME, launcher=PROCESSES)
+    assert bob.init_from == f"{NAME}@{sha}"
+    assert len(hub.downloads("model.safetensors")) == 1
+    assert len([line for line in hub.requests if line == f"GET /api/models/{NAME}"]) == 1
+
+
+def test_two_processes_end_with_one_line(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
+    hub.publish(NAME, model)
+    hub.failure = 500
+    done = bob.trains_from(NAME, "runs", launcher=PROCESSES)
+    lines = [line for line in done.stderr.splitlines() if "error:" in line and "train_vae.py" in line]
+    assert done.returncode != 0 and re.findall(r"exitcode\s*: 2", done.stderr)
+    assert len(lines) == 1 and "the Hub answers HTTP 500" in lines[0]
+
+
+class Group:
+    """Two machines with two processes each, one after another: what fetch asks of a backend."""
+
+    def __init__(self, rank: int, said: list[Any]) -> None:
+        self.rank, self.local_rank, self.is_root, self.said = rank, rank % 2, rank == 0, said
+
+    def agreement(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def broadcast_object(self, value: Any) -> Any:
+        if self.is_root:
+            self.said.append(value)
+        return self.said[-1]
+
+    def mark(self, phase: str) -> None:
+        pass
+
+
+def test_where_the_root_sees_a_local_path_no_process_asks_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hub as tool
+
+    asked: list[str] = []
+    monkeypatch.setattr(hub_files, "download", lambda name, mark=None: asked.append(name))
+    monkeypatch.setattr(hub_files, "_folders", {})
+    monkeypatch.chdir(tmp_path)
+    said: list[Any] = []
+    (tmp_path / NAME).mkdir(parents=True)
+    assert tool.fetch(NAME, Group(0, said)) == NAME
+    shutil.rmtree(tmp_path / NAME)  # another machine does not have it
+    hub_files._folders.clear()
+    assert tool.fetch(NAME, Group(2, said)) == NAME
+    assert hub_files.local(Path(NAME)) == Path(NAME) and asked == []
+
+
+def test_every_process_takes_the_commit_that_the_root_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hub as tool
+
+    newest = ["a" * 40]
+
+    def download(name: str, mark: Callable[[], None]) -> Path:
+        found = hub_files.split(name)
+        return tmp_path / ((found and found[1]) or newest[0])
+
+    monkeypatch.setattr(hub_files, "download", download)
+    monkeypatch.chdir(tmp_path)
+    said: list[Any] = []
+    for rank in range(4):
+        monkeypatch.setattr(hub_files, "_folders", {})
+        assert tool.fetch(NAME, Group(rank, said)) == f"{NAME}@{'a' * 40}"
+        assert hub_files.local(Path(NAME)) == tmp_path / ("a" * 40)
+        newest[0] = "b" * 40  # somebody pushes meanwhile
+
+
+@pytest.mark.parametrize("name, found", [
+    ("alice/faces", ("alice/faces", None)), ("alice/faces@v1.0", ("alice/faces", "v1.0")),
+    ("alice/faces@refs/pr/1", ("alice/faces", "refs/pr/1")), ("faces", None), ("a/b/c", None), ("./alice/faces", None),
+    ("/alice/faces", None), ("../faces", None), ("alice/..", None), ("alice/faces@../x", None), ("runs/vae.pt", None),
+    ("alice/faces@v/../x", None),
+    ("alice/faces@", None), ("alice/fa ces", None), ("~/faces", None), ("a" * 96 + "/b", None),
+])  # fmt: skip
+def test_a_name_of_the_hub_is_told_from_a_path(name: str, found: tuple[str, str | None] | None) -> None:
+    assert hub_files.split(name) == found
+
+
+def test_links_of_the_cache_are_followed_and_no_others(tmp_path: Path) -> None:
+    snapshot = tmp_path / "cache" / "models--alice--faces" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    places = {
+        "own": snapshot.parents[1] / "blobs" / "x", "shared": tmp_path / "cache" / "blobs" / "ab" / "x",
+        "outside": tmp_path / "blobs" / "x", "beside": snapshot.parents[1] / "blobs-x" / "x",
+    }  # fmt: skip
+    for name, place in places.items():
+        place.parent.mkdir(parents=True)
+        place.write_text("x")
+        (snapshot / name).symlink_to(place)
+    for name in ("own", "shared"):
+        check_inside(snapshot / name, snapshot)
+    for name in ("outside", "beside"):
+        with pytest.raises(ValueError, match="a link that leaves the folder"):
+            check_inside(snapshot / name, snapshot)
+    shutil.rmtree(places["own"].parent)
+    places["own"].parent.symlink_to(places["outside"].parent)  # blobs/ itself leads away
+    with pytest.raises(ValueError, match="a link that leaves the folder"):
+        check_inside(snapshot / "own", snapshot)
+
+
+# Pushing.
+
+
+def test_a_dry_run_writes_the_folder_and_asks_nobody(hub: Hub, alice: User, run: Path) -> None:
+    alice.does("convert.py", "push", run, NAME, "--dry_run", "card")
+    assert hub.requests == []
+    written = {path.name for path in (alice.folder / "card").iterdir()}
+    assert written == {"README.md", "config.json", "model.safetensors", "sample.png"}
+    assert "exists already" in alice.fails("convert.py", "push", run, NAME, "--dry_run", "card")
+
+
+def test_an_edited_card_is_uploaded_as_it_is(hub: Hub, alice: User, run: Path) -> None:
+    alice.does("convert.py", "push", run, NAME, "--dry_run", "card", "--no_picture")
+    assert not (alice.folder / "card" / "sample.png").exists()
+    (alice.folder / "card" / "README.md").write_text("---\nlicense: mit\n---\nMine")
+    alice.does("convert.py", "push", "card", NAME)
+    assert hub.files(NAME)["README.md"].endswith(b"Mine")
+
+
+def test_a_second_push_replaces_the_model_in_one_commit_and_keeps_what_others_wrote(
+    hub: Hub, alice: User, run: Path, model: dict[str, bytes]
+) -> None:
+    hub.publish(NAME, {**model, "tokenizer.json": b"{}", "model.safetensors.index.json": b"{}", "notes.txt": b"x"})
+    alice.does("convert.py", "push", run, NAME, "--weights", "online")
+    files = hub.files(NAME)
+    assert b"as trained after update 3" in files["README.md"]
+    assert files["notes.txt"] == b"x" and len(hub.repositories[NAME].commits) == 2
+    assert not {"tokenizer.json", "model.safetensors.index.json"} & files.keys()
+    assert files["model.safetensors"] != model["model.safetensors"]
+
+
+def test_a_branch_is_made_and_main_stays(hub: Hub, alice: User, bob: User, run: Path) -> None:
+    alice.does("convert.py", "push", run, NAME)
+    before = hub.files(NAME)
+    alice.does("convert.py", "push", run, NAME, "--branch", "v2", "--weights", "online")
+    assert hub.files(NAME) == before
+    assert hub.files(NAME, "v2")["model.safetensors"] != before["model.safetensors"]
+    bob.trains_from(f"{NAME}@v2")
+
+
+def test_private_makes_a_private_model_and_refuses_a_public_one(hub: Hub, alice: User, run: Path) -> None:
+    alice.does("convert.py", "push", run, NAME, "--private")
+    assert hub.repositories[NAME].private
+    alice.does("convert.py", "push", run, "alice/open")
+    assert not hub.repositories["alice/open"].private
+    before = dict(hub.repositories["alice/open"].commits)
+    assert "is public" in alice.fails("convert.py", "push", run, "alice/open", "--private")
+    assert hub.repositories["alice/open"].commits == before
+
+
+@pytest.mark.parametrize("failure, at, reason", [
+    (500, "", "HTTP 500"), (401, "", "log in with `hf auth login`"), (403, "/commit/", "HTTP 403"),
+    (500, "/commit/", "HTTP 500"), ("cut", "/commit/", "no answer ("), (404, "/preupload/", "HTTP 404"),
+])  # fmt: skip
+def test_a_push_that_fails_is_one_line_and_loses_nothing(
+    hub: Hub, alice: User, run: Path, model: dict[str, bytes], failure: int | str, at: str, reason: str
+) -> None:
+    hub.publish(NAME, model)
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    hub.failure, hub.fails_at = failure, at
+    line = alice.fails("convert.py", "push", run, NAME)
+    assert line.startswith(f"convert.py: error: cannot push {NAME} to the Hub") and reason in line
+    assert hub.files(NAME) == model
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+    assert list((alice.folder / "temporary").iterdir()) == []
+
+
+def test_a_push_without_a_token_says_how_to_log_in(hub: Hub, alice: User, run: Path) -> None:
+    alice.environment.pop("HF_TOKEN")
+    line = alice.fails("convert.py", "push", run, NAME)
+    assert "HTTP 401" in line and "hf auth login" in line
+    assert NAME not in hub.repositories
+
+
+@pytest.mark.parametrize("name", ["faces", "alice/faces@main", "../faces", "alice/faces.pt/x"])
+def test_a_name_that_is_none_is_refused(alice: User, hub: Hub, run: Path, name: str) -> None:
+    assert "USER/NAME" in alice.fails("convert.py", "push", run, name)
+    assert hub.requests == []

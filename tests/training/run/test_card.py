@@ -1,0 +1,146 @@
+"""The model card of a run: what it tells, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import train_mulan
+import train_vae
+from hub import KINDS
+from models import __all__ as model_names
+from tests.scripts import SCRIPTS
+from training.run.card import Kind, model_card, newest_picture, public_settings, read_metrics
+
+KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "python tokenize_images.py --model {}", ("a-tag",))
+SECRETS = {
+    "image_folder": "/home/alice/private-photos", "output_dir": "runs/secret-project", "init_from": "~/old/vae.pt",
+    "report_to": "wandb", "run_name": "for-customer-x", "wandb_project": "secret-project",
+}  # fmt: skip
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start = {
+        "script": "train_vae.py", "command": ["train_vae.py", "--image_folder", "/home/alice/private-photos"],
+        "host": "alices-laptop", "python": "3.11.7", "packages": {"torch": "2.15.0"}, "git_commit": "abc-dirty",
+        "world_size": 8, "device": "cuda:0", "backend": "ddp", "precision": "bf16", "platform": "Linux-alice",
+    }  # fmt: skip
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    return folder
+
+
+def card(run: Path | None, settings: dict[str, Any] | None = None, has_picture: bool = False) -> str:
+    return model_card("alice/faces", "DiscreteVAE", "5 parameters", KIND, run, settings or {}, has_picture)
+
+
+def row(text: str, name: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
+
+
+def test_the_front_matter_is_yaml_and_leaves_the_license_to_the_author(tmp_path: Path) -> None:
+    head = card(None).split("---\n")[1]
+    assert yaml.safe_load(head) == {"library_name": "tandem", "tags": ["a-tag", "safetensors"]}
+    assert "# license:" in head
+
+
+def test_metrics_of_the_validation_stand_with_their_last_and_best_value(tmp_path: Path) -> None:
+    values = [(0.5, 20.0, 7.0, 0.9), (0.25, 30.0, 8.0, 1.1), (0.75, 25.0, 9.0, 1.0)]
+    lines = [
+        {"step": step, "samples": 4 * step, "epoch": step / 2, "loss": 9.0, "lr": 0.1, "valid/loss": loss,
+         "valid/psnr": psnr, "valid/odd": odd, "valid/variance_kept": kept, "seconds": 3.0}
+        for step, (loss, psnr, odd, kept) in enumerate(values, start=1)
+    ]  # fmt: skip
+    text = card(write_run(tmp_path, [*lines, {"step": 4, "loss": 1.0}]))
+    assert row(text, "valid/loss") == ["0.75", "0.25", "2"]  # less is better
+    assert row(text, "valid/psnr") == ["25", "30", "2"]  # more is better
+    assert row(text, "valid/odd") == ["9", "", ""]  # nobody knows
+    assert row(text, "valid/variance_kept") == ["1", "", ""]  # best at 1
+    assert "| loss |" not in text and "| seconds |" not in text
+
+
+def test_without_a_validation_the_losses_of_the_training_stand_there(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1 / step, "seconds": 2.0, "lr": 0.1} for step in (1, 2)]
+    text = card(write_run(tmp_path, lines))
+    assert row(text, "loss") == ["0.5", "0.5", "2"]
+    assert "| seconds |" not in text and "| lr |" not in text
+
+
+def test_a_value_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    lines = [{"step": 1, "valid/loss": float("nan")}, {"step": 2, "valid/loss": 2.0}, {"step": 3, "valid/loss": "x"}]
+    assert row(card(write_run(tmp_path, lines)), "valid/loss") == ["2", "2", "2"]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "valid/loss": NaN}\nnot JSON\n[]\n')
+    assert row(card(tmp_path), "valid/loss") == ["nan", "", ""]
+    assert len(read_metrics(tmp_path)) == 1 and read_metrics(tmp_path / "none") == []
+
+
+def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_typed_is_not() -> None:
+    parser = train_vae.build_parser()
+    args = parser.parse([])
+    settings = {**parser.settings(args), **SECRETS}
+    shown = public_settings(parser, settings, train_vae.MODEL_ARGUMENTS)
+    assert not {"image_folder", "output_dir", "init_from", "run_name", "wandb_project"} & shown.keys()
+    assert shown["learning_rate"] == 1e-3 and shown["precision"] == "fp32" and shown["transparent"] is False
+    assert public_settings(parser, {"image_folder": "demo:shapes:64"}, ()) == {"image_folder": "demo:shapes:64"}
+    others = {"deepspeed_config": {"nvme_path": "/home/alice"}, "max_steps": None, "fsq_levels": [8, "/home"]}
+    assert public_settings(parser, others, others.keys()) == {}
+    for text in ("demo:shapes/../home", "hf_abc", "1e5/x", "s3://bucket", "my run"):
+        assert public_settings(parser, {"image_folder": text, "run_name": text}, ()) == {}
+
+
+def test_of_what_describes_the_model_words_are_public_and_paths_are_not() -> None:
+    parser = train_mulan.build_parser()
+    settings = {"spectrogram": "power", "layers": "residual,attend_space", "tokenizer": "/home/alice/t.json"}
+    assert public_settings(parser, settings, settings.keys()) == {
+        key: settings[key] for key in ("spectrogram", "layers")
+    }
+
+
+def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:
+    parser = train_vae.build_parser()
+    run = write_run(tmp_path / "runs", [{"step": 1, "samples": 4, "epoch": 1.0, "valid/loss": 1.0}])
+    settings = public_settings(parser, {**parser.settings(parser.parse([])), **SECRETS}, train_vae.MODEL_ARGUMENTS)
+    text = card(run, settings)
+    for secret in ("/home", "private", "laptop", "secret", "customer", "vae.pt", "Linux", str(tmp_path)):
+        assert secret not in text
+    for told in ("8 x cuda, ddp, bf16", "torch: 2.15.0", "abc-dirty", "4 samples in 1 updates", "--image_folder DIR"):
+        assert told in text
+
+
+def test_the_configuration_of_a_card_is_one_that_the_script_takes(tmp_path: Path) -> None:
+    parser = train_vae.build_parser()
+    args = parser.parse(["--image_folder", "demo:shapes:64", "--num_tokens", "77", "--straight_through"])
+    settings = public_settings(parser, parser.settings(args), train_vae.MODEL_ARGUMENTS)
+    (block,) = re.findall(r"```yaml\n(.*?)```", card(write_run(tmp_path, []), settings), flags=re.DOTALL)
+    (tmp_path / "config.yaml").write_text(block)
+    again = parser.parse(["--config", str(tmp_path / "config.yaml")])
+    assert (again.num_tokens, again.straight_through, again.image_folder) == (77, True, "demo:shapes:64")
+
+
+def test_a_picture_is_shown_where_there_is_one_and_it_is_the_newest(tmp_path: Path) -> None:
+    assert newest_picture(tmp_path) is None and "![" not in card(None)
+    (tmp_path / "samples").mkdir()
+    for step in (20, 100, 3):
+        (tmp_path / "samples" / f"step_{step:08d}.png").touch()
+    assert newest_picture(tmp_path) == tmp_path / "samples" / "step_00000100.png"
+    assert "](sample.png)" in card(None, has_picture=True)
+
+
+def test_without_a_run_the_card_says_how_to_use_the_model_and_nothing_that_nobody_knows() -> None:
+    text = card(None)
+    assert "python tokenize_images.py --model alice/faces" in text and "snapshot_download" in text
+    assert "## Training" not in text and "## Metrics" not in text and "## Environment" not in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
+def test_every_script_has_a_card(script: Any) -> None:
+    kind = KINDS[script.model.__name__]
+    assert kind.script == f"{script.name}.py" and kind.data[0] == script.data.flag
+    assert script.model.__name__ in model_names
