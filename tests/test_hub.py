@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from forks import completed
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -87,10 +88,11 @@ class User:
         self, *words: object, launcher: tuple[str, ...] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
         script, *others = map(str, words)
-        return subprocess.run(
-            [*(launcher or (sys.executable,)), str(ROOT / script), *others], cwd=self.folder, capture_output=True,
-            text=True, env={**self.environment, **environment}, timeout=600,
-        )  # fmt: skip
+        environment = {**self.environment, **environment}
+        if not launcher:
+            return completed(script, others, self.folder, environment)
+        command = [*launcher, str(ROOT / script), *others]
+        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=environment, timeout=600)
 
     def does(self, *words: object, **how: Any) -> str:
         done = self.runs(*words, **how)

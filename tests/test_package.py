@@ -144,7 +144,7 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
     assert "tandem-train-vae --config new/start.yaml" in run(
         installed, tmp_path, "tandem-convert", "import", "run", "new"
     )
-    version = re.search(r'"(.+)"', (ROOT / "tandem" / "__init__.py").read_text())
+    version = re.search(r'^__version__ = "(.+)"', (ROOT / "tandem" / "__init__.py").read_text(), re.MULTILINE)
     said = run(
         installed, tmp_path, "python", "-c", "import sys, tandem; print(tandem.__version__, 'torch' in sys.modules)"
     )

@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,4 +52,38 @@ def _main(module: str, flags: list[str], environment: Mapping[str, str], threads
     os.chdir(ROOT)
     sys.argv = [f"{module}.py", *flags]
     torch.set_num_threads(threads)
+    importlib.import_module(module).main(flags)
+
+
+def completed(
+    script: str, flags: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """What `python script.py flags` does in a folder, with this environment and no other."""
+    with tempfile.TemporaryDirectory() as place:
+        outputs = [Path(place, name) for name in ("stdout", "stderr")]
+        arguments = (script.removesuffix(".py"), list(flags), folder, dict(environment), outputs)
+        process = WARM.Process(target=_complete, args=arguments)
+        process.start()
+        try:
+            process.join(HANG_SECONDS)
+        finally:
+            process.kill()
+            process.join()
+        said = [path.read_text() if path.exists() else "" for path in outputs]
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess([script, *flags], process.exitcode, *said)
+
+
+def _complete(
+    module: str, flags: list[str], folder: Path, environment: Mapping[str, str], outputs: Sequence[Path]
+) -> None:
+    for descriptor, path in enumerate(outputs, start=1):
+        with open(path, "a") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # that of the environment
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    os.chdir(folder)
+    sys.argv = [f"{module}.py", *flags]
     importlib.import_module(module).main(flags)
