@@ -30,7 +30,7 @@ PROGRAMS = {
 STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
 FLAGS_OF_OTHERS = {
     "--allow-run-as-root", "--cpus-per-task", "--gpus-per-task", "--hostfile", "--logdir", "--master_addr",
-    "--max-restarts", "--nnodes", "--node_rank", "--nproc_per_node", "--open-mode", "--rdzv_backend", "--rdzv_endpoint",
+    "--max-restarts", "--module", "--nnodes", "--no-deps", "--node_rank", "--nproc_per_node", "--open-mode", "--rdzv_backend", "--rdzv_endpoint",
     "--rdzv_id", "--requeue", "--signal",
 }  # fmt: skip
 FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"

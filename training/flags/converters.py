@@ -123,6 +123,7 @@ def _template(text: str) -> str:
 sizes = Joined(",", size_or_0)
 two_fractions = Joined(",", fraction, count=2)
 templates = Joined("|", _template)
+words = Joined(",", str)
 
 
 def step_range(text: str) -> tuple[int, int]:

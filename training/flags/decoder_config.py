@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -209,12 +208,9 @@ def _take_log(log: Section, flags: Flags) -> None:
     if kind not in ("console", "wandb"):
         raise ValueError(f"tracker.log.log_type {kind}: give console or wandb")
     flags["report_to"] = ("tracker.log.log_type", "wandb" if kind == "wandb" else "none")
-    for name in ("wandb_entity", "wandb_project"):
-        value, variable = log.get(name), name.upper()
-        if value and kind == "wandb" and os.environ.get(variable) != value:
-            raise ValueError(
-                f"tracker.log.{name} {value}: set the environment variable {variable}={value}, which wandb reads"
-            )
+    for key, name in (("wandb_entity",) * 2, ("wandb_project",) * 2, ("wandb_run_name", "wandb_name")):
+        if log.get(key) and kind == "wandb":
+            flags[name] = (f"tracker.log.{key}", log[key])
 
 
 def _take(where: str, section: Section, rules: Rules, flags: Flags) -> None:

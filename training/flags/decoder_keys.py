@@ -108,10 +108,9 @@ TRACKER: Rules = {
     "log": ELSEWHERE, "load": ELSEWHERE, "save": ELSEWHERE,
 }  # fmt: skip
 LOG: Rules = {
-    "log_type": ELSEWHERE, "wandb_entity": ELSEWHERE, "wandb_project": ELSEWHERE,
+    "log_type": ELSEWHERE, "wandb_entity": ELSEWHERE, "wandb_project": ELSEWHERE, "wandb_run_name": ELSEWHERE,
     "resume": _EITHER, "auto_resume": _EITHER, "verbose": _EITHER,  # a run's id is kept in its folder
     "wandb_run_id": Only(("",), "leave it out: the id is kept in --output_dir, where the run is resumed"),
-    "wandb_run_name": Only(("",), "leave it out: the run is called as its --output_dir"),
 }  # fmt: skip
 LOAD: Rules = {
     "only_auto_resume": _EITHER,

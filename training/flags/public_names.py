@@ -162,6 +162,8 @@ _MAGVIT = Public(
         Argument("checkpoint_every_step", 100, "save_every_n_steps"),
         Argument("num_frames", 17, "num_frames"),
         Argument("use_wandb_tracking", False, None, "--report_to wandb"),
+        Argument("project_name", NEEDED, "wandb_project", "of its method trackers; with --report_to wandb"),
+        Argument("run_name", None, "wandb_name", "of its method trackers; with --report_to wandb"),
         Argument("discr_start_after_step", 0.0, "discr_start_step"),
         Argument("warmup_steps", 1000, "lr_warmup_steps"),
         Argument("scheduler", None, None, "--lr_cosine, or a constant rate"),
@@ -319,4 +321,11 @@ So `batch_size 4, grad_accum_every 8` on 2 processes is `--batch_size 64 --grad_
 `--grad_accum_every` says at its start what it trains on and this product. The learning rates then mean the same.
 DALLE-pytorch counts as here with DeepSpeed, and one process with Horovod. A `--decoder_config` on several processes
 asks for the product, because it cannot know which was meant.
+
+## Weights & Biases
+
+train_vae.py of DALLE-pytorch always logs to the project dalle_train_vae: `--report_to wandb --wandb_project
+dalle_train_vae`. It logs histograms of the codes and the model as an artifact, and so do the scripts here; the
+artifacts have the aliases final and best. The README of magvit2-pytorch calls its project magvit2. The decoder's
+project, entity and name are read from its configuration.
 """

@@ -21,6 +21,7 @@ from .converters import (
     sizes,
     step_range,
     two_fractions,
+    words,
     worker_count,
 )
 from .parser import ArgumentParser
@@ -318,6 +319,14 @@ def add_run_arguments(
         "the run folder")
     add("--report_to", type=Names("tensorboard", "wandb"), default="none", metavar="NAMES",
         help="trackers in addition to metrics.jsonl: none, or a comma list of tensorboard, wandb")
+    add("--wandb_project", metavar="NAME", help="project of the run on Weights & Biases (default: wandb's own choice)")
+    add("--wandb_entity", metavar="NAME", help="user or team of the project (default: that of wandb's login)")
+    add("--wandb_name", metavar="NAME", help="name of the run on Weights & Biases (default: that of its folder)")
+    add("--wandb_tags", type=words, metavar="TAG,TAG...", help="tags of the run on Weights & Biases")
+    parser.add_consequence(lambda args: parser.refuse_idle(
+        args, ["wandb_project", "wandb_entity", "wandb_name", "wandb_tags"], "report_to", "wandb",
+        "wandb" in args.report_to,
+    ))  # fmt: skip
 
     add = parser.add_argument_group("checkpoints").add_argument
     add("--save_every_n_steps", type=non_negative_int, default=save_every_n_steps, metavar="UPDATES",

@@ -74,11 +74,14 @@ def to_png(picture: Image.Image) -> bytes:
 
 
 def code_histogram(counts: Tensor, width: int = 512, height: int = 128) -> Image.Image:
-    """Bar chart of how often each code was used, from counts (k,): most used first, heights relative to that code's."""
+    """Bar chart of how often each code was used, from counts (k,): most used first, heights relative to that code's.
+
+    Its `info["counts"]` holds the counts, an array of int64 (k,), for trackers that draw histograms themselves."""
     ordered = counts.double().sort(descending=True).values
     edges = torch.linspace(0, len(ordered), width + 1)
     shares = ordered[edges[:-1].long().clamp_max(len(ordered) - 1)] / ordered[0].clamp_min(1)
     picture = Image.new("RGB", (width, height), _PAPER)
+    picture.info["counts"] = counts.long().cpu().numpy()
     draw = ImageDraw.Draw(picture)
     for column, share in enumerate(shares.tolist()):
         if share > 0:

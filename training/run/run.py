@@ -69,8 +69,9 @@ class Run:
         with processes.agreement():
             self.folder.check_script(args.script)
             self.tracker = make_trackers(
-                args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here
-            )
+                args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here,
+                {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")},
+            )  # fmt: skip
         size = feed.samples_per_epoch
         total_samples = total_samples_from(
             epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
@@ -311,6 +312,9 @@ class Run:
         `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
         self._saves.wait()
         self._profiler.close()
+        if self._saves.models:
+            models = {"final": Path(self._saves.models[0]), "best": self.folder.path / "best"}
+            self.tracker.log_models({alias: path for alias, path in models.items() if path.exists()})
         self.tracker.close()
         failures = [*self._saves.failures(), self.tracker.failure]
         failure: str | None = self._processes.broadcast_object("; ".join(filter(None, failures)) or None)

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from PIL import Image
@@ -17,6 +18,8 @@ from tandem.files.writing import create, open_appending, replacing, say, write_a
 # wandb's own limits are 90 seconds at the start and none at the end.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
 _LONGEST_ID_BYTES = 1000
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+_MOST_BINS = 512  # wandb's own limit for a histogram
 
 
 class JsonlTracker:
@@ -135,6 +138,17 @@ class TensorBoardTracker:
         import numpy as np
 
         self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+        if "counts" in image.info:
+            counts, edges = _binned(image.info["counts"])
+            middles = (edges[:-1] + edges[1:]) / 2
+            self._writer.add_histogram_raw(
+                f"{name}_histogram", min=edges[0], max=edges[-1], num=counts.sum(), sum=counts @ middles,
+                sum_squares=counts @ middles**2, bucket_limits=edges[1:].tolist(), bucket_counts=counts.tolist(),
+                global_step=step,
+            )  # fmt: skip
+
+    def log_models(self, models: Mapping[str, Path]) -> None:
+        pass
 
     def close(self) -> None:
         self._writer.close()
@@ -143,11 +157,18 @@ class TensorBoardTracker:
 class WandbTracker:
     """A Weights & Biases run. Its id is kept in the run folder, so that a resumed run continues it.
 
-    Key, project, server and mode come from wandb's login and environment variables. Without a key, or if the server
-    cannot be reached, the run is written to `wandb/`, from where `wandb sync` uploads it.
+    Key, server and mode come from wandb's login and environment variables, and so do project and entity unless they are
+    given. Without a key, or if the server cannot be reached, the run is written to `wandb/`, from where `wandb sync`
+    uploads it.
+
+    Args:
+        names: "project", "name", "entity" and "tags" as wandb.init takes them, or some of them; the name is that of the
+            folder if it is not given.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], names: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         import wandb
 
         id_file = folder / "wandb_id.txt"
@@ -159,6 +180,7 @@ class WandbTracker:
             "id": read_bytes(id_file, _LONGEST_ID_BYTES).decode().strip(),
             "resume": "allow",
             "name": folder.name,
+            **{name: value for name, value in names.items() if value},
             "dir": str(folder),
             "config": dict(config),
             "settings": wandb.Settings(init_timeout=_WANDB_START_SECONDS, finish_timeout=_WANDB_FINISH_SECONDS),
@@ -170,7 +192,7 @@ class WandbTracker:
             # End wandb's service process, which still holds the run that could not start.
             wandb.teardown()
             self._run = wandb.init(**options, mode="offline")
-        self._image = wandb.Image
+        self._wandb, self._config = wandb, dict(config)
         # wandb's own step may not go back, but a resumed run repeats steps that it logged before it was killed.
         self._run.define_metric("*", step_metric="step")
 
@@ -181,10 +203,27 @@ class WandbTracker:
         self._run.log({"step": step, **_numbers(metrics)})
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
-        self._run.log({"step": step, name: self._image(image)})
+        values = {"step": step, name: self._wandb.Image(image)}
+        if "counts" in image.info:
+            values[f"{name}_histogram"] = self._wandb.Histogram(np_histogram=_binned(image.info["counts"]))
+        self._run.log(values)
+
+    def log_models(self, models: Mapping[str, Path]) -> None:
+        for alias, path in models.items():
+            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=self._config)
+            artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+            self._run.log_artifact(artifact, aliases=[alias])
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _binned(counts: Any) -> tuple[Any, Any]:
+    """How often each code was used, int64 (k,), as a histogram over the numbers of the codes: counts and edges of at
+    most 512 bins."""
+    import numpy as np
+
+    return np.histogram(np.arange(len(counts)), min(len(counts), _MOST_BINS), (0, len(counts)), weights=counts)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,6 +270,10 @@ class Trackers:
         """Log a picture; metrics.jsonl holds none."""
         self._each("log_image", step, name, image)
 
+    def log_models(self, models: Mapping[str, Path]) -> None:
+        """Log trained models, folders or files by alias, such as "final"; metrics.jsonl holds none."""
+        self._each("log_models", models)
+
     def close(self) -> None:
         """Finish writing."""
         if self._lines:
@@ -259,6 +302,7 @@ def make_trackers(
     config: Mapping[str, Any],
     is_root: bool,
     check: Callable[[], None] = lambda: None,
+    wandb_names: Mapping[str, Any] = NOTHING,
 ) -> Trackers:
     """metrics.jsonl and the trackers named in `report_to`; only the root writes anything.
 
@@ -266,6 +310,7 @@ def make_trackers(
         report_to: "tensorboard", "wandb", or both; empty: metrics.jsonl alone.
         config: The run's arguments, shown beside the curves.
         check: Of `JsonlTracker`.
+        wandb_names: Of `WandbTracker`.
 
     Raises:
         ValueError: on every process, if a named tracker is not installed.
@@ -277,6 +322,6 @@ def make_trackers(
         return Trackers(None, {})
     optional: dict[str, Callable[[], Any]] = {
         "tensorboard": lambda: TensorBoardTracker(folder),
-        "wandb": lambda: WandbTracker(folder, config),
+        "wandb": lambda: WandbTracker(folder, config, wandb_names),
     }
     return Trackers(JsonlTracker(folder, check), {name: optional[name] for name in report_to})

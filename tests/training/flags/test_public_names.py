@@ -27,7 +27,8 @@ ARGUMENTS = {
         force_clear_prev_results""",
     "train_tokenizer": """model batch_size num_train_steps learning_rate grad_accum_every apply_gradient_penalty_every
         max_grad_norm dataset dataset_folder dataset_type checkpoints_folder results_folder random_split_seed valid_frac
-        validate_every_step checkpoint_every_step num_frames use_wandb_tracking discr_start_after_step warmup_steps
+        validate_every_step checkpoint_every_step num_frames use_wandb_tracking project_name run_name
+        discr_start_after_step warmup_steps
         scheduler scheduler_kwargs accelerate_kwargs ema_kwargs optimizer_kwargs dataset_kwargs""",
     "train_decoder": """config_file decoder accelerator dataloaders use_ema lr wd eps warmup_steps
         cosine_decay_max_steps max_grad_norm amp group_wd_params webdataset_base_url img_embeddings_url
@@ -36,7 +37,7 @@ ARGUMENTS = {
         validation_samples save_immediately ema_beta unet_training_mask find_unused_parameters static_graph unets
         image_size image_sizes clip channels timesteps sample_timesteps loss_type beta_schedule learned_variance
         image_cond_drop_prob text_cond_drop_prob n_evaluation_samples FID IS KID LPIPS data_path overwrite_data_path
-        log load save log_type wandb_entity wandb_project""",
+        log load save log_type wandb_entity wandb_project wandb_run_name""",
 }
 
 each_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda script: script.name)

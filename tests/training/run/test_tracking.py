@@ -4,11 +4,14 @@ import json
 import math
 import os
 import sys
+import time
 from unittest.mock import Mock
 
 import pytest
+import torch
 from PIL import Image
 
+from training.pictures.images import code_histogram
 from training.run.tracking import JsonlTracker, Trackers, make_trackers
 
 SCRIPT = os.path.basename(sys.argv[0])
@@ -56,12 +59,12 @@ def test_a_tracker_that_fails_when_the_terminal_is_gone_stops_no_run(tmp_path, m
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("failing", ["login", "init", "define_metric", "log", "Image", "finish"])
+@pytest.mark.parametrize("failing", ["login", "init", "define_metric", "log", "Image", "Artifact", "finish"])
 def test_wandb_that_raises_anywhere_stops_no_run(tmp_path, monkeypatch, capsys, failing):
     """Whatever the kind of error, at the start, in between, or at the end."""
     run = Mock()
     wandb = Mock(__spec__=Mock(), init=Mock(return_value=run), errors=Mock(Error=type("Error", (Exception,), {})))
-    for owner, names in ((wandb, ("login", "init", "Image")), (run, ("define_metric", "log", "finish"))):
+    for owner, names in ((wandb, ("login", "init", "Image", "Artifact")), (run, ("define_metric", "log", "finish"))):
         if failing in names:
             getattr(owner, failing).side_effect = RuntimeError("the server\nsays no")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -71,6 +74,7 @@ def test_wandb_that_raises_anywhere_stops_no_run(tmp_path, monkeypatch, capsys, 
     for step in (1, 2):
         trackers.log(step, {"loss": 1.0})
         trackers.log_image(step, "grid", PICTURE)
+    trackers.log_models({"final": tmp_path})
     trackers.close()
     assert steps(tmp_path) == [1, 2]
     said = f"{SCRIPT}: wandb is switched off, the run goes on: RuntimeError: the server says no"
@@ -211,3 +215,71 @@ def test_wandb_writes_offline_under_one_id_over_resumes(tmp_path, monkeypatch, c
     assert ids[0] == ids[1]
     assert "switched off" not in capsys.readouterr().err
     assert steps(tmp_path) == [1, 3]
+
+
+def written(folder):
+    """The records of the one offline run in a folder: a log of LevelDB's format ("log_format.md") behind 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    content, records, part, at = path.read_bytes(), [], b"", 7
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:  # no header fits into the end of a block
+            at += left
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        part, at = part + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            records, part = [*records, record], b""
+    return records
+
+
+def test_wandb_has_names_tags_a_histogram_of_the_codes_and_the_models(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "vae-final.pt").write_text("weights")
+    names = {"project": "mine", "name": "first", "entity": None, "tags": ("a", "b")}
+    tracker = make_trackers(["wandb"], tmp_path, {"seed": 1}, is_root=True, wandb_names=names)
+    counts = torch.zeros(2000, dtype=torch.int64)
+    counts[[0, 1999]] = torch.tensor([3, 5])
+    tracker.log_image(1, "codes", code_histogram(counts))
+    tracker.log_models({"final": tmp_path / "model", "best": tmp_path / "vae-final.pt"})
+    tracker.close()
+    records = []
+    while not any(record.HasField("exit") for record in records):  # wandb's own process may still be writing
+        time.sleep(0.05)
+        records = written(tmp_path)
+    (run, *_) = (record.run for record in records if record.HasField("run"))
+    assert (run.project, run.display_name, list(run.tags)) == ("mine", "first", ["a", "b"])
+    items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json)
+             for record in records for item in record.history.item}  # fmt: skip
+    values, bins = (items[f"codes_histogram/{name}"] for name in ("values", "bins"))
+    assert items["codes_histogram/_type"] == "histogram" and len(values) == 512 and sum(values) == 8
+    assert (values[0], values[-1], bins[-1]) == (3, 5, 2000)
+    artifacts = [r.request.log_artifact.artifact if r.HasField("request") else r.artifact for r in records
+                 if r.HasField("artifact") or r.request.HasField("log_artifact")]  # fmt: skip
+    found = [(a.type, list(a.aliases), [entry.path for entry in a.manifest.contents]) for a in artifacts]
+    assert found == [
+        ("model", ["latest", "final"], ["config.json"]),
+        ("model", ["latest", "best"], ["vae-final.pt"]),
+    ]
+
+
+def test_tensorboard_has_a_histogram_of_the_codes(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = make_trackers(["tensorboard"], tmp_path, {}, is_root=True)
+    tracker.cut_back(0)
+    tracker.log_image(4, "codes", code_histogram(torch.tensor([3, 0, 5])))
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0})
+    events.Reload()
+    (event,) = events.Histograms("codes_histogram")
+    found = event.histogram_value
+    assert (event.step, found.num, found.bucket[0], found.bucket[-1]) == (4, 8, 3, 5)
