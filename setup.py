@@ -53,6 +53,7 @@ EXTRAS = {
     "video": ["av>=17"],
     "clip": ["open_clip_torch>=3.0,<4"],
     "lion": ["lion-pytorch>=0.2.5"],
+    "shell": ["argcomplete>=3.5"],
     "hub": ["huggingface_hub>=1.0,<3"],
     "test": [
         "pytest>=8",
@@ -76,7 +77,7 @@ EXTRAS = {
     ],
 }
 EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["video"] + EXTRAS["clip"] + EXTRAS["lion"] + EXTRAS["hub"]
-ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "clip", "lion", "hub")
+ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "clip", "lion", "hub", "shell")
 EXTRAS["all"] = [needed for extra in ALL for needed in EXTRAS[extra]]
 
 setup(

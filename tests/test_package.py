@@ -6,6 +6,7 @@ from __future__ import annotations
 import email
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -149,6 +150,26 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
         installed, tmp_path, "python", "-c", "import sys, tandem; print(tandem.__version__, 'torch' in sys.modules)"
     )
     assert version and said.split() == [version[1], "False"]
+
+
+@pytest.mark.parametrize(("word", "before", "found"), [
+    ("--preci", "", {"--precision"}),
+    ("bf", "--precision", {"bf16"}),
+    ("--codebook_", "", {"--codebook_size", "--codebook_dim"}),
+], ids=str)  # fmt: skip
+def test_bash_completes_flags_and_their_choices(
+    word: str, before: str, found: set[str], installed: Path, tmp_path: Path
+) -> None:
+    words = f"tandem-train-vqgan {before} {word}".split()
+    program = f"""
+source <({sys.executable} -m argcomplete.scripts.register_python_argcomplete tandem-train-vqgan)
+COMP_LINE={shlex.quote(" ".join(words))}
+COMP_POINT=${{#COMP_LINE}}
+COMP_TYPE=9
+_python_argcomplete tandem-train-vqgan {word} {before or words[0]}
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    assert set(run(installed, tmp_path, "bash", "-c", program).split()) == found
 
 
 def test_the_tested_versions_are_ones_that_setup_allows(wheel: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 from tandem.files.reading import printable
 
 from .converters import Joined, Names, nearest
+from .shell import HelpAll, complete, short_help
 
 # Exit code of a mistake in the arguments, the same as argparse's.
 USAGE_ERROR = 2
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
-_COMMAND_LINE_ONLY = frozenset({"help", "config", "fresh", "dry_run", "profile_steps"})
+_COMMAND_LINE_ONLY = frozenset({"help", "help_all", "config", "fresh", "dry_run", "profile_steps"})
 
 # A launcher ends all processes when the first one fails, so the others wait until the root has printed its error. If
 # they are still there much later, the root made no mistake.
@@ -74,6 +75,7 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self._is_root = is_root
+        self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
         self._alternatives: list[dict[str, Any]] = []
         self._readers: dict[str, Reader] = {}
         self._consequences: list[Callable[[argparse.Namespace], None]] = []
@@ -93,9 +95,14 @@ class ArgumentParser(argparse.ArgumentParser):
                 sys.exit(USAGE_ERROR)
         self.exit(USAGE_ERROR, f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n")
 
-    def print_help(self, file: Any = None) -> None:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        complete(self)
+        return super().parse_known_args(args, namespace)
+
+    def print_help(self, file: Any = None, *, whole: bool = False) -> None:
+        """Print what people need first, if there are many flags; the `whole` help explains all."""
         if self._is_root():
-            super().print_help(file)
+            self._print_message((None if whole else short_help(self)) or self.format_help(), file or sys.stdout)
 
     def parse(
         self,

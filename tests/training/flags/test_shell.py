@@ -1,0 +1,53 @@
+"""The short help names every flag, and the whole help explains it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from tests.scripts import SCRIPTS, Script
+
+each_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda script: script.name)
+
+
+def said(script: Script, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as exit_:
+        script.module.main([flag])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+@each_script
+def test_help_fits_on_a_screen_or_two_and_names_every_flag(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = (said(script, flag, monkeypatch, capsys) for flag in ("--help", "--help_all"))
+    actions = [a for a in script.module.build_parser()._actions if a.help is not argparse.SUPPRESS]
+    for action in actions:
+        name = action.option_strings[0]
+        assert re.search(rf"(^|\s){name}(\s|,|$)", short), name
+        assert re.search(rf"^  (-\w, )?{name}\b", whole, re.MULTILINE) or name == "-h", name
+    assert len(short.splitlines()) < 110 and len(short) < len(whole) / 2
+    explained = short.split("all other flags")[0]
+    for first in (
+        f"--{script.data.flag}",
+        "--output_dir",
+        "--config",
+        "--batch_size",
+        "--max_steps",
+        "--learning_rate",
+    ):
+        assert f"\n  {first}" in explained
+
+
+def test_a_tool_with_few_flags_explains_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import embed
+
+    with pytest.raises(SystemExit):
+        embed.main(["--help"])
+    assert "all other flags" not in capsys.readouterr().out
