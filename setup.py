@@ -55,6 +55,7 @@ EXTRAS = {
     "lion": ["lion-pytorch>=0.2.5"],
     "shell": ["argcomplete>=3.5"],
     "hub": ["huggingface_hub>=1.0,<3"],
+    "report": ["uplot-python>=1.1"],  # carries uPlot, which report.py puts into its page
     "test": [
         "pytest>=8",
         "pytest-timeout",
@@ -69,6 +70,7 @@ EXTRAS = {
         "torch-fidelity>=0.4",
         "librosa>=0.11",
         "webdataset>=1.0",
+        "selenium>=4.20",
         "ruff>=0.14",
         "mypy>=1.18",
         "types-PyYAML",
@@ -76,8 +78,9 @@ EXTRAS = {
         "types-psutil",
     ],
 }
-EXTRAS["test"] += EXTRAS["audio"] + EXTRAS["video"] + EXTRAS["clip"] + EXTRAS["lion"] + EXTRAS["hub"]
-ALL = ("deepspeed", "wandb", "tensorboard", "audio", "video", "clip", "lion", "hub", "shell")
+TESTED = ("audio", "video", "clip", "lion", "hub", "shell", "report")
+EXTRAS["test"] += [needed for extra in TESTED for needed in EXTRAS[extra]]
+ALL = ("deepspeed", "wandb", "tensorboard", *TESTED)
 EXTRAS["all"] = [needed for extra in ALL for needed in EXTRAS[extra]]
 
 setup(
@@ -106,6 +109,7 @@ setup(
     },
     package_data={
         "tandem": ["py.typed"],
+        "tandem.training.report": ["page/*"],
         **{f"tandem.{name.replace('/', '.')}": ["*.yaml", "*.json"] for name in CONFIGS},
     },
     cmdclass={"build_py": BuildWithScripts},

@@ -136,10 +136,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_holds_every_module_of_the_leaves_and_one_top_level_name(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_of_the_leaves_the_parts_of_the_report_and_one_top_level_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     paths = {path.relative_to(ROOT).as_posix() for path in MODULES}
     assert names >= {path if path.startswith(f"{BOTTOM}/") else f"tandem/{path}" for path in paths}
+    parts = [path.relative_to(ROOT) for path in (ROOT / "training/report/page").iterdir()]
+    assert len(parts) >= 6 and names >= {f"tandem/{path.as_posix()}" for path in parts}
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"tandem"}
 

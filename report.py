@@ -1,0 +1,129 @@
+"""Make one HTML page about training runs from their folders: curves, pictures, settings, costs and faults.
+
+    python report.py runs/vae-demo                               # writes runs/vae-demo/report.html
+    python report.py runs/vae runs/vae-lr3e-4 --output both.html # the runs laid over one another
+    python report.py runs/vae --watch                            # serves the page on this machine while the run goes on
+
+The page needs no network and no server: it can be sent by mail and opened on a phone. A folder of any of the training
+scripts is read, also of a run that goes on or was killed; nothing in it is changed. What cannot be read is named on the
+page.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training.flags.converters import non_negative_int, positive_int
+from training.flags.parser import ArgumentParser
+
+LARGEST_PORT = 65535
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser("report.py", "Make one HTML page about training runs from their folders.")
+    parser.usage = "%(prog)s RUN [RUN ...] [flags]"
+    # fmt: off
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder of a training script")
+    parser.add_argument("--output", metavar="FILE",
+        help="page to write; an older report there is replaced, any other file is not (default: report.html in the "
+        "first RUN)")
+    parser.add_argument("--pictures", type=positive_int, default=12, metavar="N",
+        help="updates of each run whose pictures are shown: the first, the last, and others evenly between them")
+    parser.add_argument("--watch", action="store_true",
+        help="write no file, but serve the page to this machine until Ctrl-C; it shows what runs write meanwhile")
+    parser.add_argument("--port", type=non_negative_int, metavar="PORT",
+        help="port for --watch (default: one that is free)")
+    # fmt: on
+    return parser
+
+
+def check_flags(parser: ArgumentParser, args: Namespace) -> None:
+    """End with an error if flags have no effect beside the others."""
+    if args.watch and args.output is not None:
+        parser.error("--output has no effect with --watch, which writes no file; leave one of the two out")
+    if args.port is not None and not args.watch:
+        parser.error("--port has no effect without --watch")
+    if (args.port or 0) > LARGEST_PORT:
+        parser.error(f"--port {args.port}: the largest port is {LARGEST_PORT}")
+
+
+def read_all(readers: Sequence[Any]) -> dict[str, Any]:
+    from training.report.page import data_of
+
+    return data_of([reader.read() for reader in readers])
+
+
+def write(path: Path, readers: Sequence[Any]) -> None:
+    """Write the page. Raises ValueError, in one line, and OSError."""
+    from tandem.files.writing import write_atomically
+    from training.report.page import is_report, page
+
+    if path.is_symlink() or (path.exists() and not (path.is_file() and is_report(path))):
+        raise ValueError(f"{path} exists and is no report of report.py; give another --output")
+    data = read_all(readers)
+    content = page(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)
+    for run in data["runs"]:
+        for note in run["notes"]:
+            say(f"{run['name']}: {note}")
+    pictures = sum("src" in picture for run in data["runs"] for picture in run["pictures"])
+    say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {len(data['runs'])} runs, {pictures} pictures")
+
+
+def watch(readers: Sequence[Any], port: int) -> None:
+    """Serve the page until Ctrl-C or SIGTERM. Raises OSError."""
+    from training.report.watching import Server
+
+    try:
+        server = Server(lambda: read_all(readers), port)
+    except OSError as error:
+        raise ValueError(f"--port {port} cannot be had: {error.strerror}; give another, or leave it out") from None
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    say(f"{server.url} shows the runs until Ctrl-C")
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("stopped")
+
+
+def say(text: str) -> None:
+    """Print a line, which may quote a file."""
+    from tandem.files.reading import printable
+
+    print(printable(text), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    check_flags(parser, args)
+    try:
+        from training.report.page import library
+        from training.report.runs import RunReader, names_of
+
+        library()
+        names = names_of(args.runs)
+        readers = [RunReader(path, name, args.pictures) for path, name in zip(args.runs, names, strict=True)]
+        if args.watch:
+            watch(readers, args.port or 0)
+        else:
+            write(Path(args.output) if args.output else Path(args.runs[0]) / "report.html", readers)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""report.py: a page of every kind of run folder, whatever is in it, and one line where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import report
+from tests.scripts import ROOT, SCRIPTS
+from training.report import page, watching
+from training.report.pictures import evenly
+
+HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=alert(1)>"
+
+
+def make(path: Path, lines: list[Any] | None = None, **config: Any) -> Path:
+    """A run folder with lines of metrics, settings and one start."""
+    path.mkdir(parents=True, exist_ok=True)
+    if lines is None:
+        lines = [{"step": n, "samples": 8 * n, "loss": 1 / n, "seconds": n / 2} for n in (1, 2, 3)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "config.yaml").write_text(json.dumps({"output_dir": str(path), "seed": 0, **config}))
+    start: dict[str, Any] = {
+        "time": "2026-01-31T12:00:00+00:00",
+        "command": ["train_vae.py"],
+        "packages": {},
+        "step": 0,
+    }
+    start |= {"backend": "single", "world_size": 1, "device": "cpu"}
+    (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    return path
+
+
+def add_pictures(run: Path, steps: list[int], size: tuple[int, int] = (20, 10)) -> None:
+    (run / "samples").mkdir(exist_ok=True)
+    for step in steps:
+        Image.new("RGB", size, (step % 256, 0, 0)).save(run / "samples" / f"step_{step:08d}.png")
+
+
+def data_in(path: Path) -> dict[str, Any]:
+    """The data in a page, read as a browser does: everything up to the next end of a script."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script', path.read_text(), re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def told(*argv: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of report.py in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            report.main([str(each) for each in argv])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_a_page_stands_in_the_run_folder_and_is_made_again(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    add_pictures(run, [1, 3])
+    code, out, err = told(run)
+    path = run / "report.html"
+    assert (code, err) == (0, "")
+    assert out == f"wrote {path}: {path.stat().st_size / 1e6:.2f} MB, 1 runs, 2 pictures\n"
+    (first,) = data_in(path)["runs"]
+    assert first["curves"]["loss"]["y"] == [1, 0.5, 0.333333] and first["step"] == 3
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 0.25}\n')
+    assert told(run)[0] == 0 and data_in(path)["runs"][0]["step"] == 4
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+def test_every_script_has_its_name_among_those_that_a_page_can_show(script: str, tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    start = json.loads((run / "starts.jsonl").read_text()) | {"script": f"{script.removesuffix('.py')}.py"}
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    assert told(run)[0] == 0
+    assert data_in(run / "report.html")["runs"][0]["script"] == f"{script.removesuffix('.py')}.py"
+
+
+def test_runs_are_told_apart_by_name(tmp_path: Path) -> None:
+    runs = [make(tmp_path / "a" / "run"), make(tmp_path / "b" / "run"), make(tmp_path / "c")]
+    assert told(*runs, "--output", tmp_path / "all.html")[0] == 0
+    assert [run["name"] for run in data_in(tmp_path / "all.html")["runs"]] == ["a/run", "b/run", f"{tmp_path.name}/c"]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda path: None, "there is no run folder {path}"),
+        (lambda path: path.mkdir(), "{path} is no run folder: it holds none of config.yaml, metrics.jsonl, "
+         "starts.jsonl, environment.json, samples, checkpoints"),
+        (lambda path: path.write_text("x"), "{path} is no run folder but a file; give the folder that holds its "
+         "metrics.jsonl"),
+    ],
+    ids=["missing", "empty", "file"],
+)  # fmt: skip
+def test_what_is_no_run_is_one_line_and_code_2(made: Any, message: str, tmp_path: Path) -> None:
+    path, good = tmp_path / "x", make(tmp_path / "good")
+    made(path)
+    for runs in ([path], [good, path]):
+        assert told(*runs) == (2, "", f"report.py: error: {message.format(path=path)}\n")
+    assert not (good / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--watch", "--output", "x.html"], "--output has no effect with --watch, which writes no file"),
+        (["--port", "80"], "--port has no effect without --watch"),
+        (["--watch", "--port", "65536"], "--port 65536: the largest port is 65535"),
+        (["--pictures", "0"], "expected a whole number above 0"),
+    ],
+)
+def test_flags_without_effect_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    code, out, err = told(make(tmp_path / "run"), *flags)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "link to a report"])
+def test_what_is_no_report_is_not_replaced(kind: str, tmp_path: Path) -> None:
+    run, path = make(tmp_path / "run"), tmp_path / "out.html"
+    other = tmp_path / "other"
+    other.write_text("<!doctype html><title>mine</title>" if kind != "link to a report" else page._MARK)
+    {"file": lambda: path.write_text(other.read_text()), "folder": path.mkdir}.get(
+        kind, lambda: path.symlink_to(other)
+    )()
+    before = other.read_text()
+    code, out, err = told(run, "--output", path)
+    assert (code, out) == (2, "")
+    assert err == f"report.py: error: {path} exists and is no report of report.py; give another --output\n"
+    assert other.read_text() == before and not (path.is_file() and page._MARK.encode() in path.read_bytes()) ^ (
+        kind == "link to a report"
+    )
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    code, _, err = told(run, "--output", tmp_path / "file" / "x.html")
+    assert code == 2 and err.count("\n") == 1
+
+
+def test_without_the_library_one_line_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
+    code, out, err = told(make(tmp_path / "run"))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "needs the package uplot-python" in err and '".[report]"' in err
+
+
+def test_nothing_of_a_run_becomes_html(tmp_path: Path) -> None:
+    run = tmp_path / HOSTILE.replace("/", "") / "r"
+    make(run, [{"step": 1, HOSTILE: 1.0, "loss": 2.0}], **{HOSTILE: HOSTILE})
+    (run / "samples").mkdir()
+    (run / "samples" / f"step_00000001_{HOSTILE.replace('/', '')}.png").write_bytes(b"<script>")
+    other = make(tmp_path / "q" / "r")
+    assert told(run, other, "--output", tmp_path / "x.html")[0] == 0
+    text = (tmp_path / "x.html").read_text()
+    assert "<img src=x" not in text and text.count("<script") == 6 and text.count("</script") == 6
+    data = data_in(tmp_path / "x.html")
+    assert data["runs"][0]["config"][HOSTILE] == HOSTILE and HOSTILE in data["runs"][0]["curves"]
+    title = re.search("<title>(.*)</title>", text)
+    assert title and html.unescape(title[1]).startswith(data["runs"][0]["name"])
+
+
+def test_the_page_loads_nothing_and_runs_no_other_script(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    told(run)
+    text = (run / "report.html").read_text()
+    policy = re.search('Content-Security-Policy" content="([^"]*)"', text)
+    assert policy and policy[1].startswith("default-src 'none'; img-src data:;") and "connect-src" not in policy[1]
+    assert policy[1].count("sha256-") == 5 and "unsafe-eval" not in policy[1]
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', text.split('id="data"')[0])
+
+
+def test_a_run_of_nothing_but_ruins_still_has_a_page_that_says_what_cannot_be_read(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [])
+    (run / "metrics.jsonl").write_bytes(b'\xff\xfe\x00{"step"\n{"step": 1, "loss": 1}\n{"step": 2, "lo')
+    (run / "config.yaml").write_text("a: [")
+    (run / "starts.jsonl").write_text("{\n")
+    (run / "model").mkdir()
+    (run / "model" / "training.json").write_text("[]")
+    add_pictures(run, [1, 2, 3])
+    (run / "samples" / "step_00000002.png").write_bytes(b"no picture")
+    (run / "samples" / "step_00000003.png").write_bytes((run / "samples" / "step_00000001.png").read_bytes()[:40])
+    (run / "samples" / "step_00000004.png").mkdir()
+    code, out, err = told(run)
+    assert (code, err) == (0, "") and out.count("\n") == 6
+    (found,) = data_in(run / "report.html")["runs"]
+    assert found["notes"][:2] == ["metrics.jsonl: 1 line is left out, which cannot be read",
+                                  "metrics.jsonl: the last line is incomplete"]  # fmt: skip
+    assert found["notes"][2].startswith("config.yaml cannot be read: ")
+    assert found["notes"][3].startswith("starts.jsonl is missing or cannot be read")
+    assert found["notes"][4].startswith("3 of 4 pictures cannot be shown; the first is of update 2: it is no PNG")
+    assert found["curves"]["loss"]["y"] == [1]
+
+
+@pytest.mark.parametrize("left", ["config.yaml", "metrics.jsonl", "starts.jsonl"])
+def test_one_file_is_enough(left: str, tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    for name in {"config.yaml", "metrics.jsonl", "starts.jsonl"} - {left}:
+        (run / name).unlink()
+    assert told(run)[0] == 0 and len(data_in(run / "report.html")["runs"][0]["notes"]) == 2
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [])
+    (run / "metrics.jsonl").write_text('{"step": 1, "a": NaN, "b": Infinity, "c": 1e999, "d": 1.7e308}\n')
+    assert told(run)[0] == 0
+    curves = data_in(run / "report.html")["runs"][0]["curves"]
+    assert [curves[name]["y"][0] for name in "abcd"] == [None, None, None, 1.7e308]
+
+
+@pytest.mark.parametrize(("there", "asked", "shown"), [
+    (3, 12, [0, 1, 2]), (100, 5, [0, 25, 50, 74, 99]), (7, 2, [0, 6]), (7, 1, [6]), (0, 4, [])])  # fmt: skip
+def test_pictures_are_chosen_evenly_with_the_first_and_the_last(there: int, asked: int, shown: list[int]) -> None:
+    assert evenly(range(there), asked) == shown
+
+
+def test_pictures_of_several_models_and_their_bytes_are_kept_and_huge_ones_scaled(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    add_pictures(run, [1, 2, 3, 4])
+    add_pictures(run, [5], (4000, 1000))
+    Image.new("RGB", (8, 8)).save(run / "samples" / "step_00000005_unet2.png")
+    code, out, _ = told(run, "--pictures", 3)
+    assert code == 0 and "run: pictures of 3 of 5 updates; --pictures shows more\n" in out
+    shown = data_in(run / "report.html")["runs"][0]["pictures"]
+    assert [(each["step"], each["model"], each["width"], each["height"]) for each in shown] == [
+        (1, "", 20, 10), (3, "", 20, 10), (5, "", 1600, 400), (5, "unet2", 8, 8)]  # fmt: skip
+    source = urllib.request.urlopen(shown[0]["src"]).read()
+    assert source == (run / "samples" / "step_00000001.png").read_bytes()
+
+
+def test_costs_are_sums_over_all_lines(tmp_path: Path) -> None:
+    lines = [{"step": n, "samples": 8 * n, "samples_per_second": 100.0 + n, "data_seconds": 0.5, "seconds": 2.0 * n,
+              "peak_host_memory_gb": n / 1000} for n in range(1, 2001)]  # fmt: skip
+    run = make(tmp_path / "run", lines)
+    assert told(run)[0] == 0
+    costs = data_in(run / "report.html")["runs"][0]["costs"]
+    assert costs == {
+        "updates": "2,000", "samples": "16,000", "seconds of all starts": "4,000",
+        "samples per second, mean of the lines": "1,100", "samples per second, last line": "2,100",
+        "seconds waited for data": "1,000 (25.0% of all)", "peak host memory, GB": "2",
+    }  # fmt: skip
+
+
+def test_the_status_says_whether_a_run_is_finished(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    told(run)
+    assert data_in(run / "report.html")["runs"][0]["status"].startswith("not finished: last line at update 3")
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    (run / ".lock").write_text(f"process {process.pid} on {os.uname().nodename} since 2026")
+    told(run)
+    assert data_in(run / "report.html")["runs"][0]["status"].startswith("ended without finishing, at update 3")
+    (run / "model").mkdir()
+    (run / "model" / "training.json").write_text('{"step": 3}')
+    told(run)
+    assert data_in(run / "report.html")["runs"][0]["status"] == "finished at update 3"
+
+
+@contextlib.contextmanager
+def watched(*argv: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process of report.py --watch, and its address."""
+    command = [sys.executable, "report.py", *map(str, argv), "--watch"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        assert line.startswith("http://127.0.0.1:") and line.endswith(" shows the runs until Ctrl-C\n"), line
+        yield process, line.split()[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_watching_serves_newer_data_and_ends_cleanly(number: int, tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    with watched(run) as (process, url):
+        text = urllib.request.urlopen(url).read().decode()
+        (version,) = re.findall('data-watched="(.+?)"', text)
+        assert "connect-src 'self'" in text
+        assert urllib.request.urlopen(f"{url}data?{version}").status == 204
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 9, "loss": 0.25}\n')
+        while (answer := urllib.request.urlopen(f"{url}data?{version}")).status == 204:
+            time.sleep(0.1)
+        newer = json.loads(answer.read())
+        assert newer["data"]["runs"][0]["step"] == 9 and newer["version"] != version
+        for path, host, code in (("nothing", None, 404), ("", "evil.example:80", 403), ("data", "evil.example", 403)):
+            request = urllib.request.Request(url + path, headers={"Host": host} if host else {})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request)
+            assert refused.value.code == code
+        forwarded = urllib.request.Request(url, headers={"Host": "localhost:9"})  # by ssh -L, for example
+        assert urllib.request.urlopen(forwarded).status == 200
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (0, "stopped\n", "")
+    assert not (run / "report.html").exists()
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    with watching.Server(dict, 0) as server:
+        port = server.server_address[1]
+        code, out, err = told(run, "--watch", "--port", port)
+    assert (code, out) == (2, "")
+    reason = "Address already in use; give another, or leave it out"
+    assert err == f"report.py: error: --port {port} cannot be had: {reason}\n"
+
+
+def test_data_are_read_again_only_when_they_are_asked_for_and_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, reads = [0.0], []
+    monkeypatch.setattr(watching.time, "monotonic", lambda: now[0])
+    newest = watching.Newest(lambda: reads.append(0) or {"made": str(len(reads)), "runs": [len(reads) // 3]})
+    assert newest.get() == newest.get() and len(reads) == 1
+    now[0] = 2.5
+    first = newest.get()
+    assert len(reads) == 2 and first[0]["made"] == "1"  # nothing but the time differs
+    now[0] = 5.0
+    assert newest.get()[1] != first[1]

@@ -1,0 +1,404 @@
+"""The page of report.py in a real browser: curves, controls, widths, colours, and no message in the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import report
+from tests.test_report import HOSTILE, add_pictures, make, watched
+from training.report.page import data_of
+from training.report.page import page as page_of
+from training.report.runs import RunReader
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="needs a browser: apt-get install chromium chromium-driver"
+)
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+OPENED_SECONDS = 3.0  # until the curves of a page are drawn
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    options.binary_location = str(BROWSER)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page; afterwards the console must be empty, and nothing but the page itself may have been asked for."""
+    asked: list[str] = []
+
+    def open_page(address: Path | str, width: int = 1280, dark: bool = False) -> Any:
+        url = address if isinstance(address, str) else address.resolve().as_uri()
+        metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        asked.append(url)
+        browser.get(url)
+        until(lambda: browser.execute_script("return document.documentElement.dataset.drawn"))
+        return browser
+
+    browser.get("about:blank")
+    browser.get_log("browser"), browser.get_log("performance")
+    yield open_page
+    assert browser.get_log("browser") == []
+    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    urls = [each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"]
+    assert asked[0] in urls  # the log is on
+    assert [url for url in urls if not (url in asked or url.startswith(("data:", f"{asked[-1]}data?")))] == []
+    browser.get("about:blank")
+
+
+def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+    return found
+
+
+def lines(count: int, scale: float = 1.0) -> list[dict[str, Any]]:
+    every = range(1, count + 1)
+    return [{"step": n, "samples": 8 * n, "seconds": n / 2, "loss": scale / n, "lr": 0.01,
+             "skipped_updates": int(n > 5), "grad_norm": None if n == 4 else n / 10,
+             **({"valid/loss": scale / n} if n % 5 == 0 else {})} for n in every]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of two runs, of which the second was resumed at update 7 and has pictures of other updates."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = [make(folder / "one", lines(20), lr=0.01), make(folder / "two", lines(10, 3.0), lr=0.02)]
+    start = json.loads((runs[1] / "starts.jsonl").read_text())
+    (runs[1] / "starts.jsonl").write_text(
+        "".join(json.dumps({**start, **more}) + "\n" for more in ({}, {"step": 7, "backend": "ddp", "world_size": 2}))
+    )
+    add_pictures(runs[0], [5, 10, 20], (600, 200))
+    add_pictures(runs[1], [10])
+    report.main([*map(str, runs), "--output", str(folder / "two.html")])
+    return folder / "two.html"
+
+
+def chart(page: Any, metric: str) -> Any:
+    return page.find_element("css selector", f'figure[data-metric="{metric}"]')
+
+
+def set_value(page: Any, name: str, value: Any, event: str = "input") -> None:
+    script = (
+        "const it = document.getElementById(arguments[0]); it.type === 'checkbox' ? it.checked = arguments[1]"
+        ": it.value = arguments[1]; it.dispatchEvent(new Event(arguments[2]))"
+    )
+    page.execute_script(script, name, value, event)
+    page.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+
+
+def plotted(page: Any, metric: str, row: int = 1) -> list[Any]:
+    """A row of what uPlot draws, without what is not defined."""
+    script = "return charts.get(arguments[0]).plot.data[arguments[1]].filter((value) => value !== undefined)"
+    found: list[Any] = page.execute_script(script, metric, row)
+    return found
+
+
+def test_every_metric_has_a_drawn_curve_in_its_group(opened: Any, two: Path) -> None:
+    page = opened(two)
+    groups = [each.text for each in page.find_elements("css selector", "#groups summary")]
+    assert groups == ["Validation (1)", "Losses (1)", "Optimisation (3)"]
+    for metric in ("valid/loss", "loss", "lr", "skipped_updates", "grad_norm"):
+        script = """const canvas = charts.get(arguments[0]).plot.ctx.canvas;
+            const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+            const seen = new Set(); for (let n = 0; n < pixels.length; n += 4) if (pixels[n + 3] === 255)
+            seen.add(`${pixels[n]},${pixels[n + 1]},${pixels[n + 2]}`); return [...seen]"""
+        colours = page.execute_script(script, metric)
+        assert "184,71,11" in colours and ("11,98,168" in colours or metric in ("lr", "skipped_updates")), metric
+    assert plotted(page, "grad_norm")[3] is None  # a gap
+    assert page.execute_script("return charts.get('grad_norm').shown[0].nan") == [4]
+
+
+def test_pointing_at_a_curve_shows_the_values_of_every_run_there(opened: Any, two: Path) -> None:
+    from selenium.webdriver import ActionChains
+
+    page = opened(two)
+    figure = chart(page, "loss")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", figure)
+    over = figure.find_element("css selector", ".u-over")
+    left = page.execute_script("return charts.get('loss').plot.valToPos(7, 'x')")
+    ActionChains(page).move_to_element_with_offset(over, round(left - over.size["width"] / 2), 0).perform()
+    text = figure.find_element("css selector", ".readout").text
+    assert "0.14286 at update 7" in text and "0.42857 at update 7" in text
+    assert "started again from update 7" in text and "from single x 1 cpu to ddp x 2 cpu" in text
+    set_value(page, "show-marks", False, "change")
+    over = figure.find_element("css selector", ".u-over")
+    ActionChains(page).move_to_element_with_offset(over, 0, 0).perform()
+    assert over.is_displayed() and "started again" not in figure.find_element("css selector", ".readout").text
+
+
+def test_the_keyboard_moves_through_a_curve(opened: Any, two: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page = opened(two)
+    figure = chart(page, "loss")
+    area, readout = (figure.find_element("css selector", f".{name}") for name in ("plot", "readout"))
+    assert "at update 20" in readout.text
+    for keys, update in ((Keys.HOME, 1), (Keys.ARROW_RIGHT * 2, 3), (Keys.ARROW_LEFT, 2), (Keys.END, 20)):
+        area.send_keys(keys)
+        assert f" at update {update}\n" in readout.text
+    area.send_keys(Keys.HOME)
+    area.send_keys(Keys.ESCAPE)
+    assert " at update 20\n" in readout.text
+
+
+def test_the_axes_are_updates_samples_and_seconds(opened: Any, two: Path) -> None:
+    page = opened(two)
+    for axis, factor in (("samples", 8), ("seconds", 0.5), ("step", 1)):
+        set_value(page, "axis", axis, "change")
+        assert plotted(page, "valid/loss", 0) == [factor * step for step in (5, 10, 15, 20)]
+
+
+def test_smoothing_is_an_average_without_bias_and_the_log_scale_shows_logarithms(opened: Any, two: Path) -> None:
+    page = opened(two)
+    assert plotted(page, "loss")[:2] == [1, 0.5]
+    set_value(page, "smooth", 0.5)
+    # Weights 1/2 and 1/4 of the newest two, over their sum 3/4.
+    assert plotted(page, "loss")[:2] == pytest.approx([1, (0.5 / 2 + 1 / 4) / (3 / 4)])
+    assert plotted(page, "loss", 2)[:2] == [1, 0.5]  # what is not smoothed stays visible
+    assert page.find_element("id", "smooth-value").text == "0.5"
+    set_value(page, "smooth", 0)
+    set_value(page, "log", True, "change")
+    assert plotted(page, "loss")[:2] == pytest.approx([0, math.log10(0.5)])
+    assert plotted(page, "skipped_updates")[4:6] == [None, 0]  # 0 has no logarithm
+
+
+def test_a_part_is_enlarged_by_dragging_and_stays_so_while_smoothing_changes(opened: Any, two: Path) -> None:
+    from selenium.webdriver import ActionChains
+
+    page = opened(two)
+    over = chart(page, "loss").find_element("css selector", ".u-over")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+    drag = ActionChains(page).move_to_element_with_offset(over, -60, 0).click_and_hold()
+    drag.move_by_offset(80, 0).release().perform()
+
+    def shown() -> tuple[float, float]:
+        return tuple(page.execute_script("const {min, max} = charts.get('loss').plot.scales.x; return [min, max]"))
+
+    before = shown()
+    assert 1 < before[0] < before[1] < 20
+    set_value(page, "smooth", 0.5)
+    assert shown() == pytest.approx(before)
+    ActionChains(page).double_click(chart(page, "loss").find_element("css selector", ".u-over")).perform()
+    assert shown() == (1, 20)
+    set_value(page, "smooth", 0.6)
+    assert shown() == (1, 20)
+
+
+def test_a_run_is_switched_off(opened: Any, two: Path) -> None:
+    page = opened(two)
+    page.find_elements("css selector", "#run-switches input")[0].click()
+    assert plotted(page, "valid/loss", 0) == [5, 10]
+    page.find_elements("css selector", "#run-switches input")[1].click()
+    assert "no run is chosen" in chart(page, "loss").text
+
+
+def test_the_slider_of_updates_shows_the_pictures_of_every_run(opened: Any, two: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page = opened(two)
+
+    def shown() -> list[str]:
+        return [each.get_attribute("alt") for each in page.find_elements("css selector", "#pictures img")]
+
+    assert shown() == ["Pictures of one at update 20", "Pictures of two at update 10"]
+    slider = page.find_element("id", "sample")
+    slider.send_keys(Keys.ARROW_LEFT)
+    assert shown() == ["Pictures of one at update 10", "Pictures of two at update 10"]
+    slider.send_keys(Keys.HOME)
+    assert shown() == ["Pictures of one at update 5", "Pictures of two at update 10"]
+    assert page.find_element("id", "sample-value").text == "5"
+    sizes = "return [...document.querySelectorAll('#pictures img')].map((each) => each.naturalWidth)"
+    assert page.execute_script(sizes) == [600, 20]
+
+
+def test_settings_that_differ_are_marked_and_the_others_can_be_hidden(opened: Any, two: Path) -> None:
+    page = opened(two)
+    rows = page.find_elements("css selector", "#settings-table tbody tr")
+    assert [row.text.split()[:2] for row in rows] == [["≠", "output_dir"], ["seed", "0"], ["≠", "lr"]]
+    page.find_element("id", "differs").click()
+    rows = page.find_elements("css selector", "#settings-table tbody tr")
+    assert [row.text for row in rows][1] == "≠ lr 0.01 0.02" and len(rows) == 2
+
+
+def test_faults_best_values_and_starts_are_on_the_page(opened: Any, two: Path) -> None:
+    page = opened(two)
+    faults = page.find_element("id", "fault-list").text
+    assert "started again from update 7" in faults and "1 update skipped by update 6" in faults
+    best = [row.text for row in page.find_elements("css selector", "#best-table tr")]
+    assert best[0] == "Metric Run Last Lowest Highest Values"
+    assert "valid/loss one 0.05 at 20 0.05 ★ at 20 0.2 at 5 4" in best
+    assert "valid/loss two 0.3 at 10 0.3 at 10 0.6 at 5 2" in best
+    assert any(row.startswith("grad_norm one") and row.endswith("19, 1 not finite") for row in best)
+    assert "2. 2026-01-31 12:00 UTC · ddp x 2 cpu" in page.find_element("id", "start-list").text
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance of rgb(...). Source: https://www.w3.org/TR/WCAG21/#dfn-relative-luminance."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_and_curves_have_contrast_by_system_and_by_switch(opened: Any, two: Path, dark: bool) -> None:
+    by_system = """const of = (query) => getComputedStyle(document.querySelector(query));
+        return [of('body').backgroundColor, of('.card').backgroundColor, of('body').color, of('.quiet').color,
+        of('a').color, of('tr.differs').backgroundColor, of('tr.differs').color,
+        [...Array(8).keys()].map((index) => { const probe = document.createElement('i');
+        probe.style.color = colourOf(index); return probe.style.color; })]"""
+    page = opened(two, dark=dark)
+    found = page.execute_script(by_system)
+    ground, card, text, quiet, link, marked, marked_text, curves = found
+    assert (_luminance(ground) < 0.1) is dark
+    for colour in (text, quiet, link):
+        assert contrast(colour, ground) >= 4.5 and contrast(colour, card) >= 4.5  # WCAG 2.1, 1.4.3
+    assert contrast(marked, marked_text) >= 4.5
+    assert len(set(curves)) == 8 and min(contrast(colour, card) for colour in curves) >= 3  # 1.4.11
+    page = opened(two, dark=not dark)
+    set_value(page, "theme", "dark" if dark else "light", "change")
+    assert page.execute_script(by_system) == found
+
+
+@pytest.mark.parametrize("width", [320, 400, 1280])
+def test_nothing_is_wider_than_the_screen(opened: Any, tmp_path: Path, two: Path, width: int) -> None:
+    long = "a_name_without_any_place_to_break" * 6
+    runs = [make(tmp_path / f"{n}{long}"[:200], [{"step": 1, long: 1.0}, {"step": 2, long: 1e-30}], **{long: long * 5})
+            for n in range(3)]  # fmt: skip
+    add_pictures(runs[0], [1], (1500, 90))
+    report.main([*map(str, runs), "--output", str(tmp_path / "long.html")])
+    for path in (two, tmp_path / "long.html"):
+        page = opened(path, width=width)
+        assert page.execute_script("return document.documentElement.scrollWidth") <= width
+        script = "[...document.querySelectorAll('.plot canvas')].map((each) => each.getBoundingClientRect().right)"
+        found = page.execute_script(f"return {script}")
+        assert found and max(found) <= width
+
+
+def test_every_control_has_a_name_and_every_section_a_heading(opened: Any, two: Path) -> None:
+    page = opened(two)
+    nameless = """return [...document.querySelectorAll('input, select')].filter((each) => !each.disabled
+        && !each.labels.length).map((each) => each.outerHTML)"""
+    assert page.execute_script(nameless) == []
+    assert page.execute_script("return [...document.images].filter((each) => !each.alt).length") == 0
+    assert page.execute_script("return document.querySelectorAll('section:not([aria-labelledby])').length") == 0
+    labels = "return [...document.querySelectorAll('.plot, .scroll')].filter((each) => !each.ariaLabel).length"
+    assert page.execute_script(labels) == 0
+
+
+def test_hostile_text_stays_text_and_hostile_numbers_are_drawn(opened: Any, tmp_path: Path) -> None:
+    settings = {HOSTILE: HOSTILE, "__proto__": "x", "constructor": "y"}
+    run = make(tmp_path / HOSTILE.replace("/", ""), [], **settings)
+    numbers = {
+        HOSTILE: [1, 2], "huge": [1e300, -1.7e308], "tiny": [1e-300, 5e-324], "same": [3e20, 3e20], "zero": [0, 0],
+        "__proto__": [1, 2], "constructor": [1, 2], "none": [None, None], "far": [1e-30, 1e30],
+    }  # fmt: skip
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, **{name: row[n] for name, row in numbers.items()}}) + "\n"
+                for n, step in enumerate((1, 1 << 53)))
+    )  # fmt: skip
+    report.main([str(run), str(make(tmp_path / "other")), "--output", str(tmp_path / "x.html")])
+    page = opened(tmp_path / "x.html")
+    assert page.title.startswith(run.name) and HOSTILE in page.find_element("id", "settings-table").text
+    assert page.execute_script("return document.querySelectorAll('img[src=x]').length") == 0
+    for metric in numbers:
+        (figure,) = [each for each in page.find_elements("css selector", ".chart")
+                     if each.get_attribute("data-metric") == metric]  # fmt: skip
+        assert ("no finite value" in figure.text) is (metric == "none"), metric
+        assert (len(figure.find_elements("css selector", "canvas")) == 1) is (metric != "none"), metric
+    set_value(page, "log", True, "change")
+    assert plotted(page, "far") == [-30, 30]
+
+
+def test_a_run_without_anything_to_draw_says_so(opened: Any, tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [])
+    report.main([str(run), "--output", str(tmp_path / "x.html")])
+    text = opened(tmp_path / "x.html").find_element("tag name", "body").text
+    for words in ("No curves yet.", "No pictures yet.", "No values yet.", "metrics.jsonl has no line yet"):
+        assert words in text
+
+
+def test_a_page_of_a_million_lines_takes_less_than_three_seconds_of_the_processor_and_has_their_spike(
+    opened: Any, browser: Any, tmp_path: Path
+) -> None:
+    """The file has one metric, whose curve then stands in the page as that of thirty: what a browser has to do depends
+    on curves alone. Seconds of the browser's main thread, because a busy machine takes longer."""
+    run = make(tmp_path / "run", [])
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 1_000_001):
+            file.write(f'{{"step":{step},"loss":{1e6 if step == 777_777 else step % 100}}}\n')
+    reader = RunReader(run, "run", 1)
+    found = reader.read()
+    assert found["curves"]["loss"]["count"] == 1_000_000 and len(found["curves"]["loss"]["x"]) < 1000
+    found["curves"] = {f"metric {n}": found["curves"]["loss"] for n in range(30)}
+    (tmp_path / "x.html").write_bytes(page_of(data_of([found])))
+    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def thread_seconds() -> float:
+        metrics = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return next(float(each["value"]) for each in metrics if each["name"] == "TaskDuration")
+
+    before = thread_seconds()
+    page = opened(tmp_path / "x.html")
+    took = thread_seconds() - before
+    assert len(page.find_elements("css selector", ".plot canvas")) == 30
+    assert 0 < took < OPENED_SECONDS
+    assert max(value for value in plotted(page, "metric 0", 2) if value is not None) == 1e6
+
+
+def test_watching_shows_newer_data_and_keeps_the_readers_place(opened: Any, tmp_path: Path) -> None:
+    run = make(tmp_path / "run", lines(20))
+    add_pictures(run, [5, 10])
+    with watched(run) as (process, url):
+        page = opened(url, width=400)
+        set_value(page, "smooth", 0.3)
+        set_value(page, "sample", 0)
+        page.execute_script("document.querySelector('#costs').scrollIntoView()")
+        before = page.execute_script("return [scrollY, document.querySelector('#costs').getBoundingClientRect().top]")
+        (run / "metrics.jsonl").open("a").write('{"step": 99, "loss": 0.5, "seconds": 77}\n')
+        add_pictures(run, [99])
+        until(lambda: "update 99" in page.find_element("id", "runs").text)
+        assert plotted(page, "loss", 2)[-1] == 0.5 and page.find_element("id", "smooth-value").text == "0.3"
+        assert page.find_element("id", "sample-value").text == "5"
+        top = page.execute_script("return document.querySelector('#costs').getBoundingClientRect().top")
+        assert abs(top - before[1]) < 60 and before[0] > 0
+        assert not page.find_element("id", "lost").is_displayed()
+        process.terminate()
+        process.wait()
+        until(page.find_element("id", "lost").is_displayed)
+        page.get("about:blank")
+        page.get_log("browser")  # that nobody answered

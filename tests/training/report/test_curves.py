@@ -1,0 +1,163 @@
+"""Curves of bounded length lose no spike and no gap, whatever the length of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from training.report import curves
+from training.report.curves import Curve, MetricsFile, Rises
+from training.run.costs import COSTS
+
+
+def written(path: Path, lines: list[object]) -> MetricsFile:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return MetricsFile(path)
+
+
+@pytest.mark.parametrize("count", [1, 3, 19, 20, 1000, 12345])
+def test_a_curve_has_a_bounded_number_of_points_whose_means_weigh_up_to_the_mean_of_all(count: int) -> None:
+    values = [random.Random(count).uniform(-1, 1) for _ in range(count)]
+    curve = Curve(points=10)
+    for step, value in enumerate(values, start=1):
+        curve.add(step, value)
+    found = curve.as_json()
+    assert len(found["x"]) == len(found["y"]) <= 20
+    whole = found["y"][: count // found["size"]]  # the last point may stand for fewer values
+    rest = values[len(whole) * found["size"] :]
+    assert math.fsum(whole) * found["size"] + math.fsum(rest) == pytest.approx(math.fsum(values), abs=1e-4 * count)
+    assert found["sum"] == pytest.approx(math.fsum(values)) and found["count"] == count
+    assert found["low"] == [pytest.approx(min(values), rel=1e-5), values.index(min(values)) + 1]
+    assert found["high"] == [pytest.approx(max(values), rel=1e-5), values.index(max(values)) + 1]
+    assert found["last"] == [pytest.approx(values[-1], rel=1e-5), count]
+    assert ("lo" in found) is (found["size"] > 1)
+
+
+def test_a_short_curve_is_exact() -> None:
+    curve = Curve(points=10)
+    for step in range(19):
+        curve.add(5 * step, step / 4)
+    found = curve.as_json()
+    assert (found["x"], found["y"]) == ([5 * step for step in range(19)], [step / 4 for step in range(19)])
+
+
+@pytest.mark.parametrize("place", [0, 1, 499, 7776, 9999])
+def test_no_spike_is_lost_and_none_moves_further_than_its_point_reaches(place: int) -> None:
+    curve = Curve(points=10)
+    for step in range(10_000):
+        curve.add(step, 1e6 if step == place else 0.0)
+    found = curve.as_json()
+    (at,) = [index for index, high in enumerate(found["hi"]) if high == 1e6]
+    assert abs(found["x"][at] - place) < found["size"] and found["high"] == [1_000_000, place]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_a_gap_and_spoils_no_mean(value: float) -> None:
+    curve = Curve(points=3)
+    for step, each in enumerate([1.0, value, 3.0, value, value, value, value, value]):
+        curve.add(step, each)
+    found = curve.as_json()
+    assert found["size"] == 2 and found["y"] == [1, 3, None, None] and found["nan"] == found["x"]
+    assert (found["missing"], found["count"], found["last"]) == (6, 2, [3, 2])
+    assert (found["lo"], found["hi"]) == ([1, 3, None, None], [1, 3, None, None])
+
+
+def test_the_largest_numbers_have_a_mean() -> None:
+    curve = Curve(points=1)
+    for step in range(16):
+        curve.add(step, 1.7e308)
+    assert curve.as_json()["y"] == [1.7e308]
+
+
+def test_what_is_no_line_of_metrics_is_counted_and_left_out(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "loss": 1.0, "note": "text", "list": [1]}, "{broken", "[]", '{"loss": 1}', {"step": True},
+        {"step": -1}, {"step": 2, "loss": None, "lr": 10**400}, {"step": 2, "loss": 7}, "[" * 100_000,
+        {"step": 3, "loss": 2.0, "up": True},
+    ]  # fmt: skip
+    found = written(tmp_path / "metrics.jsonl", lines)
+    found.read()
+    assert {name: curve.as_json()["y"] for name, curve in found.curves.items()} == {"loss": [1, None, 2], "lr": [None]}
+    assert found.notes() == [
+        "metrics.jsonl: 6 lines are left out, which cannot be read",
+        "metrics.jsonl: 1 line is left out, of updates that had a line before",
+        "metrics.jsonl: no curves of what is no number: list, note, up",
+    ]
+
+
+def test_a_line_that_is_too_long_is_left_out_and_the_next_one_read(tmp_path: Path) -> None:
+    found = written(tmp_path / "m", [{"step": 1, "x": 1}, {"step": 2, "x": "y" * (3 << 20)}, {"step": 3, "x": 3}])
+    found.read()
+    assert found.curves["x"].as_json()["x"] == [1, 3]
+    assert found.notes() == ["metrics.jsonl: 1 line is left out, which cannot be read"]
+
+
+def test_the_memory_is_bounded_whatever_names_the_metrics_have(tmp_path: Path) -> None:
+    lines: list[object] = [{"step": n, f"metric {n}": 1.0} for n in range(1, 1001)]
+    found = written(tmp_path / "m", [*lines, {"step": 2000, "n" * 300: 1.0}])
+    found.read()
+    assert len(found.curves) == curves.MOST_METRICS and "at least 400 metrics left out" in found.notes()[0]
+
+
+def test_reading_goes_on_where_it_ended_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    found = written(path, [{"step": 1, "loss": 1.0}])
+    found.read()
+    with path.open("a") as file:
+        file.write('{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
+    found.read()
+    assert found.curves["loss"].as_json()["y"] == [1, 2]
+    assert found.notes() == ["metrics.jsonl: the last line is incomplete"]
+    with path.open("a") as file:
+        file.write('ss": 3.0}\n')
+    found.read()
+    assert found.curves["loss"].as_json()["y"] == [1, 2, 3] and found.notes() == []
+
+
+@pytest.mark.parametrize("how", ["replaced", "shortened"])
+def test_a_file_that_a_resumed_run_cut_back_is_read_anew(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    found = written(path, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}])
+    found.read()
+    line = json.dumps({"step": 1, "loss": 9.0}) + "\n"
+    if how == "replaced":
+        (tmp_path / "new").write_text(line * 1 + json.dumps({"step": 5, "loss": 5.0}) + "\n" * 80)
+        os.replace(tmp_path / "new", path)
+    else:
+        path.write_text(line)
+    found.read()
+    assert found.curves["loss"].as_json()["y"] == ([9, 5] if how == "replaced" else [9])
+
+
+def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_many() -> None:
+    few, many = Rises(), Rises()
+    for step, count in ((1, 0), (2, 3), (3, math.nan), (4, 3), (5, 4)):
+        few.add(step, count)
+    for step in range(5000):
+        many.add(step, step)
+    assert few.found == [[2, 2, 3], [5, 5, 1]]
+    assert len(many.found) <= 101 and sum(rise[2] for rise in many.found) == 4999
+
+
+def test_a_missing_file_is_a_note(tmp_path: Path) -> None:
+    found = MetricsFile(tmp_path / "metrics.jsonl")
+    found.read()
+    assert found.notes() == ["metrics.jsonl is missing: no curves"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    found = MetricsFile(tmp_path / "metrics.jsonl")
+    found.read()
+    assert found.notes() == ["metrics.jsonl cannot be read: metrics.jsonl is not a regular file"]
+
+
+def test_every_cost_of_a_run_stands_among_the_costs() -> None:
+    from training.report.grouping import group_of
+
+    assert {group_of(name) for name in COSTS if name not in curves.CLOCK} == {"Costs"}

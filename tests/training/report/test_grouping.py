@@ -1,0 +1,42 @@
+"""The metrics of the five scripts stand in groups, with the better end where it is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.report.grouping import direction, group_of, groups
+
+
+@pytest.mark.parametrize(
+    ("metric", "group", "better"),
+    [
+        ("valid/loss", "Validation", "low"),
+        ("valid/ema_0.05/psnr", "Validation", "high"),
+        ("valid_whole/text_to_audio/r10", "Validation", "high"),
+        ("loss", "Losses", "low"),
+        ("unet1/loss", "Losses", "low"),
+        ("recon_loss", "Losses", "low"),
+        ("kl", "Losses", ""),
+        ("lr", "Optimisation", ""),
+        ("unet2/grad_norm", "Optimisation", ""),
+        ("discr_grad_norm", "Optimisation", ""),
+        ("temperature", "Optimisation", ""),
+        ("skipped_updates", "Optimisation", ""),
+        ("entropy_loss_weight", "Optimisation", ""),
+        ("codes_used", "Other values", ""),
+        ("perplexity", "Other values", ""),
+        ("samples_per_second", "Costs", ""),
+        ("peak_device_memory_gb", "Costs", ""),
+    ],
+)
+def test_a_metric_has_its_group_and_its_better_end(metric: str, group: str, better: str) -> None:
+    assert group_of(metric) == group
+    assert group in ("Optimisation", "Costs") or direction(metric) == better
+
+
+def test_groups_keep_the_order_of_metrics_and_leave_out_what_is_empty() -> None:
+    assert groups(["lr", "b", "valid/x", "a", "b"]) == [
+        {"name": "Validation", "metrics": ["valid/x"]},
+        {"name": "Other values", "metrics": ["b", "a"]},
+        {"name": "Optimisation", "metrics": ["lr"]},
+    ]

@@ -1,0 +1,46 @@
+"""Which metrics stand together on the page, and whether a lower or a higher value is better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+COSTS = (
+    "samples_per_second", "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb",
+    "peak_device_memory_gb", "flop_utilisation",
+)  # fmt: skip
+_LOWER = ("loss", "error", "nll", "mse", "mae", "lpips", "fid", "l1", "l2")
+_HIGHER = ("psnr", "ssim", "r1", "r5", "r10", "recall", "accuracy", "explained_variance", "map")
+_OF_OPTIMISATION = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
+                    "bad_samples")  # fmt: skip
+NAMES = ("Validation", "Losses", "Other values", "Optimisation", "Costs")
+
+
+def group_of(metric: str) -> str:
+    """The group of a metric by its name, one of `NAMES`."""
+    first, last = metric.split("/")[0], metric.split("/")[-1]
+    if first.startswith("valid") and "/" in metric:
+        return "Validation"
+    if metric in COSTS:
+        return "Costs"
+    if any(last == word or last.endswith(f"_{word}") for word in _OF_OPTIMISATION):
+        return "Optimisation"
+    if direction(metric) == "low" or last in ("kl", "commitment", "entropy"):
+        return "Losses"
+    return "Other values"
+
+
+def groups(metrics: Iterable[str]) -> list[dict[str, object]]:
+    """[{"name", "metrics"}] of all metrics, each group in the order in which they were met, without empty ones."""
+    found: Mapping[str, list[str]] = {name: [] for name in NAMES}
+    for metric in dict.fromkeys(metrics):
+        found[group_of(metric)].append(metric)
+    return [{"name": name, "metrics": members} for name, members in found.items() if members]
+
+
+def direction(metric: str) -> str:
+    """ "low" or "high", whichever is better; empty if that is not known."""
+    words = metric.split("/")[-1].lower().split("_")
+    last = "_".join(words)
+    if any(word in words for word in _LOWER):
+        return "low"
+    return "high" if any(last == word or last.startswith(f"{word}_") for word in _HIGHER) else ""

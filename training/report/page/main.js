@@ -1,0 +1,158 @@
+"use strict";
+// The page as a whole: what the reader has chosen, and newer data from `report.py --watch`. The choices live in
+// `state` and in the controls, which newer data leave alone, so that the reader's place is kept.
+
+const READ_AGAIN_MS = 3000;
+const state = { axis: "step", smooth: 0, log: false, marks: true, hidden: new Set(), directions: {}, step: Infinity };
+const charts = new Map();
+let data = { runs: [], groups: [] };
+let known = null; // names of groups and metrics that are on the page
+
+function prepare(received) {
+  data = received;
+  state.directions = Object.setPrototypeOf(data.directions, null);
+  for (const run of data.runs) {
+    // Without a prototype a name such as "constructor" is found only where a run has it.
+    for (const part of ["curves", "config", "costs", "best"]) Object.setPrototypeOf(run[part], null);
+    run.clocks = { samples: cleanClock(run.clock.samples), seconds: cleanClock(run.clock.seconds) };
+  }
+}
+
+function layOutCharts() {
+  const names = JSON.stringify(data.groups);
+  if (names === known) return;
+  known = names;
+  const closed = new Set([...document.querySelectorAll("#groups details:not([open])")].map((each) => each.dataset.name));
+  put("groups", ...data.groups.map((group) => {
+    for (const metric of group.metrics) if (!charts.has(metric)) charts.set(metric, new Chart(metric));
+    const made = element("details", { "data-name": group.name, open: !closed.has(group.name) },
+      element("summary", {}, `${group.name} (${group.metrics.length})`),
+      element("div", { class: "grid" }, ...group.metrics.map((metric) => charts.get(metric).figure)));
+    made.addEventListener("toggle", drawCharts);
+    return made;
+  }));
+  if (!data.groups.length) put("groups", element("p", { class: "quiet" }, "No curves yet."));
+}
+
+function drawCharts() {
+  for (const chart of charts.values()) {
+    if (chart.figure.clientWidth) chart.draw(data.runs, state); // a closed group has no width
+  }
+}
+
+function showSwitches() {
+  const names = data.runs.length > 1 ? data.runs : [];
+  put("run-switches", ...names.map((run, index) => {
+    const box = element("input", { type: "checkbox", checked: !state.hidden.has(index) });
+    box.addEventListener("change", () => {
+      if (box.checked) state.hidden.delete(index);
+      else state.hidden.add(index);
+      drawCharts();
+    });
+    return element("label", {}, box, swatch(index), run.name);
+  }));
+  const kinds = Object.keys(KINDS).filter((kind) => data.runs.some((run) => run.marks.some((m) => m.kind === kind)));
+  put("mark-legend", kinds.length && element("span", {}, kinds.map((kind) => KINDS[kind].join(" ")).join(" \u00B7 ")));
+}
+
+function pictureSteps() {
+  return [...new Set(data.runs.flatMap((run) => run.pictures.map((picture) => picture.step)))].sort((a, b) => a - b);
+}
+
+function showSlider() {
+  const steps = pictureSteps();
+  const slider = byId("sample");
+  slider.max = Math.max(0, steps.length - 1);
+  slider.disabled = steps.length < 2;
+  const at = state.step === Infinity ? steps.length - 1 : Math.max(0, lowerBound(steps, state.step));
+  slider.value = Math.min(at, steps.length - 1);
+  showChosenPictures();
+}
+
+function showChosenPictures() {
+  const steps = pictureSteps();
+  const step = steps[Number(byId("sample").value)];
+  byId("sample-value").textContent = step === undefined ? "none" : numberText(step);
+  byId("sample").setAttribute("aria-valuetext", `update ${step}`);
+  showPictures(data.runs, step === undefined ? 0 : step);
+}
+
+function showAll() {
+  byId("made").textContent = `${data.runs.length} run${data.runs.length === 1 ? "" : "s"}, as of ${timeText(data.made)}`;
+  showRuns(data.runs);
+  showSwitches();
+  layOutCharts();
+  drawCharts();
+  showSlider();
+  showBest(data);
+  byId("differs").disabled = data.runs.length < 2;
+  showSettings(data.runs, byId("differs").checked);
+  showCosts(data.runs);
+  showFaults(data.runs);
+  showStarts(data.runs);
+}
+
+let waiting = false;
+function drawSoon() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    drawCharts();
+  });
+}
+
+function listen() {
+  byId("axis").addEventListener("change", (event) => { state.axis = event.target.value; drawCharts(); });
+  byId("log").addEventListener("change", (event) => { state.log = event.target.checked; drawCharts(); });
+  byId("show-marks").addEventListener("change", (event) => { state.marks = event.target.checked; drawCharts(); });
+  byId("smooth").addEventListener("input", (event) => {
+    state.smooth = Number(event.target.value);
+    byId("smooth-value").textContent = state.smooth || "0";
+    drawSoon();
+  });
+  byId("sample").addEventListener("input", (event) => {
+    const steps = pictureSteps();
+    const at = Number(event.target.value);
+    state.step = at === steps.length - 1 ? Infinity : steps[at]; // at the end, newer pictures are followed
+    showChosenPictures();
+  });
+  byId("differs").addEventListener("change", (event) => showSettings(data.runs, event.target.checked));
+  byId("theme").addEventListener("change", (event) => {
+    if (event.target.value) document.documentElement.dataset.theme = event.target.value;
+    else delete document.documentElement.dataset.theme;
+    showAll();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAll);
+  let width = document.documentElement.clientWidth;
+  addEventListener("resize", () => {
+    if (document.documentElement.clientWidth === width) return;
+    width = document.documentElement.clientWidth;
+    for (const chart of charts.values()) chart.resize();
+  });
+}
+
+// Ask for newer data, as long as the page is open.
+async function follow(version) {
+  const lost = byId("lost");
+  try {
+    const answer = document.hidden ? null : await fetch(`/data?${version}`);
+    if (answer && answer.status === 200) {
+      const newer = await answer.json();
+      version = newer.version;
+      prepare(newer.data);
+      showAll();
+    }
+    if (answer) lost.hidden = true;
+  } catch {
+    lost.textContent = "report.py --watch no longer answers: this is what it sent last.";
+    lost.hidden = false;
+  }
+  setTimeout(() => follow(version), READ_AGAIN_MS);
+}
+
+prepare(JSON.parse(byId("data").textContent));
+listen();
+showAll();
+document.documentElement.dataset.drawn = String(Math.round(performance.now())); // milliseconds since the page was asked for
+if (document.body.dataset.watched) follow(document.body.dataset.watched);

@@ -1,0 +1,116 @@
+"""Some of the pictures in samples/, as text for an HTML page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.files.reading import read_bytes
+
+_NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
+_LONGEST_SIDE = 1600  # pixels; a larger picture is scaled down
+_MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
+_MOST_BYTES = 1 << 26  # of a file
+
+
+class Picture(NamedTuple):
+    """A picture on the disk; `model` is the name of one of several models, or empty."""
+
+    step: int
+    model: str
+    path: Path
+
+
+class Pictures:
+    """The pictures of a run folder. What was encoded is kept, so that a page that is made again is made soon.
+
+    Args:
+        most: Updates whose pictures are shown: the first, the last, and others evenly between them.
+    """
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder, self._most = folder, most
+        self._encoded: dict[tuple[Path, int, int], dict[str, Any]] = {}
+
+    def as_json(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The pictures by update, each {"step", "model", "src", "width", "height"}, or with "error" in the place of the
+        last three; and notes."""
+        try:
+            found = sorted(self._found())
+        except OSError as error:
+            return [], [f"samples/ cannot be read: {error.strerror or error}"]
+        steps = sorted({picture.step for picture in found})
+        chosen = set(evenly(steps, self._most))
+        made, kept = [], {}
+        for picture in found:
+            if picture.step in chosen:
+                key, shown = self._encode(picture.path)
+                made.append({"step": picture.step, "model": picture.model, **shown})
+                kept[key] = shown
+        self._encoded = kept
+        some = f"pictures of {len(chosen)} of {len(steps)} updates; --pictures shows more"
+        notes = [some] if len(chosen) < len(steps) else []
+        broken = [picture for picture in made if "error" in picture]
+        if broken:
+            notes.append(
+                f"{len(broken)} of {len(made)} pictures cannot be shown; the first is of update "
+                f"{broken[0]['step']}: {broken[0]['error']}"
+            )
+        return made, notes
+
+    def _found(self) -> list[Picture]:
+        if not self._folder.is_dir():
+            return []
+        matches = ((_NAME.fullmatch(path.name), path) for path in self._folder.iterdir())
+        return [Picture(int(match[1]), match[2] or "", path) for match, path in matches if match]
+
+    def _encode(self, path: Path) -> tuple[tuple[Path, int, int], dict[str, Any]]:
+        try:
+            status = path.stat()
+            key = (path, status.st_mtime_ns, status.st_size)
+            return key, self._encoded.get(key) or encoded(path)
+        except (OSError, ValueError) as error:
+            return (path, 0, 0), {"error": str(getattr(error, "strerror", None) or error)[:200]}
+
+
+def evenly(items: Sequence[int], most: int) -> list[int]:
+    """At most this many of the items: the first, the last, and others evenly between them by position."""
+    if len(items) <= most:
+        return list(items)
+    if most == 1:
+        return [items[-1]]
+    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)] if most else []
+
+
+def encoded(path: Path) -> dict[str, Any]:
+    """{"src", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is huge. Raises OSError, and
+    ValueError, in one line, if it is broken or too large."""
+    from PIL import Image
+
+    content = read_bytes(path, _MOST_BYTES)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ValueError(f"it has {image.width} x {image.height} pixels")
+                image.load()
+                if max(image.size) > _LONGEST_SIDE:
+                    small = image.convert("RGBA" if image.has_transparency_data else "RGB")
+                    small.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+                    buffer = io.BytesIO()
+                    small.save(buffer, "png")
+                    content, size = buffer.getvalue(), small.size
+                else:
+                    size = image.size
+    except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
+        is_unknown = type(error).__name__ == "UnidentifiedImageError"
+        reason = "it is no PNG" if is_unknown else " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(reason) from None
+    source = "data:image/png;base64," + base64.b64encode(content).decode()
+    return {"src": source, "width": size[0], "height": size[1]}
