@@ -222,6 +222,19 @@ def test_a_run_is_switched_off(opened: Any, two: Path) -> None:
     assert "no run is chosen" in chart(page, "loss").text
 
 
+def test_a_part_of_a_name_chooses_metrics(opened: Any, two: Path) -> None:
+    page = opened(two)
+
+    def shown() -> list[str]:
+        figures = page.find_elements("css selector", ".chart")
+        return [each.get_attribute("data-metric") for each in figures if each.is_displayed()]
+
+    for text, expected in (("LOSS", ["valid/loss", "loss"]), ("", ["valid/loss", "loss", "lr", "skipped_updates",
+                                                                   "grad_norm"])):  # fmt: skip
+        set_value(page, "filter", text)
+        assert shown() == expected
+
+
 def test_the_slider_of_updates_shows_the_pictures_of_every_run(opened: Any, two: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 

@@ -8,18 +8,19 @@ COSTS = (
     "samples_per_second", "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb",
     "peak_device_memory_gb", "flop_utilisation",
 )  # fmt: skip
-_LOWER = ("loss", "error", "nll", "mse", "mae", "lpips", "fid", "l1", "l2")
-_HIGHER = ("psnr", "ssim", "r1", "r5", "r10", "recall", "accuracy", "explained_variance", "map")
+_LOWER = ("loss", "error", "nll", "mse", "mae", "lpips", "fid", "kid", "l1", "l2", "rank")
+_HIGHER = ("psnr", "ssim", "r1", "r5", "r10", "recall", "top1", "top5", "map10", "accuracy",
+           "explained_variance")  # fmt: skip
 _OF_OPTIMISATION = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
                     "bad_samples")  # fmt: skip
-NAMES = ("Validation", "Losses", "Other values", "Optimisation", "Costs")
+NAMES = ("Validation", "Validation of the whole split", "Losses", "Other values", "Optimisation", "Costs")
 
 
 def group_of(metric: str) -> str:
     """The group of a metric by its name, one of `NAMES`."""
     first, last = metric.split("/")[0], metric.split("/")[-1]
     if first.startswith("valid") and "/" in metric:
-        return "Validation"
+        return NAMES[first == "valid_whole"]
     if metric in COSTS:
         return "Costs"
     if any(last == word or last.endswith(f"_{word}") for word in _OF_OPTIMISATION):

@@ -59,7 +59,7 @@ class Server(ThreadingHTTPServer):
     def is_ours(self, host: str) -> bool:
         """Whether a Host header names this machine, at any port (of ssh -L, for example). Another site's name may lead
         here too, but such a site must not read the answer."""
-        return host.rpartition(":")[0] in (_HOST, "localhost")
+        return host.partition(":")[0] in (_HOST, "localhost")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -12,7 +12,11 @@ from training.report.grouping import direction, group_of, groups
     [
         ("valid/loss", "Validation", "low"),
         ("valid/ema_0.05/psnr", "Validation", "high"),
-        ("valid_whole/text_to_audio/r10", "Validation", "high"),
+        ("valid_whole/text_to_audio/r10", "Validation of the whole split", "high"),
+        ("valid/text_to_audio/median_rank", "Validation", "low"),
+        ("valid/text_to_audio/chance_r1", "Validation", ""),
+        ("valid/zero_shot/chance_top1", "Validation", ""),
+        ("valid/codes_used", "Validation", ""),
         ("loss", "Losses", "low"),
         ("unet1/loss", "Losses", "low"),
         ("recon_loss", "Losses", "low"),

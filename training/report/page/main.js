@@ -3,7 +3,8 @@
 // `state` and in the controls, which newer data leave alone, so that the reader's place is kept.
 
 const READ_AGAIN_MS = 3000;
-const state = { axis: "step", smooth: 0, log: false, marks: true, hidden: new Set(), directions: {}, step: Infinity };
+const state = { axis: "step", smooth: 0, log: false, marks: true, hidden: new Set(), directions: {},
+  step: Infinity, filter: "" };
 const charts = new Map();
 let data = { runs: [], groups: [] };
 let known = null; // names of groups and metrics that are on the page
@@ -36,6 +37,7 @@ function layOutCharts() {
 
 function drawCharts() {
   for (const chart of charts.values()) {
+    chart.figure.hidden = !chart.metric.toLowerCase().includes(state.filter);
     if (chart.figure.clientWidth) chart.draw(data.runs, state); // a closed group has no width
   }
 }
@@ -109,6 +111,10 @@ function listen() {
   byId("smooth").addEventListener("input", (event) => {
     state.smooth = Number(event.target.value);
     byId("smooth-value").textContent = state.smooth || "0";
+    drawSoon();
+  });
+  byId("filter").addEventListener("input", (event) => {
+    state.filter = event.target.value.trim().toLowerCase();
     drawSoon();
   });
   byId("sample").addEventListener("input", (event) => {
