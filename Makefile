@@ -24,6 +24,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python train_vae.py --config configs/vae/demo.yaml
 	@echo "look at $$(ls runs/vae-demo/samples/*.png | tail -n 1): originals, soft and hard reconstructions"
 
+# The page of report.py is tested where there is a browser: apt-get install chromium chromium-driver
 # Groups of tests side by side (tests/conftest.py): most of a launch is waiting for imports and for other processes.
 JOBS ?= 3
 test: $(VENV)/.complete

@@ -222,6 +222,17 @@ def test_a_run_is_switched_off(opened: Any, two: Path) -> None:
     assert "no run is chosen" in chart(page, "loss").text
 
 
+def test_a_constant_that_is_smoothed_is_a_straight_line(opened: Any, tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [{"step": step, "rate": 0.96, "none": 0} for step in range(1, 3001)])
+    report.main([str(run), "--output", str(tmp_path / "x.html")])
+    page = opened(tmp_path / "x.html")
+    set_value(page, "smooth", 0.9)  # after which the values differ in their last bits
+    scale = "const {min, max} = charts.get(arguments[0]).plot.scales.y; return [min, max]"
+    assert page.execute_script(scale, "rate") == pytest.approx([0.96 * 0.9, 0.96 * 1.1])
+    assert page.execute_script(scale, "none") == [-1, 1]
+    assert "0.96, smoothed 0.96 at update" in chart(page, "rate").text
+
+
 def test_a_part_of_a_name_chooses_metrics(opened: Any, two: Path) -> None:
     page = opened(two)
 

@@ -69,6 +69,7 @@ def _tools() -> list[Target]:
     return [
         *found,
         Target("convert", ["average", "run", "out", "--ema_length", "0.1"], ["run"]),
+        Target("report", ["run", "--output", "out"], ["run"]),
         Target("convert", ["import", "vae.pt", "out"], ["vae.pt"]),
         Target("convert", ["import", "vqgan", "out"], ["vqgan"]),
         Target("convert", ["import", "vqgan.pt", "out"], ["vqgan.pt"]),

@@ -90,8 +90,9 @@ def test_what_is_no_line_of_metrics_is_counted_and_left_out(tmp_path: Path) -> N
     ]
 
 
-def test_a_line_that_is_too_long_is_left_out_and_the_next_one_read(tmp_path: Path) -> None:
-    found = written(tmp_path / "m", [{"step": 1, "x": 1}, {"step": 2, "x": "y" * (3 << 20)}, {"step": 3, "x": 3}])
+@pytest.mark.parametrize("long", ['{"step": 2, "x": "' + "y" * (3 << 20), " " * (1 << 20)])
+def test_a_line_that_is_too_long_is_left_out_and_the_next_one_read(tmp_path: Path, long: str) -> None:
+    found = written(tmp_path / "m", [{"step": 1, "x": 1}, long + '{"step": 2, "x": 2}', {"step": 3, "x": 3}])
     found.read()
     assert found.curves["x"].as_json()["x"] == [1, 3]
     assert found.notes() == ["metrics.jsonl: 1 line is left out, which cannot be read"]

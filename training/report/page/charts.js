@@ -13,7 +13,7 @@ class Chart {
     this.area = element("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart" });
     this.readout = element("div", { class: "readout", "aria-live": "polite" });
     this.figure = element(
-      "figure", { class: "chart card" }, element("figcaption", {}, metric, this.hint), this.area, this.readout);
+      "figure", { class: "chart card" }, element("figcaption", {}, ...breakable(metric), this.hint), this.area, this.readout);
     this.figure.dataset.metric = metric;
     this.area.addEventListener("keydown", (event) => this.onKey(event));
     this.area.addEventListener("blur", () => this.leave());
@@ -193,7 +193,7 @@ class Chart {
       const at = x === null ? each.raw.length - 1 : nearest(each.xs, each.xs, x);
       if (at < 0) continue;
       let text = numberText(each.raw[at]);
-      if (each.low && each.low[at] !== null) text += ` (${numberText(each.low[at])} to ${numberText(each.high[at])})`;
+      if (each.low && each.low[at] !== each.high[at]) text += ` (${numberText(each.low[at])} to ${numberText(each.high[at])})`;
       if (this.state.smooth && each.soft[at] !== null) text += `, smoothed ${numberText(each.soft[at])}`;
       const where = { step: "update ", samples: "sample ", seconds: "" }[this.state.axis];
       const place = this.state.axis === "seconds" ? secondsText(each.xs[at]) : numberText(each.xs[at], 7);
@@ -241,7 +241,9 @@ class Chart {
 // A range with some room around the values.
 function padded(low, high) {
   if (low === null || high === null || !Number.isFinite(high - low)) return [0, 1];
-  const room = high > low ? (high - low) * 0.06 : Math.abs(low) * 0.1 || 1;
+  // Six digits are known of each value, so what differs less is the same, and would be drawn as noise.
+  const differ = high - low > 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+  const room = differ ? (high - low) * 0.06 : Math.abs(low) * 0.1 || 1;
   return [low - room, high + room];
 }
 

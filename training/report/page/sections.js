@@ -63,7 +63,7 @@ function showBest(data) {
             element("span", { class: "quiet" }, `at ${numberText(pair[1], 7)}`));
         };
         const missing = curve.missing ? `, ${numberText(curve.missing)} not finite` : "";
-        rows.push(element("tr", {}, element("th", { scope: "row" }, metric),
+        rows.push(element("tr", {}, element("th", { scope: "row" }, ...breakable(metric)),
           several ? element("td", { class: "run" }, swatch(index), ` ${run.name}`) : null, cell("last"), cell("low"), cell("high"),
           element("td", { class: "number" }, numberText(curve.count) + missing)));
       });
@@ -91,7 +91,7 @@ function showSettings(runs, onlyDiffering) {
     const differs = values.some((value) => value !== values[0]);
     if (onlyDiffering && !differs) continue;
     rows.push(element("tr", { class: differs && "differs" },
-      element("th", { scope: "row" }, differs ? `\u2260 ${name}` : name),
+      element("th", { scope: "row" }, differs ? "\u2260 " : "", ...breakable(name)),
       ...values.map((value) => element("td", {}, value === null ? "\u2013" : value || "\u201C\u201D"))));
   }
   const nothing = onlyDiffering ? "No setting differs." : "No settings are known.";

@@ -133,3 +133,6 @@ function smoothed(values, share) {
 
 // A time as the run folder has it, such as 2026-01-31T12:00:00+00:00, for people; any other text as it is.
 const timeText = (text) => text.replace(/^(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+00:00$/, "$1 $2 UTC");
+
+// A name that may be broken after / and _, as children of an element.
+const breakable = (name) => name.split(/(?<=[/_])/).flatMap((part, index) => (index ? [element("wbr"), part] : [part]));
