@@ -118,7 +118,8 @@ def set_value(page: Any, name: str, value: Any, event: str = "input") -> None:
 
 def plotted(page: Any, metric: str, row: int = 1) -> list[Any]:
     """A row of what uPlot draws, without what is not defined."""
-    script = "return charts.get(arguments[0]).plot.data[arguments[1]].filter((value) => value !== undefined)"
+    script = """return charts.get(arguments[0]).plot.data[arguments[1]].filter((value) => value !== undefined)
+        .map((value) => value === null || Number.isFinite(value) ? value : String(value))"""
     found: list[Any] = page.execute_script(script, metric, row)
     return found
 
@@ -364,6 +365,9 @@ def test_hostile_text_stays_text_and_hostile_numbers_are_drawn(opened: Any, tmp_
                      if each.get_attribute("data-metric") == metric]  # fmt: skip
         assert ("no finite value" in figure.text) is (metric == "none"), metric
         assert (len(figure.find_elements("css selector", "canvas")) == 1) is (metric != "none"), metric
+    labels = "return charts.get(arguments[0]).plot.axes[1]._values"  # as uPlot keeps them
+    for metric in ("huge", "tiny", "same", "far"):
+        assert len(set(page.execute_script(labels, metric))) > 1, metric
     set_value(page, "log", True, "change")
     assert plotted(page, "far") == [-30, 30]
 
