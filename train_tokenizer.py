@@ -21,17 +21,12 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.quantizers import QUANTIZERS
+from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
-from training.flags.shared import (
-    add_adversary_arguments,
-    add_optimizer_arguments,
-    add_quantizer_arguments,
-    add_run_arguments,
-    add_video_arguments,
-)
+from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_video_arguments
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
