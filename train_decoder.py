@@ -218,10 +218,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **takes,
     )  # fmt: skip
-    widths = feed.samples.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
+    widths = feed.first.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        judge, unseen = load_judge(args, feed.samples, clip, backend.device)
+        judge, unseen = load_judge(args, feed.first, clip, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)

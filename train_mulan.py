@@ -92,7 +92,7 @@ def build_parser() -> ArgumentParser:
         help="sentences with {} for the label, for zero-shot classification where the data has labels")
 
     add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
-        sample_every_n_steps=500, save_every_n_steps=1000, is_deep=True)
+        sample_every_n_steps=500, save_every_n_steps=1000, split_seed=42, is_deep=True)
     # fmt: on
     distributed.add_arguments(parser)
     add_public_names(parser, "train_mulan")

@@ -100,7 +100,7 @@ def build_parser() -> ArgumentParser:
     add("--fvd_weights", metavar="FILE", help="report rFVD with these weights of an I3D (a plain state dict)")
     # fmt: on
     add_adversary_arguments(parser, penalty="zero_centred", perceptual_loss_weight=0.1)
-    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, is_deep=True)
+    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, split_seed=42, is_deep=True)
     distributed.add_arguments(parser)
     add_public_names(parser, "train_tokenizer")
     return parser
@@ -264,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.refuse_idle(args, ["time_window"], "layers", "with attend_time", "attend_time" in args.layers)
     parser.refuse_idle(args, ["patch"], "patch_size", "above 1", args.patch_size > 1)
     parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
-    parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
+    is_validated = args.valid_fraction > 0 or args.valid_folder is not None
+    parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", is_validated)
     distributed.launch(with_models(train), parser, args, last_start)
 
 

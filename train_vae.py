@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from training.flags.converters import non_negative_float, positive_float, size, size_or_0
+from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_image_arguments, add_run_arguments
@@ -231,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
     refuse_contradictions(parser, args)
+    refuse_idle_flags(parser, args, "images")
     distributed.launch(with_models(train), parser, args, last_start)
 
 

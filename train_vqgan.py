@@ -255,8 +255,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    refuse_idle_flags(parser, args, "quantizer", "adversary")
-    parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", args.valid_fraction > 0)
+    refuse_idle_flags(parser, args, "images", "quantizer", "adversary")
+    is_validated = args.valid_fraction > 0 or args.valid_folder is not None
+    parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", is_validated)
     distributed.launch(with_models(train), parser, args, last_start)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -15,12 +17,13 @@ _LISTED = 20
 @dataclass(frozen=True)
 class BadSample:
     """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
-    that is `Incomplete`."""
+    that is `Incomplete`, or one that was accepted though only a part of it could be read (`accepting_parts`)."""
 
     index: int
     path: str
     reason: str
     is_incomplete: bool = False
+    is_partial: bool = False
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -35,31 +38,67 @@ class Incomplete(Unsuitable):
     one."""
 
 
+class _Marks:
+    """Some of n indices. A bit for each, because all samples may be among them: 125 bytes for a thousand."""
+
+    def __init__(self, n: int, indices: Iterable[int] = ()) -> None:
+        self._bits, self._n, self.count = np.zeros(n + 7 >> 3, np.uint8), n, 0
+        for index in indices:
+            self.add(index)
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self._bits[index >> 3] >> (index & 7) & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(np.unpackbits(self._bits, bitorder="little")).tolist())
+
+    def add(self, index: int) -> None:
+        """Mark an index that is not marked; one beyond the set, which has become smaller, is left out."""
+        if index < self._n:
+            self._bits[index >> 3] |= np.uint8(1 << (index & 7))
+            self.count += 1
+
+
 class BadSampleLog:
-    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes.
-    `count_incomplete`: number of different incomplete samples so far."""
+    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
         self._samples: dict[int, BadSample] = {}
-        # A bit for each sample, because all samples may be incomplete: 125 bytes for a thousand.
-        self._incomplete, self.count_incomplete = np.zeros(n_samples + 7 >> 3, np.uint8), 0
+        self._incomplete, self._partial = _Marks(n_samples), _Marks(n_samples)
 
     @property
     def count(self) -> int:
-        """Number of different bad samples so far, without the incomplete ones."""
+        """Number of different bad samples so far, without the incomplete ones and those that were accepted in part."""
         return len(self._samples)
+
+    @property
+    def count_incomplete(self) -> int:
+        """Number of different incomplete samples so far."""
+        return self._incomplete.count
+
+    @property
+    def count_partial(self) -> int:
+        """Number of different samples so far that were accepted in part."""
+        return self._partial.count
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What a line of metrics says: bad_samples and, if there are any, partial_samples."""
+        return {"bad_samples": self.count, **({"partial_samples": n} if (n := self.count_partial) else {})}
 
     def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
         """Remember `samples`; returns those that were not known before, each once."""
         new = []
         for sample in samples:
-            byte, bit = sample.index >> 3, np.uint8(1 << (sample.index & 7))
-            if sample.index in self._samples or self._incomplete[byte] & bit:
+            if sample.is_partial:
+                if sample.index in self._partial:
+                    continue
+                self._partial.add(sample.index)
+            elif sample.index in self._samples or sample.index in self._incomplete:
                 continue
-            if sample.is_incomplete:
-                self._incomplete[byte] |= bit
-                self.count_incomplete += 1
+            elif sample.is_incomplete:
+                self._incomplete.add(sample.index)
             else:
                 self._samples[sample.index] = sample
             new.append(sample)
@@ -93,15 +132,45 @@ class BadSampleLog:
     def state_dict(self) -> dict[str, list[Any]]:
         """What a checkpoint keeps, as plain JSON."""
         samples = [[sample.index, sample.path, sample.reason] for sample in self._samples.values()]
-        incomplete = np.flatnonzero(np.unpackbits(self._incomplete, bitorder="little")).tolist()
-        return {"samples": samples, **({"incomplete": incomplete} if incomplete else {})}
+        marked = {"incomplete": list(self._incomplete), "partial": list(self._partial)}
+        return {"samples": samples, **{kind: indices for kind, indices in marked.items() if indices}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the known bad samples by those of `state`."""
         self._samples = {index: BadSample(index, path, reason) for index, path, reason in state["samples"]}
-        known = np.zeros(8 * len(self._incomplete), np.bool_)
-        known[state.get("incomplete", [])] = True
-        self._incomplete, self.count_incomplete = np.packbits(known, bitorder="little"), int(known.sum())
+        self._incomplete = _Marks(self.n_samples, state.get("incomplete", []))
+        self._partial = _Marks(self.n_samples, state.get("partial", []))
+
+
+#: What was wrong with files of which parts were returned; None: decoders raise, as outside of `accepting_parts`.
+_accepted: ContextVar[list[str] | None] = ContextVar("accepted", default=None)
+
+
+@contextlib.contextmanager
+def accepting_parts(is_on: bool = True) -> Iterator[list[str]]:
+    """Context in which decoders of this thread return what can be read of a damaged file, instead of an error, and add
+    its reason to the list that is yielded. With `is_on` False they raise, as outside of it."""
+    reasons: list[str] = []
+    token = _accepted.set(reasons if is_on else None)
+    try:
+        yield reasons
+    finally:
+        _accepted.reset(token)
+
+
+def parts_are_accepted() -> bool:
+    """Whether a decoder may return a part of a file; it then has to call `accept_part`."""
+    return _accepted.get() is not None
+
+
+def accept_part(error: BaseException) -> bool:
+    """Note what was wrong with a file of which a part is returned. Returns False if parts are not accepted: then the
+    decoder has to raise the error."""
+    reasons = _accepted.get()
+    if reasons is None:
+        return False
+    reasons.append(" ".join(reason_of(error).split()))
+    return True
 
 
 def reason_of(error: BaseException) -> str:

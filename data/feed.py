@@ -8,6 +8,7 @@ import itertools
 import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar, cast
 
 import torch
@@ -15,36 +16,14 @@ from torch import Tensor
 
 from .bad_samples import BadSample, BadSampleLog
 from .contracts import Processes, Samples, skipped_of
+from .crops import crop_of
 from .images.sets import open_images
-from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_samples
+from .joined import Joined
+from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_of_folder, split_samples
 from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
 _TRAINED_PER_VALIDATED = 10  # samples between two validations for each sample that a validation sees by default
-
-
-class Joined:
-    """The samples of two sets as one: those of `first` and behind them those of `second`. See `Samples`."""
-
-    def __init__(self, first: Samples, second: Samples) -> None:
-        self.first, self.second = first, second
-        self.fingerprint = first.fingerprint + second.fingerprint
-        self.skipped = "; ".join(filter(None, map(skipped_of, (first, second))))
-
-    def __len__(self) -> int:
-        return len(self.first) + len(self.second)
-
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> Any:
-        samples, index = self._place(index)
-        return samples.load(index, epoch, augment)
-
-    def describe(self, index: int) -> str:
-        samples, index = self._place(index)
-        return samples.describe(index)
-
-    def _place(self, index: int) -> tuple[Samples, int]:
-        n = len(self.first)
-        return (self.first, index) if index < n else (self.second, index - n)
 
 
 class Feed(Generic[BatchType]):
@@ -66,6 +45,8 @@ class Feed(Generic[BatchType]):
         source: What messages call the set: its path.
         open_second: Opens a second set, to train on in every update whose number (from 1) divides by `second_every`;
             none of it is for validation. Its indices follow those of the first set.
+        open_valid: Opens the set that is the validation split (`--valid_folder`), of which all is; `divide` or
+            valid_fraction then leave none of the first set to it. Its indices follow those of all others.
 
     Raises:
         UserMistake: one line, if there are no such samples or too few, or if the processes do not see the same ones.
@@ -84,20 +65,29 @@ class Feed(Generic[BatchType]):
         open_second: Callable[[], Samples] | None = None,
         second_every: int = 1,
         divide: Callable[[Any], Split] | None = None,
+        open_valid: Callable[[], Samples] | None = None,
     ) -> None:
         self._processes, self.noun, self._source = processes, noun, source
         self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
+        self._valid_source = args.valid_folder if open_valid else ""
         with processes.agreement():
             first = open_samples()
             second = None if open_second is None else open_second()
-            self.samples = first if second is None else Joined(first, second)
+            self.valid_samples = None if open_valid is None else open_valid()
+            self.first = self.samples = first
+            for more in (second, self.valid_samples):
+                self.samples = self.samples if more is None else Joined(self.samples, more)
         seen = (len(self.samples), self.samples.fingerprint, socket.gethostname())
         views = processes.gather_objects(seen)
         with processes.agreement():
-            _check_views(views, f"{noun}s in {source}")
-            n, by_seed = len(first), (split_seed, args.batch_size)
-            parts = divide(first) if divide else split_samples(n, args.valid_fraction, 0.0, *by_seed)
+            sources = " and ".join(filter(None, [source, self._valid_source]))
+            _check_views(views, f"{noun}s in {sources}")
+            n, shares = len(first), (args.valid_fraction, 0.0)
+            parts = divide(first) if divide else split_samples(n, *shares, split_seed, args.batch_size)
             self.train_set, self.valid_set, self.test_set = parts
+            if self.valid_samples is not None:
+                n_valid, n_all = len(self.valid_samples), len(self.samples)
+                self.valid_set = split_of_folder(range(n_all - n_valid, n_all), split_seed, args.batch_size)
             self._part = part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
             self._order: dict[str, Any] = {"seed": args.seed}
@@ -116,7 +106,7 @@ class Feed(Generic[BatchType]):
         }  # fmt: skip
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
-        self._said_incomplete = 0
+        self._said: dict[str, int] = {}  # how many were left out, or accepted in part, when it was said last
 
     @property
     def validated(self) -> Indices:
@@ -129,7 +119,9 @@ class Feed(Generic[BatchType]):
         n, noun = sum(map(len, parts.values())), self.noun
         counts = [f"{len(part)} {noun}s {use}" for use, part in parts.items() if len(part) or use != "to test"]
         asked = share(n, self._valid_fraction)
-        if len(self.valid_set) == self._batch_size > asked:
+        if self._valid_source:
+            counts[1] += f" in {self._valid_source}"
+        elif len(self.valid_set) == self._batch_size > asked:
             counts[1] += f" (a batch is the least; --valid_fraction {self._valid_fraction:g} alone is {asked})"
         if len(self.validated) < len(self.valid_set):
             counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
@@ -223,23 +215,29 @@ class Feed(Generic[BatchType]):
         }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say which files any process could not read since the last call, each file once. Raises UserMistake if they
-        are too many to continue. Collective."""
+        """Say which files any process could not read since the last call, each file once, and how many were left out or
+        accepted in part. Raises UserMistake if those that could not be read are too many to continue. Collective."""
         new: list[BadSample] = []
         # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
         if self._processes.sum({"unreported": len(self._unreported)})["unreported"]:
             new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
         for sample in new:
-            if not sample.is_incomplete:
+            if sample.is_partial:
+                self._say_seldom(say, "accepted a part of", self.bad_samples.count_partial, sample)
+            elif sample.is_incomplete:
+                self._say_seldom(say, "left out", self.bad_samples.count_incomplete, sample)
+            else:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
-            elif self.bad_samples.count_incomplete >= 2 * self._said_incomplete:  # not at every report
-                self._said_incomplete = self.bad_samples.count_incomplete
-                n = f"{self._said_incomplete} {self.noun}{'' if self._said_incomplete == 1 else 's'} so far"
-                say(f"left out {n}, such as {sample}")
         self._unreported.clear()
         if self.bad_samples.are_too_many:  # on every process, because all know the same samples
             with self._processes.agreement():
                 self.bad_samples.check()
+
+    def _say_seldom(self, say: Callable[[str], None], what: str, count: int, sample: BadSample) -> None:
+        """Say how many samples something was done with, if they have doubled since that was said."""
+        if count >= 2 * self._said.get(what, 0):
+            self._said[what] = count
+            say(f"{what} {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
 
     def _received(self, batch: Mapping[str, Any]) -> BatchType:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
@@ -291,14 +289,21 @@ def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3
     `args` are those of `add_image_arguments` and `add_run_arguments`. Raises what `Feed` raises.
     """
 
-    def open_set() -> Samples:
+    def open_set(spec: str = args.image_folder) -> Samples:
         return open_images(
-            args.image_folder, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed
-        )
+            spec, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed,
+            crop=crop_of(args),
+        )  # fmt: skip
 
     return Feed(
-        open_set, args, processes, split_seed=args.seed, noun="image", source=args.image_folder, collate=collate_images
-    )
+        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=args.image_folder,
+        collate=collate_images, open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
+    )  # fmt: skip
+
+
+def split_seed_of(args: argparse.Namespace) -> int:
+    """The seed of the split into training and validation: --split_seed, or else --seed."""
+    return int(args.seed if args.split_seed is None else args.split_seed)
 
 
 def to_unit_range(images: Tensor) -> Tensor:

@@ -47,10 +47,11 @@ class Permutation:
 
 
 class Subset:
-    """The dataset indices at places start..start+length-1 of a shuffle; `subset[i]` takes O(1) memory."""
+    """The dataset indices at places start..start+length-1 of a shuffle; `subset[i]` takes O(1) memory. `first`: the
+    index of what the shuffle calls 0."""
 
-    def __init__(self, permutation: Permutation, start: int, length: int) -> None:
-        self.permutation, self.start, self._length = permutation, start, length
+    def __init__(self, permutation: Permutation, start: int, length: int, first: int = 0) -> None:
+        self.permutation, self.start, self._length, self.first = permutation, start, length, first
 
     def __len__(self) -> int:
         return self._length
@@ -58,7 +59,7 @@ class Subset:
     def __getitem__(self, i: int) -> int:
         if not 0 <= i < self._length:
             raise IndexError(i)
-        return self.permutation(self.start + i)
+        return self.first + self.permutation(self.start + i)
 
 
 class Spread:
@@ -100,7 +101,7 @@ def part_of(indices: Indices, length: int) -> Indices:
     """`length` of the indices, always the same: the first ones of a shuffle, those at equal distances in ranges, whose
     neighbours may be alike."""
     if isinstance(indices, Subset):
-        return Subset(indices.permutation, indices.start, length)
+        return Subset(indices.permutation, indices.start, length, indices.first)
     return Spread(indices, length)
 
 
@@ -155,6 +156,18 @@ def _parts_of(
         Subset(permutation, n_train, n_valid),
         Subset(permutation, n_train + n_valid, n_test),
     )
+
+
+def split_of_folder(indices: range, seed: int, at_least: int) -> Subset:
+    """A validation split that is a set of its own, which has these indices: all of them, in an order that depends on
+    the seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than `at_least`, the
+    global batch size."""
+    n = len(indices)
+    if n < at_least:
+        raise ValueError(
+            f"--valid_folder holds {n} samples, less than one batch of {at_least}: add some, or lower --batch_size"
+        )
+    return Subset(Permutation(n, "split", seed), 0, n, first=indices.start)
 
 
 def split_shards(

@@ -11,19 +11,19 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample, Incomplete, Unsuitable, reason_of
+from .bad_samples import BadSample, Incomplete, Unsuitable, accepting_parts, reason_of
 from .contracts import Samples
 from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
 from .workers import Loader
 
 Order = TrainingOrder | AlternatingOrder | ValidationOrder
-OnBadSample = Literal["replace", "error"]
+OnBadSample = Literal["replace", "accept", "error"]
 _MOST_TRIES = 100
 
 
 class Batch(TypedDict):
     """images: uint8 (b, c, h, w); positions: place of each sample in the global batch; ids: dataset index of the sample
-    that was loaded; bad: the samples that could not be read while loading the batch."""
+    that was loaded; bad: the samples that could not be read while loading the batch, or only in part."""
 
     images: Tensor
     positions: list[int]
@@ -54,7 +54,8 @@ class TrainingStream:
     `start_samples` of the endless order, in O(1).
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
-    ValueError ("error"). Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
+    ValueError ("error"). With "accept", a sample of which a part can be read is that part ("bad" then says so), and
+    others are replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
     empty.
 
     Yields a `Batch` if the samples are images; for other samples, the entries that `collate` makes replace "images".
@@ -192,7 +193,11 @@ class _BatchLoader:
         for skip in range(tries):
             epoch, index = self.order(position, skip)
             try:
-                return self.samples.load(index, epoch, self.augment), index
+                with accepting_parts(self.on_bad_sample == "accept") as reasons:
+                    sample = self.samples.load(index, epoch, self.augment)
+                if reasons:
+                    bad[index] = BadSample(index, self.samples.describe(index), reasons[0], is_partial=True)
+                return sample, index
             except (OSError, ValueError) as error:
                 is_incomplete = isinstance(error, Incomplete)
                 failure = BadSample(index, self.samples.describe(index), reason_of(error), is_incomplete)

@@ -35,9 +35,13 @@ from tests.scripts import (
     files,
     kill,
     metrics,
+    write_images,
 )
 from training.run import stopwatch
 from training.run.starts import starts
+
+NOUNS = {"image_folder": "images", "video_folder": "clips", "audio_data": "sounds"}
+EVERY_UPDATE = ("--validate_every_n_steps", "1", "--sample_every_n_steps", "1", "--save_every_n_steps", "1")
 
 
 @pytest.fixture(scope="module", params=SCRIPTS.values(), ids=str)
@@ -358,6 +362,49 @@ def test_broken_files_are_named_counted_and_replaced_and_an_epoch_is_the_rest_of
                             "--valid_fraction", "0")  # fmt: skip
     assert metrics(tmp_path / "run")[-1]["bad_samples"] == 1 and said.count(broken.name) == 1
     assert len(metrics(tmp_path / "run")) == math.ceil(2 * 24 / 8)
+
+
+def test_what_can_be_read_of_a_file_is_trained_on_if_that_is_accepted(script: Script, tmp_path: Path) -> None:
+    folder = script.data.write(tmp_path / "data", 24)
+    (broken,) = (path for path in folder.glob("07.*") if path.suffix not in (".txt", ".npy"))
+    if script.data.flag == "video_folder":  # a gif that is cut off is one of fewer frames: take an image
+        broken = broken.rename(broken.with_suffix(".png"))
+        shutil.copy(next(write_images(tmp_path / "images", 1).iterdir()), broken)
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size * 2 // 3])
+    for choice, counted, said_so in (("accept", (0, 1), "accepted a part of 1 "), ("replace", (1, 0), "cannot read ")):
+        said = script.output_of(tmp_path / choice, f"--{script.data.flag}", str(folder), "--epochs", "1",
+                                "--valid_fraction", "0", "--on_bad_sample", choice)  # fmt: skip
+        last = metrics(tmp_path / choice)[-1]
+        assert (last["bad_samples"], last.get("partial_samples", 0)) == counted
+        (line,) = (line for line in said.splitlines() if broken.name in line)
+        assert line.startswith(said_so)
+
+
+def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(script: Script, tmp_path: Path) -> None:
+    train, valid = script.data.write(tmp_path / "train", 16), script.data.write(tmp_path / "valid", 9)
+    said = [*(f"--{script.data.flag}", str(train), "--valid_folder", str(valid)), *EVERY_UPDATE]
+    words = [word for word in script.flags(tmp_path / "run", *said) if word not in ("--valid_fraction", "0.2")]
+    output = script.main(*words, "--max_steps", "2")
+    assert f" 16 {NOUNS[script.data.flag]} to train on, 9 {NOUNS[script.data.flag]} to validate in {valid}; " in output
+    assert all(any(key.startswith("valid/") for key in line) for line in metrics(tmp_path / "run"))
+    assert pictures(tmp_path / "run")
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["valid_folder"], config["valid_fraction"]) == (str(valid), 0)
+    script.main(*words, "--max_steps", "3")
+    assert len(metrics(tmp_path / "run")) == 3
+    assert f"is in --valid_folder {valid}" in script.refused(valid / "run", *said, "--valid_fraction", "0")
+
+
+def test_a_run_is_not_resumed_with_another_split(script: Script, copied: Path) -> None:
+    config = yaml.safe_load((copied / "config.yaml").read_text())
+    chosen = 3 if config["split_seed"] is None else config["split_seed"]  # --seed, by which images were split before
+    again = [*script.eight, "--max_steps", "9", "--split_seed"]
+    was = config["split_seed"]
+    assert f"--split_seed was {was} and is now 77; use" in script.refused(copied, *again, "77")
+    del config["split_seed"]
+    (copied / "config.yaml").write_text(yaml.safe_dump({**config, **({} if was is None else {"split_seed": was})}))
+    script.train(copied, *again, str(chosen))  # as it was, said in other words
+    assert len(metrics(copied)) == 9
 
 
 def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from tandem.files.reading import open_regular
 
+from ..crops import CENTER, Crop
 from ..files.find import Folder, TarFiles, find_files
 from ..files.opening import Listing, list_files
 from ..files.tars import Members, Tars
@@ -159,10 +161,11 @@ class _InFolder:
 
 
 def open_captioned(
-    spec: str, *, image_size: int, shards: Shards = ALL_SHARDS, flip: bool = False, seed: int = 0
+    spec: str, *, image_size: int, shards: Shards = ALL_SHARDS, flip: bool = False, seed: int = 0, crop: Crop = CENTER
 ) -> CaptionedFiles:
     """Open a set of images with captions: a folder, or tars, named as for `open_images`, or by a path with `{}`. Images
     whose shorter side has fewer than `image_size` pixels are `Incomplete`: a model that draws would learn their blur.
+    So nothing smaller is cut out of an image either.
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
@@ -176,7 +179,8 @@ def open_captioned(
         if shards.first or shards.last is not None:
             raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} is a folder of images")
         places = _InFolder(files)
-    images = ImageFiles(places.images, image_size=image_size, flip=flip, seed=seed, enlarge=False)
+    crop = dataclasses.replace(crop, least=image_size)
+    images = ImageFiles(places.images, image_size=image_size, flip=flip, seed=seed, enlarge=False, crop=crop)
     return CaptionedFiles(places, images, shards)
 
 

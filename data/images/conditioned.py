@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from ..contracts import Processes, skipped_of
-from ..feed import Feed
+from ..crops import CENTER, Crop, crop_of
+from ..feed import Feed, split_seed_of
 from ..files.opening import demonstration_size
 from ..order import Split, split_samples, split_shards
 from ..stream import collate_entries
@@ -93,6 +94,7 @@ def open_conditioned(
     longest_text: int = 256,
     flip: bool = False,
     seed: int = 0,
+    crop: Crop = CENTER,
 ) -> ConditionedImages:
     """Open a set of images with what a model is conditioned on.
 
@@ -108,6 +110,7 @@ def open_conditioned(
             are then not read.
         longest_text: The most tokens that the model takes.
         flip: Half of the augmented images are mirrored, which captions and stored embeddings do not allow.
+        crop: What is cut out of augmented images, but for the demonstration.
 
     Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
     """
@@ -118,7 +121,7 @@ def open_conditioned(
             raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
         images = Scenes(n, image_size=image_size, flip=flip, seed=seed)
     else:
-        images = open_captioned(spec, image_size=image_size, shards=shards, flip=flip, seed=seed)
+        images = open_captioned(spec, image_size=image_size, shards=shards, flip=flip, seed=seed, crop=crop)
     takes = {IMAGE.key: takes_image, TEXT.key: takes_text}
     for key, (flag, _) in shards.embeddings.items():
         if tokenize or not takes[key]:
@@ -161,21 +164,40 @@ def decoder_feed(
     rows = {key: (_FLAGS[key], url) for key, url in urls.items() if url}
     shards = Shards(args.start_shard, args.end_shard, args.shard_width, args.index_width, rows)
 
-    def open_set() -> ConditionedImages:
+    def open_set(spec: str = args.image_folder, shards: Shards = shards) -> ConditionedImages:
         return open_conditioned(
-            args.image_folder, image_size=image_size, takes_image=takes_image, takes_text=takes_text, shards=shards,
-            tokenize=tokenize, longest_text=longest_text, flip=args.random_flip, seed=args.seed,
+            spec, image_size=image_size, takes_image=takes_image, takes_text=takes_text, shards=shards,
+            tokenize=tokenize, longest_text=longest_text, flip=args.random_flip, seed=args.seed, crop=crop_of(args),
         )  # fmt: skip
 
+    def open_valid() -> ConditionedImages:
+        return open_set(args.valid_folder, ALL_SHARDS)  # the flags of shards and rows are about those to train on
+
     def divide(samples: ConditionedImages) -> Split:
-        fractions = args.valid_fraction, args.test_fraction
+        fractions, seed = (args.valid_fraction, args.test_fraction), split_seed_of(args)
         if args.split_by == "sample":
-            return split_samples(len(samples), *fractions, args.seed, args.batch_size)
+            return split_samples(len(samples), *fractions, seed, args.batch_size)
         if samples.images.shards is None:
             raise ValueError(f"--split_by shard splits by tars, and {args.image_folder!r} has none: use sample")
-        return split_shards(samples.images.shards, *fractions, args.seed, args.batch_size)
+        return split_shards(samples.images.shards, *fractions, seed, args.batch_size)
 
-    return Feed(
-        open_set, args, processes, split_seed=args.seed, noun="image", source=args.image_folder,
-        collate=collate_entries, divide=divide,
+    feed: Feed[ConditionedBatch] = Feed(
+        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=args.image_folder,
+        collate=collate_entries, divide=divide, open_valid=open_valid if args.valid_folder else None,
     )  # fmt: skip
+    with processes.agreement():
+        if args.valid_folder:
+            _check_widths(feed.valid_samples, feed.first, args.valid_folder)
+    return feed
+
+
+def _check_widths(valid: Any, trained: Any, folder: str) -> None:
+    """Raise ValueError if the embeddings to validate are no such as the model is trained on; texts may be shorter or
+    longer."""
+    for kind, *pair in zip(KINDS, *([of.widths[kind.key] for kind in KINDS] for of in (valid, trained)), strict=True):
+        width, expected = (size[-1] if isinstance(size, tuple) else size for size in pair)
+        if width != expected:
+            raise ValueError(
+                f"{kind.noun}s of --valid_folder {folder} have {width} numbers, those to train on {expected}: compute "
+                "them with the same model"
+            )

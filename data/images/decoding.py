@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
 import os
+import threading
 import warnings
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 from torch import Tensor
 
 from tandem.files.reading import open_regular
 
-from ..bad_samples import Incomplete
+from ..bad_samples import Incomplete, accept_part, parts_are_accepted
+from ..crops import Cut, Square
 from ..files.source import Source, open_source
 from ..hashing import derive_key
 
@@ -32,6 +35,7 @@ FORMATS = {
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
+_switching = threading.Lock()  # held while Pillow's switch for damaged files is on
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -46,35 +50,44 @@ _UPRIGHT = {
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode_image(path: str, image_size: int, channels: int, enlarge: bool = True) -> Tensor:
-    """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped.
+def decode_image(path: str, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None) -> Tensor:
+    """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
+    or the square that `cut` gives, resized.
 
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha.
     Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
     more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
-    shorter side has fewer than `image_size` pixels.
+    shorter side has fewer than `image_size` pixels. Of a file that is cut off, `accepting_parts` lets the part be
+    returned that there is; the rest is black or grey.
     """
     with open_regular(path) as file:
-        return decode_image_file(file, image_size, channels, enlarge)
+        return decode_image_file(file, image_size, channels, enlarge, cut)
 
 
-def decode_source(source: Source, image_size: int, channels: int, enlarge: bool = True) -> Tensor:
+def decode_source(
+    source: Source, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
+) -> Tensor:
     """`decode_image` of a file, or of the part of a tar that holds one."""
     if source.size is None:
-        return decode_image(source.path, image_size, channels, enlarge)
+        return decode_image(source.path, image_size, channels, enlarge, cut)
     with open_source(source) as file, io.BufferedReader(file, _BUFFER) as buffered:
         try:
-            return decode_image_file(buffered, image_size, channels, enlarge)
+            image = decode_image_file(buffered, image_size, channels, enlarge, cut)
         except ValueError:
-            if file.error:  # Pillow saw the end of the file instead
-                raise file.error from None
-            raise
+            if not file.error:
+                raise
+        if file.error:  # Pillow saw the end of the file instead
+            raise file.error from None
+        return image
 
 
-def decode_image_file(file: BinaryIO, image_size: int, channels: int, enlarge: bool = True) -> Tensor:
+def decode_image_file(
+    file: BinaryIO, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
+) -> Tensor:
     """`decode_image` of an open file that can be read at random."""
     try:
-        pixels = np.asarray(_with_channels(_decode(file, image_size, enlarge), channels)).transpose(2, 0, 1)
+        image = _decode_or_accept(file, image_size, enlarge, cut)
+        pixels = np.asarray(_with_channels(image, channels)).transpose(2, 0, 1)
         return torch.from_numpy(np.ascontiguousarray(pixels))
     except Incomplete:
         raise
@@ -92,15 +105,36 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
-def _decode(file: BinaryIO, size: int, enlarge: bool) -> Image.Image:
+def _decode_or_accept(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:
+    """`_decode`, of a damaged file too if parts are accepted."""
+    try:
+        return _decode(file, size, enlarge, cut)
+    except (Incomplete, UnidentifiedImageError):
+        raise
+    except Exception as error:
+        if not parts_are_accepted():
+            raise
+        # Pillow has one switch, for the whole process. It is on for this second decoding alone, so that no other reader
+        # takes a damaged file for a whole one; and whole files never get here.
+        with _switching:
+            before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
+            try:
+                image = _decode(file, size, enlarge, cut)
+            finally:
+                ImageFile.LOAD_TRUNCATED_IMAGES = before
+        accept_part(error)
+        return image
+
+
+def _decode(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:
     """Open file -> upright square of mode L, RGB or RGBA."""
     with Image.open(file, formats=tuple(FORMATS)) as image:
         if not enlarge and min(image.size) < size:
             raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {size}")
-        width, height = _decode_small(image, size)
-        square = _resize_and_crop(_resizable(image), width, height, size)
+        square = _decode_small(image, size, cut)
+        picture = _resized(_resizable(image), square, size)
         orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
-    return square.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else square
+    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
 
 
 def _orientation(image: Image.Image) -> int:
@@ -110,13 +144,21 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _decode_small(image: Image.Image, size: int) -> tuple[float, float]:
-    """Set a JPEG to be decoded at 1/2, 1/4 or 1/8 if both sides remain >= size -> the exact (width, height) then.
+def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
+    """Set a JPEG to be decoded at 1/2, 1/4 or 1/8 if the square that is cut remains >= size -> this square then.
 
     The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
     """
-    scaled = image.draft(None, (size, size))
-    return scaled[1][2:] if scaled else image.size
+    whole = image.size
+    square = cut(*whole) if cut else None
+    needed = size if square is None else math.ceil(size * min(whole) / square.side)
+    scaled = image.draft(None, (needed, needed))
+    width, height = scaled[1][2:] if scaled else whole
+    if square is None:
+        side = min(width, height)
+        return Square((width - side) / 2, (height - side) / 2, side)
+    scale = width / whole[0]
+    return Square(*(scale * number for number in square))
 
 
 def _resizable(image: Image.Image) -> Image.Image:
@@ -130,10 +172,9 @@ def _resizable(image: Image.Image) -> Image.Image:
     return image.convert("L" if image.mode == "1" else "RGB")
 
 
-def _resize_and_crop(image: Image.Image, width: float, height: float, size: int) -> Image.Image:
-    """Resize the centred square of width x height pixels to (size, size). Pillow weights RGBA by alpha."""
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
+def _resized(image: Image.Image, square: Square, size: int) -> Image.Image:
+    """A square of an image -> (size, size). Pillow weights RGBA by alpha."""
+    left, top, side = square
     return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..contracts import Samples, skipped_of
+from ..crops import CENTER, Crop
 from ..files.find import Folder, TarFiles, find_files
 from ..files.opening import Listing, demonstration_size, list_files
 from ..files.source import Places
@@ -31,27 +32,29 @@ class ImageFiles:
     Args:
         enlarge: Whether images whose shorter side has fewer than `image_size` pixels are enlarged; else `load` raises
             `Incomplete` for them.
+        crop: What is cut out of augmented images; out of others it is the middle.
     """
 
     def __init__(
         self, places: Places, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0,
-        enlarge: bool = True,
+        enlarge: bool = True, crop: Crop = CENTER,
     ) -> None:  # fmt: skip
         self.places, self.describe, self.name = places, places.describe, places.name
         self.fingerprint, self.skipped = places.fingerprint, skipped_of(places)
         self.image_size, self.channels, self.flip, self.seed = image_size, channels, flip, seed
-        self.enlarge = enlarge
+        self.enlarge, self.crop = enlarge, crop
 
     def __len__(self) -> int:
         return len(self.places)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        image = decode_source(self.places.source(index), self.image_size, self.channels, self.enlarge)
+        cut = self.crop.cut(epoch, index) if augment else None
+        image = decode_source(self.places.source(index), self.image_size, self.channels, self.enlarge, cut)
         return randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image
 
 
 def open_images(
-    spec: str | None, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0
+    spec: str | None, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0, crop: Crop = CENTER
 ) -> ImageFiles | Shapes:
     """Open a set of images by its name:
 
@@ -59,7 +62,8 @@ def open_images(
     - a folder of images, flat or nested, in the order of the relative path;
     - webdataset tars: one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`).
 
-    channels: 3 (RGB) or 4 (RGBA). flip: half of the augmented images are mirrored left to right. No image is opened.
+    channels: 3 (RGB) or 4 (RGBA). flip: half of the augmented images are mirrored left to right. crop: what is
+    cut out of them, but for the demonstration. No image is opened.
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     if channels not in (3, 4):
@@ -68,7 +72,7 @@ def open_images(
     alike: dict[str, Any] = {"image_size": image_size, "channels": channels, "flip": flip, "seed": seed}
     if (n := demonstration_size(spec, "shapes", "images")) is not None:
         return Shapes(n, **alike)
-    return ImageFiles(_find(os.path.expanduser(spec)), **alike)
+    return ImageFiles(_find(os.path.expanduser(spec)), **alike, crop=crop)
 
 
 def _find(path: str) -> Places:

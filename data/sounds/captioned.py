@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..contracts import Processes, skipped_of
-from ..feed import Feed
+from ..feed import Feed, split_seed_of
 from ..hashing import Draws, derive_key
 from ..stream import collate_entries
 from ..tokenizers import Tokenizer
@@ -73,15 +74,14 @@ def caption_id(caption: str) -> int:
 def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokenizer) -> Feed[SoundBatch]:
     """The feed of a script that trains on sounds and captions.
 
-    `args` are those of `add_run_arguments`, and audio_data, sample_rate, clip_seconds and split_seed. Raises what
-    `Feed` raises.
+    `args` are those of `add_run_arguments`, and audio_data, sample_rate and clip_seconds. Raises what `Feed` raises.
     """
 
-    def open_set() -> CaptionedSounds:
+    def open_set(spec: str = args.audio_data) -> CaptionedSounds:
         hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds}
-        return CaptionedSounds(open_sounds(args.audio_data, **hearing, seed=args.seed), tokenizer, args.seed)
+        return CaptionedSounds(open_sounds(spec, **hearing, seed=args.seed), tokenizer, args.seed)
 
     return Feed(
-        open_set, args, processes, split_seed=args.split_seed, noun="sound", source=args.audio_data,
-        collate=collate_entries,
+        open_set, args, processes, split_seed=split_seed_of(args), noun="sound", source=args.audio_data,
+        collate=collate_entries, open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..crops import Cut
 from ..files.source import Source, open_source
 
 # FFmpeg knows the format by content; others, such as lists of files and addresses to read instead, are refused.
@@ -48,6 +49,8 @@ def opened(source: Source) -> Iterator[Video]:
             options = {"format_whitelist": _FORMATS}
             with av.open(file, options=options, metadata_errors="replace") as container:
                 yield Video(container)
+                if file.error:  # a damaged frame, to a reader that accepts parts of files
+                    raise file.error
         except av.FFmpegError as error:
             if file.error:
                 raise file.error from None
@@ -163,12 +166,13 @@ class Video:
 
 
 class Converter:
-    """Frames -> upright squares (side, side, 3) RGB. One for a clip: FFmpeg keeps megabytes for each."""
+    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives. One for a clip:
+    FFmpeg keeps megabytes for each."""
 
-    def __init__(self, side: int, pixel_width: float) -> None:
+    def __init__(self, side: int, pixel_width: float, cut: Cut | None = None) -> None:
         from av.video.reformatter import VideoReformatter
 
-        self._side, self._pixel_width = side, pixel_width
+        self._side, self._pixel_width, self._cut = side, pixel_width, cut
         self._resize, self._uncover = VideoReformatter().reformat, VideoReformatter().reformat
 
     def __call__(self, frame: Frame) -> Picture:
@@ -176,10 +180,17 @@ class Converter:
         if image.format.has_palette or any(component.is_alpha for component in image.format.components):
             image = self._over_white(image)
         sides = image.width * self._pixel_width, image.height
-        width, height = (max(self._side, round(side * self._side / min(sides))) for side in sides)
-        method = "AREA" if min(sides) > self._side else "BICUBIC"
+        square = self._cut(*(max(1, round(side)) for side in sides)) if self._cut else None
+        shorter = square.side if square else min(sides)
+        width, height = (max(self._side, round(side * self._side / shorter)) for side in sides)
+        method = "AREA" if shorter > self._side else "BICUBIC"
         small = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
-        picture: Picture = np.rot90(small.to_ndarray(), frame.image.rotation // 90)
+        pixels = small.to_ndarray()
+        if square:
+            begins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
+            top, left = (min(begin, room - self._side) for begin, room in zip(begins, pixels.shape, strict=False))
+            pixels = pixels[top : top + self._side, left : left + self._side]
+        picture: Picture = np.rot90(pixels, frame.image.rotation // 90)
         top, left = ((side - self._side) // 2 for side in picture.shape[:2])
         return picture[top : top + self._side, left : left + self._side]
 

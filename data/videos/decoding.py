@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bad_samples import Unsuitable
+from ..bad_samples import Unsuitable, accept_part
+from ..crops import CENTER, Crop, Cut
 from ..files.opening import missing_package
 from ..files.source import Source
 from ..hashing import Draws
@@ -39,6 +40,7 @@ class ClipDecoder:
             frame, "skip" makes it `Unsuitable`.
         clip_starts: Where clips begin in training: "anywhere", or at the last "keyframe" before a random time, which
             saves decoding the frames between, and makes clips after rare key frames likelier.
+        crop: What is cut out of all frames of a clip in training; else it is the middle.
     """
 
     def __init__(
@@ -51,24 +53,27 @@ class ClipDecoder:
         short_clips: str = "repeat",
         clip_starts: str = "anywhere",
         seed: int = 0,
+        crop: Crop = CENTER,
     ) -> None:
         assert short_clips in SHORT_CLIPS and clip_starts in CLIP_STARTS, (short_clips, clip_starts)
         self.image_size, self.num_frames, self.fps, self.frame_stride = image_size, num_frames, fps, frame_stride
-        self.short_clips, self.clip_starts, self.seed = short_clips, clip_starts, seed
+        self.short_clips, self.clip_starts, self.seed, self.crop = short_clips, clip_starts, seed, crop
 
     def load(self, source: Source, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), between
         start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine the place of the
         clip; else it is the middle.
 
-        Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
+        Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there. Where
+        `accepting_parts`, a clip of a damaged video is taken from before the damage.
         """
+        cut = self.crop.cut(epoch, index) if augment else None
         if source.name.lower().endswith(IMAGE_ENDINGS):
-            frames = [self._image(source).permute(1, 2, 0).numpy()]
+            frames = [self._image(source, cut).permute(1, 2, 0).numpy()]
         else:
             share = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
             with opened(source) as video:
-                frames = self._clip(video, source, share, augment and self.clip_starts == "keyframe")
+                frames = self._clip(video, source, share, augment and self.clip_starts == "keyframe", cut)
         return self._filled(frames)
 
     def frames(self, source: Source) -> Iterator[tuple[Tensor, float | None]]:
@@ -90,10 +95,10 @@ class ClipDecoder:
                 fps = self.fps or video.ticks_per_second / ticks
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
 
-    def _image(self, source: Source) -> Tensor:
-        return decode_source(source, self.image_size, 3)
+    def _image(self, source: Source, cut: Cut | None = None) -> Tensor:
+        return decode_source(source, self.image_size, 3, cut=cut)
 
-    def _clip(self, video: Video, source: Source, share: float, at_keyframe: bool) -> list[Picture]:
+    def _clip(self, video: Video, source: Source, share: float, at_keyframe: bool, cut: Cut | None) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
         begin, end = video.part(source)
         step = self._step(video)
@@ -102,11 +107,12 @@ class ClipDecoder:
         if at_keyframe:
             start = max(begin, video.keyframe_before(start))
         for tries in itertools.count(1):
-            frames = [picture for _, picture in itertools.islice(self._pictures(video, start, end), self.num_frames)]
+            pictures = self._pictures(video, start, end, cut)
+            frames = list(_readable(itertools.islice(pictures, self.num_frames)))
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
                 return frames
-            # The video is shorter than its header states: go back from the last frame that there is.
+            # The video is shorter than its header states, or damaged: go back from the last frame that there is.
             start = max(begin, min(start, video.reached) - 2**tries * missing * step)
         raise AssertionError
 
@@ -114,9 +120,11 @@ class ClipDecoder:
         """Ticks from one frame of a clip to the next."""
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
-    def _pictures(self, video: Video, start: float, end: float) -> Iterator[tuple[float, Picture]]:
+    def _pictures(
+        self, video: Video, start: float, end: float, cut: Cut | None = None
+    ) -> Iterator[tuple[float, Picture]]:
         """The frames from time `start` to before `end`, in ticks, as (image_size, image_size, 3), with their times."""
-        convert = Converter(self.image_size, video.pixel_width)
+        convert = Converter(self.image_size, video.pixel_width, cut)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
                 if number and frame.pts >= end:
@@ -154,6 +162,18 @@ class ClipDecoder:
         for place, number in enumerate(order):
             clip[:, place] = frames[number].transpose(2, 0, 1)
         return torch.from_numpy(clip)
+
+
+def _readable(pictures: Iterator[tuple[float, Picture]]) -> Iterator[Picture]:
+    """The pictures; if parts are accepted, those up to the first one that is damaged."""
+    import av
+
+    try:
+        for _, picture in pictures:
+            yield picture
+    except av.FFmpegError as error:
+        if not accept_part(ValueError(f"FFmpeg cannot read all of it: {error.strerror or error}")):
+            raise
 
 
 def require_decoder() -> None:

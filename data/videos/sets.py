@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..contracts import Processes, Samples, skipped_of
-from ..feed import Feed
+from ..crops import CENTER, Crop, crop_of
+from ..feed import Feed, split_seed_of
 from ..files.find import Folder, TarFiles, find_files
 from ..files.manifest import Columns, Parts, part_of, read_rows
 from ..files.opening import Listing, demonstration_size, list_files
@@ -68,6 +69,7 @@ def open_videos(
     seed: int = 0,
     short_clips: str = "repeat",
     clip_starts: str = "anywhere",
+    crop: Crop = CENTER,
 ) -> Moving | VideoFiles:
     """Open a set of videos by its name:
 
@@ -77,8 +79,9 @@ def open_videos(
       perhaps `start_seconds` and `end_seconds` (or `start_s` and `end_s`), the part that clips are taken from;
     - webdataset tars: one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`).
 
-    flip: half of the augmented clips are mirrored left to right. The others are arguments of `ClipDecoder`. No video is
-    opened. Raises ValueError, in one line, if there is no such set or nothing in it.
+    flip: half of the augmented clips are mirrored left to right. The others are arguments of `ClipDecoder`; nothing is
+    cut out of the demonstration. No video is opened. Raises ValueError, in one line, if there is no such set or nothing
+    in it.
     """
     if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
         raise ValueError(
@@ -93,7 +96,7 @@ def open_videos(
     require_decoder()
     clips = ClipDecoder(
         image_size, num_frames, fps=fps, frame_stride=frame_stride, short_clips=short_clips, clip_starts=clip_starts,
-        seed=seed,
+        seed=seed, crop=crop,
     )  # fmt: skip
     # An image is too short for a clip: leave it out by its name.
     endings = ENDINGS if short_clips == "skip" and num_frames > 1 else (*ENDINGS, *IMAGE_ENDINGS)
@@ -148,11 +151,11 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
 
     `args` are those of `add_video_arguments` and `add_run_arguments`. Raises what `Feed` raises.
     """
-    alike = {"image_size": args.image_size, "flip": args.random_flip, "seed": args.seed}
+    alike = {"image_size": args.image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop_of(args)}
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
 
-    def open_set() -> Samples:
-        return open_videos(args.video_folder, **alike, **{name: getattr(args, name) for name in names})
+    def open_set(spec: str = args.video_folder) -> Samples:
+        return open_videos(spec, **alike, **{name: getattr(args, name) for name in names})
 
     def open_second() -> Samples:
         if args.image_every == 1:
@@ -160,7 +163,8 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
         return OneFrameClips(open_images(args.image_folder, **alike))
 
     return Feed(
-        open_set, args, processes, split_seed=args.split_seed, noun="clip", collate=collate_videos,
+        open_set, args, processes, split_seed=split_seed_of(args), noun="clip", collate=collate_videos,
         source=" and ".join(filter(None, [args.video_folder, args.image_folder])),
         open_second=open_second if args.image_folder else None, second_every=args.image_every,
+        open_valid=functools.partial(open_set, args.valid_folder) if args.valid_folder else None,
     )  # fmt: skip

@@ -27,7 +27,8 @@ def arguments(**changed: Any) -> argparse.Namespace:
     """130 images, of which 26 are for validation: 4 steps of 6 and 7, where a batch has 8."""
     settings: dict[str, Any] = {
         "image_folder": "demo:shapes:130", "image_size": 16, "random_flip": False, "seed": 0, "valid_fraction": 0.2,
-        "batch_size": 8, "num_workers": 0, "on_bad_sample": "replace", "valid_samples": 0,
+        "batch_size": 8, "num_workers": 0, "on_bad_sample": "replace", "valid_samples": 0, "crop": "center",
+        "crop_area": None, "valid_folder": None, "split_seed": None,
     }  # fmt: skip
     return argparse.Namespace(**{**settings, **changed})
 

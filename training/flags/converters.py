@@ -94,6 +94,19 @@ class Joined(Generic[T]):
         return self._separator.join(map(str, values))
 
 
+class Ascending(Joined[float]):
+    """Converter of two numbers with a comma between them, the smaller first, to a tuple."""
+
+    def __init__(self, convert: Callable[[str], float]) -> None:
+        super().__init__(",", convert, count=2)
+
+    def __call__(self, text: str) -> tuple[float, ...]:
+        low, high = super().__call__(text)
+        if low > high:
+            raise argparse.ArgumentTypeError(f"expected the smaller number first, got {quoted(text)}")
+        return low, high
+
+
 class Names:
     """Converter of a comma list out of `known`, in any case, or "none", to a tuple: sorted, each name once."""
 
@@ -122,6 +135,10 @@ def _template(text: str) -> str:
 
 sizes = Joined(",", size_or_0)
 two_fractions = Joined(",", fraction, count=2)
+# A smaller share would be a few pixels, and the frames of which it is cut far larger than those that are read.
+area_range = Ascending(
+    partial(_number, accepts=lambda number: 0.01 <= number <= 1, expected="a share of the area from 0.01 to 1")
+)
 templates = Joined("|", _template)
 words = Joined(",", str)
 

@@ -17,7 +17,8 @@ def gan_weight_scale(args: argparse.Namespace) -> float:
 
 
 def refuse_idle_flags(parser: ArgumentParser, args: argparse.Namespace, *groups: str) -> None:
-    """End with an error if a flag of these groups ("quantizer", "adversary", "videos", "conditioned images", "clip")
+    """End with an error if a flag of these groups ("quantizer", "adversary", "images", "videos",
+    "conditioned images", "clip")
     stands on the command line and has no effect beside the other flags. Fill in defaults that depend on other flags."""
     for group in groups:
         _GROUPS[group](parser, args)
@@ -36,13 +37,22 @@ def _adversary(parser: ArgumentParser, args: argparse.Namespace) -> None:
     parser.refuse_idle(args, ["lecam_decay"], "lecam_weight", "above 0", args.lecam_weight > 0)
 
 
+def _images(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    crops = ["crop", "crop_area"]
+    parser.refuse_idle(args, crops, "image_folder", "PATH", not args.image_folder.startswith("demo:"))
+
+
 def _videos(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    of_files = ["short_clips", "clip_starts"]
-    parser.refuse_idle(args, of_files, "video_folder", "PATH", not args.video_folder.startswith("demo:"))
+    of_files = any(not (spec or "demo:").startswith("demo:") for spec in (args.video_folder, args.image_folder))
+    parser.refuse_idle(args, ["crop", "crop_area"], "video_folder", "PATH", of_files)
+    parser.refuse_idle(
+        args, ["short_clips", "clip_starts"], "video_folder", "PATH", not args.video_folder.startswith("demo:")
+    )
     parser.refuse_idle(args, ["image_every"], "image_folder", "PATH", args.image_folder is not None)
 
 
 def _conditioned_images(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    _images(parser, args)
     by_row = args.image_embeddings is not None or args.text_embeddings is not None
     parser.refuse_idle(args, ["shard_width"], "image_folder", "with {} for the number", "{}" in args.image_folder)
     parser.refuse_idle(args, ["index_width"], "image_embeddings", "PATH", by_row)
@@ -58,6 +68,7 @@ def _clip(parser: ArgumentParser, args: argparse.Namespace) -> None:
 _GROUPS: dict[str, Callable[[ArgumentParser, argparse.Namespace], None]] = {
     "quantizer": _quantizer,
     "adversary": _adversary,
+    "images": _images,
     "videos": _videos,
     "conditioned images": _conditioned_images,
     "clip": _clip,

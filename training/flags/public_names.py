@@ -105,7 +105,7 @@ _MUSE = Public(
         Argument("save_model_every", 1000, "save_every_n_steps"),
         Argument("results_folder", "./results", "output_dir"),
         Argument("valid_frac", 0.05, "valid_fraction"),
-        Argument("random_split_seed", 42, None, "--seed chooses the split, too"),
+        Argument("random_split_seed", 42, "split_seed", "not given: --seed"),
         Argument("use_ema", True, None, "--ema_decay above 0 keeps an average, 0 none"),
         Argument("ema_beta", 0.995, "ema_decay", "had no effect there, where 0.9999 ran"),
         Argument("ema_update_after_step", 0, None, _NO_WAIT),

@@ -1,10 +1,13 @@
 """Flags of several scripts. Imports the standard library only, so that `--help` is fast."""
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 from .converters import (
     PRECISIONS,
     Names,
+    area_range,
     average_length,
     digit_count,
     epoch_count,
@@ -34,6 +37,7 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
         "demo:shapes draws images itself")
     add("--image_size", type=pixels, default=image_size, metavar="PIXELS", help=image_size_help)
     add("--random_flip", action="store_true", help="mirror each training image with probability 1/2")
+    _add_crops(add, "image")
     add("--num_images_save", type=size, default=4, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
 
@@ -51,6 +55,7 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         help="digits of the number that {} in --image_folder stands for")
     add("--random_flip", action="store_true",
         help="mirror each training image with probability 1/2; only without captions and stored embeddings")
+    _add_crops(add, "image")
     add("--num_images_save", type=size, default=6, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
 
@@ -74,6 +79,15 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is held out: single images, or whole tars")
 
 
+def _add_crops(add: Callable[..., Any], noun: str) -> None:
+    """Add the flags of what is cut out of pictures in training."""
+    add("--crop", type=str.lower, choices=("center", "random"), default="center",
+        help=f"where training cuts the square out of each {noun}, after its shorter side was resized")
+    add("--crop_area", type=area_range, metavar="MIN,MAX",
+        help=f"cut the square out of a random part of each training {noun} that has this share of its area, such as "
+        "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)")
+
+
 def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
     """Add the flags of every script that trains on videos, perhaps with images between them."""
     add = parser.add_argument_group("videos").add_argument
@@ -90,13 +104,12 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     add("--clip_starts", type=str.lower, choices=("anywhere", "keyframe"), default="anywhere",
         help="where clips begin in training: keyframe, the last key frame before a random time, is faster to read")
     add("--random_flip", action="store_true", help="mirror each training clip with probability 1/2")
+    _add_crops(add, "clip")
     add("--image_folder", metavar="PATH",
         help="folder or webdataset tars of images to train on as clips of one frame; demo:shapes draws images itself "
         "(default: none)")
     add("--image_every", type=positive_int, default=4, metavar="N",
         help="with --image_folder, every N-th update is one of images")
-    add("--split_seed", type=non_negative_int, default=42, metavar="INT",
-        help="seed that chooses the validation split")
     add("--num_videos_save", type=size, default=3, metavar="N",
         help="clips in a sample picture; at most a batch of them if there is no validation split")
 
@@ -117,7 +130,6 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
         help="text tokenizer: clip, or the path of a Hugging Face tokenizer.json")
     add("--max_text_tokens", type=size, default=256, metavar="TOKENS",
         help="texts are cut off after this number of tokens")
-    add("--split_seed", type=non_negative_int, default=42, metavar="INT", help="seed that chooses the validation split")
     add("--num_sounds_shown", type=size, default=8, metavar="N", help="spectrograms in a sample picture")
 
     add = parser.add_argument_group("spectrogram").add_argument
@@ -158,6 +170,7 @@ def add_run_arguments(
     num_workers: int = 2,
     ema_decay: float = 0.0,
     valid_fraction: float = 0.05,
+    split_seed: int | None = None,
     validate_every_n_steps: int = 100,
     sample_every_n_steps: int = 100,
     save_every_n_steps: int = 100,
@@ -181,7 +194,7 @@ def add_run_arguments(
         help="make three updates, a validation, a picture and a checkpoint in a folder of their own, say what they and "
         "the whole run take, and delete them")
     add("--seed", type=non_negative_int, default=0, metavar="INT",
-        help="seed of the initial weights, the data order, the noise and the split")
+        help="seed of the initial weights, the data order and the noise")
     add("--epochs", type=epoch_count, default=epochs, metavar="EPOCHS", help="passes over the training data")
     add("--max_steps", type=positive_int, metavar="UPDATES",
         help="stop after this number of updates, if --epochs would last longer")
@@ -217,12 +230,18 @@ def add_run_arguments(
         help="loader processes per training process; 0: load in the training process")
     add("--valid_fraction", type=fraction, default=valid_fraction, metavar="FRACTION",
         help="fraction of the data that is held out for validation; 0: none")
+    add("--valid_folder", metavar="PATH",
+        help="another set of the same kind, all of which is the validation split, instead of --valid_fraction")
+    add("--split_seed", type=non_negative_int, default=split_seed, metavar="INT",
+        help=f"seed that chooses the validation split{'' if split_seed else ' (default: --seed)'}")
+    parser.add_alternatives(valid_folder=None, valid_fraction=0.0)
     add("--valid_samples", type=non_negative_int, metavar="SAMPLES",
         help="samples of the validation split that a validation sees, always the same ones and at least a batch; at "
         "the end of the run the whole split is measured besides; 0: the whole split each time (default: a tenth of the "
         "samples that are trained on between two validations)")
-    add("--on_bad_sample", type=str.lower, choices=("replace", "error"), default="replace",
-        help="if a file cannot be read, replace it by the next sample, or stop with an error")
+    add("--on_bad_sample", type=str.lower, choices=("replace", "accept", "error"), default="replace",
+        help="if a file cannot be read, replace it by the next sample, or stop with an error; accept: take what can be "
+        "read of it, the beginning of an image, video or sound, and replace it if that is nothing")
 
     add = parser.add_argument_group("validation and logging").add_argument
     add("--log_every_n_steps", type=positive_int, default=10, metavar="UPDATES",

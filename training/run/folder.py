@@ -18,8 +18,9 @@ from .starts import add_start, script_of, starts
 if TYPE_CHECKING:
     from ..contracts import Processes
 
-# Data order, split and noise depend on the seed: with another seed, a resumed run would not continue the old run.
-_OF_THE_RUN = ("seed",)
+# Data order, split and noise depend on the seeds: with others, a resumed run would not continue the old run, and would
+# be measured on samples that it was trained on.
+_OF_THE_RUN = ("seed", "split_seed")
 
 # What --fresh must not leave in place, and the keys by which config.yaml is known to be that of a run.
 _OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
@@ -116,7 +117,7 @@ class RunFolder:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else error
                 raise ValueError(f"cannot resume: {path}: {reason}; restore it, or start over with --fresh") from None
             saved = saved if isinstance(saved, dict) else {}
-            was, now = resolve(saved), resolve(config)
+            was, now = (_with_split_seed(resolve(settings)) for settings in (saved, config))
             # Compare resolved values, but report the arguments as they were written.
             differences = [
                 f"--{name} was {saved.get(name)} and is now {config[name]}"
@@ -228,6 +229,12 @@ class RunFolder:
         """Whether a torchrun that started these processes has started the run in the folder before."""
         before = [start.get("torchruns") for start in starts(self.path)]
         return any(each in known for known in before if isinstance(known, list) for each in self._torchruns)
+
+
+def _with_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose --split_seed is a number: --seed if it is not given, as in runs from before there was the flag."""
+    seed = settings.get("split_seed")
+    return {**settings, "split_seed": settings.get("seed") if seed is None else seed}
 
 
 def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:

@@ -146,7 +146,7 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
     if line or run.due(run.args.save_every_n_steps):
         feed.report_bad_samples(run.say)
     if line:
-        run.write_line({**line, "bad_samples": feed.bad_samples.count})
+        run.write_line({**line, **feed.bad_samples.counts})
         for evaluation in evaluations:
             for warning in evaluation.watch(run.progress.step, line):
                 run.warn(warning)

@@ -32,7 +32,7 @@ from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
 _TIMES = ("samples_per_second", "seconds", "time", "flop_utilisation")
-_FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data")  # flags of the scripts
+_FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
 class Run:
@@ -292,7 +292,7 @@ class Run:
             self.progress.unfinished_line = {**line, **self._times()} if line else {}
         self.save()
         if line and not evaluation_is_due:
-            self.write_line({**line, "bad_samples": self._feed.bad_samples.count})
+            self.write_line({**line, **self._feed.bad_samples.counts})
         if not self._saves.failure():
             again = "without --fresh" if self.args.fresh else "again"
             self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")

@@ -28,7 +28,7 @@ BROKEN = (3, 11)
 def feed(audio_data: Path | str, tokenizer=TOKENIZER, **changed: Any) -> Feed[SoundBatch]:
     settings: dict[str, Any] = {
         "audio_data": str(audio_data), "sample_rate": RATE, "clip_seconds": 0.5, "seed": 0, "split_seed": 42,
-        "valid_fraction": 0.25, "batch_size": 4, "num_workers": 0, "on_bad_sample": "replace",
+        "valid_fraction": 0.25, "batch_size": 4, "num_workers": 0, "on_bad_sample": "replace", "valid_folder": None,
         "valid_samples": 0,
     }  # fmt: skip
     return sound_feed(argparse.Namespace(**{**settings, **changed}), Process(), tokenizer)

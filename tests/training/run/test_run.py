@@ -75,7 +75,9 @@ class Numbers:
     noun, train_set, valid_set, samples_per_epoch = "number", range(16), range(4), 16
 
     def __init__(self):
-        self.bad_samples = SimpleNamespace(count=0, state_dict=dict, load_state_dict=lambda state: None)
+        self.bad_samples = SimpleNamespace(
+            counts={"bad_samples": 0}, state_dict=dict, load_state_dict=lambda state: None
+        )
         self.validated = self.valid_set
 
     @contextlib.contextmanager

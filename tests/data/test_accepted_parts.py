@@ -1,0 +1,240 @@
+"""--on_bad_sample accept: what can be read of a damaged file is the sample, and that is said and counted."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image, ImageFile
+from torch import Tensor
+
+from data import image_feed, open_images
+from data.bad_samples import accepting_parts
+from data.files.source import Source
+from data.images.decoding import decode_image, decode_image_file
+from data.sounds.decoding import ClipDecoder as SoundDecoder
+from data.videos.decoding import ClipDecoder as VideoDecoder
+from tests.data.helpers import Process, on_all, one_line, write_tar
+from tests.data.test_feed import arguments
+from tests.data.videos.files import numbers, write_video
+
+SIDE = 48
+# Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end, WebP is read as a whole.
+CUT_SHORT = {"JPEG": {}, "PNG": {}, "BMP": {}, "GIF": {}, "TIFF": {}, "PPM": {}}
+RATE = 16000
+
+
+def encoded(kind: str, number: int = 0) -> bytes:
+    content = io.BytesIO()
+    noise = np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(content, kind)
+    return content.getvalue()
+
+
+def cut(content: bytes, share: float = 0.6) -> bytes:
+    return content[: int(len(content) * share)]
+
+
+def as_pillow_reads_it(content: bytes, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+        pixels = np.array(Image.open(io.BytesIO(content)).convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("kind", CUT_SHORT)
+def test_an_image_that_is_cut_off_is_what_pillow_reads_of_it(kind, monkeypatch):
+    whole, short = encoded(kind), cut(encoded(kind))
+    with accepting_parts() as reasons:
+        found = decode_image_file(io.BytesIO(short), SIDE, 3)
+    assert torch.equal(found, as_pillow_reads_it(short, monkeypatch))
+    assert len(reasons) == 1 and "truncated" in reasons[0] and "\n" not in reasons[0]
+    is_there = (found == as_pillow_reads_it(whole, monkeypatch)).all(0)
+    assert 0.2 < is_there.float().mean() < 0.7, "the rows that lie in front of the cut, wherever the format puts them"
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+    assert "truncated" in one_line(decode_image_file, io.BytesIO(short), SIDE, 3), "nobody asked for it here"
+
+
+@pytest.mark.parametrize("kind", [*CUT_SHORT, "WEBP"])
+def test_whole_images_are_read_as_ever_and_pillows_switch_stays_off(kind, monkeypatch):
+    content, seen = encoded(kind), []
+    load = ImageFile.ImageFile.load
+    monkeypatch.setattr(
+        ImageFile.ImageFile, "load", lambda image: (seen.append(ImageFile.LOAD_TRUNCATED_IMAGES), load(image))[1]
+    )
+    with accepting_parts() as reasons:
+        found = decode_image_file(io.BytesIO(content), SIDE, 3)
+    assert torch.equal(found, decode_image_file(io.BytesIO(content), SIDE, 3))
+    assert reasons == [] and not any(seen)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "the file is empty"), (b"no picture", "none of JPEG"), (cut(encoded("WEBP")), "decoder"),
+        (encoded("JPEG")[:40], "Truncated"), (encoded("PNG")[:20], "Truncated"),
+    ],
+    ids=["empty", "text", "webp", "header of a jpeg", "header of a png"],
+)  # fmt: skip
+def test_what_holds_no_part_of_an_image_stays_a_bad_sample(content, expected):
+    with accepting_parts() as reasons:
+        assert expected in one_line(decode_image_file, io.BytesIO(content), SIDE, 3)
+    assert reasons == [] and not ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+def test_other_threads_refuse_damaged_files_meanwhile():
+    said = []
+
+    def read() -> None:
+        said.append(one_line(decode_image_file, io.BytesIO(cut(encoded("PNG"))), SIDE, 3))
+
+    with accepting_parts() as reasons:
+        other = threading.Thread(target=read)
+        other.start()
+        other.join()
+    assert len(said) == 1 and reasons == []
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, monkeypatch):
+    write_tar(tmp_path / "0.tar", {"a": {"jpg": encoded("JPEG")}})
+    images = open_images(str(tmp_path / "0.tar"), image_size=SIDE)
+    read, calls = os.pread, itertools.count()
+
+    def fail_late(*request: int) -> bytes:
+        if next(calls) > 0:
+            raise OSError(5, "Input/output error")
+        return read(request[0], 512, request[2])
+
+    monkeypatch.setattr(os, "pread", fail_late)
+    with accepting_parts(), pytest.raises(OSError, match="Input/output error"):
+        images.load(0)
+
+
+def folder_of(path: Path, n: int = 40, damaged: tuple[int, ...] = (5, 9), no_images: tuple[int, ...] = (7,)) -> Path:
+    path.mkdir()
+    for number in range(n):
+        content = encoded("PNG", number)
+        short = cut(content) if number in damaged else content
+        (path / f"{number:02d}.png").write_bytes(b"no picture" if number in no_images else short)
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("in_tars", [False, True])
+def test_accepted_parts_are_trained_on_counted_once_and_said_and_other_bad_files_are_replaced(
+    tmp_path, in_tars, world_size, workers
+):
+    path = folder_of(tmp_path / "images")
+    if in_tars:
+        contents = {file.stem: {"png": file.read_bytes()} for file in sorted(path.iterdir())}
+        path = write_tar(tmp_path / "tars" / "0.tar", contents)
+    args = arguments(
+        image_folder=str(path), on_bad_sample="accept", valid_fraction=0.0, image_size=SIDE, num_workers=workers
+    )
+
+    def train(process: Process) -> tuple[set[int], list[str], dict[str, int], list]:
+        feed, said = image_feed(args, process), []
+        batches = [feed.start(0), *(feed.next() for _ in range(9))]  # two epochs
+        feed.report_bad_samples(said.append)
+        known = feed.bad_samples.state_dict()
+        shown = [batch["images"][batch["ids"].index(5)] for batch in batches if 5 in batch["ids"]]
+        return {index for batch in batches for index in batch["ids"]}, said, {**feed.bad_samples.counts, **known}, shown
+
+    found = on_all(world_size, train)
+    assert set().union(*(ids for ids, *_ in found)) == set(range(40)) - {7}
+    for _, said, counts, _ in found:
+        assert (counts["bad_samples"], counts["partial_samples"], sorted(counts["partial"])) == (1, 2, [5, 9])
+        assert (
+            sum(line.startswith("accepted a part of 2 images so far, such as ") for line in said) == 1 == len(said) - 1
+        )
+        assert sum(line.startswith("cannot read ") for line in said) == 1
+    expected = Path(tmp_path / "images" / "05.png")
+    with accepting_parts():
+        part = decode_image(str(expected), SIDE, 3)
+    assert all(torch.equal(image, part) for *_, shown in found for image in shown)
+    assert sum(len(shown) for *_, shown in found) == 2
+
+
+def test_a_run_whose_files_are_all_cut_off_goes_on(tmp_path):
+    path = folder_of(tmp_path / "images", damaged=tuple(range(40)), no_images=())
+    feed = image_feed(arguments(image_folder=str(path), on_bad_sample="accept", image_size=SIDE), Process())
+    said: list[str] = []
+    feed.start(0)
+    for _ in range(4):
+        feed.next()
+    feed.report_bad_samples(said.append)
+    assert feed.bad_samples.counts == {"bad_samples": 0, "partial_samples": 40}
+    assert len(said) == 1 and said[0].startswith("accepted a part of 40 images so far, such as ")
+
+
+def test_a_clip_of_a_damaged_video_is_taken_from_before_the_damage(tmp_path):
+    path = write_video(tmp_path / "a.mkv", 60, codec="ffv1")
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + len(content) // 8] = bytes(len(content) // 8)
+    path.write_bytes(bytes(content))
+    decoder, source = VideoDecoder(64, 5), Source(str(path))
+    assert "FFmpeg cannot read it" in one_line(decoder.load, source, 0)
+    with accepting_parts() as reasons:
+        found = numbers(decoder.load(source, 0))
+    assert found == list(range(found[0], found[0] + 5)) and found[-1] < 30
+    assert reasons and reasons[0].startswith("FFmpeg cannot read all of it: ")
+
+
+def test_a_video_without_a_beginning_stays_a_bad_sample(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 60)  # its table of contents is at its end
+    path.write_bytes(cut(path.read_bytes(), 0.8))
+    with accepting_parts():
+        assert one_line(VideoDecoder(64, 5).load, Source(str(path)), 0)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("ending", ["wav", "aiff"])
+def test_a_clip_of_a_sound_that_is_cut_off_is_one_of_what_is_left(tmp_path, ending, augment):
+    path = tmp_path / f"a.{ending}"
+    soundfile.write(path, np.arange(10 * RATE) / 2**20, RATE, subtype="FLOAT")  # each sample says its place
+    path.write_bytes(cut(path.read_bytes(), 0.5))
+    decoder, source = SoundDecoder(RATE, RATE), Source(str(path))
+    assert "it is cut off" in one_line(decoder.load, source, 0)
+    begins = set()
+    for epoch in range(5 if augment else 1):
+        with accepting_parts() as reasons:
+            clip = decoder.load(source, 0, epoch, augment)
+        begin = round(float(clip[0]) * 2**20)
+        assert torch.equal(clip, (begin + torch.arange(RATE)) / 2**20) and begin + RATE <= 5 * RATE
+        assert len(reasons) == 1 and "it is cut off" in reasons[0]
+        begins.add(begin)
+    assert len(begins) == (5 if augment else 1), "a place is drawn for each epoch, as of whole sounds"
+
+
+@pytest.mark.parametrize("ending", ["flac", "mp3"])
+def test_a_sound_that_ends_before_its_clip_gives_its_beginning(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    noise = np.random.default_rng(0).normal(0, 0.1, 10 * RATE)
+    soundfile.write(path, noise, RATE)
+    whole = SoundDecoder(RATE, RATE).load(Source(str(path), end_seconds=1.0), 0)
+    path.write_bytes(cut(path.read_bytes(), 0.3))
+    assert one_line(SoundDecoder(RATE, RATE).load, Source(str(path)), 0)
+    with accepting_parts() as reasons:
+        clip = SoundDecoder(RATE, RATE).load(Source(str(path)), 0)
+        longer = SoundDecoder(RATE, 5 * RATE).load(Source(str(path)), 0)
+    assert torch.corrcoef(torch.stack([clip, whole]))[0, 1] > 0.99
+    assert len(reasons) == 2
+    assert min(float(part.std()) for part in longer.split(RATE // 4)) > 0.05, "repeated, and nowhere silent"
+
+
+def test_a_sound_of_which_nothing_is_left_stays_a_bad_sample(tmp_path):
+    path = tmp_path / "a.flac"
+    soundfile.write(path, np.zeros(10 * RATE), RATE)
+    path.write_bytes(path.read_bytes()[:60])
+    with accepting_parts() as reasons:
+        assert one_line(SoundDecoder(RATE, RATE).load, Source(str(path)), 0)
+    assert reasons == []

@@ -1,0 +1,261 @@
+"""What is cut out of pictures in training: the distribution, its keys, and the same square by every decoder."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+
+from data import image_feed, open_images
+from data.crops import Crop, Square
+from data.hashing import Draws
+from data.images.captioned import open_captioned
+from data.images.decoding import decode_image
+from data.videos.decoding import ClipDecoder
+from data.videos.sets import VideoFiles, open_videos
+from tests.data.helpers import Process, assert_same, global_batches
+from tests.data.test_feed import arguments
+from tests.data.videos.files import write_video
+from training.flags.converters import area_range
+
+N = 4000
+# Two samples of N draws from one distribution are farther apart once in 10,000 times (Kolmogorov-Smirnov).
+FAR = 2.23 * math.sqrt(2 / N)
+SIZES = [(200, 200), (300, 200), (150, 600), (1000, 100)]
+
+
+def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference of two empirical distribution functions."""
+    values = np.concatenate([ours, theirs])
+    functions = (np.searchsorted(np.sort(sample), values, side="right") / len(sample) for sample in (ours, theirs))
+    return float(np.abs(np.subtract(*functions)).max())
+
+
+def regions(crop: Crop, width: int, height: int) -> np.ndarray:
+    """Left, top, width and height of N regions."""
+    return np.array([crop._region(width, height, Draws("test", i)) for i in range(N)])
+
+
+@pytest.mark.parametrize("area", [(0.08, 1.0), (0.5, 0.6)])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_regions_are_distributed_as_those_of_torchvision(width, height, area):
+    ours = regions(Crop(area=area), width, height)
+    picture = torch.zeros(1, height, width)
+    torch.manual_seed(0)
+    drawn = [RandomResizedCrop.get_params(picture, list(area), [3 / 4, 4 / 3]) for _ in range(N)]
+    theirs = np.array([(left, top, across, down) for top, left, down, across in drawn])
+    for column in range(4):
+        assert distance(ours[:, column], theirs[:, column]) < FAR, column
+    for measured in (lambda r: r[:, 2] * r[:, 3], lambda r: r[:, 2] / r[:, 3]):
+        assert distance(measured(ours), measured(theirs)) < FAR
+
+
+def test_area_and_shape_are_drawn_evenly():
+    found = regions(Crop(area=(0.1, 0.4)), 4000, 4000)  # so large that every draw fits, and rounding does not count
+    area, ratio = found[:, 2] * found[:, 3] / 4000**2, np.log(found[:, 2] / found[:, 3])
+    evenly = (np.arange(N) + 0.5) / N
+    assert distance(area, 0.1 + 0.3 * evenly) < FAR
+    assert distance(ratio, math.log(4 / 3) * (2 * evenly - 1)) < FAR
+
+
+def test_a_picture_into_which_no_region_fits_gives_the_widest_one_in_its_middle():
+    # A tenth of the width would be the height: no part of 1000 x 10 pixels with 90% of them is that narrow.
+    assert set(map(tuple, regions(Crop(area=(0.9, 1.0)), 1000, 10))) == {(493, 0, 13, 10)}
+
+
+def test_a_random_square_is_everywhere_where_it_fits_equally_often():
+    found = [Crop("random", seed=3)._square(0, index, 45, 40) for index in range(N)]
+    assert {square.side for square in found} == {40} and {square.top for square in found} == {0}
+    counts = np.bincount([int(square.left) for square in found], minlength=6)
+    assert len(counts) == 6
+    assert ((counts - N / 6) ** 2 / (N / 6)).sum() < 25.7  # chi-squared with 5 degrees of freedom: once in 10,000
+
+
+@pytest.mark.parametrize("place", ["center", "random"])
+def test_the_square_is_a_largest_one_of_its_region_and_in_its_middle_unless_it_is_random(place):
+    crop = Crop(place, (0.2, 0.8), seed=1)
+    is_in_the_middle = []
+    for index in range(200):
+        left, top, across, down = crop._region(300, 200, Draws("square", 1, 2, index))
+        square = crop._square(2, index, 300, 200)
+        assert square.side == min(across, down)
+        assert left <= square.left <= left + across - square.side and top <= square.top <= top + down - square.side
+        is_in_the_middle.append(
+            (square.left, square.top) == (left + (across - square.side) / 2, top + (down - square.side) / 2)
+        )
+    assert all(is_in_the_middle) is (place == "center")
+
+
+def test_crops_depend_on_seed_epoch_and_index_alone():
+    squares = {
+        (seed, epoch, index): Crop("random", (0.1, 0.9), seed)._square(epoch, index, 300, 200)
+        for seed in (0, 1) for epoch in (0, 1) for index in (0, 1)
+    }  # fmt: skip
+    assert len(set(squares.values())) == 8
+    assert squares[1, 0, 1] == Crop("random", (0.1, 0.9), 1)._square(0, 1, 300, 200)
+
+
+def places(path: Path, width: int, height: int) -> Path:
+    """An image whose red says the column of a pixel, and its green the row."""
+    columns, rows = np.meshgrid(np.arange(width), np.arange(height))
+    Image.fromarray(np.stack([columns, rows, 0 * rows], 2).astype(np.uint8)).save(path)
+    return path
+
+
+@pytest.mark.parametrize(("width", "height"), [(90, 40), (40, 90)])
+def test_a_random_square_of_an_image_is_cut_in_training_alone(tmp_path, width, height):
+    places(tmp_path / "a.png", width, height)
+    crop = Crop("random", seed=5)
+    images = open_images(str(tmp_path), image_size=40, seed=5, crop=crop)
+    begins = set()
+    for epoch in range(20):
+        left, top, _ = map(int, crop._square(epoch, 0, width, height))
+        image = images.load(0, epoch, augment=True)
+        assert torch.equal(image[0, 0], torch.arange(left, left + 40).to(torch.uint8))
+        assert torch.equal(image[1, :, 0], torch.arange(top, top + 40).to(torch.uint8))
+        begins.add((left, top))
+        assert torch.equal(images.load(0, epoch), decode_image(str(tmp_path / "a.png"), 40, 3)), "the middle"
+    assert len(begins) > 10
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
+    smooth = np.linspace(0, 255, 320)
+    pixels = np.stack([np.tile(smooth, (320, 1)), np.tile(smooth[:, None], (1, 320)), np.full((320, 320), 90)], 2)
+    path = tmp_path / f"a.{ending}"
+    Image.fromarray(pixels.astype(np.uint8)).save(path, **({"quality": 100} if ending == "jpg" else {}))
+    square = Square(100, 40, 160)
+    found = decode_image(str(path), 32, 3, cut=lambda width, height: square)
+    expected = Image.open(path).resize((32, 32), Image.Resampling.BILINEAR, box=(100, 40, 260, 200))
+    difference = np.abs(found.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int))
+    assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
+
+
+def test_a_small_region_of_a_jpeg_is_not_decoded_at_fewer_pixels_than_the_sample_has(tmp_path, monkeypatch):
+    Image.new("RGB", (400, 400)).save(tmp_path / "a.jpg")
+    asked = []
+    monkeypatch.setattr(
+        "PIL.JpegImagePlugin.JpegImageFile.draft",
+        lambda image, mode, size: asked.append(size),
+    )
+    decode_image(str(tmp_path / "a.jpg"), 40, 3, cut=lambda width, height: Square(0, 0, 100))
+    assert asked == [(160, 160)]
+
+
+def test_a_region_of_a_turned_image_is_turned(tmp_path):
+    places(tmp_path / "a.png", 90, 40)
+    with Image.open(tmp_path / "a.png") as image:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # to be turned by a quarter, clockwise
+        image.save(tmp_path / "b.png", exif=exif)
+
+    def cut(width: int, height: int) -> Square:
+        return Square(width - 40, 0, 40)
+
+    plain, turned = (decode_image(str(tmp_path / f"{name}.png"), 40, 3, cut=cut) for name in "ab")
+    assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
+
+
+def test_nothing_smaller_than_the_pictures_to_draw_is_cut_out(tmp_path):
+    places(tmp_path / "a.png", 60, 40)
+    images = open_captioned(str(tmp_path), image_size=32, crop=Crop("random", (0.05, 0.2)))
+    for epoch in range(20):
+        image = images.load(0, epoch, augment=True).int()
+        assert image[0, 0, -1] - image[0, 0, 0] == 31, "not enlarged"
+
+
+def test_crops_are_the_same_on_any_number_of_processes_and_workers(tmp_path):
+    for index in range(24):
+        places(tmp_path / f"{index:02d}.png", 30 + index, 20)
+    images = open_images(str(tmp_path), image_size=16, crop=Crop("random", (0.3, 0.9)))
+    alone = global_batches(images, 6)
+    for world_size, workers in ((2, 0), (1, 2), (4, 1)):
+        assert_same(alone, global_batches(images, 6, world_size=world_size, num_workers=workers))
+
+
+def noise(number: int) -> np.ndarray:
+    """A grey picture (48, 96) that is alike nowhere, and smooth."""
+    coarse = np.random.default_rng(number).integers(0, 256, (3, 6), dtype=np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize((96, 48), Image.Resampling.BICUBIC))
+
+
+def films(folder: Path) -> tuple[VideoFiles, Callable[..., VideoFiles]]:
+    """A film with a long side, and what opens it at any crop."""
+    write_video(folder / "a.mkv", 8, codec="ffv1", pictures=[noise(i) for i in range(8)])
+
+    def opened(crop: Crop) -> VideoFiles:
+        found = open_videos(str(folder), image_size=48, num_frames=4, crop=crop)
+        assert isinstance(found, VideoFiles)
+        return found
+
+    return opened(Crop()), opened
+
+
+def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
+    whole, opened = films(tmp_path)
+    crop = Crop("random", seed=2)
+    cropped, begins = opened(crop), set()
+    for epoch in range(12):
+        left = int(crop._square(epoch, 0, 96, 48).left)
+        clip = cropped.load(0, epoch, augment=True)
+        assert clip.shape == (3, 4, 48, 48)
+        begins.add(left)
+        # The same clip of the same time, cut at a known place.
+        seen = ClipDecoder(48, 4, seed=0, crop=_At(Square(left, 0, 48)))
+        assert torch.equal(clip, seen.load(cropped.source(0), 0, epoch, augment=True))
+        assert torch.equal(cropped.load(0, epoch), whole.load(0, epoch)), "validation sees the middle"
+    assert len(begins) > 6
+
+
+class _At(Crop):
+    """A crop at a known place."""
+
+    def __init__(self, square: Square) -> None:
+        object.__setattr__(self, "known", square)
+
+    def cut(self, epoch, index):
+        return lambda width, height: self.known  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("square", [Square(10, 4, 40), Square(60, 20, 24), Square(0, 0, 48), Square(48, 0, 48)])
+def test_a_square_of_a_frame_is_that_of_the_same_frame_as_an_image(tmp_path, square):
+    whole, _ = films(tmp_path)
+    source = whole.source(0)
+    with av.open(str(tmp_path / "a.mkv")) as container:
+        first = next(container.decode(video=0)).to_ndarray(format="rgb24")
+    Image.fromarray(first).save(tmp_path / "frame.png")
+    expected = decode_image(str(tmp_path / "frame.png"), 24, 3, cut=lambda width, height: square)
+    found = ClipDecoder(24, 8, crop=_At(square)).load(source, 0, 0, augment=True)[:, 0]
+    # FFmpeg and Pillow weight neighbours differently where they resize.
+    assert (found.int() - expected.int()).abs().float().mean() < 4
+
+
+def test_flags_reach_the_images(tmp_path):
+    for index in range(16):
+        places(tmp_path / f"{index:02d}.png", 90, 40)
+    args = arguments(image_folder=str(tmp_path), crop="random", crop_area=(0.25, 0.5), seed=4, image_size=8)
+    samples = image_feed(args, Process()).samples
+    assert samples.crop == Crop("random", (0.25, 0.5), 4)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.5", "2 values"),
+        ("0.9,0.5", "smaller number first"),
+        ("0,1", "from 0.01 to 1"),
+        ("0.5,1.5", "from 0.01 to 1"),
+    ],
+)
+def test_a_range_of_areas_that_is_none_is_refused(text, expected):
+    with pytest.raises(argparse.ArgumentTypeError, match=expected):
+        area_range(text)
+    assert area_range("0.25,1") == (0.25, 1.0) and area_range.text((0.25, 1.0)) == "0.25,1.0"
