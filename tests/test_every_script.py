@@ -380,6 +380,25 @@ def test_what_can_be_read_of_a_file_is_trained_on_if_that_is_accepted(script: Sc
         assert line.startswith(said_so)
 
 
+def test_crops_change_what_is_trained_on_and_have_no_effect_on_a_demonstration(script: Script, tmp_path: Path) -> None:
+    if script.data.flag == "audio_data":
+        assert "unknown flag --crop" in script.refused(tmp_path, "--crop", "random")
+        return
+    folder = script.data.write(tmp_path / "data", 16)
+    said = [f"--{script.data.flag}", str(folder), "--max_steps", "2"]
+    runs = {
+        name: [line["loss"] for line in metrics(script.train(tmp_path / name, *said, *crop))]
+        for name, crop in {
+            "center": [], "random": ["--crop", "random"], "regions": ["--crop_area", "0.7,0.9"],
+            "regions again": ["--crop_area", "0.7,0.9"],
+        }.items()
+    }  # fmt: skip
+    assert runs["regions"] == runs["regions again"]
+    assert len({*map(tuple, runs.values())}) == 2, "the files are squares: --crop alone has one place"
+    for crop in ("--crop", "random"), ("--crop_area", "0.5,1"):
+        assert f"{crop[0]} has no effect with --{script.data.flag} demo:" in script.refused(tmp_path, *crop)
+
+
 def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(script: Script, tmp_path: Path) -> None:
     train, valid = script.data.write(tmp_path / "train", 16), script.data.write(tmp_path / "valid", 9)
     said = [*(f"--{script.data.flag}", str(train), "--valid_folder", str(valid)), *EVERY_UPDATE]
