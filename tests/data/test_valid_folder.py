@@ -14,6 +14,7 @@ from data import decoder_feed, image_feed, open_tokenizer, sound_feed, video_fee
 from data.feed import Feed
 from tests.data.helpers import Process, on_all, one_line
 from tests.data.images.conditions import arguments as conditioned_arguments
+from tests.data.images.conditions import write_tars
 from tests.data.test_feed import arguments as image_arguments
 from tests.data.videos.test_feed import arguments as video_arguments
 from tests.scripts import TOKENIZER, write_captioned, write_images, write_sounds, write_videos
@@ -186,3 +187,15 @@ def test_a_set_to_validate_takes_the_place_of_the_fraction(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parsed("--valid_folder", "v", "--valid_fraction", "0.1")
     assert "--valid_folder and --valid_fraction exclude one another" in capsys.readouterr().err
+
+
+def test_a_set_of_just_a_batch_is_not_called_the_least_of_a_fraction(tmp_path):
+    train, valid = write_images(tmp_path / "train", N), write_images(tmp_path / "valid", BATCH)
+    said = images(train, Process(), valid_folder=str(valid), valid_fraction=0.0).summary()
+    assert f"{BATCH} images to validate in {valid}" in said and "least" not in said
+
+
+def test_flags_of_shards_are_about_those_to_train_on(tmp_path):
+    tars, valid = write_tars(tmp_path / "tars", "npy", shards=3, each=8), write_captioned(tmp_path / "valid", N_VALID)
+    feed = conditioned(tars, Process(), end_shard=1, valid_folder=str(valid), valid_fraction=0.0)
+    assert (len(feed.train_set), len(feed.valid_set)) == (16, N_VALID)
