@@ -51,6 +51,7 @@ EXTRAS = {
     "fid": ["torch-fidelity>=0.4"],
     "audio": ["soundfile>=0.13", "soxr>=1.0", "open_clip_torch>=3.0,<4", "tokenizers>=0.21"],
     "video": ["av>=17"],
+    "datasets": ["pyarrow>=17"],
     "clip": ["open_clip_torch>=3.0,<4"],
     "lion": ["lion-pytorch>=0.2.5"],
     "shell": ["argcomplete>=3.5"],
@@ -78,7 +79,7 @@ EXTRAS = {
         "types-psutil",
     ],
 }
-TESTED = ("audio", "video", "clip", "lion", "hub", "shell", "report")
+TESTED = ("audio", "video", "datasets", "clip", "lion", "hub", "shell", "report")
 EXTRAS["test"] += [needed for extra in TESTED for needed in EXTRAS[extra]]
 ALL = ("deepspeed", "wandb", "tensorboard", *TESTED)
 EXTRAS["all"] = [needed for extra in ALL for needed in EXTRAS[extra]]

@@ -106,7 +106,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         speed = {"fps": args.fps, "frame_stride": args.frame_stride}
-        videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
+        videos: Any = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
         names, parts = names_of(videos)
     settings = {
         "task": "encode", **about, "num_codes": model.num_codes, "grid": [side // model.pixels_per_code] * 2,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from training.flags.converters import fraction, non_negative_int, positive_float, size, size_or_0, templates
+from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
@@ -219,7 +220,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions",
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
         draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
-        use=("embed.py", "--audio", args.audio_data, "--output", "index/"),
+        use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps

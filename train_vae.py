@@ -21,6 +21,7 @@ import distributed
 from hub import with_models
 from training.flags.converters import non_negative_float, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
+from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_image_arguments, add_run_arguments
@@ -205,7 +206,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         validate=in_precision(lambda model, step: evaluate(model, feed, gumbel_temperature(step, args), backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown, gumbel_temperature(step, args))),
         write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
-        use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),
+        use=("tokenize_images.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
         watch=alarm.check,
     )
     run.resume(engine=vae, ema=ema)

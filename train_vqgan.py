@@ -24,6 +24,7 @@ from models.quantizers import QUANTIZERS
 from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments
 from training.flags.converters import non_negative_int, positive_float, size, sizes
 from training.flags.idle import refuse_idle_flags
+from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_image_arguments, add_run_arguments
@@ -231,7 +232,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(lambda model, step: evaluate(model, feed, error, networks, backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown)),
-        use=("tokenize_images.py", "--image_folder", args.image_folder, "--output", "codes/"),
+        use=("tokenize_images.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
     if perceptual is None and not run.is_complete:

@@ -38,6 +38,11 @@ class Incomplete(Unsuitable):
     one."""
 
 
+class NotASample(ValueError):
+    """What a user's own dataset holds at an index is nothing that the script trains on: the code has to be changed, so
+    no other sample takes its place."""
+
+
 class _Marks:
     """Some of n indices. A bit for each, because all samples may be among them: 125 bytes for a thousand."""
 

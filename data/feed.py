@@ -20,6 +20,7 @@ from .crops import crop_of
 from .images.sets import open_images
 from .joined import Joined
 from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_of_folder, split_samples
+from .own import OwnData, data_of
 from .stream import Collate, TrainingStream, ValidationStream, collate_images
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
@@ -288,15 +289,16 @@ def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3
 
     `args` are those of `add_image_arguments` and `add_run_arguments`. Raises what `Feed` raises.
     """
+    source = data_of(args, "image_folder")
 
-    def open_set(spec: str = args.image_folder) -> Samples:
+    def open_set(spec: str | OwnData = source) -> Samples:
         return open_images(
             spec, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed,
             crop=crop_of(args),
         )  # fmt: skip
 
     return Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=args.image_folder,
+        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=str(source),
         collate=collate_images, open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
     )  # fmt: skip
 

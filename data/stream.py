@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample, Incomplete, Unsuitable, accepting_parts, reason_of
+from .bad_samples import BadSample, Incomplete, NotASample, Unsuitable, accepting_parts, reason_of
 from .contracts import Samples
 from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
 from .workers import Loader
@@ -198,6 +198,8 @@ class _BatchLoader:
                 if reasons:
                     bad[index] = BadSample(index, self.samples.describe(index), reasons[0], is_partial=True)
                 return sample, index
+            except NotASample:
+                raise
             except (OSError, ValueError) as error:
                 is_incomplete = isinstance(error, Incomplete)
                 failure = BadSample(index, self.samples.describe(index), reason_of(error), is_incomplete)

@@ -10,6 +10,8 @@ import os
 import re
 import shlex
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -20,8 +22,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
+from tests.data.files.tables import save_to_disk, table, write_parquet
+from tests.data.helpers import write_tar
 from tests.scripts import (
     EIGHT,
     ROOT,
@@ -570,3 +575,165 @@ def test_a_mistake_gives_one_line(said: list[str], text: str, script: Script, tm
     for name, value in of_data:
         said = [word.replace(name, value) for word in said]
     assert text in script.refused(tmp_path, *said)
+
+
+# Kinds of data that every script takes.
+
+OWN_DATASET = """
+import numpy as np
+import torch
+
+class Items:
+    def __init__(self, args):
+        self.kind = args.script
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        noise = torch.rand(5, 3, 20, 20)  # equal whenever the item is asked for
+        image = (noise[0] * 255).byte().numpy()
+        if self.kind == "train_mulan.py":
+            return 0.3 * np.sin(np.arange(6000) * 0.01 * (1 + index)), 8000, [f"sound {index}", "a sound"]
+        if self.kind == "train_tokenizer.py":
+            return noise
+        return {"image": image, "caption": f"image {index}", "image_embed": np.ones(6) + index}
+"""
+
+
+@pytest.fixture
+def own_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags of an own dataset, in the current folder, and of the demonstration that it replaces."""
+    (tmp_path / "own_items_of_a_script.py").write_text(OWN_DATASET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return ["--dataset", "own_items_of_a_script:Items"]
+
+
+def flags_without_data(script: Script, folder: Path, *more: str) -> list[str]:
+    flags = script.flags(folder, *more)
+    place = flags.index(f"--{script.data.flag}")
+    return flags[:place] + flags[place + 2 :]
+
+
+def test_an_own_dataset_is_trained_on_and_an_interrupted_run_goes_on_with_the_same_bits(
+    script: Script, own_dataset: list[str], tmp_path: Path
+) -> None:
+    def train(name: str, *more: str) -> Path:
+        folder = tmp_path / name
+        eight = [word for word in script.eight if word not in ("--random_flip", "demo:shapes:64")]
+        if "--image_folder" in eight:
+            eight.insert(eight.index("--image_folder") + 1, "demo:shapes:64")
+        script.main(*flags_without_data(script, folder, *eight, *own_dataset, *more))
+        return folder
+
+    whole = train("whole", "--num_workers", "2")
+    with script.in_update(4, kill), pytest.raises(KilledError):
+        train("cut")
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    train("cut")
+    assert_same_run(tmp_path / "cut", whole)
+    config = yaml.safe_load((whole / "config.yaml").read_text())
+    assert config["dataset"] == own_dataset[1] and config[script.data.flag] == script.data.demonstration
+    again = script.parsed("--config", str(whole / "config.yaml"))
+    assert again.dataset == own_dataset[1]
+    other = script.parsed("--config", str(whole / "config.yaml"), f"--{script.data.flag}", script.data.demonstration)
+    assert other.dataset is None, "the command line chooses"
+
+
+def test_an_own_dataset_alone_is_no_demonstration_and_excludes_another_place(
+    script: Script, own_dataset: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = arguments_of(script, monkeypatch, *own_dataset)
+    assert args.config_in_force is None and getattr(args, script.data.flag) == script.data.demonstration
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{script.data.flag}: somewhere\n")
+    args = arguments_of(script, monkeypatch, *own_dataset, "--config", str(config))
+    assert args.dataset == own_dataset[1] and getattr(args, script.data.flag) == script.data.demonstration
+    line = script.refused_alone(*own_dataset, f"--{script.data.flag}", "somewhere")
+    assert f"--dataset and --{script.data.flag} exclude one another" in line
+
+
+@pytest.mark.parametrize(("spec", "text"), [
+    ("nowhere_at_all:make", "there is no module nowhere_at_all"), ("os:sep", "os.py has no function sep"),
+    ("builtins:id", "which has not both __len__ and __getitem__"), ("os:listdir", "the function failed: TypeError"),
+])  # fmt: skip
+def test_an_own_dataset_that_cannot_be_made_is_one_line(spec: str, text: str, script: Script, tmp_path: Path) -> None:
+    line = script.refused_alone(*flags_without_data(script, tmp_path / "run"), "--dataset", spec)
+    assert f"--dataset {spec}: " in line and text in line
+
+
+def test_an_item_that_is_no_sample_is_one_line(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts_of_a_script.py").write_text("def make(args):\n    return ['a text'] * 64\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flags = flags_without_data(script, tmp_path / "run", "--dataset", "texts_of_a_script:make")
+    for workers in ("0", "1"):
+        line = script.refused_alone(*flags, "--num_workers", workers)
+        assert "--dataset: texts_of_a_script:make[" in line and "is str 'a text'; it has to be " in line
+
+
+def in_tars(files: Path, folder: Path) -> Path:
+    """The files of a folder as the samples of two webdataset tars; a .json beside each."""
+    members: dict[str, dict[str, bytes]] = {}
+    for path in sorted(files.iterdir()):
+        members.setdefault(path.stem, {"json": b'{"caption": "a text"}'})[path.suffix[1:]] = path.read_bytes()
+    keys = sorted(members)
+    for number in range(2):
+        chosen = {key: members[key] for key in keys[number::2]}
+        write_tar(folder / f"{number:05d}.tar", chosen)
+    return folder
+
+
+def test_webdataset_tars_are_trained_on(script: Script, tmp_path: Path) -> None:
+    files_of = script.data.write(tmp_path / "files", 24)
+    tars = in_tars(files_of, tmp_path / "tars")
+    said = script.output_of(tmp_path / "run", f"--{script.data.flag}", str(tars), "--max_steps", "2")
+    assert f"{tars}: " in said and metrics(tmp_path / "run")[-1]["bad_samples"] == 0
+    assert "skipped in" not in said, "what stands beside a sample in a tar is expected"
+
+
+def test_the_tokenizer_takes_images_from_tars(tmp_path: Path) -> None:
+    script = SCRIPTS["train_tokenizer"]
+    tars = in_tars(SCRIPTS["train_vae"].data.write(tmp_path / "files", 24), tmp_path / "tars")
+    more = ["--image_folder", str(tars), "--image_every", "2", "--max_steps", "4"]
+    script.train(tmp_path / "run", *more)
+    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
+
+
+@pytest.mark.parametrize("write", [save_to_disk, write_parquet])
+@pytest.mark.parametrize("script", [s for s in SCRIPTS.values() if s.name != "train_tokenizer"], ids=str, indirect=True)
+def test_tables_are_trained_on(script: Script, write: Callable[..., Path], tmp_path: Path) -> None:
+    files_of = script.data.write(tmp_path / "files", 24)
+    media = sorted(path for path in files_of.iterdir() if path.suffix in (".png", ".wav"))
+    column = "audio" if script.data.flag == "audio_data" else "image"
+    rows = table({column: [{"bytes": p.read_bytes(), "path": p.name} for p in media], "text": ["a text"] * len(media)})
+    folder = write(tmp_path / "table", rows)
+    more = ["--max_steps", "2", *(["--condition_on", "none"] if script.name == "train_decoder" else [])]
+    script.train(tmp_path / "run", f"--{script.data.flag}", str(folder), *more)
+    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
+
+
+def test_the_tokenizer_takes_images_from_tables(tmp_path: Path) -> None:
+    media = sorted(SCRIPTS["train_vae"].data.write(tmp_path / "files", 24).iterdir())
+    folder = write_parquet(tmp_path / "table", table({"image": [{"bytes": p.read_bytes(), "path": ""} for p in media]}))
+    SCRIPTS["train_tokenizer"].train(tmp_path / "run", "--image_folder", str(folder), "--image_every", "2",
+                                     "--max_steps", "4")  # fmt: skip
+    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
+
+
+def test_the_example_of_the_documents_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = SCRIPTS["train_vae"]
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 10
+    (tmp_path / "photos_of_the_documents.py").write_text(code)
+    (tmp_path / "photos").mkdir()
+    for path in script.data.write(tmp_path / "files", 24).iterdir():
+        Image.open(path).save(tmp_path / "photos" / f"{path.stem}.jpg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flags = flags_without_data(script, tmp_path / "run", "--dataset", "photos_of_the_documents:Photos")
+    script.main(*flags, "--max_steps", "2", "--num_workers", "1")
+    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0

@@ -234,7 +234,7 @@ def sampling_example(args: argparse.Namespace) -> list[str]:
         flags = ["--count", "4"]
     elif args.clip:
         flags = ["--prompts", "a text", "--clip", args.clip, "--clip_weights", args.clip_weights]
-    elif args.image_folder.startswith("demo:"):
+    elif args.image_folder.startswith("demo:") and not args.dataset:
         flags = ["--prompts", "a red circle on the left"]
     else:
         flags = ["--image_embeddings" if "image" in args.condition_on else "--text_embeddings", "rows.npy"]

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .manifest import ENDINGS as MANIFEST_ENDINGS
-from .opening import Listing, said_of_skipped
+from .opening import Listing, NothingFoundError, said_of_skipped
 from .packed import PackedStrings, Strings, is_among
 from .source import Source
+from .table_files import ENDINGS as TABLE_ENDINGS
+from .table_files import TableFiles, saved_files, tables_below
 
 _RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _MOST_FILES = 1 << 20  # that ranges stand for
@@ -96,27 +98,37 @@ class Folder:
 
 
 def find_files(
-    path: str, what: str, list_folder: Callable[[str], Listing], *, manifests: bool = True
-) -> ManifestFile | TarFiles | Folder:
+    path: str, what: str, list_folder: Callable[[str], Listing], *, manifests: bool = True, tables: bool = False
+) -> ManifestFile | TarFiles | TableFiles | Folder:
     """What a path stands for: a manifest, one .tar, a folder of files or of tars, a pattern of tars (`tars/*.tar`) or a
-    range of them (`{000..010}.tar`).
+    range of them (`{000..010}.tar`); or one .arrow or .parquet, a folder, a pattern or a range of them.
 
     Args:
         what: What messages call the samples, in the plural.
         list_folder: Lists a folder.
         manifests: Whether a manifest is allowed.
+        tables: Whether Arrow and parquet files are.
 
     Raises ValueError, in one line, if there is nothing of the kind.
     """
     if "://" in path or path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
+    if tables and path.lower().endswith(TABLE_ENDINGS) and not os.path.isdir(path):
+        return TableFiles(expanded(path) if not os.path.exists(path) else [path])
     if os.path.isfile(path):
         if manifests and path.lower().endswith(MANIFEST_ENDINGS):
             return ManifestFile(path)
         return TarFiles(_only_tars([path], what, manifests))
     if not os.path.exists(path) and (_RANGE.search(path) or glob.has_magic(path)):
         return TarFiles(_only_tars(expanded(path), what, manifests))
-    listing = list_folder(path)
+    if tables and (saved := saved_files(path)) is not None:
+        return saved
+    try:
+        listing = list_folder(path)
+    except NothingFoundError:
+        if tables and (found := tables_below(path)) is not None:
+            return found
+        raise
     if len(listing.tars) and len(listing.samples):
         raise ValueError(
             f"{path!r} holds tars and loose files, such as {listing.tars[0]!r} and {listing.samples[0]!r}: "

@@ -23,6 +23,10 @@ _COUNT = re.compile(r"[0-9]{1,18} [a-z0-9._ -]{1,40}")
 _MOST_ENDINGS = 8
 
 
+class NothingFoundError(ValueError):
+    """A folder holds no file of the kind that is looked for."""
+
+
 class Listing(NamedTuple):
     """Relative paths ('/' between the parts) of files in a folder, each list sorted: the samples, the files that may
     stand beside a sample, and tars. And how many other files there are, by ending: "12 .heic"."""
@@ -169,9 +173,9 @@ def said_of_skipped(folder: str, skipped: Strings) -> str:
     return f"{files} skipped in {folder!r}: {', '.join(counts[:_MOST_ENDINGS])}{more}"
 
 
-def _nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> ValueError:
+def _nothing_found(what: str, folder: str, n_others: int, endings: tuple[str, ...]) -> NothingFoundError:
     """The error for a folder without samples: it names the endings that are read and counts the other files."""
-    return ValueError(
+    return NothingFoundError(
         f"no {what.removesuffix('s')} in {folder!r}, which holds {n_others} other file{'' if n_others == 1 else 's'}: "
         f"files that end in {' '.join(endings)} are read, in the folder and in those below it"
     )

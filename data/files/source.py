@@ -1,4 +1,4 @@
-"""Where the bytes of a sample are: in a file of its own, or in a part of a tar."""
+"""Where the bytes of a sample are: in a file of its own, in a part of a tar, or in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.files.reading import open_regular
 
 class Source(NamedTuple):
     """A file, or the byte range of a file that holds one; and the part of the sound or video that clips are taken from.
-    `member` is the name of the file inside a tar."""
+    `member` is the name of the file inside a tar; `content` is a file in memory, of `size` bytes (`in_memory`)."""
 
     path: str
     offset: int = 0
@@ -22,6 +22,12 @@ class Source(NamedTuple):
     start_seconds: float = 0.0
     end_seconds: float = math.inf
     member: str = ""
+    content: Any = None
+
+    @classmethod
+    def in_memory(cls, content: Any, path: str, member: str = "") -> Source:
+        """The bytes of a file, from something with the buffer protocol; `path` is what messages call it."""
+        return cls(path, 0, len(content), member=member, content=content)
 
     @property
     def name(self) -> str:
@@ -76,9 +82,20 @@ class FileWindow(io.RawIOBase):
         return len(content)
 
 
+class MemoryFile(io.BytesIO):
+    """A file in memory, in the form of a `FileWindow`; reading it causes no error."""
+
+    error: OSError | None = None
+
+
 @contextlib.contextmanager
-def open_source(source: Source) -> Iterator[FileWindow]:
+def open_source(source: Source) -> Iterator[FileWindow | MemoryFile]:
     """The bytes of a source. Raises OSError, and ValueError, in one line, if there are none."""
+    if source.content is not None:
+        if not source.size:
+            raise ValueError("the file is empty")
+        yield MemoryFile(source.content)
+        return
     with open_regular(source.path) as file:
         size = os.fstat(file.fileno()).st_size if source.size is None else source.size
         if size == 0:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,10 @@ from tandem.files.reading import open_regular
 from ..crops import CENTER, Crop
 from ..files.find import Folder, TarFiles, find_files
 from ..files.opening import Listing, list_files
+from ..files.table_files import TableFiles
+from ..files.tables import IMAGES, Tables
 from ..files.tars import Members, Tars
+from ..sounds.sidecars import TEXT_KEYS, texts_of_row
 from .decoding import ENDINGS
 from .embeddings import IMAGE, KINDS, TEXT, Embeddings, Kind, embeddings_beside, embeddings_by_row, number_of
 from .sets import ImageFiles, Images
@@ -100,6 +103,32 @@ class CaptionedFiles:
         return embeddings_beside(kind, _Beside(self._places, number), example, self.describe(example))
 
 
+class CaptionedTable:
+    """Images in the rows of Arrow or parquet files, each with the first of its captions, in columns of the names that
+    a manifest of sounds has. Embeddings are not read. See `Captioned` for the methods."""
+
+    shards: Sequence[range] | None = None
+
+    def __init__(self, table: Tables, images: ImageFiles, shards: Shards) -> None:
+        self._table, self._shards = table, shards
+        self.load, self.describe, self.name = images.load, images.describe, images.name
+        self.has_captions = bool(table.texts)
+        self.fingerprint, self.skipped = images.fingerprint, images.skipped
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def caption(self, index: int) -> str:
+        return next(iter(texts_of_row(self._table.cells(index)).captions), "")
+
+    def embeddings(self, kind: Kind) -> Embeddings | None:
+        if kind.key in self._shards.embeddings:
+            raise ValueError(
+                f"{self._shards.embeddings[kind.key][0]} is for tars: of a table, compute them with --clip"
+            )
+        return None
+
+
 class _Beside:
     """Where the file of one kind beside each image is. A class, because loader processes may get a copy of it."""
 
@@ -162,26 +191,32 @@ class _InFolder:
 
 def open_captioned(
     spec: str, *, image_size: int, shards: Shards = ALL_SHARDS, flip: bool = False, seed: int = 0, crop: Crop = CENTER
-) -> CaptionedFiles:
-    """Open a set of images with captions: a folder, or tars, named as for `open_images`, or by a path with `{}`. Images
-    whose shorter side has fewer than `image_size` pixels are `Incomplete`: a model that draws would learn their blur.
-    So nothing smaller is cut out of an image either.
+) -> CaptionedFiles | CaptionedTable:
+    """Open a set of images with captions: a folder, tars, Arrow or parquet files, named as for `open_images`, or by a
+    path with `{}`. Images whose shorter side has fewer than `image_size` pixels are `Incomplete`: a model that draws
+    would learn their blur. So nothing smaller is cut out of an image either.
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     path = os.path.expanduser(spec)
-    files = find_files(_numbered(path, shards), "images", _listed, manifests=False)
+    files = find_files(_numbered(path, shards), "images", _listed, manifests=False, tables=True)
+    crop = dataclasses.replace(crop, least=image_size)
+    alike: dict[str, Any] = {
+        "image_size": image_size, "flip": flip, "seed": seed, "enlarge": False, "crop": crop
+    }  # fmt: skip
     places: _InTars | _InFolder
     if isinstance(files, TarFiles):
         places = _InTars(_within(files.paths, shards))
     else:
-        assert isinstance(files, Folder)
         if shards.first or shards.last is not None:
-            raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} is a folder of images")
+            raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
+        if isinstance(files, TableFiles):
+            table = Tables(files, IMAGES, TEXT_KEYS)
+            images = ImageFiles(table, **alike)
+            return CaptionedTable(table, images, shards)
+        assert isinstance(files, Folder)
         places = _InFolder(files)
-    crop = dataclasses.replace(crop, least=image_size)
-    images = ImageFiles(places.images, image_size=image_size, flip=flip, seed=seed, enlarge=False, crop=crop)
-    return CaptionedFiles(places, images, shards)
+    return CaptionedFiles(places, ImageFiles(places.images, **alike), shards)
 
 
 def _listed(folder: str) -> Listing:

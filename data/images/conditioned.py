@@ -13,15 +13,18 @@ from ..crops import CENTER, Crop, crop_of
 from ..feed import Feed, split_seed_of
 from ..files.opening import demonstration_size
 from ..order import Split, split_samples, split_shards
+from ..own import OwnData, data_of
 from ..stream import collate_entries
 from .captioned import ALL_SHARDS, Captioned, Shards, open_captioned
 from .embeddings import IMAGE, KINDS, TEXT, Embeddings
+from .own import OwnConditionedImages
 from .scenes import Scenes
 
 Tokenize = Callable[[Sequence[str]], Tensor]  # b texts -> int64 (b, number of tokens)
 
 # Flags of files with rows of embeddings, by the batch's entry.
 _FLAGS = {IMAGE.key: "--image_embeddings", TEXT.key: "--text_embeddings"}
+_NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
 
 
 class ConditionedBatch(TypedDict, total=False):
@@ -84,7 +87,7 @@ class ConditionedImages:
 
 
 def open_conditioned(
-    spec: str | None,
+    spec: str | OwnData | None,
     *,
     image_size: int,
     takes_image: bool,
@@ -95,13 +98,15 @@ def open_conditioned(
     flip: bool = False,
     seed: int = 0,
     crop: Crop = CENTER,
-) -> ConditionedImages:
+) -> ConditionedImages | OwnConditionedImages:
     """Open a set of images with what a model is conditioned on.
 
     - `demo:shapes` (also None), `demo:shapes:<number of images>`: see `scenes`;
     - webdataset tars of images, each with a .txt and perhaps embeddings (see `embeddings`): one .tar, a folder of tars,
       a pattern (`tars/*.tar`), a range (`{000..010}.tar`), or a path with `{}` for the number;
-    - a folder of images, with the same files beside each.
+    - a folder of images, with the same files beside each;
+    - Arrow or parquet files of images and captions, or a folder of them (see `data.files.tables`);
+    - a user's own dataset (`OwnData`).
 
     Args:
         takes_image: Whether the model takes image embeddings.
@@ -115,6 +120,16 @@ def open_conditioned(
     Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
     """
     spec = "demo:shapes" if spec is None else spec
+    takes = {IMAGE.key: takes_image, TEXT.key: takes_text}
+    if isinstance(spec, OwnData):
+        if shards != ALL_SHARDS:
+            raise ValueError(f"--dataset {spec} holds its embeddings and has no shards: leave out the flags about them")
+        if flip and (takes_image or takes_text):
+            raise ValueError(_NO_FLIP)
+        return OwnConditionedImages(
+            spec, image_size=image_size, takes=takes, tokenize=tokenize, longest_text=longest_text, flip=flip,
+            seed=seed, crop=crop,
+        )  # fmt: skip
     images: Captioned
     if (n := demonstration_size(spec, "shapes", "images")) is not None:
         if shards != ALL_SHARDS:
@@ -122,7 +137,6 @@ def open_conditioned(
         images = Scenes(n, image_size=image_size, flip=flip, seed=seed)
     else:
         images = open_captioned(spec, image_size=image_size, shards=shards, flip=flip, seed=seed, crop=crop)
-    takes = {IMAGE.key: takes_image, TEXT.key: takes_text}
     for key, (flag, _) in shards.embeddings.items():
         if tokenize or not takes[key]:
             why = "--clip computes embeddings itself" if tokenize else "the model does not take them"
@@ -141,7 +155,7 @@ def open_conditioned(
         n_tokens = embeddings[TEXT.key].shape[0]
         raise ValueError(f"texts of {n_tokens} tokens are longer than --max_text_len {longest_text}: raise it")
     if flip and (embeddings or images.has_captions):
-        raise ValueError("--random_flip would make captions and embeddings wrong, which are of images as they are")
+        raise ValueError(_NO_FLIP)
     return ConditionedImages(images, embeddings, tokenize)
 
 
@@ -164,25 +178,27 @@ def decoder_feed(
     rows = {key: (_FLAGS[key], url) for key, url in urls.items() if url}
     shards = Shards(args.start_shard, args.end_shard, args.shard_width, args.index_width, rows)
 
-    def open_set(spec: str = args.image_folder, shards: Shards = shards) -> ConditionedImages:
+    source = data_of(args, "image_folder")
+
+    def open_set(spec: str | OwnData = source, shards: Shards = shards) -> ConditionedImages | OwnConditionedImages:
         return open_conditioned(
             spec, image_size=image_size, takes_image=takes_image, takes_text=takes_text, shards=shards,
             tokenize=tokenize, longest_text=longest_text, flip=args.random_flip, seed=args.seed, crop=crop_of(args),
         )  # fmt: skip
 
-    def open_valid() -> ConditionedImages:
+    def open_valid() -> ConditionedImages | OwnConditionedImages:
         return open_set(args.valid_folder, ALL_SHARDS)  # the flags of shards and rows are about those to train on
 
-    def divide(samples: ConditionedImages) -> Split:
+    def divide(samples: ConditionedImages | OwnConditionedImages) -> Split:
         fractions, seed = (args.valid_fraction, args.test_fraction), split_seed_of(args)
         if args.split_by == "sample":
             return split_samples(len(samples), *fractions, seed, args.batch_size)
         if samples.images.shards is None:
-            raise ValueError(f"--split_by shard splits by tars, and {args.image_folder!r} has none: use sample")
+            raise ValueError(f"--split_by shard splits by tars, and {str(source)!r} has none: use sample")
         return split_shards(samples.images.shards, *fractions, seed, args.batch_size)
 
     feed: Feed[ConditionedBatch] = Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=args.image_folder,
+        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=str(source),
         collate=collate_entries, divide=divide, open_valid=open_valid if args.valid_folder else None,
     )  # fmt: skip
     with processes.agreement():

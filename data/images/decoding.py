@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from typing import BinaryIO
 
 import numpy as np
@@ -86,9 +87,7 @@ def decode_image_file(
 ) -> Tensor:
     """`decode_image` of an open file that can be read at random."""
     try:
-        image = _decode_or_accept(file, image_size, enlarge, cut)
-        pixels = np.asarray(_with_channels(image, channels)).transpose(2, 0, 1)
-        return torch.from_numpy(np.ascontiguousarray(pixels))
+        return _tensor(_decode_or_accept(lambda: _decode(file, image_size, enlarge, cut)), channels)
     except Incomplete:
         raise
     except UnidentifiedImageError:
@@ -100,15 +99,28 @@ def decode_image_file(
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
+def decode_picture(
+    image: Image.Image, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
+) -> Tensor:
+    """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
+    try:
+        square = _square_of(image, image_size, enlarge, cut)
+        return _tensor(_decode_or_accept(lambda: _upright(image, square, image_size)), channels)
+    except Incomplete:
+        raise
+    except Exception as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
 def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
     """Image (c, h, w), mirrored left to right in half of the draws, which depend only on (seed, epoch, index)."""
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
-def _decode_or_accept(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:
-    """`_decode`, of a damaged file too if parts are accepted."""
+def _decode_or_accept(decode: Callable[[], Image.Image]) -> Image.Image:
+    """What `decode` returns, of a damaged file too if parts are accepted."""
     try:
-        return _decode(file, size, enlarge, cut)
+        return decode()
     except (Incomplete, UnidentifiedImageError):
         raise
     except Exception as error:
@@ -119,7 +131,7 @@ def _decode_or_accept(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None)
         with _switching:
             before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
             try:
-                image = _decode(file, size, enlarge, cut)
+                image = decode()
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = before
         accept_part(error)
@@ -129,11 +141,21 @@ def _decode_or_accept(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None)
 def _decode(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:
     """Open file -> upright square of mode L, RGB or RGBA."""
     with Image.open(file, formats=tuple(FORMATS)) as image:
-        if not enlarge and min(image.size) < size:
-            raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {size}")
-        square = _decode_small(image, size, cut)
-        picture = _resized(_resizable(image), square, size)
-        orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
+        square = _square_of(image, size, enlarge, cut)
+        return _upright(image, square, size)
+
+
+def _square_of(image: Image.Image, size: int, enlarge: bool, cut: Cut | None) -> Square:
+    """The square that becomes the sample, of a picture that is then decoded as small as it may be."""
+    if not enlarge and min(image.size) < size:
+        raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {size}")
+    return _decode_small(image, size, cut)
+
+
+def _upright(image: Image.Image, square: Square, size: int) -> Image.Image:
+    """A square of a picture of any mode -> (size, size), upright, of mode L, RGB or RGBA."""
+    picture = _resized(_resizable(image), square, size)
+    orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
     return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
 
 
@@ -176,6 +198,11 @@ def _resized(image: Image.Image, square: Square, size: int) -> Image.Image:
     """A square of an image -> (size, size). Pillow weights RGBA by alpha."""
     left, top, side = square
     return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+
+
+def _tensor(image: Image.Image, channels: int) -> Tensor:
+    pixels = np.asarray(_with_channels(image, channels)).transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(pixels))
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:

@@ -12,8 +12,12 @@ from ..crops import CENTER, Crop
 from ..files.find import Folder, TarFiles, find_files
 from ..files.opening import Listing, demonstration_size, list_files
 from ..files.source import Places
+from ..files.table_files import TableFiles
+from ..files.tables import IMAGES, Tables
 from ..files.tars import Members, Tars
+from ..own import OwnData
 from .decoding import ENDINGS, decode_source, randomly_flipped
+from .own import OwnImages
 from .shapes import Shapes
 
 
@@ -54,13 +58,16 @@ class ImageFiles:
 
 
 def open_images(
-    spec: str | None, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0, crop: Crop = CENTER
-) -> ImageFiles | Shapes:
+    spec: str | OwnData | None, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0,
+    crop: Crop = CENTER,
+) -> ImageFiles | Shapes | OwnImages:  # fmt: skip
     """Open a set of images by its name:
 
     - `demo:shapes` (also None), `demo:shapes:<number of images>`;
     - a folder of images, flat or nested, in the order of the relative path;
-    - webdataset tars: one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`).
+    - webdataset tars: one .tar, a folder of them, a pattern (`tars/*.tar`) or a range (`{000..010}.tar`);
+    - Arrow or parquet files, or a folder of them (see `data.files.tables`);
+    - a user's own dataset (`OwnData`).
 
     channels: 3 (RGB) or 4 (RGBA). flip: half of the augmented images are mirrored left to right. crop: what is
     cut out of them, but for the demonstration. No image is opened.
@@ -70,6 +77,8 @@ def open_images(
         raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {channels}")
     spec = "demo:shapes" if spec is None else spec
     alike: dict[str, Any] = {"image_size": image_size, "channels": channels, "flip": flip, "seed": seed}
+    if isinstance(spec, OwnData):
+        return OwnImages(spec, **alike, crop=crop)
     if (n := demonstration_size(spec, "shapes", "images")) is not None:
         return Shapes(n, **alike)
     return ImageFiles(_find(os.path.expanduser(spec)), **alike, crop=crop)
@@ -79,7 +88,9 @@ def _find(path: str) -> Places:
     def listed(folder: str) -> Listing:
         return list_files(folder, ENDINGS, "images", "demo:shapes")
 
-    files = find_files(path, "images", listed, manifests=False)
+    files = find_files(path, "images", listed, manifests=False, tables=True)
+    if isinstance(files, TableFiles):
+        return Tables(files, IMAGES)
     if isinstance(files, TarFiles):
         return Tars(files.paths, Members("image", (ENDINGS,), suffix=".images"))
     assert isinstance(files, Folder)

@@ -12,9 +12,12 @@ from torch import Tensor
 from ..contracts import Processes, skipped_of
 from ..feed import Feed, split_seed_of
 from ..hashing import Draws, derive_key
+from ..own import OwnData, data_of
 from ..stream import collate_entries
 from ..tokenizers import Tokenizer
+from .own import OwnSounds
 from .sets import Sounds, open_sounds
+from .sidecars import Texts
 
 
 class SoundBatch(TypedDict):
@@ -51,16 +54,21 @@ class CaptionedSounds:
         Raises OSError or ValueError if the sound or its caption cannot be read or, without `augment`, any of its
         captions or its label.
         """
-        captions, label = self.sounds.texts(index)
+        (captions, label), waveform = self._read(index, epoch, augment)
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
         if not augment:  # validation encodes them all: fail here, if the error names the sound
             self.tokenizer.encode([*captions, *([label] if label else [])])
         return {
-            "waveforms": self.sounds.load(index, epoch, augment), "tokens": tokens[0], "lengths": length,
+            "waveforms": waveform, "tokens": tokens[0], "lengths": length,
             "captions": caption, "caption_ids": torch.tensor(caption_id(caption), dtype=torch.int64),
             "all_captions": captions, "labels": label,
         }  # fmt: skip
+
+    def _read(self, index: int, epoch: int, augment: bool) -> tuple[Texts, Tensor]:
+        if isinstance(self.sounds, OwnSounds):
+            return self.sounds.read(index, epoch, augment)
+        return self.sounds.texts(index), self.sounds.load(index, epoch, augment)
 
     def describe(self, index: int) -> str:
         return self.sounds.describe(index)
@@ -76,12 +84,13 @@ def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokeni
 
     `args` are those of `add_run_arguments`, and audio_data, sample_rate and clip_seconds. Raises what `Feed` raises.
     """
+    source = data_of(args, "audio_data")
 
-    def open_set(spec: str = args.audio_data) -> CaptionedSounds:
+    def open_set(spec: str | OwnData = source) -> CaptionedSounds:
         hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds}
         return CaptionedSounds(open_sounds(spec, **hearing, seed=args.seed), tokenizer, args.seed)
 
     return Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="sound", source=args.audio_data,
+        open_set, args, processes, split_seed=split_seed_of(args), noun="sound", source=str(source),
         collate=collate_entries, open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from tandem.files.reading import open_regular
 
 from ..bad_samples import accept_part, parts_are_accepted
 from ..files.opening import missing_package
-from ..files.source import FileWindow, Source
+from ..files.source import FileWindow, MemoryFile, Source, open_source
 from ..hashing import Draws
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
@@ -59,11 +59,7 @@ class ClipDecoder:
         `accepting_parts`, of a file that is cut off the clip is taken from what there is.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
-        with open_regular(source.path) as file:
-            whole = os.fstat(file.fileno()).st_size
-            if (whole if source.size is None else source.size) == 0:
-                raise ValueError("the file is empty")
-            window = None if source.size is None else FileWindow(file, source.offset, source.size)
+        with _opened(source) as (file, window):
             try:
                 with _quiet_worker():
                     clip = self._decode(file.fileno() if window is None else window, choose, source)
@@ -136,6 +132,19 @@ def require_decoders() -> None:
         import soxr  # noqa: F401
     except ImportError as error:
         raise missing_package("reading sound files", error.name or "soundfile") from None
+
+
+@contextlib.contextmanager
+def _opened(source: Source) -> Iterator[tuple[Any, FileWindow | MemoryFile | None]]:
+    """The open file and, if it is a part of another one or in memory, what is read instead of it."""
+    if source.size is not None:
+        with open_source(source) as window:
+            yield None, window
+        return
+    with open_regular(source.path) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise ValueError("the file is empty")
+        yield file, None
 
 
 @contextlib.contextmanager

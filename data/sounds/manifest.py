@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..files.manifest import Columns, Parts, part_of, read_rows
 from .decoding import ClipDecoder
-from .sidecars import NO_CAPTION, NUMBERED_CAPTIONS, Texts, texts_of_object
+from .sidecars import NO_CAPTION, NUMBERED_CAPTIONS, Texts, texts_of_object, texts_of_row
 
 _COLUMNS = Columns(
     needed=(("path", "file_name"), ("caption", "captions", "text", *NUMBERED_CAPTIONS)),
@@ -57,8 +57,4 @@ class Manifest:
 
 
 def _row(entry: Mapping[str, Any]) -> str:
-    # Beside captions, a text is something else, such as what is spoken.
-    texts = texts_of_object({key: value for key, value in entry.items() if key != "text"})
-    if not texts.captions:
-        texts = texts_of_object(entry)
-    return part_of(entry, "sound").row(**texts._asdict())
+    return part_of(entry, "sound").row(**texts_of_row(entry)._asdict())

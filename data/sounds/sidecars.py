@@ -24,6 +24,7 @@ _TEXT_ENDINGS_IN_ANY_CASE = [
 ]
 _LONGEST_TEXT = 1 << 20  # bytes
 NUMBERED_CAPTIONS = tuple(f"caption_{number}" for number in range(1, 6))
+TEXT_KEYS = ("caption", "captions", *NUMBERED_CAPTIONS, "text")
 NO_CAPTION = "it has no caption"
 _MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
 
@@ -102,7 +103,7 @@ def texts_of_object(value: Any) -> Texts:
     if not isinstance(value, Mapping):
         raise ValueError('it holds no JSON object: write {"caption": "..."}')
     captions: list[str] = []
-    for key in ("caption", "captions", *NUMBERED_CAPTIONS, "text"):
+    for key in TEXT_KEYS:
         entry = value.get(key)
         if isinstance(entry, str):
             entry = split_captions(entry) if key == "captions" else [entry]
@@ -112,6 +113,12 @@ def texts_of_object(value: Any) -> Texts:
     label = value.get("label")
     words = cleaned([] if label is None else [str(label)])
     return Texts(cleaned(captions), words[0] if words else None)
+
+
+def texts_of_row(entry: Mapping[str, Any]) -> Texts:
+    """`texts_of_object` of a row of a table, where a text beside captions is something else, such as what is spoken."""
+    texts = texts_of_object({key: value for key, value in entry.items() if key != "text"})
+    return texts if texts.captions else texts_of_object(entry)
 
 
 def split_captions(text: str) -> list[str]:

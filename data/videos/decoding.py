@@ -74,7 +74,7 @@ class ClipDecoder:
             share = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
             with opened(source) as video:
                 frames = self._clip(video, source, share, augment and self.clip_starts == "keyframe", cut)
-        return self._filled(frames)
+        return self.filled(frames)
 
     def frames(self, source: Source) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
@@ -148,8 +148,9 @@ class ClipDecoder:
             yield time, picture
             time = next(times)
 
-    def _filled(self, frames: list[Picture]) -> Tensor:
-        """Frames -> a clip (3, num_frames, image_size, image_size)."""
+    def filled(self, frames: list[Picture]) -> Tensor:
+        """At most num_frames frames (image_size, image_size, 3) -> a clip (3, num_frames, image_size, image_size), by
+        `short_clips`. Raises ValueError if there are none, and `Unsuitable` if there are too few for "skip"."""
         n = len(frames)
         if n == 0:
             raise ValueError("it holds no frames")

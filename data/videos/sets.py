@@ -14,7 +14,7 @@ from torch import Tensor
 from ..contracts import Processes, Samples, skipped_of
 from ..crops import CENTER, Crop, crop_of
 from ..feed import Feed, split_seed_of
-from ..files.find import Folder, TarFiles, find_files
+from ..files.find import Folder, ManifestFile, TarFiles, find_files
 from ..files.manifest import Columns, Parts, part_of, read_rows
 from ..files.opening import Listing, demonstration_size, list_files
 from ..files.source import Places
@@ -22,8 +22,10 @@ from ..files.tars import Members, Tars
 from ..images.decoding import ENDINGS as IMAGE_ENDINGS
 from ..images.decoding import randomly_flipped
 from ..images.sets import open_images
+from ..own import OwnData, data_of
 from .decoding import ENDINGS, ClipDecoder, require_decoder
 from .moving import FRAMES_PER_SECOND, Moving
+from .own import OwnVideos
 
 _LARGEST_CLIP_BYTES = 1 << 32
 _COLUMNS = Columns(
@@ -59,7 +61,7 @@ class VideoFiles:
 
 
 def open_videos(
-    spec: str | None,
+    spec: str | OwnData | None,
     *,
     image_size: int,
     num_frames: int,
@@ -70,7 +72,7 @@ def open_videos(
     short_clips: str = "repeat",
     clip_starts: str = "anywhere",
     crop: Crop = CENTER,
-) -> Moving | VideoFiles:
+) -> Moving | VideoFiles | OwnVideos:
     """Open a set of videos by its name:
 
     - `demo:moving` (also None), `demo:moving:<number of clips>`;
@@ -90,14 +92,17 @@ def open_videos(
     if fps is not None and frame_stride != 1:
         raise ValueError(f"--fps {fps:g} and --frame_stride {frame_stride} exclude each other: give one of them")
     spec = "demo:moving" if spec is None else spec
-    if (n := demonstration_size(spec, "moving", "clips")) is not None:
+    if not isinstance(spec, OwnData) and (n := demonstration_size(spec, "moving", "clips")) is not None:
         step = FRAMES_PER_SECOND / fps if fps else frame_stride
         return Moving(n, image_size=image_size, num_frames=num_frames, frames_per_step=step, flip=flip, seed=seed)
-    require_decoder()
+    if not isinstance(spec, OwnData):
+        require_decoder()
     clips = ClipDecoder(
         image_size, num_frames, fps=fps, frame_stride=frame_stride, short_clips=short_clips, clip_starts=clip_starts,
         seed=seed, crop=crop,
     )  # fmt: skip
+    if isinstance(spec, OwnData):
+        return OwnVideos(spec, clips, flip=flip, seed=seed)
     # An image is too short for a clip: leave it out by its name.
     endings = ENDINGS if short_clips == "skip" and num_frames > 1 else (*ENDINGS, *IMAGE_ENDINGS)
     return VideoFiles(_find(os.path.expanduser(spec), endings), clips, flip=flip, seed=seed)
@@ -112,6 +117,7 @@ def _find(path: str, endings: tuple[str, ...]) -> Places:
         return Tars(files.paths, Members("video", (ENDINGS,), suffix=".videos"))
     if isinstance(files, Folder):
         return files
+    assert isinstance(files, ManifestFile)
     return Parts(files.path, read_rows(files.path, _COLUMNS, functools.partial(part_of, noun="video")), "video")
 
 
@@ -154,7 +160,9 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
     alike = {"image_size": args.image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop_of(args)}
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
 
-    def open_set(spec: str = args.video_folder) -> Samples:
+    source = data_of(args, "video_folder")
+
+    def open_set(spec: str | OwnData = source) -> Samples:
         return open_videos(spec, **alike, **{name: getattr(args, name) for name in names})
 
     def open_second() -> Samples:
@@ -164,7 +172,7 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
 
     return Feed(
         open_set, args, processes, split_seed=split_seed_of(args), noun="clip", collate=collate_videos,
-        source=" and ".join(filter(None, [args.video_folder, args.image_folder])),
+        source=" and ".join(filter(None, [str(source), args.image_folder])),
         open_second=open_second if args.image_folder else None, second_every=args.image_every,
         open_valid=functools.partial(open_set, args.valid_folder) if args.valid_folder else None,
     )  # fmt: skip

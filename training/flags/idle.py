@@ -39,15 +39,17 @@ def _adversary(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 def _images(parser: ArgumentParser, args: argparse.Namespace) -> None:
     crops = ["crop", "crop_area"]
-    parser.refuse_idle(args, crops, "image_folder", "PATH", not args.image_folder.startswith("demo:"))
+    is_cut = args.dataset is not None or not args.image_folder.startswith("demo:")
+    parser.refuse_idle(args, crops, "image_folder", "PATH", is_cut)
 
 
 def _videos(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    is_own = args.dataset is not None
     of_files = any(not (spec or "demo:").startswith("demo:") for spec in (args.video_folder, args.image_folder))
-    parser.refuse_idle(args, ["crop", "crop_area"], "video_folder", "PATH", of_files)
-    parser.refuse_idle(
-        args, ["short_clips", "clip_starts"], "video_folder", "PATH", not args.video_folder.startswith("demo:")
-    )
+    parser.refuse_idle(args, ["crop", "crop_area"], "video_folder", "PATH", is_own or of_files)
+    is_demo = args.video_folder.startswith("demo:")
+    parser.refuse_idle(args, ["short_clips"], "video_folder", "PATH", is_own or not is_demo)
+    parser.refuse_idle(args, ["clip_starts"], "video_folder", "PATH", not is_demo)
     parser.refuse_idle(args, ["image_every"], "image_folder", "PATH", args.image_folder is not None)
 
 

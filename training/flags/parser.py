@@ -113,8 +113,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then from other files
         (`add_reader`), then the defaults.
 
-        If `argv` holds neither the flag `data_flag` nor any of those files, the config file `demonstration` is read;
-        --help says so.
+        If `argv` holds neither the flag `data_flag` nor `--dataset` nor any of those files, the config file
+        `demonstration` is read; --help says so.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
         `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
@@ -122,7 +122,8 @@ class ArgumentParser(argparse.ArgumentParser):
         that says which file was read, or None. A mistake ends the process through `error`.
         """
         if demonstration:
-            without = " and ".join(f"--{name}" for name in (data_flag, "config", *self._readers))
+            own = ("dataset",) if "--dataset" in self._option_string_actions else ()
+            without = " and ".join(f"--{name}" for name in (data_flag, *own, "config", *self._readers))
             self.epilog = (
                 f"Without {without} it runs its demonstration: the flags of {_shown(demonstration)}, which differ from "
                 "the defaults above."
@@ -130,7 +131,7 @@ class ArgumentParser(argparse.ArgumentParser):
         given = self._from_command_line(argv)
         on_command_line = frozenset(given)
         in_force = f"configuration: {given['config']}" if "config" in given else None
-        if demonstration and not {data_flag, "config", *self._readers} & given.keys():
+        if demonstration and not {data_flag, "dataset", "config", *self._readers} & given.keys():
             given["config"] = os.fspath(demonstration)
             in_force = f"demonstration: {_shown(demonstration)}, because neither --{data_flag} nor --config was given"
         settings, said_as = self._from_config_file(given["config"]) if "config" in given else ({}, {})

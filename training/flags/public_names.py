@@ -119,7 +119,7 @@ _MUSICLM = Public(
     "musiclm-pytorch 0.2.8", "MuLaNTrainer", _PER_PROCESS,
     (
         Argument("mulan", NEEDED, None, _BY_FLAGS),
-        Argument("dataset", NEEDED, None, "--audio_data names a manifest, a folder or tars"),
+        Argument("dataset", NEEDED, "dataset", "names a function that makes it; for files, --audio_data"),
         Argument("num_train_steps", None, "max_steps", f"{_UPDATES}; without it, as many updates as samples"),
         Argument("batch_size", NEEDED, "batch_size", f"{_MICRO_BATCH}, and every pair is compared with all of them"),
         Argument("data_max_length", None, "data_max_length"),
@@ -151,7 +151,7 @@ _MAGVIT = Public(
         Argument("grad_accum_every", 1, "grad_accum_steps", "does not multiply the batch"),
         Argument("apply_gradient_penalty_every", 4, "apply_grad_penalty_every"),
         Argument("max_grad_norm", None, "max_grad_norm", _CLIPPING, 0.0),
-        Argument("dataset", None, None, "--video_folder names a folder, a manifest or tars"),
+        Argument("dataset", None, "dataset", "names a function that makes it; for files, --video_folder"),
         Argument("dataset_folder", None, "video_folder", "images among its files are clips of one frame"),
         Argument("dataset_type", "videos", None, "--video_folder takes both; --image_folder adds images"),
         Argument("checkpoints_folder", "./checkpoints", "output_dir", "one folder for everything"),

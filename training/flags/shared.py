@@ -24,12 +24,13 @@ from .converters import (
     words,
     worker_count,
 )
+from .own_data import add_dataset_argument
 from .parser import ArgumentParser
 
 # fmt: off
 
 
-def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
+def add_image_arguments(parser: ArgumentParser, *, image_size: int, image_size_help: str) -> None:
     """Add the flags of every script that trains on images."""
     add = parser.add_argument_group("images").add_argument
     add("--image_folder", metavar="PATH", default="demo:shapes",
@@ -40,9 +41,10 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
     _add_crops(add, "image")
     add("--num_images_save", type=size, default=4, metavar="N",
         help="images in a sample grid; at most a batch of them if there is no validation split")
+    add_dataset_argument(parser, "image_folder")
 
 
-def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
+def add_conditioned_image_arguments(parser: ArgumentParser) -> None:
     """Add the flags of every script that trains on images with captions and embeddings."""
     add = parser.add_argument_group("images").add_argument
     add("--image_folder", metavar="PATH", default="demo:shapes",
@@ -77,6 +79,7 @@ def add_conditioned_image_arguments(parser: argparse.ArgumentParser) -> None:
         help="fraction of the data that is held out for a test, beside --valid_fraction; 0: none")
     add("--split_by", type=str.lower, choices=("sample", "shard"), default="sample",
         help="what is held out: single images, or whole tars")
+    add_dataset_argument(parser, "image_folder")
 
 
 def _add_crops(add: Callable[..., Any], noun: str) -> None:
@@ -88,7 +91,7 @@ def _add_crops(add: Callable[..., Any], noun: str) -> None:
         "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)")
 
 
-def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, image_size_help: str) -> None:
+def add_video_arguments(parser: ArgumentParser, *, image_size: int, image_size_help: str) -> None:
     """Add the flags of every script that trains on videos, perhaps with images between them."""
     add = parser.add_argument_group("videos").add_argument
     add("--video_folder", metavar="PATH", default="demo:moving",
@@ -112,9 +115,10 @@ def add_video_arguments(parser: argparse.ArgumentParser, *, image_size: int, ima
         help="with --image_folder, every N-th update is one of images")
     add("--num_videos_save", type=size, default=3, metavar="N",
         help="clips in a sample picture; at most a batch of them if there is no validation split")
+    add_dataset_argument(parser, "video_folder")
 
 
-def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sound_arguments(parser: ArgumentParser) -> None:
     """Add the flags of every script that trains on sounds and texts."""
     add = parser.add_argument_group("sounds and texts").add_argument
     add("--audio_data", metavar="PATH", default="demo:tones",
@@ -146,6 +150,7 @@ def add_sound_arguments(parser: argparse.ArgumentParser) -> None:
         help="SpecAugment in training: mask up to this fraction of the time")
     add("--frequency_mask_fraction", type=fraction, default=0.25, metavar="FRACTION",
         help="SpecAugment in training: mask up to this fraction of the frequencies")
+    add_dataset_argument(parser, "audio_data")
 
 
 def add_optimizer_arguments(parser: argparse.ArgumentParser, *, betas: str, weight_decay: float | None = None) -> None:

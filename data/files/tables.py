@@ -1,0 +1,352 @@
+"""Tables of samples: the rows of Arrow and parquet files, read in any order.
+
+A row holds a file, as the library datasets of Hugging Face stores images and sounds: a struct of its `bytes` and its
+`path`, or a plain binary column; and its texts. Arrow files (of the streaming format) are mapped into memory: a start
+reads where their record batches are, and nothing of what they hold. Of parquet files it reads the footers; a sample
+then costs its whole row group, of which each loader process keeps the last ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tandem.files.reading import DAMAGES, check_regular
+
+from .opening import missing_package
+from .packed import fingerprint_of
+from .source import Source
+from .table_files import TableFiles
+
+_LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
+_KEPT_BYTES = 1 << 28  # of row groups, in each process
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_MEDIA = ("Image", "Audio", "Video")
+
+
+class Media(NamedTuple):
+    """A kind of files in a column. `noun`: what messages call one; `feature`: its type in the metadata of datasets;
+    `names`: columns that are taken for it where the metadata does not say."""
+
+    noun: str
+    feature: str
+    names: tuple[str, ...]
+
+
+IMAGES = Media("image", "Image", ("image", "img", "jpg", "jpeg", "png", "webp"))
+SOUNDS = Media("sound", "Audio", ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"))
+
+
+class _Reader(Protocol):
+    """A file of a table. `ends`: the number of rows up to the end of each of its parts."""
+
+    ends: np.ndarray
+
+    def part(self, number: int) -> Any:
+        """The columns of a part, by name. Raises what pyarrow raises."""
+        ...
+
+
+class Tables:
+    """The rows of Arrow or parquet files, numbered in the order of files and rows. See `Places` for the methods.
+
+    Args:
+        media: The kind of files that the rows hold.
+        texts: Columns that `cells` gives, of those that there are.
+
+    Raises ValueError, in one line, if pyarrow is missing, a file is damaged, or files have no column of this kind, or
+    several, or differ in their columns.
+    """
+
+    def __init__(self, files: TableFiles, media: Media, texts: Sequence[str] = ()) -> None:
+        require_pyarrow()
+        self._paths, self._media, self.skipped = files.paths, media, files.skipped
+        self._folder = files.folder or os.path.dirname(files.paths[0])
+        schema = _schema(files.paths[0])
+        features = _features(schema)
+        self._column = _column_of(schema, features, media, files.paths[0])
+        self.texts = [name for name in texts if name in schema.names and _is_text(schema.field(name).type)]
+        self._labels = {name: _label_names(features.get(name)) for name in self.texts}
+        self._columns = {name: str(schema.field(name).type) for name in (self._column, *self.texts)}
+        self._kept = _Kept()
+        self._readers = [self._opened(path) for path in files.paths]
+        self._firsts = np.cumsum([0, *(_length(reader) for reader in self._readers)])
+        if not len(self):
+            raise ValueError(f"{self} holds no rows")
+        names = [os.path.relpath(path, self._folder) for path in files.paths]
+        self._names = names
+        found = json.dumps([names, self._firsts.tolist(), list(self._columns.items())])
+        self.fingerprint = fingerprint_of([found.encode("utf-8", "surrogateescape")])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __str__(self) -> str:
+        first, n = repr(self._paths[0]), len(self._paths)
+        return first if n == 1 else f"{n} files, the first {first}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        files = TableFiles(self._paths, self._folder, self.skipped)
+        return Tables, (files, self._media, self.texts)  # a worker that is not forked opens them again
+
+    def source(self, index: int) -> Source:
+        """The file in a row. Raises ValueError, in one line, if there is none."""
+        value = self._cell(index, self._column)
+        path = None
+        if hasattr(value, "keys"):  # a struct
+            path, value = (value[key] if key in value.keys() else None for key in ("path", "bytes"))  # noqa: SIM118
+            path = path.as_py() if path is not None else None
+        content = None if value is None else value.as_buffer()
+        if content is not None:
+            return Source.in_memory(content, self.describe(index), member=path or "")
+        if not path:
+            raise ValueError(f"the row holds no {self._media.noun}")
+        if "\0" in path:
+            raise ValueError("the row holds a path that cannot be one")
+        return Source(os.path.join(self._folder, os.path.expanduser(path)))
+
+    def cells(self, index: int) -> dict[str, Any]:
+        """The texts of a row by column; numbers of classes are replaced by their names."""
+        cells = {name: self._cell(index, name).as_py() for name in self.texts}
+        for name, classes in self._labels.items():
+            if classes and isinstance(number := cells[name], int):
+                cells[name] = classes[number] if 0 <= number < len(classes) else None
+        return cells
+
+    def describe(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{self._paths[file]}[{row}]"
+
+    def name(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{self._names[file]}/{row:09d}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return file, index - int(self._firsts[file])
+
+    def _cell(self, index: int, column: str) -> Any:
+        file, row = self._place(index)
+        reader = self._readers[file]
+        part = int(np.searchsorted(reader.ends, row, side="right"))
+        first = int(reader.ends[part - 1]) if part else 0
+        try:
+            return reader.part(part)[column][row - first]
+        except _damages() as error:
+            raise ValueError(f"the rows beside it cannot be read: {_one_line(error)}") from None
+
+    def _opened(self, path: str) -> _Reader:
+        try:
+            schema = _schema(path)
+            columns = {name: str(schema.field(name).type) for name in self._columns if name in schema.names}
+            if columns != self._columns:
+                ours, theirs = (", ".join(f"{k}: {v}" for k, v in c.items()) for c in (columns, self._columns))
+                raise _OtherColumnsError(f"{path!r} has the columns {ours}, but {self._paths[0]!r} {theirs}")
+            if path.lower().endswith(".parquet"):
+                return _ParquetFile(path, list(self._columns), self._kept)
+            return _ArrowFile(path, list(self._columns))
+        except _OtherColumnsError as error:
+            raise ValueError(str(error)) from None
+        except _damages() as error:
+            raise _unreadable(path, error) from None
+
+
+class _OtherColumnsError(Exception):
+    """Two files have not the same columns."""
+
+
+class _ArrowFile:
+    """A file of the streaming format in a map of memory."""
+
+    def __init__(self, path: str, columns: Sequence[str]) -> None:
+        import pyarrow as pa
+
+        self._columns = columns
+        mapped = pa.memory_map(path)
+        if mapped.size() < len(_END_OF_STREAM) or mapped.read_at(8, mapped.size() - 8) != _END_OF_STREAM:
+            raise ValueError("it is cut off: it has no mark of the end")
+        mapped.seek(0)
+        content = mapped.read_buffer()  # a view of the map
+        schema = pa.ipc.open_stream(content).schema
+        numbers = [schema.get_field_index(name) for name in columns]
+        options = pa.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
+        self._batches = []
+        for batch in pa.ipc.open_stream(content, options=options):
+            if not _lies_in(batch, content):
+                raise ValueError("it is compressed, so that a start would read all of it: save it without compression")
+            self._batches.append(batch)
+        self.ends = np.cumsum([batch.num_rows for batch in self._batches])
+        self._checked = np.zeros(len(self._batches), np.bool_)
+
+    def part(self, number: int) -> Any:
+        batch = self._batches[number]
+        if not self._checked[number]:  # else forged offsets would lead out of the file; bytes are not looked at
+            batch.validate(full=True)
+            self._checked[number] = True
+        return {name: batch.column(name) for name in self._columns}
+
+
+def _lies_in(batch: Any, content: Any) -> bool:
+    """Whether a record batch is a part of a file's content, not a copy."""
+    first, end = content.address, content.address + content.size
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
+    return all(first <= buffer.address and buffer.address + buffer.size <= end for buffer in buffers)
+
+
+class _Kept:
+    """The row groups that were used last, up to a number of bytes, but one at least."""
+
+    def __init__(self) -> None:
+        self.groups: OrderedDict[tuple[str, int], tuple[Any, int]] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, key: tuple[str, int], group: Any) -> None:
+        self.groups[key] = group, group.nbytes
+        self._bytes += group.nbytes
+        while len(self.groups) > 1 and self._bytes > _KEPT_BYTES:
+            self._bytes -= self.groups.popitem(last=False)[1][1]
+
+    def get(self, key: tuple[str, int]) -> Any:
+        self.groups.move_to_end(key)
+        return self.groups[key][0]
+
+
+class _ParquetFile:
+    """A parquet file, read by row groups, of which the last ones of all files of a table are `kept`."""
+
+    def __init__(self, path: str, columns: Sequence[str], kept: _Kept) -> None:
+        import pyarrow.parquet as pq
+
+        self._path, self._columns, self._kept, self._pid = path, list(columns), kept, os.getpid()
+        self._file = pq.ParquetFile(path)
+        about = self._file.metadata
+        for number in range(about.num_row_groups):
+            if about.row_group(number).total_byte_size > _LARGEST_GROUP:
+                size = about.row_group(number).total_byte_size / 1e9
+                raise ValueError(
+                    f"its row group {number} has {size:.1f} GB, and all of it is read for one sample: write it again "
+                    "with row_group_size=100, or as Arrow"
+                )
+        self.ends = np.cumsum([about.row_group(number).num_rows for number in range(about.num_row_groups)])
+
+    def part(self, number: int) -> Any:
+        key = (self._path, number)
+        if key not in self._kept.groups:
+            import pyarrow.parquet as pq
+
+            if self._pid != os.getpid():  # a loader process has its own file
+                self._file, self._pid = pq.ParquetFile(self._path, metadata=self._file.metadata), os.getpid()
+            self._kept.add(key, self._file.read_row_group(number, columns=self._columns, use_threads=False))
+        return self._kept.get(key)
+
+
+def require_pyarrow() -> None:
+    """Raise ValueError, in one line, if pyarrow is missing. It imports the package, so that loader workers that are
+    forked later need not."""
+    try:
+        import pyarrow
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
+
+
+def _damages() -> tuple[type[BaseException], ...]:
+    import pyarrow as pa
+
+    return (pa.ArrowException, *DAMAGES)
+
+
+def _one_line(error: BaseException) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split()) or type(error).__name__
+
+
+def _unreadable(path: str, error: BaseException) -> ValueError:
+    return ValueError(f"cannot read {path!r}: {_one_line(error)}")
+
+
+def _length(reader: _Reader) -> int:
+    return int(reader.ends[-1]) if len(reader.ends) else 0
+
+
+def _schema(path: str) -> Any:
+    """The columns of a file. Raises ValueError, in one line."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        check_regular(Path(path))
+        if path.lower().endswith(".parquet"):
+            return pq.read_schema(path)
+        with pa.memory_map(path) as mapped:
+            if mapped.size() >= 6 and mapped.read_at(6, 0) == b"ARROW1":
+                raise ValueError("it is an Arrow file of the random access format: write it as a stream, or as parquet")
+            return pa.ipc.open_stream(mapped).schema
+    except _damages() as error:
+        raise _unreadable(path, error) from None
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """What datasets says of the columns."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except DAMAGES:
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _column_of(schema: Any, features: Mapping[str, Any], media: Media, path: str) -> str:
+    """The column that holds the files."""
+    said = {name: feature.get("_type") for name, feature in features.items() if isinstance(feature, Mapping)}
+    fitting = {name: _form(schema.field(name).type) for name in schema.names if said.get(name) not in _MEDIA}
+    structs = [name for name, form in fitting.items() if form == "struct"]
+    named = [name for name, form in fitting.items() if form and name.lower() in media.names]
+    stated = [name for name in schema.names if said.get(name) == media.feature and _form(schema.field(name).type)]
+    for found in (stated, named, structs):
+        found = [name for name in found if name in media.names[:1]] or found
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ValueError(
+                f"{path!r} has several columns of {media.noun}s, {', '.join(found)}: call the one to train on "
+                f"{media.names[0]}"
+            )
+    raise ValueError(
+        f"{path!r} has no column of {media.noun}s, a struct of bytes and path or a binary one called "
+        f"{media.names[0]}; it has {', '.join(schema.names[:20]) or 'none'}"
+    )
+
+
+def _form(kind: Any) -> str:
+    """ "struct" of bytes and path, "binary", or "" for a column that holds no files."""
+    import pyarrow.types as types
+
+    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        return "struct" if _is_binary(kind.field("bytes").type) else ""
+    return "binary" if _is_binary(kind) else ""
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether cells are texts, lists of texts, or numbers of classes."""
+    import pyarrow.types as types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind))
+
+
+def _label_names(feature: Any) -> list[str]:
+    names = feature.get("names") if isinstance(feature, Mapping) else None
+    return [str(name) for name in names] if isinstance(names, list) else []

@@ -1,0 +1,321 @@
+"""Arrow and parquet files of images, sounds and captions: the same samples as in a folder; damaged ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from data import open_images, open_sounds, open_videos
+from data.files import tables
+from data.images.captioned import open_captioned
+from data.images.conditioned import open_conditioned
+from tests.data.files.tables import save_to_disk, table, write_arrow, write_parquet
+from tests.data.helpers import WORLDS_AND_WORKERS, assert_same, global_batches, one_line
+
+N = 14
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def picture(number: int) -> bytes:
+    content, noise = io.BytesIO(), np.random.default_rng(number)
+    Image.fromarray(noise.integers(0, 256, (20, 24, 3), np.uint8)).save(content, ("jpeg", "png")[number % 2])
+    return content.getvalue()
+
+
+def sound(number: int) -> bytes:
+    content = io.BytesIO()
+    waves = 0.3 * np.sin(np.arange(3000 + 100 * number) * 0.01 * (number + 1))
+    soundfile.write(content, waves, 8000, format=("WAV", "FLAC")[number % 2])
+    return content.getvalue()
+
+
+def images(**columns) -> pa.Table:
+    return table(
+        {"image": [{"bytes": picture(i), "path": f"{i}.img"} for i in range(N)],
+         "text": [f"picture {i}" for i in range(N)], **columns},
+        {"image": {"_type": "Image"}, "text": {"dtype": "string", "_type": "Value"}},
+    )  # fmt: skip
+
+
+def sounds() -> pa.Table:
+    return table(
+        {
+            "audio": [{"bytes": sound(i), "path": None} for i in range(N)],
+            "captions": [[f"sound {i}", "a sound"] for i in range(N)],
+            "text": ["what is spoken"] * N,
+            "label": [i % 3 - 1 for i in range(N)],
+        },
+        {"audio": {"_type": "Audio"}, "label": {"_type": "ClassLabel", "names": ["dog", "cat"]}},
+    )
+
+
+def loose(folder: Path, files: list[bytes], ending: str) -> Path:
+    folder.mkdir()
+    for number, content in enumerate(files):
+        (folder / f"{number:02d}{ending}").write_bytes(content)
+    return folder
+
+
+@pytest.fixture(params=["arrow", "parquet"])
+def write(request):
+    return save_to_disk if request.param == "arrow" else write_parquet
+
+
+def opened(spec: Path | str, **options):
+    return open_images(str(spec), **{"image_size": 16, **options})
+
+
+def hearing(spec: Path):
+    return open_sounds(str(spec), sample_rate=8000, clip_seconds=0.2, seed=3)
+
+
+def test_images_are_those_of_a_folder(write, tmp_path):
+    files = opened(loose(tmp_path / "loose", [picture(i) for i in range(N)], ".png"), flip=True, seed=5)
+    rows = opened(write(tmp_path / "table", images()), flip=True, seed=5)
+    assert len(rows) == N and len({rows.name(i) for i in range(N)}) == N
+    for i in [*range(N), 3, 0, 13]:
+        for epoch, augment in ((0, False), (0, True), (1, True)):
+            assert torch.equal(rows.load(i, epoch, augment), files.load(i, epoch, augment))
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), WORLDS_AND_WORKERS)
+def test_batches_are_the_same_for_any_number_of_processes_and_workers(write, world_size, num_workers, tmp_path):
+    rows = opened(write(tmp_path / "table", images()))
+    expected = global_batches(opened(tmp_path / "table"), 5)
+    assert_same(global_batches(rows, 5, world_size=world_size, num_workers=num_workers), expected)
+
+
+def test_a_set_can_be_sent_to_a_worker_that_is_not_forked(write, tmp_path):
+    rows = opened(write(tmp_path / "table", images()))
+    sent = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(sent.load(9), rows.load(9)) and len(pickle.dumps(rows)) < 2000, "paths, not contents"
+
+
+def test_sounds_have_the_captions_and_labels_of_their_columns(write, tmp_path):
+    rows = hearing(write(tmp_path / "table", sounds()))
+    folder = loose(tmp_path / "loose", [sound(i) for i in range(N)], ".wav")
+    for i in range(N):
+        (folder / f"{i:02d}.txt").write_text("a text")
+    files = hearing(folder)
+    for i in range(N):
+        assert torch.equal(rows.load(i, 1, True), files.load(i, 1, True)) and torch.equal(rows.load(i), files.load(i))
+    assert rows.texts(4) == ([f"sound {4}", "a sound"], "dog")
+    assert [rows.texts(i).label for i in range(3)] == [None, "dog", "cat"], "-1 stands for none"
+
+
+def test_captions_of_images_are_the_first_ones(write, tmp_path):
+    made = images(caption_1=[f"first {i}" if i else None for i in range(N)], caption_2=["second"] * N)
+    captioned = open_captioned(str(write(tmp_path / "table", made)), image_size=16)
+    assert [captioned.caption(i) for i in range(3)] == ["second", "first 1", "first 2"], (
+        "a text beside them is not read"
+    )
+    assert captioned.has_captions and captioned.shards is None
+    text_alone = open_captioned(str(write(tmp_path / "text", images())), image_size=16)
+    assert text_alone.caption(3) == "picture 3"
+    conditioned = open_conditioned(
+        str(tmp_path / "text"), image_size=16, takes_image=False, takes_text=True,
+        tokenize=lambda texts: torch.tensor([[len(text)] for text in texts]),
+    )  # fmt: skip
+    assert conditioned.load(3)["captions"] == "picture 3" and conditioned.load(3)["tokens"].tolist() == [9]
+
+
+def test_a_path_without_bytes_is_a_file_below_the_folder(write, tmp_path):
+    cells = [{"bytes": None, "path": "files/a.png"}, {"bytes": picture(1), "path": None}, None]
+    folder = write(tmp_path / "table", table({"image": [*cells, *cells]}))
+    (folder / "files").mkdir()
+    (folder / "files" / "a.png").write_bytes(picture(7))
+    rows = opened(folder if (folder / "state.json").exists() else folder / "*.parquet")
+    assert torch.equal(rows.load(3), rows.load(0)) and not torch.equal(rows.load(0), rows.load(1))
+    assert one_line(rows.load, 2) == "the row holds no image" and rows.describe(4).endswith("[1]")
+
+
+def test_plain_binary_columns_and_large_ones_are_read(tmp_path):
+    contents = [picture(i) for i in range(N)]
+    large = pa.struct([("bytes", pa.large_binary()), ("path", pa.large_string())])
+    for number, column in enumerate((
+        pa.array(contents), pa.array(contents, pa.large_binary()),
+        pa.array([{"bytes": content, "path": ""} for content in contents], large),
+    )):  # fmt: skip
+        path = write_arrow(tmp_path / f"{number}.arrow", pa.table({"jpg": column, "key": [str(i) for i in range(N)]}))
+        assert torch.equal(opened(path).load(5), opened(tmp_path / "0.arrow").load(5)), number
+
+
+def test_files_are_named_by_a_path_a_pattern_or_a_range(tmp_path):
+    folder = write_parquet(tmp_path / "table", images())
+    for spec, n in {
+        "*.parquet": N,
+        "train-{00000..00001}-of-00002.parquet": N,
+        "train-00001-of-00002.parquet": 7,
+    }.items():
+        assert len(opened(folder / spec)) == n
+    assert len(opened(folder)) == N
+    (folder / "README.md").touch()
+    assert opened(folder).skipped == f"1 file is skipped in {str(folder)!r}: 1 .md"
+
+
+def test_images_or_tars_beside_a_parquet_file_are_what_is_read(tmp_path):
+    folder = write_parquet(tmp_path / "table", images())
+    (folder / "0.png").write_bytes(picture(0))
+    assert len(opened(folder)) == 1
+
+
+def test_two_sets_of_one_file_with_other_columns_do_not_meet(write, tmp_path):
+    folder = write(tmp_path / "table", images())
+    images_alone, captioned = opened(folder), open_captioned(str(folder), image_size=16)
+    images_alone.load(0)
+    assert captioned.caption(0) == "picture 0" and torch.equal(captioned.load(0), images_alone.load(0))
+
+
+def test_other_rows_have_another_fingerprint(write, tmp_path):
+    first, same = (opened(write(tmp_path / name / "t", images())).fingerprint for name in "ab")
+    assert first == same != opened(write(tmp_path / "c" / "t", images().slice(1))).fingerprint
+
+
+def test_splits_are_not_mixed(tmp_path):
+    folder = write_parquet(tmp_path / "hub" / "data", images())
+    (folder / "test-00000-of-00001.parquet").write_bytes((folder / "train-00000-of-00002.parquet").read_bytes())
+    said = one_line(opened, tmp_path / "hub")
+    assert "holds the splits test, train, such as data/test-00000-of-00001.parquet" in said and "of one" in said
+    saved = tmp_path / "dict"
+    save_to_disk(saved / "train", images())
+    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert f"holds the splits train, test: give the folder of one, such as '{saved}/train'" in one_line(opened, saved)
+    assert len(opened(saved / "train")) == N
+
+
+def test_only_the_footers_of_parquet_files_are_read_at_the_start(tmp_path, monkeypatch):
+    folder = write_parquet(tmp_path / "table", images())
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", None)
+    rows = opened(folder)
+    assert len(rows) == N
+    assert "cannot be read" in one_line(rows.load, 0), "a sample is what calls it"
+
+
+def test_row_groups_are_kept_up_to_a_number_of_bytes(tmp_path, monkeypatch):
+    rows, read, original = opened(write_parquet(tmp_path / "table", images())), [], pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda self, n, **o: [read.append(n), original(self, n, **o)][1]
+    )
+    for i in (0, 1, 2, 4, 0, 5):
+        rows.load(i)
+    assert read == [0, 1]
+    monkeypatch.setattr(tables, "_KEPT_BYTES", 1)
+    for i in (6, 0, 6, 6):
+        rows.load(i)
+    assert read == [0, 1, 2, 0, 2]
+
+
+# What is refused.
+
+
+def test_a_damaged_file_is_one_line(write, tmp_path):
+    folder = write(tmp_path / "table", images())
+    path = sorted(folder.glob("data-*") if write is save_to_disk else folder.glob("*.parquet"))[1]
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-1], b"", bytes(1000), b"ARROW1" + bytes(100)):
+        path.write_bytes(damaged)
+        assert one_line(opened, folder).startswith(f"cannot read {str(path)!r}: "), damaged[:8]
+
+
+def test_bytes_that_were_changed_never_end_the_process(write, tmp_path):
+    path = sorted(write(tmp_path / "table", images(), shards=1).glob("*00000*"))[0]
+    whole, noise = path.read_bytes(), np.random.default_rng(0)
+    for _ in range(150):
+        content = bytearray(whole)
+        for place in noise.integers(0, len(whole), 3):
+            content[place] = noise.integers(256)
+        path.write_bytes(content)
+        try:
+            rows = opened(path)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            continue
+        for i in range(min(len(rows), N)):
+            try:
+                rows.load(i)
+            except (ValueError, OSError) as error:
+                assert "\n" not in str(error)
+
+
+def test_offsets_that_lead_out_of_an_arrow_file_are_refused(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", table({"image": [{"bytes": b"0123456789", "path": None}] * 3}))
+    content = path.read_bytes()
+    offsets = np.array([0, 10, 20, 30], np.int32).tobytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, np.array([0, 10, 1 << 30, 1 << 30], np.int32).tobytes()))
+    rows = opened(path)
+    assert "cannot be read" in one_line(rows.load, 1)
+
+
+def test_a_table_without_a_fitting_column_is_one_line_that_names_the_columns(tmp_path):
+    write_arrow(tmp_path / "a.arrow", table({"caption": ["a"], "n": [1]}))
+    said = one_line(opened, tmp_path / "a.arrow")
+    assert "has no column of images" in said and "it has caption, n" in said
+    two = [{"bytes": picture(0), "path": None}]
+    write_arrow(tmp_path / "b.arrow", table({"left": two, "right": two}))
+    assert "several columns of images, left, right: call the one to train on image" in one_line(
+        opened, tmp_path / "b.arrow"
+    )
+    write_arrow(tmp_path / "c.arrow", table({"image": two, "left": two}))
+    assert len(opened(tmp_path / "c.arrow")) == 1
+    write_arrow(
+        tmp_path / "d.arrow", table({"audio": [{"bytes": sound(0), "path": None}]}, {"audio": {"_type": "Audio"}})
+    )
+    assert "has no column of images" in one_line(opened, tmp_path / "d.arrow")
+    assert "has no column of captions" in one_line(hearing, tmp_path / "d.arrow")
+
+
+def test_what_a_start_would_read_whole_is_refused(tmp_path, monkeypatch):
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    path = write_arrow(tmp_path / "a.arrow", images(), options=options)
+    assert "it is compressed" in one_line(opened, path)
+    folder = write_parquet(tmp_path / "table", images())
+    monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)
+    assert "all of it is read for one sample: write it again with row_group_size=100" in one_line(opened, folder)
+
+
+def test_state_json_that_was_made_to_do_harm_is_refused(tmp_path):
+    folder = save_to_disk(tmp_path / "table", images())
+    for state, said in {
+        '{"_data_files": [{"filename": "../x.arrow"}]}': "no file of its folder",
+        '{"_data_files": [{"filename": "/etc/passwd"}]}': "no file of its folder",
+        '{"_data_files": 3}': "names no files",
+        '{"_data_files": [3]}': "names no files",
+        '{"_data_files": [{"filename": "missing.arrow"}]}': "cannot read",
+        "[": "cannot read",
+        '{"_data_files": [{"filename": "a"}], "_indices_data_files": [{"filename": "i"}]}': "flatten_indices",
+    }.items():
+        (folder / "state.json").write_text(state)
+        assert said in one_line(opened, folder)
+
+
+def test_files_with_other_columns_are_refused(tmp_path):
+    folder = write_parquet(tmp_path / "table", images(), shards=1)
+    pq.write_table(pa.table({"image": ["a"]}), folder / "train-00001-of-00002.parquet")
+    assert "has the columns image: string" in one_line(opened, folder)
+
+
+def test_without_pyarrow_one_line_names_the_extra(tmp_path, monkeypatch):
+    folder = save_to_disk(tmp_path / "table", images())
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    assert 'needs the package pyarrow: pip install "tandem-training[datasets]"' in one_line(opened, folder)
+
+
+def test_videos_are_not_read_from_tables(tmp_path):
+    folder = write_parquet(tmp_path / "table", images())
+    assert "no video in" in one_line(open_videos, str(folder), image_size=16, num_frames=2)
+    assert json.loads((save_to_disk(tmp_path / "saved", images()) / "state.json").read_text())["_data_files"]

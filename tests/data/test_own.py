@@ -1,0 +1,363 @@
+"""A user's own dataset (--dataset): found, asked and checked; its items are treated as files are."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from data import image_feed, open_images, open_sounds, open_videos
+from data.bad_samples import NotASample
+from data.images.conditioned import open_conditioned
+from data.own import OwnData, OwnDataset, data_of
+from tests.data.helpers import WORLDS_AND_WORKERS, Process, assert_same, global_batches, one_line
+from tests.data.test_feed import arguments
+
+N = 12
+
+
+class Items:
+    """A map-style dataset of what a function gives for an index."""
+
+    def __init__(self, item: Callable[[int], Any], n: int = N) -> None:
+        self.item, self.n = item, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item(index)
+
+
+@pytest.fixture
+def own(monkeypatch) -> Callable[..., OwnData]:
+    """`own(item)`: what --dataset own_items:make names, a dataset of these items."""
+    module = ModuleType("own_items")
+    monkeypatch.setitem(sys.modules, "own_items", module)
+
+    def name(item: Callable[[int], Any] | Any, n: int = N, **args: Any) -> OwnData:
+        made = Items(item, n) if callable(item) else item
+        module.make = lambda args: made  # type: ignore[attr-defined]
+        return OwnData("own_items:make", argparse.Namespace(**{"seed": 0, **args}))
+
+    return name
+
+
+def pixels(index: int, shape: tuple[int, ...] = (20, 24, 3)) -> np.ndarray:
+    return np.random.default_rng(index).integers(0, 256, shape, np.uint8)
+
+
+def planar(index: int) -> np.ndarray:
+    return pixels(index).transpose(2, 0, 1)
+
+
+def opened(spec: Any, **options: Any) -> Any:
+    return open_images(spec, **{"image_size": 16, "flip": True, "seed": 5, **options})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "files"
+    path.mkdir()
+    for index in range(N):
+        Image.fromarray(pixels(index)).save(path / f"{index:02d}.png")
+    return path
+
+
+# What an item may be.
+
+
+def test_items_of_every_form_are_images_as_those_of_a_folder(own, folder):
+    files = opened(str(folder))
+    for item in (
+        lambda i: Image.fromarray(pixels(i)),
+        lambda i: Image.open(folder / f"{i:02d}.png"),
+        planar,
+        lambda i: torch.from_numpy(planar(i).copy()),
+        lambda i: torch.from_numpy(planar(i).copy()).float() / 255,
+        lambda i: planar(i).astype(np.float64) / 255,
+        lambda i: {"image": planar(i), "label": 3},
+        lambda i: (planar(i), 3),
+        lambda i: [Image.fromarray(pixels(i))],
+    ):
+        rows = opened(own(item))
+        assert len(rows) == N and rows.describe(3) == "own_items:make[3]"
+        for epoch, augment in ((0, False), (0, True), (1, True)):
+            assert torch.equal(rows.load(3, epoch, augment), files.load(3, epoch, augment))
+            assert torch.equal(rows.load(4, epoch, augment), files.load(4, epoch, augment))
+
+
+def test_a_jpeg_that_is_not_decoded_yet_is_decoded_as_a_file_of_the_folder_is(own, tmp_path):
+    Image.fromarray(pixels(0, (200, 160, 3))).save(tmp_path / "0.jpg", exif=Image.Exif())
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned
+    Image.fromarray(pixels(1, (200, 160, 3))).save(tmp_path / "1.jpg", exif=exif)
+    files, rows = opened(str(tmp_path)), opened(own(lambda i: Image.open(tmp_path / f"{i}.jpg"), 2))
+    assert all(torch.equal(rows.load(i), files.load(i)) for i in range(2))
+
+
+def test_grey_images_and_transparent_ones_have_the_channels_of_the_model(own):
+    grey = opened(own(lambda i: planar(i)[:1]))
+    assert torch.equal(grey.load(0)[0], grey.load(0)[2])
+    clear = opened(own(lambda i: np.zeros((4, 20, 24), np.uint8)))
+    assert clear.load(0).eq(255).all(), "white stands behind transparent pixels"
+    assert opened(own(lambda i: np.zeros((4, 20, 24), np.uint8)), channels=4).load(0).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("item", "found"),
+    [
+        ("a text", "str 'a text'"),
+        (None, "None"), (3, "int 3"), ({}, "a mapping with nothing"), ((), "a tuple of 0 ()"),
+        ({"pixels": 1}, "a mapping with pixels: int"), ((3, 4), "a tuple of 2 (int, int)"),
+        (np.zeros((20, 24, 3), np.uint8), "an array of shape (20, 24, 3) and type uint8"),
+        (np.zeros((3, 0, 4), np.uint8), "an array of shape (3, 0, 4) and type uint8"),
+        (torch.zeros(3, 4), "a tensor of shape (3, 4) and type float32 with values from 0 to 0"),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), "type int64"),
+        (np.full((3, 4, 4), -1.0), "with values from -1 to -1"), (np.full((3, 4, 4), np.nan), "from nan to nan"),
+        (np.full((3, 4, 4), 200.0), "with values from 200 to 200"),
+    ],
+)  # fmt: skip
+def test_an_item_that_is_no_image_is_named_and_no_other_takes_its_place(item, found, own):
+    rows = opened(own(lambda i: item if i == 7 else planar(i)))
+    said = one_line(rows.load, 7)
+    assert said.startswith("--dataset: own_items:make[7] is ") and f"{found}; it has to be a PIL image" in said
+    with pytest.raises(NotASample):
+        global_batches(rows, 2)
+
+
+def test_conditioned_images_have_captions_and_embeddings(own):
+    def item(index: int) -> dict[str, Any]:
+        rows = np.full((2 + index % 3, 4), index, np.float32)
+        return {"image": planar(index), "text": f"a  {index}", "image_embed": rows[0] + 1, "text_encodings": rows + 1}
+
+    def conditioned(item: Any, **takes: Any) -> Any:
+        return open_conditioned(
+            own(item), **{"image_size": 16, "takes_image": True, "takes_text": True, "longest_text": 8, **takes}
+        )
+
+    rows = conditioned(item)
+    assert rows.widths == {"image_embed": 4, "text_encodings": (8, 4)}
+    sample = rows.load(4)
+    assert sample["captions"] == "a 4" and sample["image_embed"].tolist() == [5.0] * 4
+    assert sample["text_encodings"].shape == (8, 4) and sample["text_encodings"].sum() == 3 * 4 * 5
+    assert torch.equal(sample["images"], opened(own(planar), flip=False).load(4))
+    tokens = conditioned(lambda i: (planar(i), "ab"), tokenize=lambda texts: torch.tensor([[len(t)] for t in texts]))
+    assert tokens.load(1)["tokens"].tolist() == [2] and tokens.load(1)["captions"] == "ab"
+    plain = conditioned(lambda i: (planar(i), 7), takes_image=False, takes_text=False)
+    assert plain.load(0)["captions"] == "" and plain.widths == {"image_embed": None, "text_encodings": None}
+    assert 'a mapping with an "image" and a "image_embed"' in one_line(conditioned, planar)
+    longer = conditioned(lambda i: {**item(i), "text_encodings": np.ones((9 if i else 3, 4), np.float32)})
+    assert "of at most (8, 4) (--max_text_len)" in one_line(longer.load, 1)
+    small = conditioned(lambda i: {**item(i), "image": planar(i)[:, :9]})
+    assert "shorter side has 9 pixels, fewer than 16" in one_line(small.load, 1)
+    assert "--random_flip would make captions" in one_line(conditioned, item, flip=True)
+
+
+def waves(index: int, n: int = 5000) -> np.ndarray:
+    return (0.3 * np.sin(np.arange(n) * 0.01 * (1 + index))).astype(np.float32)
+
+
+def hearing(spec: Any) -> Any:
+    return open_sounds(spec, sample_rate=8000, clip_seconds=0.2, seed=3)
+
+
+def test_sounds_of_every_form_are_clips_as_those_of_a_folder(own, tmp_path):
+    for index in range(N):
+        stereo = np.stack([waves(index), waves(index + 1)])
+        soundfile.write(tmp_path / f"{index:02d}.wav", stereo.T, 11025, subtype="FLOAT")
+        (tmp_path / f"{index:02d}.txt").write_text("one\ntwo")
+    files = hearing(str(tmp_path))
+    for item in (
+        lambda i: (np.stack([waves(i), waves(i + 1)]), 11025, ["one", "two"], "a class"),
+        lambda i: {"waveform": torch.from_numpy(np.stack([waves(i), waves(i + 1)])), "sample_rate": np.int64(11025),
+                   "captions": ("one", "two"), "label": "a class"},
+        lambda i: {"audio": {"array": np.stack([waves(i), waves(i + 1)]), "sampling_rate": 11025, "path": None},
+                   "caption_1": "one", "caption_2": "two", "label": "a class"},
+    ):  # fmt: skip
+        rows = hearing(own(item))
+        texts, clip = rows.read(5, 1, True)
+        assert texts == (["one", "two"], "a class") and torch.equal(clip, files.load(5, 1, True))
+        assert torch.equal(rows.load(5), files.load(5)) and not torch.equal(rows.load(5), rows.load(4))
+    mono = hearing(own(lambda i: (waves(i, 100), 8000, "short")))
+    assert mono.load(2).shape == (1600,) and torch.equal(mono.load(2)[:100], mono.load(2)[100:200]), "it is repeated"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        waves(0), (waves(0), 8000), (waves(0), "8000", "a"), (waves(0), 3, "a"), (waves(0).astype(int), 8000, "a"),
+        (waves(0), 8000, 5), (waves(0)[:, None].repeat(2, 1), 8000, "a"), {"waveform": waves(0), "caption": "a"},
+        (waves(0)[None, None], 8000, "a"), (None, 8000, "a"),
+    ],
+)  # fmt: skip
+def test_an_item_that_is_no_captioned_sound_is_named(item, own):
+    said = one_line(hearing(own(lambda i: item)).read, 2)
+    assert said.startswith("--dataset: own_items:make[2] is ") or said == "it has no caption"
+
+
+def seeing(spec: Any, **options: Any) -> Any:
+    return open_videos(spec, **{"image_size": 8, "num_frames": 3, "seed": 1, **options})
+
+
+def numbered(n: int) -> torch.Tensor:
+    """Frame k is grey of the value k."""
+    return torch.arange(n, dtype=torch.uint8)[:, None, None, None].expand(n, 3, 10, 12)
+
+
+def frames_of(clip: torch.Tensor) -> list[int]:
+    return clip[0, :, 0, 0].tolist()
+
+
+def test_clips_are_cut_out_of_videos(own):
+    clips = seeing(own(lambda i: numbered(20)))
+    assert clips.load(0).shape == (3, 3, 8, 8) and frames_of(clips.load(0)) == [8, 9, 10]
+    starts = {tuple(frames_of(clips.load(0, epoch, True))) for epoch in range(60)}
+    assert all(b == a + 1 and c == a + 2 for a, b, c in starts) and len(starts) > 12
+    assert frames_of(seeing(own(lambda i: {"video": numbered(20)}), frame_stride=4).load(0)) == [5, 9, 13]
+    assert frames_of(seeing(own(lambda i: (numbered(20).float() / 255, "a label"))).load(0)) == [8, 9, 10]
+    by_time = seeing(own(lambda i: {"video": numbered(21), "fps": 10.0}), fps=5.0)
+    assert frames_of(by_time.load(0)) == [8, 10, 12]
+    twice = seeing(own(lambda i: {"video": numbered(21), "fps": 10}), fps=20.0)
+    assert frames_of(twice.load(0)) == [9, 10, 10]
+    flipped = seeing(own(lambda i: torch.from_numpy(pixels(i, (3, 3, 8, 8)))), flip=True)
+    assert {bool(torch.equal(flipped.load(0, e, True), flipped.load(0))) for e in range(20)} == {True, False}
+
+
+def test_short_videos_are_repeated_held_or_left_out(own):
+    short = own(lambda i: numbered(2))
+    assert frames_of(seeing(short, num_frames=5).load(0)) == [0, 1, 0, 1, 0]
+    assert frames_of(seeing(short, num_frames=5, short_clips="hold").load(0)) == [0, 1, 1, 1, 1]
+    assert "--short_clips skip" in one_line(seeing(short, num_frames=5, short_clips="skip").load, 0)
+
+
+def test_an_item_that_is_no_video_is_named(own):
+    for item in ("x", planar(0), numbered(3).permute(0, 2, 3, 1), numbered(0), numbered(3).long()):
+        assert one_line(seeing(own(lambda i, item=item: item)).load, 2).startswith("--dataset: own_items:make[2] is ")
+    assert 'and its "fps"' in one_line(seeing(own(lambda i: numbered(3)), fps=5.0).load, 2)
+
+
+# Draws, fingerprints, errors.
+
+
+def noisy(index: int) -> np.ndarray:
+    """An image with noise of all three global generators."""
+    grey = random.randrange(80) + np.random.randint(80) + int(torch.randint(80, ()))  # noqa: NPY002
+    return np.full((3, 16, 16), grey, np.uint8)
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), WORLDS_AND_WORKERS)
+def test_random_items_are_the_same_for_any_number_of_processes_and_workers(own, world_size, num_workers):
+    rows = opened(own(noisy))
+    assert_same(global_batches(rows, 5, world_size=world_size, num_workers=num_workers), global_batches(rows, 5))
+
+
+def test_draws_differ_by_sample_and_seed_in_training_also_by_epoch_and_disturb_nobody(own):
+    def grey(spec: OwnData, index: int, epoch: int = 0, augment: bool = False) -> int:
+        return int(opened(spec).load(index, epoch, augment)[0, 0, 0])
+
+    spec = own(noisy)
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    assert len({grey(spec, i) for i in range(N)}) > 8 and len({grey(spec, 0, e, True) for e in range(12)}) > 8
+    assert len({grey(spec, 0, e) for e in range(12)}) == 1 and grey(spec, 0) == grey(spec, 0)
+    assert len({grey(own(noisy, seed=s), 0) for s in range(12)}) > 8
+    assert state == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
+
+
+def test_the_fingerprint_is_the_datasets_own_or_of_name_and_length(own):
+    first = OwnDataset(own(planar)).fingerprint
+    assert first == OwnDataset(own(noisy)).fingerprint != OwnDataset(own(planar, 13)).fingerprint
+    made = Items(planar)
+    made.fingerprint = "version 2"  # type: ignore[attr-defined]
+    assert OwnDataset(own(made)).fingerprint not in (first, OwnDataset(own(planar, 13)).fingerprint)
+
+
+def test_any_error_of_an_item_makes_a_bad_sample_that_says_where(own):
+    def item(index: int) -> Any:
+        if index == 4:
+            raise KeyError("no\nsuch key")
+        if index == 5:
+            raise FileNotFoundError(2, "No such file or directory", "x.png")
+        return planar(index)
+
+    rows = opened(own(item))
+    said = one_line(rows.load, 4)
+    assert said.startswith("KeyError: 'no\\nsuch key' (test_own.py, line ")
+    batches = global_batches(rows, 3, num_workers=1)
+    bad = {sample.index: str(sample) for batch in batches for sample in batch["bad"]}
+    assert bad[5] == "own_items:make[5]: No such file or directory" and bad[4] == f"own_items:make[4]: {said}"
+    with pytest.raises(ValueError, match="--on_bad_sample replace goes on without it"):
+        global_batches(rows, 3, on_bad_sample="error")
+
+
+def test_a_feed_trains_on_it_and_splits_it(own):
+    spec = own(planar, 130)
+    args = arguments(dataset=spec.spec)
+    feed = image_feed(args, Process())
+    assert feed.summary() == "own_items:make: 104 images to train on, 26 images to validate"
+    ids = feed.start(0)["ids"]
+    assert list(feed.valid_set) == list(image_feed(arguments(), Process()).valid_set) and not {*ids} & {*feed.valid_set}
+    assert data_of(arguments(), "image_folder") == "demo:shapes:130"
+
+
+# Finding it.
+
+
+def test_a_module_of_the_current_folder_is_imported_and_its_function_gets_the_arguments(tmp_path, monkeypatch):
+    (tmp_path / "pictures_of_mine.py").write_text(
+        "class Grey:\n    def __init__(self, args):\n        self.value, args.value = args.value, 0\n"
+        "    def __len__(self):\n        return 3\n    def __getitem__(self, i):\n"
+        "        import numpy\n        return numpy.full((1, 9, 9), self.value, 'uint8')\n"
+        "class Many:\n    make = Grey\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    args = argparse.Namespace(seed=0, value=7)
+    for name in ("Grey", "Many.make"):
+        assert opened(OwnData(f"pictures_of_mine:{name}", args)).load(0).eq(7).all() and args.value == 7
+    sys.modules.pop("pictures_of_mine")
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "said"),
+    [
+        ("mine_a", "", "expected MODULE:FUNCTION"), ("mine_a:", "", "expected MODULE:FUNCTION"),
+        ("mine/a.py:make", "", "expected MODULE:FUNCTION"),
+        ("mine_b:make", None, "there is no module mine_b: it has to be in the current folder"),
+        ("mine_c:make", "import not_there_at_all", "importing mine_c failed: ModuleNotFoundError: No module named"),
+        ("mine_d:make", "1/0", "importing mine_d failed: ZeroDivisionError: division by zero (mine_d.py, line 1)"),
+        ("mine_e:make", "x = (", "importing mine_e failed: SyntaxError: '(' was never closed (mine_e.py, line 1)"),
+        ("mine_f:make", "x = 1", "mine_f.py has no function make"), ("mine_g:make", "make = 1", "has no function make"),
+        ("mine_h:make", "def make(args):\n    return args.nothing", "the function failed: AttributeError: "),
+        ("mine_i:make", "def make(args):\n    return iter([1])", "which has not both __len__ and __getitem__"),
+        ("mine_j:make", "def make(args):\n    return []", "what the function returned is empty"),
+        ("mine_k:make", "class make:\n  def __init__(self, a): pass\n  def __len__(self): return 1/0\n"
+         "  def __getitem__(self, i): pass", "len() of what the function returned failed: ZeroDivisionError"),
+        ("mine_l:make", "def make():\n    return [1]", "the function failed: TypeError: make() takes 0 positional"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_found_or_made_is_one_line(spec, code, said, tmp_path, monkeypatch):
+    if code is not None:
+        (tmp_path / f"{spec.partition(':')[0].replace('/', '_')}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    line = one_line(opened, OwnData(spec, argparse.Namespace(seed=0)))
+    assert line.startswith(f"--dataset {spec}: ") and said in line, line
+
+
+def test_content_in_memory_is_read_as_a_file_is(tmp_path):
+    from data.files.source import Source, open_source
+
+    with open_source(Source.in_memory(b"abc", "somewhere")) as file, io.BufferedReader(file) as buffered:
+        assert buffered.read() == b"abc" and file.error is None
