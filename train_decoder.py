@@ -188,12 +188,10 @@ def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
     lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
-    is_stored = clip is None and "image" in args.condition_on
-    unseen = samples.held_out(args.n_evaluation_samples) if is_stored else None
+    unseen = samples.held_out(args.n_evaluation_samples) if clip is None and "image" in args.condition_on else None
     wanted = (lambda batch: triples_of(batch["image_embed"])) if unseen is not None else None
-    inception = (
-        Inception(read_state_dict(Path(args.fid_weights), network="inception"), device) if args.fid_weights else None
-    )
+    weights = read_state_dict(Path(args.fid_weights), network="inception") if args.fid_weights else None
+    inception = Inception(weights, device) if weights else None
     return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device), unseen
 
 

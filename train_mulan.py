@@ -13,9 +13,9 @@ that of one process which holds them all. Run the same command again to resume; 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,9 +202,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     compared = "/".join(["valid", *list(ema.averages())[:1], "r10"])  # metric of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
-    embedder = functools.partial(
-        Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast
-    )
+    embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
 
     def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""

@@ -716,6 +716,88 @@ def test_tables_are_trained_on(script: Script, write: Callable[..., Path], tmp_p
     assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
 
 
+OWN_FILES = (
+    OWN_DATASET
+    + """
+from pathlib import Path
+from PIL import Image
+
+class Files(Items):
+    def __init__(self, args):
+        self.kind, self.paths = args.script, sorted(Path("files").glob("*.png"))
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        item = Items.__getitem__(self, index)
+        return {**item, "image": Image.open(self.paths[index])} if isinstance(item, dict) else item
+"""
+)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def test_an_own_dataset_is_cropped_accepted_in_part_and_validated_on_files(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_files_of_a_script.py").write_text(OWN_FILES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    media, valid = script.data.write(tmp_path / "files", 24), script.data.write(tmp_path / "valid", 9)
+    if script.data.flag == "image_folder":
+        cut_off(media / "07.png")
+
+    def train(name: str, *more: str) -> list[float]:
+        said = ["--dataset", "own_files_of_a_script:Files", "--valid_folder", str(valid), "--valid_fraction", "0",
+                "--epochs", "1", "--on_bad_sample", "accept", *more]  # fmt: skip
+        words = flags_without_data(script, tmp_path / name, *said)
+        output = script.main(*words)
+        noun = NOUNS[script.data.flag]
+        assert f"own_files_of_a_script:Files: 24 {noun} to train on, 9 {noun} to validate in {valid}" in output
+        lines = metrics(tmp_path / name)
+        is_cut_off = script.data.flag == "image_folder"
+        assert (lines[-1]["bad_samples"], lines[-1].get("partial_samples", 0)) == (0, int(is_cut_off))
+        assert ("accepted a part of 1 image so far, such as own_files_of_a_script:Files[7]: " in output) == is_cut_off
+        return [line["loss"] for line in lines]
+
+    middle = train("middle")
+    if script.data.flag != "audio_data":
+        crop = ("--crop", "random", "--crop_area", "0.7,0.9")
+        assert train("cropped", *crop) == train("workers", *crop, "--num_workers", "2") != middle
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS.values() if s.name != "train_tokenizer"], ids=str, indirect=True)
+def test_tables_are_cropped_accepted_in_part_and_validated_on(script: Script, tmp_path: Path) -> None:
+    column = "audio" if script.data.flag == "audio_data" else "image"
+
+    def parquet(name: str, n: int, damaged: str = "") -> Path:
+        written = sorted(script.data.write(tmp_path / f"{name} files", n).iterdir())
+        media = [path for path in written if path.suffix in (".png", ".wav")]
+        for path in media:
+            if path.stem == damaged:
+                cut_off(path)
+        rows = {column: [{"bytes": p.read_bytes(), "path": p.name} for p in media], "text": ["a text"] * n}
+        return write_parquet(tmp_path / name, table(rows))
+
+    train, valid = parquet("train", 16, "07"), parquet("valid", 9)
+    said = [f"--{script.data.flag}", str(train), "--valid_folder", str(valid), "--valid_fraction", "0"]
+    said += ["--epochs", "1", "--on_bad_sample", "accept"]
+    said += ["--condition_on", "none"] if script.name == "train_decoder" else []
+    runs = {}
+    for name, crop in {"middle": [], "cropped": ["--crop", "random", "--crop_area", "0.7,0.9"]}.items():
+        if crop and column == "audio":
+            continue
+        output = script.output_of(tmp_path / name, *said, *crop)
+        assert f" to train on, 9 {NOUNS[script.data.flag]} to validate in {valid}" in output
+        lines = metrics(tmp_path / name)
+        assert (lines[-1]["bad_samples"], lines[-1].get("partial_samples", 0)) == (0, 1)
+        runs[name] = tuple(line["loss"] for line in lines)
+    assert len(set(runs.values())) == len(runs)
+
+
 def test_the_tokenizer_takes_images_from_tables(tmp_path: Path) -> None:
     media = sorted(SCRIPTS["train_vae"].data.write(tmp_path / "files", 24).iterdir())
     folder = write_parquet(tmp_path / "table", table({"image": [{"bytes": p.read_bytes(), "path": ""} for p in media]}))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_package import SOURCES
+
 ROOT = Path(__file__).resolve().parents[1]
 LEAVES = ("models", "data", "distributed", "training")
 BOTTOM = "tandem"  # what all of them may import
@@ -126,7 +128,7 @@ def test_a_backend_in_a_docstring_or_a_help_text_is_none() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that neither an old build/ enters it nor a new one stays behind."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in (BOTTOM, *LEAVES, "setup.py", "pyproject.toml", "LICENSE"):
+    for name in dict.fromkeys(SOURCES):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     flags = ["--quiet", "--no-deps", "--no-build-isolation", "-w", str(built)]

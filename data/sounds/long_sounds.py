@@ -20,7 +20,9 @@ from tandem.files.reading import open_regular
 
 from ..bad_samples import BadSample, reason_of
 from ..files.find import Folder
-from ..files.opening import list_files
+from ..files.opening import NothingFoundError, list_files
+from ..files.packed import Strings
+from ..files.table_files import saved_files, tables_below
 from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders
@@ -61,8 +63,8 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
     """
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
-        listed = list_files(path, ENDINGS, "sounds", "demo:tones").samples
-        if len(listed):
+        listed = _sounds_in(path)
+        if listed is not None:
             require_decoders()
             files = Folder(path, listed)
             clips = functools.partial(_clips_of, files, decoder, max_clips)
@@ -75,6 +77,17 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
     return LongSounds(
         names, functools.partial(_middle_of, sounds), sounds.describe, lambda index: _captions_of(sounds, index)
     )
+
+
+def _sounds_in(folder: str) -> Strings | None:
+    """The sounds in files of their own; None if the folder holds tars or a table."""
+    try:
+        listed = list_files(folder, ENDINGS, "sounds", "demo:tones").samples
+        return listed if len(listed) else None
+    except NothingFoundError:
+        if saved_files(folder) or tables_below(folder):
+            return None
+        raise
 
 
 def _clips_of(files: Folder, decoder: ClipDecoder, max_clips: int, index: int) -> Tensor:

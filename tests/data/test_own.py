@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 from data import image_feed, open_images, open_sounds, open_videos
-from data.bad_samples import NotASample
+from data.bad_samples import NotASample, accepting_parts
+from data.crops import Crop
 from data.images.conditioned import open_conditioned
 from data.own import OwnData, OwnDataset, data_of
 from tests.data.helpers import WORLDS_AND_WORKERS, Process, assert_same, global_batches, one_line
@@ -107,6 +108,29 @@ def test_a_jpeg_that_is_not_decoded_yet_is_decoded_as_a_file_of_the_folder_is(ow
     assert all(torch.equal(rows.load(i), files.load(i)) for i in range(2))
 
 
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_images_are_cropped_and_accepted_in_part_as_those_of_a_folder(ending, own, tmp_path):
+    for index in range(2):
+        path = tmp_path / f"{index}.{ending}"
+        Image.fromarray(pixels(index, (160, 300, 3))).save(path, quality=90)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])  # the second one
+    crop = Crop("random", (0.4, 0.9), 5)
+    files = opened(str(tmp_path), crop=crop)
+    rows = opened(own(lambda i: Image.open(tmp_path / f"{i}.{ending}"), 2), crop=crop)
+    for epoch in range(3):
+        assert torch.equal(rows.load(0, epoch, True), files.load(0, epoch, True))
+    assert not torch.equal(rows.load(0, 0, True), rows.load(0, 1, True))
+    assert torch.equal(rows.load(0), opened(own(lambda i: Image.open(tmp_path / f"0.{ending}"))).load(0)), "the middle"
+    one_line(rows.load, 1)
+    for epoch, augment in ((0, False), (0, True), (1, True)):
+        with accepting_parts() as of_files:
+            expected = files.load(1, epoch, augment)
+        with accepting_parts() as of_rows:
+            assert torch.equal(rows.load(1, epoch, augment), expected)
+        assert of_rows == of_files and "truncated" in of_rows[0]
+    one_line(rows.load, 1)
+
+
 def test_grey_images_and_transparent_ones_have_the_channels_of_the_model(own):
     grey = opened(own(lambda i: planar(i)[:1]))
     assert torch.equal(grey.load(0)[0], grey.load(0)[2])
@@ -163,6 +187,9 @@ def test_conditioned_images_have_captions_and_embeddings(own):
     small = conditioned(lambda i: {**item(i), "image": planar(i)[:, :9]})
     assert "shorter side has 9 pixels, fewer than 16" in one_line(small.load, 1)
     assert "--random_flip would make captions" in one_line(conditioned, item, flip=True)
+    cropped = conditioned(item, crop=Crop("random", (0.05, 0.1), 2))
+    least = open_images(own(planar), image_size=16, crop=Crop("random", (0.05, 0.1), 2, least=16))
+    assert torch.equal(cropped.load(1, 3, True)["images"], least.load(1, 3, True)), "nothing is enlarged"
 
 
 def waves(index: int, n: int = 5000) -> np.ndarray:
@@ -233,6 +260,18 @@ def test_clips_are_cut_out_of_videos(own):
     assert frames_of(twice.load(0)) == [9, 10, 10]
     flipped = seeing(own(lambda i: torch.from_numpy(pixels(i, (3, 3, 8, 8)))), flip=True)
     assert {bool(torch.equal(flipped.load(0, e, True), flipped.load(0))) for e in range(20)} == {True, False}
+
+
+def test_all_frames_of_a_clip_are_cut_at_one_place(own):
+    across = torch.arange(12, dtype=torch.uint8).expand(20, 3, 8, 12)  # the value of a pixel is its column
+    clips = seeing(own(lambda i: across), crop=Crop("random", seed=1))
+    begins = set()
+    for epoch in range(20):
+        clip = clips.load(0, epoch, True)
+        left = int(clip[0, 0, 0, 0])
+        assert torch.equal(clip, torch.arange(left, left + 8).to(torch.uint8).expand(3, 3, 8, 8))
+        begins.add(left)
+    assert len(begins) > 3 and clips.load(0)[0, 0, 0, 0] == 2, "validation sees the middle"
 
 
 def test_short_videos_are_repeated_held_or_left_out(own):

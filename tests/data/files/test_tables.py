@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 
 from data import open_images, open_sounds, open_videos
+from data.bad_samples import accepting_parts
+from data.crops import Crop
 from data.files import tables
 from data.images.captioned import open_captioned
 from data.images.conditioned import open_conditioned
@@ -30,9 +32,9 @@ def own_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def picture(number: int) -> bytes:
+def picture(number: int, shape: tuple[int, int] = (20, 24)) -> bytes:
     content, noise = io.BytesIO(), np.random.default_rng(number)
-    Image.fromarray(noise.integers(0, 256, (20, 24, 3), np.uint8)).save(content, ("jpeg", "png")[number % 2])
+    Image.fromarray(noise.integers(0, 256, (*shape, 3), np.uint8)).save(content, ("jpeg", "png")[number % 2])
     return content.getvalue()
 
 
@@ -92,6 +94,24 @@ def test_images_are_those_of_a_folder(write, tmp_path):
             assert torch.equal(rows.load(i, epoch, augment), files.load(i, epoch, augment))
 
 
+@pytest.mark.parametrize("open_set", [open_images, open_captioned])
+def test_images_are_cropped_and_accepted_in_part_as_those_of_a_folder(open_set, write, tmp_path):
+    contents = [picture(i, (160, 300)) for i in range(4)]
+    contents[2:] = [content[: len(content) * 2 // 3] for content in contents[2:]]
+    made = table({"image": [{"bytes": content, "path": None} for content in contents]})
+    folders = loose(tmp_path / "loose", contents, ".png"), write(tmp_path / "table", made)
+    files, rows = (open_set(str(folder), image_size=16, crop=Crop("random", (0.02, 0.9), 5)) for folder in folders)
+    assert not torch.equal(rows.load(0, 0, True), rows.load(0, 1, True))
+    for i in range(4):
+        for epoch, augment in ((0, False), (0, True), (1, True)):
+            with accepting_parts() as of_files:
+                expected = files.load(i, epoch, augment)
+            with accepting_parts() as of_rows:
+                assert torch.equal(rows.load(i, epoch, augment), expected)
+            assert of_rows == of_files and len(of_rows) == i // 2
+    one_line(rows.load, 3)
+
+
 @pytest.mark.parametrize(("world_size", "num_workers"), WORLDS_AND_WORKERS)
 def test_batches_are_the_same_for_any_number_of_processes_and_workers(write, world_size, num_workers, tmp_path):
     rows = opened(write(tmp_path / "table", images()))
@@ -115,6 +135,22 @@ def test_sounds_have_the_captions_and_labels_of_their_columns(write, tmp_path):
         assert torch.equal(rows.load(i, 1, True), files.load(i, 1, True)) and torch.equal(rows.load(i), files.load(i))
     assert rows.texts(4) == ([f"sound {4}", "a sound"], "dog")
     assert [rows.texts(i).label for i in range(3)] == [None, "dog", "cat"], "-1 stands for none"
+
+
+def test_what_is_left_of_a_sound_is_accepted(write, tmp_path):
+    contents = [sound(0), sound(0)[:3000]]
+    made = table({"audio": [{"bytes": content, "path": None} for content in contents], "text": ["a sound"] * 2})
+    rows = hearing(write(tmp_path / "table", made))
+    whole = rows.load(0)
+    assert "cut off" in one_line(rows.load, 1)
+    with accepting_parts() as reasons:
+        found = rows.load(1)
+    assert len(reasons) == 1 and "cut off" in reasons[0]
+    n = (3000 - 44) // 2
+    middle, left = (3000 - 1600) // 2, soundfile.read(io.BytesIO(contents[0]), dtype="float32")[0][:n]
+    assert torch.equal(whole, torch.from_numpy(soundfile.read(io.BytesIO(contents[0]), dtype="float32")[0])[
+        middle : middle + 1600])  # fmt: skip
+    assert torch.equal(found[:700], torch.from_numpy(np.resize(left, 1600))[:700])
 
 
 def test_captions_of_images_are_the_first_ones(write, tmp_path):
