@@ -72,6 +72,7 @@ EXTRAS = {
         "librosa>=0.11",
         "webdataset>=1.0",
         "selenium>=4.20",
+        "transformers>=5",
         "ruff>=0.14",
         "mypy>=1.18",
         "types-PyYAML",

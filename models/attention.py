@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .dropout import derived, dropout
 from .recompute import recomputed
 
 # Factor of the logits, which are products of normalised queries and keys times their learned scales.
@@ -16,6 +17,8 @@ LOGIT_SCALE = 8.0
 # The kernels that take a bias both with and without a gradient. PyTorch's choice among all kernels depends on whether
 # there is a graph, but gradient caching computes features without one and again with one, and needs equal bits.
 SDPA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+SPACINGS = ("last", "even")  # of `layers_read`
 
 # Added to a squared length, so that a zero vector has a finite gradient. The length of a normalised vector is then less
 # than 1, by 5e-7 if it was 0.1 before, and by less if it was longer.
@@ -37,43 +40,56 @@ class Attention(nn.Module):
     """Pre-norm self-attention: softmax(8 q.k + bias) v, where q and k are unit vectors times a learned scale.
 
     Normalising queries and keys bounds the logits (Henry et al. 2020, "Query-key normalization for transformers").
+
+    Args:
+        share: Share of the weights of attention, and of the numbers of the output, that are dropped in training.
     """
 
-    def __init__(self, dim: int, heads: int, dim_head: int) -> None:
+    def __init__(self, dim: int, heads: int, dim_head: int, share: float = 0.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.share = heads, share
         self.norm = nn.LayerNorm(dim, bias=False)
         self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
         self.q_scale = nn.Parameter(torch.ones(dim_head))
         self.k_scale = nn.Parameter(torch.ones(dim_head))
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Tokens (b, n, dim) -> (b, n, dim), without the residual. The bias is added to the logits and broadcastable to
-        (b, heads, n, n); -inf hides a key. Each row must leave at least one key visible."""
+        (b, heads, n, n); -inf hides a key. Each row must leave at least one key visible. The keys (b, 2) are those of
+        `dropout`."""
         qkv = rearrange(self.to_qkv(self.norm(x)), "b n (part h d) -> part b h n d", part=3, h=self.heads)
         (q, k), v = l2_normalize(qkv[:2]), qkv[2]
         q, k = (q * self.q_scale).to(v.dtype), (k * self.k_scale).to(v.dtype)
         mask = None if bias is None else bias.to(v.dtype)
-        with sdpa_kernel(SDPA_KERNELS):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=LOGIT_SCALE)
-        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
+        if keys is None or not self.share:
+            with sdpa_kernel(SDPA_KERNELS):
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=LOGIT_SCALE)
+            return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
+        logits = at_least_fp32(q @ k.mT) * LOGIT_SCALE  # PyTorch's kernels have a dropout of their own draws alone
+        weights = (logits if mask is None else logits + mask).softmax(dim=-1)
+        out = dropout(weights, self.share, derived(keys, 0)).to(v.dtype) @ v
+        return dropout(self.to_out(rearrange(out, "b h n d -> b n (h d)")), self.share, derived(keys, 1))
 
 
 class FeedForward(nn.Module):
-    """Pre-norm GEGLU (Shazeer 2020, "GLU variants improve transformer") of inner width int(4 dim 2/3)."""
+    """Pre-norm GEGLU (Shazeer 2020, "GLU variants improve transformer") of inner width int(mult dim 2/3).
 
-    def __init__(self, dim: int) -> None:
+    Args:
+        share: Share of the inner numbers that are dropped in training.
+    """
+
+    def __init__(self, dim: int, mult: int = 4, share: float = 0.0) -> None:
         super().__init__()
-        inner = 8 * dim // 3
+        inner, self.share = max(1, 2 * mult * dim // 3), share
         self.norm = nn.LayerNorm(dim, bias=False)
         self.expand = nn.Linear(dim, 2 * inner, bias=False)
         self.contract = nn.Linear(inner, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens (b, n, dim) -> (b, n, dim), without the residual."""
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Tokens (b, n, dim) -> (b, n, dim), without the residual. The keys (b, 2) are those of `dropout`."""
         values, gates = self.expand(self.norm(x)).chunk(2, dim=-1)
-        return self.contract(values * F.gelu(gates))
+        return self.contract(dropout(values * F.gelu(gates), self.share, keys))
 
 
 class Transformer(nn.Module):
@@ -81,29 +97,55 @@ class Transformer(nn.Module):
 
     Args:
         recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
+        ff_mult: Inner width of a feed-forward, as a multiple of dim, before the 2/3 of GEGLU.
+        attn_dropout, ff_dropout: What attention and feed-forward drop in training, in [0, 1).
 
     Raises:
         ValueError: a number that is not positive.
     """
 
-    def __init__(self, dim: int, depth: int, heads: int = 8, dim_head: int = 64, recompute: bool = False) -> None:
+    def __init__(
+        self, dim: int, depth: int, heads: int = 8, dim_head: int = 64, recompute: bool = False, ff_mult: int = 4,
+        attn_dropout: float = 0.0, ff_dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.recompute = recompute
         if min(dim, depth, heads, dim_head) < 1:
             sizes = f"dim {dim}, depth {depth}, heads {heads} and dim_head {dim_head}"
             raise ValueError(f"a transformer of {sizes}: give numbers of at least 1")
-        self.attention = nn.ModuleList(Attention(dim, heads, dim_head) for _ in range(depth))
-        self.feed_forward = nn.ModuleList(FeedForward(dim) for _ in range(depth))
+        self.attention = nn.ModuleList(Attention(dim, heads, dim_head, attn_dropout) for _ in range(depth))
+        self.feed_forward = nn.ModuleList(FeedForward(dim, ff_mult, ff_dropout) for _ in range(depth))
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> list[Tensor]:
-        """Tokens (b, n, dim) and the attention's bias -> the output (b, n, dim) of each layer, in order."""
+    def forward(self, x: Tensor, bias: Tensor | None = None, keys: Tensor | None = None) -> list[Tensor]:
+        """Tokens (b, n, dim) and the attention's bias -> the output (b, n, dim) of each layer, in order.
+
+        Args:
+            keys: int64 (b, 2) in [0, 2^32), one key for the dropout of each sample; None drops nothing.
+        """
         outputs = []
-        for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
-            x = recomputed(_layer, attention, feed_forward, x, bias, when=self.recompute and self.training)
+        for index, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
+            of_layer = None if keys is None else derived(keys, index)
+            x = recomputed(_layer, attention, feed_forward, x, bias, of_layer, when=self.recompute and self.training)
             outputs.append(x)
         return outputs
 
 
-def _layer(attention: nn.Module, feed_forward: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    x = x + attention(x, bias)
-    return x + feed_forward(x)
+def _layer(
+    attention: nn.Module, feed_forward: nn.Module, x: Tensor, bias: Tensor | None, keys: Tensor | None
+) -> Tensor:
+    of_attention, of_feed_forward = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
+    x = x + attention(x, bias, of_attention)
+    return x + feed_forward(x, of_feed_forward)
+
+
+def layers_read(depth: int, below: int, spacing: str) -> list[int]:
+    """Layers, from 0, whose outputs a tower gives: the last, then so many below it, from the top down.
+
+    Args:
+        below: Number of layers below the last, less than depth.
+        spacing: "last": those next to it. "even": floor(i depth / below) for i from below - 1 to 0, which begins at the
+            first layer (musiclm-pytorch 0.2.8, `interspersed_indices`).
+    """
+    if spacing == "last":
+        return [depth - 1 - i for i in range(below + 1)]
+    return [depth - 1, *(i * depth // below for i in reversed(range(below)))]

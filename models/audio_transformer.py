@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import Transformer
+from .attention import Transformer, layers_read
 
 
 class _PreciseLayerNorm(nn.LayerNorm):
@@ -82,7 +83,7 @@ class AudioTransformer(nn.Module):
     """Spectrograms (b, bands, frames) to pooled features of the final output and of layers below it.
 
     Sides that are no multiples of the patch are cropped to the nearest one below: the highest bands and the last
-    frames are left out. Arguments: see `MuLaN`.
+    frames are left out. Arguments: see `MuLaN`; the options are those of `Transformer`.
 
     Raises:
         ValueError: one line that names the argument.
@@ -91,7 +92,7 @@ class AudioTransformer(nn.Module):
     def __init__(
         self, dim: int, depth: int, heads: int, dim_head: int,
         patch_size: int = 16, patch_dropout: float = 0.25, hierarchical_layers: int = 0,
-        recompute: bool = False,
+        recompute: bool = False, spacing: str = "last", **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % 4:
@@ -99,11 +100,11 @@ class AudioTransformer(nn.Module):
         if not 0 <= patch_dropout < 1:
             raise ValueError(f"patch_dropout {patch_dropout} is not in [0, 1)")
         self.dim, self.patch_size, self.patch_dropout = dim, patch_size, patch_dropout
-        self.outputs = hierarchical_layers + 1
+        self.layers = layers_read(depth, hierarchical_layers, spacing)
         self.embed = PatchEmbedding(patch_size, dim)
         self.relative_bias = RelativePositionBias(heads, max(32, dim // 4))
-        self.transformer = Transformer(dim, depth, heads, dim_head, recompute)
-        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(self.outputs))
+        self.transformer = Transformer(dim, depth, heads, dim_head, recompute, **options)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:
         """Rows and columns of whole patches in a spectrogram."""
@@ -118,11 +119,12 @@ class AudioTransformer(nn.Module):
         rows, columns = self.grid(*spectrograms.shape[1:])
         return spectrograms[:, : rows * self.patch_size, : columns * self.patch_size]
 
-    def forward(self, spectrograms: Tensor, noise: Tensor | None = None) -> Tensor:
+    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Spectrograms (b, bands, frames) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
 
         Args:
             noise: Uniform (b, patches): each sample keeps the patches with the smallest noise. None keeps all.
+            keys: int64 (b, 2), the keys of the dropout in the transformer; None drops nothing there.
         """
         rows, columns = self.grid(*spectrograms.shape[1:])
         p, count = self.patch_size, rows * columns
@@ -136,8 +138,9 @@ class AudioTransformer(nn.Module):
             patches = patches.gather(1, repeat(chosen, "b n -> b n pixels", pixels=p * p))
             positions = positions[chosen]
         x = self.embed(patches)
-        layers = self.transformer(x + positions.to(x.dtype), self.relative_bias(chosen, rows, columns))
-        return torch.stack([norm(layers[-1 - i].mean(dim=1)) for i, norm in enumerate(self.norms)], dim=1)
+        outputs = self.transformer(x + positions.to(x.dtype), self.relative_bias(chosen, rows, columns), keys)
+        read = zip(self.layers, self.norms, strict=True)
+        return torch.stack([norm(outputs[layer].mean(dim=1)) for layer, norm in read], dim=1)
 
 
 def sincos_positions(rows: int, columns: int, dim: int, device: torch.device) -> Tensor:

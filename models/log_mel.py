@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from .attention import at_least_fp32
 
 SPECTROGRAMS = ("log_mel", "power")
+PADDINGS = ("silence", "reflect")
 
 # Decibels are relative to a power of 1, and clamped at 80 below the loudest of the clip.
 _AMIN, _TOP_DB = 1e-10, 80.0
@@ -25,19 +26,21 @@ _LONGEST_FFT = 1 << 16
 class Spectrogram:
     """Waveforms (b, n) to log-mel spectrograms or to power spectra.
 
-    Frames are centred on multiples of the hop, the ends are padded with silence, and the window is a periodic Hann.
+    Frames are centred on multiples of the hop, and the window is a periodic Hann.
     Always computed in fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. This class is
     not a module and has no buffers, because some backends cast buffers.
 
     Args:
         sample_rate: Sample rate in Hz.
-        n_fft: Samples of a frame and its window.
+        n_fft: Samples of a frame.
         hop_length: Samples from one frame to the next.
         n_mels: Number of mel bands.
         fmin, fmax: Start of the lowest band and end of the highest, in Hz; None for half the sample rate.
         kind: "log_mel": bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]. "power": the
             n_fft / 2 + 1 squared magnitudes as they are.
         min_frames: Least number of frames; shorter clips are padded with silence.
+        win_length: Samples of the window, in the middle of a frame, around which a frame is 0; None for n_fft.
+        padding: What is beyond the ends of a clip: "silence", or "reflect" for the clip mirrored there.
 
     Raises:
         ValueError: one line that names the argument.
@@ -46,13 +49,20 @@ class Spectrogram:
     def __init__(
         self, sample_rate: int = 16000, n_fft: int = 1024, hop_length: int = 160, n_mels: int = 64,
         fmin: float = 0.0, fmax: float | None = None, kind: str = "log_mel", min_frames: int = 1,
+        win_length: int | None = None, padding: str = "silence",
     ) -> None:  # fmt: skip
         if kind not in SPECTROGRAMS:
             raise ValueError(f"spectrogram {kind!r} is unknown; use {' or '.join(SPECTROGRAMS)}")
         if not 2 <= n_fft <= _LONGEST_FFT:
             raise ValueError(f"n_fft {n_fft} is not between 2 and {_LONGEST_FFT} samples")
-        if not 1 <= hop_length <= n_fft:
-            raise ValueError(f"hop_length {hop_length} is not between 1 and n_fft {n_fft}: it would skip samples")
+        if padding not in PADDINGS:
+            raise ValueError(f"spectrogram_padding {padding!r} is unknown; use {' or '.join(PADDINGS)}")
+        if win_length is not None and not 1 <= win_length <= n_fft:
+            raise ValueError(f"win_length {win_length} is not between 1 and n_fft {n_fft}")
+        self.win_length, self.padding = n_fft if win_length is None else win_length, padding
+        if not 1 <= hop_length <= self.win_length:
+            window = f"n_fft {n_fft}" if win_length is None else f"win_length {win_length}"
+            raise ValueError(f"hop_length {hop_length} is not between 1 and {window}: it would skip samples")
         fmax = sample_rate / 2 if fmax is None else fmax
         if not 0 <= fmin < fmax <= sample_rate / 2:
             rule = f"they must be in order, and at most half of sample_rate {sample_rate}"
@@ -62,6 +72,8 @@ class Spectrogram:
         self.sample_rate, self.n_fft, self.hop_length, self.kind = sample_rate, n_fft, hop_length, kind
         self.fmin, self.fmax = float(fmin), float(fmax)
         self.min_samples = (min_frames - 1) * hop_length + n_fft % 2
+        if padding == "reflect":
+            self.min_samples = max(self.min_samples, n_fft // 2 + 1)  # as much is needed beside the mirror
         self.bands = n_mels if kind == "log_mel" else n_fft // 2 + 1
         if kind == "log_mel":
             _check_bands(sample_rate, n_fft, mel_edges(n_mels, self.fmin, self.fmax))
@@ -83,20 +95,21 @@ class Spectrogram:
             raise ValueError(f"{given}: give (b, n) floats, mixed to mono")
         with torch.autocast(waveforms.device.type, enabled=False):
             half, missing = self.n_fft // 2, max(0, self.min_samples - waveforms.shape[1])
-            waveforms = F.pad(at_least_fp32(waveforms), (half, half + missing))
+            waveforms = F.pad(at_least_fp32(waveforms), (0, missing))
+            waveforms = F.pad(waveforms, (half, half), "reflect" if self.padding == "reflect" else "constant")
             window, filters = self.prepare(waveforms.device, waveforms.dtype)
             spectrum = torch.stft(
-                waveforms, self.n_fft, self.hop_length, window=window, center=False, return_complex=True
+                waveforms, self.n_fft, self.hop_length, self.win_length, window, center=False, return_complex=True
             )
             power = spectrum.real.square() + spectrum.imag.square()
             return power if self.kind == "power" else (_decibels(filters @ power) - _CENTRE_DB) / _HALF_RANGE_DB
 
     def prepare(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """The window (n_fft,) and the filters (bands, n_fft / 2 + 1), made once for each device and dtype."""
+        """The window (win_length,) and the filters (bands, n_fft / 2 + 1), made once for each device and dtype."""
         key = device, dtype
         if key not in self._constants:
             with torch.inference_mode(False):  # training, too, uses these cached tensors
-                window = torch.hann_window(self.n_fft, periodic=True, dtype=torch.float64, device="cpu")
+                window = torch.hann_window(self.win_length, periodic=True, dtype=torch.float64, device="cpu")
                 filters = torch.zeros(0, dtype=torch.float64, device="cpu")
                 if self.kind == "log_mel":
                     filters = mel_filters(self.sample_rate, self.n_fft, self.bands, self.fmin, self.fmax)

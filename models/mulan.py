@@ -10,15 +10,19 @@ from torch import Tensor, nn
 
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
+from .dropout import derived
+from .fbank import Fbank
 from .files.pretrained import Pretrained, constructor_arguments
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
+from .mulan_config import MAX_SCALE, check_config, with_own_sizes
+from .pretrained_towers import PretrainedAudioTower, PretrainedTextTower, patches_of
 from .text_transformer import TextTransformer
-
-# Upper bound of the factor of the similarities (Radford et al. 2021, section 2.5).
-MAX_SCALE = 100.0
 
 # Of one clip; in fp32, 1 GiB.
 _MOST_NUMBERS = 1 << 28
+
+# Numbers for each weight of attention with dropout: logits, weights, those that are left, and words of 64 bits.
+_NUMBERS_OF_DROPOUT = 8
 
 
 class MulanOutput(NamedTuple):
@@ -73,7 +77,8 @@ class MuLaN(Pretrained):
     Args:
         sample_rate: Sample rate of the waveforms, in Hz.
         clip_seconds: Length of the clips to train on. It only sets ``noise_size``: any length can be encoded.
-        n_fft, hop_length, n_mels, fmin, fmax: Settings of the spectrogram; see ``log_mel.Spectrogram``.
+        n_fft, hop_length, n_mels, fmin, fmax, win_length, spectrogram_padding: Settings of the spectrogram; see
+            ``log_mel.Spectrogram``.
         spectrogram: "log_mel", or "power" for the n_fft / 2 + 1 powers in place of the mel bands.
         patch_size: Side of a patch, in bands and frames.
         patch_dropout: Share of the patches left out of each sample while training.
@@ -81,13 +86,22 @@ class MuLaN(Pretrained):
         audio_dim, audio_depth: Width (a multiple of 4) and layers of the audio tower.
         text_dim, text_depth: Width and layers of the text tower.
         heads, dim_head: Number and width of the attention heads of both towers.
+        audio_heads, audio_dim_head, text_heads, text_dim_head: Those of one tower; None for those of both.
+        ff_mult: Inner width of the feed-forwards, as a multiple of the tower's width, before the 2/3 of GEGLU.
+        attn_dropout: Share of the weights of attention, and of its outputs, that are dropped while training.
+        ff_dropout: Share of the inner numbers of the feed-forwards that are dropped while training.
         vocab_size: Number of tokens of the tokenizer.
         max_text_tokens: Length of the longest caption.
         dim_latent: Width of the common space.
         hierarchical_layers: Layers below the final output, in both towers, that have their own linear map,
             temperature and bias (Shukor et al. 2022, "ViCHA"); less than either depth.
+        hierarchical_spacing: Which layers these are: "last", those next to the output, or "even"; see
+            `attention.layers_read`.
         init_temperature: The factor of the similarities at the start, in (0, 100].
         init_bias: The bias of the sigmoid loss at the start (Zhai et al. 2023).
+        text_tower, audio_tower: Configuration of a `PretrainedTextTower` or `PretrainedAudioTower` in place of the own
+            one, whose sizes, vocabulary and spectrogram it then decides; None for the own one.
+        freeze_text_tower, freeze_audio_tower: Give its weights no gradient.
 
     Raises:
         ValueError: one line that names the argument.
@@ -95,7 +109,8 @@ class MuLaN(Pretrained):
 
     not_in_the_weights = frozenset({
         "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature",
-        "init_bias", "gradient_checkpointing",
+        "init_bias", "gradient_checkpointing", "attn_dropout", "ff_dropout",
+        "freeze_text_tower", "freeze_audio_tower",
     })  # fmt: skip
     cut_before = ("text",)  # see distributed.engines.replicated.cut_graph
 
@@ -108,25 +123,43 @@ class MuLaN(Pretrained):
         heads: int = 8, dim_head: int = 64, vocab_size: int = 49408, max_text_tokens: int = 256,
         dim_latent: int = 128, hierarchical_layers: int = 0, init_temperature: float = 10.0, init_bias: float = -10.0,
         gradient_checkpointing: bool = False,
+        audio_heads: int | None = None, text_heads: int | None = None,
+        audio_dim_head: int | None = None, text_dim_head: int | None = None, ff_mult: int = 4,
+        attn_dropout: float = 0.0, ff_dropout: float = 0.0, win_length: int | None = None,
+        spectrogram_padding: str = "silence", hierarchical_spacing: str = "last",
+        text_tower: dict[str, Any] | None = None, audio_tower: dict[str, Any] | None = None,
+        freeze_text_tower: bool = False, freeze_audio_tower: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.config = constructor_arguments(locals())
-        _check_config(self.config)
+        self.config = config = with_own_sizes(constructor_arguments(locals()))
+        check_config(config)
         self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
         self.clip_samples = round(min(clip_seconds * sample_rate, _MOST_NUMBERS))
-        self.frontend = Spectrogram(sample_rate, n_fft, hop_length, n_mels, fmin, fmax, spectrogram, patch_size)
-        if self.frontend.bands < patch_size:
+        own = n_fft, hop_length, n_mels, fmin, fmax, spectrogram, patch_size, win_length, spectrogram_padding
+        self.frontend = Fbank(audio_tower) if audio_tower else Spectrogram(sample_rate, *own)
+        if not audio_tower and self.frontend.bands < patch_size:
             raise ValueError(f"patch_size {patch_size} is larger than the {self.frontend.bands} bands of a spectrogram")
         self._check_clip()
-        audio = audio_dim, audio_depth, heads, dim_head
-        self.audio = AudioTransformer(*audio, patch_size, patch_dropout, hierarchical_layers, gradient_checkpointing)
-        text = text_dim, text_depth, heads, dim_head
-        text_tower = TextTransformer(*text, vocab_size, max_text_tokens, hierarchical_layers, gradient_checkpointing)
+        self._check_caption()
+        options: dict[str, Any] = {"ff_mult": ff_mult, "attn_dropout": attn_dropout, "ff_dropout": ff_dropout}
+        both = hierarchical_layers, gradient_checkpointing, hierarchical_spacing
+        self.audio: AudioTransformer | PretrainedAudioTower
+        if audio_tower:
+            self.audio = PretrainedAudioTower(audio_tower, *both, freeze_audio_tower)
+        else:
+            audio = audio_dim, audio_depth, config["audio_heads"], config["audio_dim_head"]
+            self.audio = AudioTransformer(*audio, patch_size, patch_dropout, *both, **options)
+        text: TextTransformer | PretrainedTextTower
+        if text_tower:
+            text = PretrainedTextTower(text_tower, *both, freeze_text_tower)
+        else:
+            sizes = text_dim, text_depth, config["text_heads"], config["text_dim_head"]
+            text = TextTransformer(*sizes, vocab_size, max_text_tokens, *both, **options)
         outputs = hierarchical_layers + 1
         # Registered in the order of calls: gradients are sent in the reverse order of registration.
-        self.audio_latents = Latents(outputs, audio_dim, dim_latent)
-        self.text = text_tower
-        self.text_latents = Latents(outputs, text_dim, dim_latent)
+        self.audio_latents = Latents(outputs, config["audio_dim"], dim_latent)
+        self.text = text
+        self.text_latents = Latents(outputs, config["text_dim"], dim_latent)
         self.tau = nn.Parameter(torch.full((outputs,), math.log(init_temperature)))
         self.bias = nn.Parameter(torch.full((outputs,), float(init_bias)))
 
@@ -134,14 +167,35 @@ class MuLaN(Pretrained):
         """Set `clip_numbers`, how many numbers a clip of clip_seconds has at once: its samples, its spectrum and the
         distances of its patches. Raise a ValueError if there are too many."""
         config, frames = self.config, self.frontend.frames(self.clip_samples)
+        tower = config["audio_tower"]
+        if tower and frames > tower["frames"]:
+            longest = f"the audio tower takes up to {tower['frames']} frames, {tower['frames'] / 100:g} seconds"
+            raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {longest}; use shorter clips")
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
-        self.clip_numbers = self.clip_samples + frames * (config["n_fft"] + 2) + config["heads"] * patches**2
-        if self.clip_numbers >= _MOST_NUMBERS:
+        weights = config["audio_heads"] * (patches_of(tower) if tower else patches) ** 2
+        self.clip_numbers = self.clip_samples + frames * (config["n_fft"] + 2) + weights
+        of_dropout = (_NUMBERS_OF_DROPOUT - 1) * weights if config["attn_dropout"] and not tower else 0
+        if self.clip_numbers + of_dropout >= _MOST_NUMBERS:
             clip = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
             raise ValueError(
                 f"{clip} takes more than {4 * _MOST_NUMBERS / 1e9:.2g} GB, because attention compares each patch with "
                 "each: use shorter clips, a longer hop_length or a larger patch_size"
             )
+
+    def _check_caption(self) -> None:
+        """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
+        config = self.config
+        weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
+        if config["attn_dropout"] and not config["text_tower"] and _NUMBERS_OF_DROPOUT * weights >= _MOST_NUMBERS:
+            caption = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
+            raise ValueError(f"{caption} {4 * _MOST_NUMBERS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
+
+    @property
+    def drops(self) -> bool:
+        """Whether training needs the `keys` of `forward`."""
+        config = self.config
+        has_own = not (config["audio_tower"] and config["text_tower"])
+        return has_own and max(config["attn_dropout"], config["ff_dropout"]) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `nn.Module.compile` does."""
@@ -153,19 +207,28 @@ class MuLaN(Pretrained):
         """Uniform numbers that a clip of clip_seconds needs in training: 4 for the masks, and one per patch."""
         return self._noise_size(self.clip_samples)
 
-    def forward(self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None) -> MulanOutput:
+    def forward(
+        self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None,
+        keys: Tensor | None = None,
+    ) -> MulanOutput:  # fmt: skip
         """Clips and their captions to unit vectors.
 
         Args:
             waveforms: (b, n) in [-1, 1] at sample_rate.
             tokens: int64 (b, t), t <= max_text_tokens. Tokens beyond ``lengths`` are ignored.
             lengths: int64 (b,), tokens of each caption.
-            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for no masks and no dropout.
+            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for no masks and no patch
+                dropout.
+            keys: int64 (b, 2) in [0, 2^32), one key for the dropout of each pair; None for no dropout of attention and
+                feed-forwards.
 
         Raises:
             ValueError: a shape that does not match these.
         """
-        audio, text = self._audio_latents(waveforms, noise), self._text_latents(tokens, lengths)
+        if keys is not None and keys.shape != (len(waveforms), 2):
+            raise ValueError(f"keys of shape {tuple(keys.shape)}: {len(waveforms)} pairs take ({len(waveforms)}, 2)")
+        of_audio, of_text = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
+        audio, text = self._audio_latents(waveforms, noise, of_audio), self._text_latents(tokens, lengths, of_text)
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
         return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
@@ -183,7 +246,7 @@ class MuLaN(Pretrained):
         or powers, at least 0."""
         return self.frontend(waveforms)
 
-    def _audio_latents(self, waveforms: Tensor, noise: Tensor | None) -> Tensor:
+    def _audio_latents(self, waveforms: Tensor, noise: Tensor | None, keys: Tensor | None = None) -> Tensor:
         spectrograms = self.audio.crop(self.frontend(waveforms))
         if noise is not None:
             expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
@@ -193,38 +256,11 @@ class MuLaN(Pretrained):
                 raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {use}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
             spectrograms = spec_augment(spectrograms, mask_noise, self.time_mask_fraction, self.frequency_mask_fraction)
-        return self.audio_latents(self.audio(spectrograms, noise))
+        return self.audio_latents(self.audio(spectrograms, noise, keys))
 
-    def _text_latents(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        return self.text_latents(self.text(tokens, lengths))
+    def _text_latents(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
+        return self.text_latents(self.text(tokens, lengths, keys))
 
     def _noise_size(self, samples: int) -> int:
         rows, columns = self.audio.grid(self.frontend.bands, self.frontend.frames(samples))
         return MASK_NOISE + rows * columns
-
-
-def _check_config(config: dict[str, Any]) -> None:
-    for name in ("sample_rate", "n_fft", "hop_length", "n_mels", "patch_size", "audio_dim", "audio_depth", "text_dim",
-                 "text_depth", "heads", "dim_head", "vocab_size", "max_text_tokens", "dim_latent",
-                 "hierarchical_layers"):  # fmt: skip
-        least = 0 if name == "hierarchical_layers" else 1
-        if type(config[name]) is not int or config[name] < least:
-            raise ValueError(f"{name} {config[name]!r} is not a whole number of at least {least}")
-    depth = min(config["audio_depth"], config["text_depth"])
-    if config["hierarchical_layers"] >= depth:
-        below = f"a tower of {depth} layers has {depth - 1} below its output; use at most {depth - 1} or more layers"
-        raise ValueError(f"hierarchical_layers {config['hierarchical_layers']}: {below}")
-    if not 0 < config["clip_seconds"] < math.inf:
-        raise ValueError(f"clip_seconds {config['clip_seconds']} is no positive length")
-    for name in ("patch_dropout", "time_mask_fraction", "frequency_mask_fraction"):
-        if not 0 <= config[name] < 1:
-            raise ValueError(f"{name} {config[name]} is not in [0, 1)")
-    visible = (1 - config["time_mask_fraction"]) * (1 - config["frequency_mask_fraction"])
-    if visible <= config["patch_dropout"]:
-        left = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
-        lower = "lower it, time_mask_fraction or frequency_mask_fraction"
-        raise ValueError(f"patch_dropout {config['patch_dropout']}: {left}; {lower}")
-    if not 0 < config["init_temperature"] <= MAX_SCALE:
-        raise ValueError(f"init_temperature {config['init_temperature']} is not in (0, {MAX_SCALE:g}]")
-    if not math.isfinite(config["init_bias"]):
-        raise ValueError(f"init_bias {config['init_bias']} is not finite")

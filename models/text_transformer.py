@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from .attention import Transformer
+from .attention import Transformer, layers_read
 
 _INIT_STD = 0.02
 
 
 class TextTransformer(nn.Module):
     """Tokens (b, t) in [0, vocab_size), t <= max_tokens, to the features at the class token, of the final output and of
-    hierarchical_layers layers below it."""
+    hierarchical_layers layers below it. The options are those of `Transformer`."""
 
     def __init__(
         self,
@@ -24,47 +26,56 @@ class TextTransformer(nn.Module):
         max_tokens: int,
         hierarchical_layers: int,
         recompute: bool = False,
+        spacing: str = "last",
+        **options: Any,
     ) -> None:
         super().__init__()
         self.vocab_size, self.max_tokens = vocab_size, max_tokens
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))
-        self.transformer = Transformer(dim, depth, heads, dim_head, recompute)
-        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(hierarchical_layers + 1))
+        self.transformer = Transformer(dim, depth, heads, dim_head, recompute, **options)
+        self.layers = layers_read(depth, hierarchical_layers, spacing)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
         for weight in (self.tokens.weight, self.positions.weight, self.cls):
             nn.init.normal_(weight, std=_INIT_STD)
 
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
         """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
 
         Args:
             lengths: int64 (b,), number of tokens of each caption. Tokens beyond it are ignored.
+            keys: int64 (b, 2), the keys of the dropout in the transformer; None drops nothing.
 
         Raises:
             ValueError: tokens or lengths of another shape, more than max_tokens columns or, on the CPU, a token outside
                 the vocabulary. On a GPU this check would have to wait for the device, so it is left out; there the
                 embedding look-up stops the process.
         """
-        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-            shapes = f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}"
-            raise ValueError(f"{shapes}: give (b, t), (b,)")
-        if tokens.shape[1] > self.max_tokens:
-            raise ValueError(f"{tokens.shape[1]} columns of tokens; this model takes up to {self.max_tokens}: cut them")
+        tokens, counts = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        counts = place < lengths[:, None]
-        tokens = tokens.where(counts, 0)
-        self._check_vocabulary(tokens)
         x = self.tokens(tokens) + self.positions(place)
         x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
         hidden = torch.zeros(counts.shape, dtype=x.dtype, device=x.device).masked_fill(~counts, float("-inf"))
         bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
-        layers = self.transformer(x, bias)
-        return torch.stack([norm(layers[-1 - i][:, 0]) for i, norm in enumerate(self.norms)], dim=1)
+        outputs = self.transformer(x, bias, keys)
+        read = zip(self.layers, self.norms, strict=True)
+        return torch.stack([norm(outputs[layer][:, 0]) for layer, norm in read], dim=1)
 
-    def _check_vocabulary(self, tokens: Tensor) -> None:
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
-            low, high = (int(extreme) for extreme in tokens.aminmax())
-            if low < 0 or high >= self.vocab_size:
-                wrong = f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size}"
-                raise ValueError(f"{wrong}; this tokenizer does not belong to this model")
+
+def checked_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Tokens (b, t) with 0 in place of those beyond lengths (b,), and which ones count, bool (b, t). Raises ValueError
+    as `TextTransformer.forward` says."""
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        shapes = f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}"
+        raise ValueError(f"{shapes}: give (b, t), (b,)")
+    if tokens.shape[1] > max_tokens:
+        raise ValueError(f"{tokens.shape[1]} columns of tokens; this model takes up to {max_tokens}: cut them")
+    counts = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    tokens = tokens.where(counts, 0)
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+        low, high = (int(extreme) for extreme in tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            wrong = f"token {low if low < 0 else high} is not in the vocabulary of {vocab_size}"
+            raise ValueError(f"{wrong}; this tokenizer does not belong to this model")
+    return tokens, counts

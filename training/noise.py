@@ -65,6 +65,16 @@ class Noise:
         """float32 noise (b, *shape), uniform in [0, 1). Arguments as for `gumbel`."""
         return self._drawn("uniform", step, positions, shape, device)
 
+    def keys(self, step: int, positions: Sequence[int], device: Device = "cpu") -> Tensor:
+        """Keys of the samples for noise that a model computes itself: int64 (b, 2), uniform in [0, 2^32), equal on
+        every device. Arguments as for `gumbel`."""
+        seeds = [self.seed_of(step, position) for position in positions]
+        # From pinned memory, so that the host does not wait for the device.
+        is_pinned = torch.device(device).type == "cuda"
+        pairs = [(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds]
+        words = torch.tensor(pairs, dtype=torch.int64, pin_memory=is_pinned)
+        return words.view(len(seeds), 2).to(device, non_blocking=True)
+
     def _drawn(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
         seeds = [self.seed_of(step, position) for position in positions]

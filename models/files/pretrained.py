@@ -62,10 +62,7 @@ class Pretrained(nn.Module):
         if found != cls.__name__:
             raise ValueError(f"{folder} holds a {found}, not a {cls.__name__}")
         with _errors_of(folder):
-            weights: dict[str, Tensor] = {}
-            for path, names in _weight_files(folder).items():
-                with safe_open(check_regular(path), framework="pt") as file:
-                    weights |= {name: file.get_tensor(name) for name in names or file.keys()}
+            weights = _weights(folder)
             check_arguments(config, weights)
         return cls._built(folder, config, weights)
 
@@ -118,6 +115,24 @@ def holds_weights(folder: Path) -> bool:
             return all(path.is_file() for path in _weight_files(folder))
     except ValueError:
         return False
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's safetensors by name, on the CPU.
+
+    Raises:
+        ValueError: one line, if a file is missing, damaged or hostile.
+    """
+    with _errors_of(folder):
+        return _weights(folder)
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path, names in _weight_files(folder).items():
+        with safe_open(check_regular(path), framework="pt") as file:
+            weights |= {name: file.get_tensor(name) for name in names or file.keys()}
+    return weights
 
 
 def read_headers(folder: Path) -> dict[str, Headers]:

@@ -50,6 +50,31 @@ def test_log_mel_is_that_of_librosa(settings: dict[str, Any]) -> None:
         np.testing.assert_allclose(decibels, expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("samples", [0, 40, 65, 8000])
+def test_a_window_shorter_than_a_frame_and_mirrored_ends_are_those_of_librosa(samples: int) -> None:
+    """The spectrogram of the public model: n_fft 128, win_length 24, hop_length 12, power, reflect."""
+    waveforms = np.random.default_rng(0).normal(size=(2, samples))
+    ours = Spectrogram(16000, 128, 12, kind="power", win_length=24, padding="reflect")
+    padded = np.pad(waveforms, ((0, 0), (0, max(0, 65 - samples))))
+    theirs = [
+        librosa.stft(clip, n_fft=128, hop_length=12, win_length=24, pad_mode="reflect", dtype=np.complex128)
+        for clip in padded
+    ]
+    power = ours(torch.from_numpy(waveforms))
+    assert power.shape == (2, 65, ours.frames(samples))
+    np.testing.assert_allclose(power.numpy(), np.abs(np.stack(theirs)) ** 2, atol=1e-10)
+
+
+@pytest.mark.parametrize(("settings", "complaint"), [
+    ({"win_length": 1025}, "win_length 1025 is not between 1 and n_fft 1024"),
+    ({"win_length": 100}, "hop_length 160 is not between 1 and win_length 100: it would skip samples"),
+    ({"padding": "zeros"}, "spectrogram_padding 'zeros' is unknown; use silence or reflect"),
+])  # fmt: skip
+def test_windows_and_paddings_that_cannot_be_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Spectrogram(**settings)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_filters_are_those_of_librosa(settings: dict[str, Any]) -> None:
     sizes = {"sample_rate": 16000, "n_fft": 1024, "n_mels": 64, "fmin": 0.0, "fmax": None, **settings}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,57 @@ def test_an_output_below_the_last_is_that_of_a_shallower_model() -> None:
         expected = shallow(*inputs)
         torch.testing.assert_close(out.audio[:, below], expected.audio[:, 0])
         torch.testing.assert_close(out.text[:, below], expected.text[:, 0])
+
+
+def test_even_layers_are_read_from_the_first_on() -> None:
+    """Of 3 layers, 1 below the last: the first, not the second."""
+    even = small(audio_depth=3, text_depth=3, hierarchical_layers=1, hierarchical_spacing="even")
+    inputs = batch(even)
+    shallow = small(seed=1, audio_depth=1, text_depth=1)
+    weights = even.state_dict()
+    for tower in ("audio", "text"):
+        for name in (".norms.{}.weight", "_latents.projections.{}.weight", "_latents.projections.{}.bias"):
+            weights[tower + name.format(0)] = weights[tower + name.format(1)]
+    weights["tau"], weights["bias"] = weights["tau"][:1], weights["bias"][:1]
+    shallow.load_state_dict({name: weights[name] for name in shallow.state_dict()})
+    expected = shallow(*inputs)
+    torch.testing.assert_close(even(*inputs).audio[:, 1], expected.audio[:, 0])
+    torch.testing.assert_close(even(*inputs).text[:, 1], expected.text[:, 0])
+    with pytest.raises(ValueError, match="hierarchical_spacing 'odd' is unknown; use last or even"):
+        small(hierarchical_spacing="odd")
+
+
+def test_each_tower_has_its_own_heads_and_both_the_same_width_of_feed_forwards() -> None:
+    model = small(audio_heads=4, text_dim_head=8, ff_mult=2)
+    towers: tuple[tuple[Any, int, int, int], ...] = ((model.audio, 4, 4, 16), (model.text, 2, 8, 12))
+    for tower, heads, dim_head, dim in towers:
+        attention, feed_forward = tower.transformer.attention[0], tower.transformer.feed_forward[0]
+        assert attention.heads == heads and attention.to_out.in_features == heads * dim_head
+        assert attention.q_scale.shape == (dim_head,)
+        assert feed_forward.contract.in_features == int(dim * 2 * 2 / 3)
+    assert towers[0][0].relative_bias.mlp[-1].out_features == 4
+    assert (model(*batch(model)).audio.norm(dim=-1) - 1).abs().max() < 1e-5
+    sizes = {name: model.config[name] for name in ("audio_heads", "text_heads", "audio_dim_head", "text_dim_head")}
+    assert sizes == {"audio_heads": 4, "text_heads": 2, "audio_dim_head": 4, "text_dim_head": 8}
+    with pytest.raises(ValueError, match="text_heads 0 is not a whole number of at least 1"):
+        small(text_heads=0)
+
+
+def test_a_model_folder_from_before_the_later_arguments_still_loads(tmp_path: Path) -> None:
+    model = small()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    later = {"audio_heads", "text_heads", "audio_dim_head", "text_dim_head", "ff_mult", "attn_dropout", "ff_dropout",
+             "win_length", "spectrogram_padding", "hierarchical_spacing", "text_tower", "audio_tower",
+             "freeze_text_tower", "freeze_audio_tower"}  # fmt: skip
+    assert later <= config.keys()
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in later}))
+    loaded = MuLaN.from_pretrained(tmp_path)
+    assert loaded.config == model.config and not loaded.drops
+    assert_close(loaded(*batch(model)), model.eval()(*batch(model)), atol=0)
+    other = small(seed=1)
+    other.load_weights_from(tmp_path)
+    assert torch.equal(other.audio.relative_bias.mlp[0].weight, model.audio.relative_bias.mlp[0].weight)
 
 
 def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | None) -> Tensor:

@@ -1,0 +1,186 @@
+"""Dropout that is a function of a key and a place."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from models import MuLaN
+from models.attention import Attention, FeedForward, Transformer
+from models.dropout import derived, dropout, mix32
+from tests.models.helpers import MULAN, some
+from training.noise import Noise
+
+
+def some_keys(size: int = 3, step: int = 0) -> Tensor:
+    return Noise(0, "dropout").keys(step, list(range(size)))
+
+
+def test_the_hash_is_that_of_32_bit_arithmetic_and_a_bijection() -> None:
+    words = torch.arange(1 << 16) * 65521  # below 2^32
+    expected = words.numpy().astype(np.uint32)
+    expected = (expected ^ (expected >> 16)) * np.uint32(0x21F0AAAD)
+    expected = (expected ^ (expected >> 15)) * np.uint32(0x735A2D97)
+    expected ^= expected >> 15
+    mixed = mix32(words)
+    assert torch.equal(mixed, torch.from_numpy(expected.astype(np.int64))) and len(mixed.unique()) == len(words)
+    assert [mix32(int(word)) for word in words[:50]] == mixed[:50].tolist()
+    for bit in range(32):  # each bit of a word changes half of the bits of its hash
+        flips = (mix32(words ^ (1 << bit)) ^ mixed).numpy().astype(np.uint32)
+        assert abs(np.unpackbits(flips.view(np.uint8)).mean() - 0.5) < 0.01
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_share_of_the_numbers_is_dropped_and_the_mean_stays(share: float) -> None:
+    out = dropout(torch.ones(4, 8, 100, 100, dtype=torch.float64), share, some_keys(4))
+    dropped = (out == 0).double()
+    assert ((out == 0) | ((out - 1 / (1 - share)).abs() < 1e-12)).all()
+    # Within 5 standard deviations: of the whole, of each sample, row and column, ...
+    for dims in ((), (1, 2, 3), (0, 1, 3), (0, 1, 2)):
+        means = dropped.mean(dim=dims) if dims else dropped.mean()
+        count = out.numel() / means.numel()
+        assert ((means - share).abs() < 5 * (share * (1 - share) / count) ** 0.5).all(), dims
+    # ... and no number has to do with its neighbour in any direction, or with that of another sample.
+    centred = dropped - share
+    for dim in range(4):
+        product = (centred.narrow(dim, 0, out.shape[dim] - 1) * centred.narrow(dim, 1, out.shape[dim] - 1)).mean()
+        assert abs(product) < 5 * share * (1 - share) / out.numel() ** 0.5 * 1.2, dim
+
+
+def test_numbers_of_dropped_places_have_the_law_of_independent_draws() -> None:
+    """Of the number of places that are dropped in a row of 50."""
+    counts = (dropout(torch.ones(16, 500, 50), 0.3, some_keys(16)) == 0).sum(dim=-1).flatten().bincount(minlength=51)
+    law = stats.binom(50, 0.3)
+    edges = [0, *range(10, 21), 51]
+    seen = [int(counts[low:high].sum()) for low, high in pairwise(edges)]
+    expected = [8000 * (law.cdf(high - 1) - law.cdf(low - 1)) for low, high in pairwise(edges)]
+    assert stats.chisquare(seen, np.array(expected) * sum(seen) / sum(expected)).pvalue > 1e-3
+
+
+def test_draws_depend_on_key_and_place_alone_and_not_on_the_sizes_around_them() -> None:
+    whole = dropout(torch.ones(3, 2, 9, 9), 0.5, some_keys())
+    for row in range(3):
+        assert torch.equal(dropout(torch.ones(1, 2, 9, 9), 0.5, some_keys()[row : row + 1])[0], whole[row])
+    assert torch.equal(dropout(torch.ones(3, 2, 5, 7), 0.5, some_keys()), whole[:, :, :5, :7])
+    others = [some_keys(step=1), derived(some_keys(), 0), derived(some_keys(), 1), some_keys().flip(1)]
+    for keys in (*others, some_keys() ^ torch.tensor([1, 0]), some_keys() ^ torch.tensor([0, 1])):
+        agreement = dropout(torch.ones(3, 2, 90, 90), 0.5, keys) == dropout(torch.ones(3, 2, 90, 90), 0.5, some_keys())
+        assert abs(agreement.double().mean() - 0.5) < 0.02
+
+
+def test_draws_are_pinned_so_that_a_checkpoint_meets_the_same_later() -> None:
+    assert some_keys(2).tolist() == [[2698067740, 3790443377], [108172185, 3759825051]]
+    dropped = dropout(torch.ones(1, 2, 8), 0.5, torch.tensor([[1, 2]])) == 0
+    assert ["".join(map(str, row)) for row in dropped[0].int().tolist()] == ["00001100", "10110011"]
+
+
+def test_nothing_is_computed_without_keys_or_without_a_share() -> None:
+    x = some(2, 3, 4)
+    assert dropout(x, 0.0, some_keys(2)) is x and dropout(x, 0.5, None) is x
+
+
+def test_attention_drops_weights_and_outputs_and_the_feed_forward_its_inner_numbers() -> None:
+    torch.manual_seed(0)
+    keys, x, bias = some_keys(2), some(2, 5, 12), some(2, 3, 5, 5, seed=2)
+    module = Attention(12, heads=3, dim_head=4, share=0.4)
+    q, k, v = module.to_qkv(module.norm(x)).view(2, 5, 3, 3, 4).permute(2, 0, 3, 1, 4)
+    q, k = (part / part.norm(dim=-1, keepdim=True) for part in (q, k))
+    weights = (8 * q @ k.mT + bias).softmax(dim=-1)
+    kept = dropout(torch.ones(2, 3, 5, 5), 0.4, derived(keys, 0))
+    of_output = dropout(torch.ones(2, 5, 12), 0.4, derived(keys, 1))
+    out = module.to_out((weights * kept @ v).transpose(1, 2).flatten(2)) * of_output
+    torch.testing.assert_close(module(x, bias, keys), out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(module(x, bias), Attention.forward(module, x, bias, None))
+    feed = FeedForward(12, share=0.4)
+    values, gates = feed.expand(feed.norm(x)).chunk(2, dim=-1)
+    inner = values * torch.nn.functional.gelu(gates) * dropout(torch.ones(2, 5, 32), 0.4, keys)
+    torch.testing.assert_close(feed(x, keys), feed.contract(inner))
+
+
+def test_layers_drop_differently_and_a_layer_computed_again_drops_the_same() -> None:
+    torch.manual_seed(0)
+    module = Transformer(8, 2, heads=2, dim_head=4, attn_dropout=0.3, ff_dropout=0.3)
+    twice = Transformer(8, 2, heads=2, dim_head=4, attn_dropout=0.3, ff_dropout=0.3, recompute=True)
+    twice.load_state_dict(module.state_dict())
+    keys = some_keys(2)
+    x = some(2, 5, 8)
+    for index, output in enumerate(module(x, None, keys)):
+        of_layer = derived(keys, index)
+        x = x + module.attention[index](x, None, derived(of_layer, 0))
+        x = x + module.feed_forward[index](x, derived(of_layer, 1))
+        assert torch.equal(output, x)
+    gradients = []
+    for one in (module, twice):
+        one(some(2, 5, 8), None, keys)[-1].square().sum().backward()
+        gradients.append([weight.grad for weight in one.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True))
+
+
+def dropping(**overrides: Any) -> MuLaN:
+    torch.manual_seed(0)
+    return MuLaN(**{**MULAN, "attn_dropout": 0.2, "ff_dropout": 0.3, **overrides}).train()
+
+
+def test_mulan_drops_in_both_towers_by_sample_whatever_the_batch_the_padding_and_the_graph() -> None:
+    model = dropping(hierarchical_layers=1)
+    waveforms, noise = some(3, model.clip_samples) * 0.1, torch.rand(3, model.noise_size)
+    tokens, lengths = torch.randint(0, 40, (3, 8)), torch.tensor([3, 6, 2])
+    inputs = waveforms, tokens, lengths, noise, some_keys()
+    together = model(*inputs)
+    for row in range(3):
+        columns = (slice(row, row + 1), slice(None))
+        alone = model(waveforms[columns], tokens[columns][:, :6], lengths[row : row + 1], noise[columns],
+                      some_keys()[columns])  # fmt: skip
+        torch.testing.assert_close(alone.audio[0], together.audio[row], atol=2e-6, rtol=0)
+        torch.testing.assert_close(alone.text[0], together.text[row], atol=2e-6, rtol=0)
+    with torch.no_grad():
+        assert all(torch.equal(one, other) for one, other in zip(model(*inputs), together, strict=True))
+    others = (
+        model(*inputs[:-1], some_keys(step=1)),
+        model(*inputs[:-1]),
+        dropping(hierarchical_layers=1, attn_dropout=0.0)(*inputs),
+    )
+    for other in others:
+        for ours, theirs in ((together.audio, other.audio), (together.text, other.text)):
+            assert (ours - theirs).abs().amax(dim=(1, 2)).min() > 1e-4
+    clean = dropping(hierarchical_layers=1, attn_dropout=0.0, ff_dropout=0.0)(*inputs[:-1])
+    assert torch.equal(others[1].audio, clean.audio) and torch.equal(others[1].text, clean.text)
+
+
+def test_recomputed_towers_have_the_same_gradients() -> None:
+    found = []
+    for recompute in (False, True):
+        model = dropping(gradient_checkpointing=recompute)
+        tokens, lengths = torch.arange(24).view(3, 8), torch.tensor([3, 6, 2])
+        out = model(some(3, model.clip_samples) * 0.1, tokens, lengths, None, some_keys())
+        (out.audio.sum() + out.text.sum()).backward()
+        found.append([weight.grad for weight in model.parameters() if weight.grad is not None])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_dropout_never_waits_for_the_device() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        model = dropping()
+        model(torch.empty(3, 8000), torch.ones(3, 8).long(), torch.ones(3).long(), torch.empty(3, 16),
+              torch.ones(3, 2).long())  # fmt: skip
+
+
+def test_dropout_that_would_take_too_much_memory_and_keys_that_do_not_fit_are_refused() -> None:
+    long = {"clip_seconds": 100, "heads": 8, "hop_length": 160, "patch_dropout": 0.0}
+    assert not dropping(**long, attn_dropout=0.0).config["attn_dropout"]
+    with pytest.raises(ValueError, match="a clip of clip_seconds 100 and hop_length 160 takes more than"):
+        dropping(**long)
+    with pytest.raises(ValueError, match="a caption of max_text_tokens 4000 takes more than"):
+        dropping(max_text_tokens=4000, heads=4)
+    with pytest.raises(ValueError, match=r"attn_dropout 1.0 is not in \[0, 1\)"):
+        dropping(attn_dropout=1.0)
+    model = dropping()
+    with pytest.raises(ValueError, match=r"keys of shape \(2, 2\): 3 pairs take \(3, 2\)"):
+        model(some(3, 8000), torch.ones(3, 8).long(), torch.ones(3).long(), None, some_keys(2))
