@@ -72,7 +72,13 @@ def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mulan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_mulan.py builds a MuLaN of these arguments, but for its tokenizer."""
+    """The flags with which train_mulan.py builds a MuLaN of these arguments, but for its tokenizer; ValueError if it
+    cannot."""
+    for name in ("text_tower", "audio_tower"):
+        if config[name]:
+            raise ValueError(
+                f"train_mulan.py takes a pretrained tower from its own file: give --{name} and --init_from"
+            )
     return as_flags({name: value for name, value in config.items() if name != "vocab_size"})
 
 

@@ -26,6 +26,7 @@ from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
+from training.flags.towers import add_tower_arguments, settle_tower_arguments
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
 
     from data import Feed, SoundBatch, Tokenizer
     from models import MuLaN
+    from models.files.towers import Tower
     from training.measures.embedder import Embedder
     from training.objectives.contrastive import Contrastive
 
@@ -43,9 +45,15 @@ MODEL_ARGUMENTS = (
     "audio_depth", "text_dim", "text_depth", "heads", "dim_head", "max_text_tokens", "dim_latent",
     "hierarchical_layers",
 )  # fmt: skip
+# The same, of a later date: a run from before has not got them, and the values here are what it trained with.
+LATER_MODEL_ARGUMENTS: Mapping[str, Any] = {
+    "audio_heads": None, "text_heads": None, "audio_dim_head": None, "text_dim_head": None, "ff_mult": 4,
+    "win_length": None, "spectrogram_padding": "silence", "hierarchical_spacing": "last", "text_tower": None,
+    "audio_tower": None,
+}  # fmt: skip
 OTHER_MODEL_ARGUMENTS = (
     "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias",
-    "gradient_checkpointing",
+    "gradient_checkpointing", "attn_dropout", "ff_dropout", "freeze_text_tower", "freeze_audio_tower",
 )  # fmt: skip
 PAIRS_SHOWN = 64  # in a picture of similarities
 
@@ -53,6 +61,7 @@ PAIRS_SHOWN = 64  # in a picture of similarities
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)
     add_sound_arguments(parser)
+    add_tower_arguments(parser)
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--audio_dim", type=size, default=512, metavar="DIM", help="width of the audio tower")
@@ -61,6 +70,18 @@ def build_parser() -> ArgumentParser:
     add("--text_depth", type=size, default=6, metavar="LAYERS", help="transformer layers of the text tower")
     add("--heads", type=size, default=8, metavar="N", help="attention heads of both towers")
     add("--dim_head", type=size, default=64, metavar="DIM", help="width of an attention head")
+    add("--audio_heads", type=size, metavar="N", help="attention heads of the audio tower (default: --heads)")
+    add("--audio_dim_head", type=size, metavar="DIM",
+        help="width of an attention head of the audio tower (default: --dim_head)")
+    add("--text_heads", type=size, metavar="N", help="attention heads of the text tower (default: --heads)")
+    add("--text_dim_head", type=size, metavar="DIM",
+        help="width of an attention head of the text tower (default: --dim_head)")
+    add("--ff_mult", type=size, default=4, metavar="N",
+        help="inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU")
+    add("--attn_dropout", type=fraction, default=0.0, metavar="FRACTION",
+        help="part of the attention weights, and of the outputs of attention, that is dropped in training")
+    add("--ff_dropout", type=fraction, default=0.0, metavar="FRACTION",
+        help="part of the inner numbers of the feed-forwards that is dropped in training")
     add("--patch_size", type=size, default=16, metavar="BINS", help="side of a patch of the spectrogram")
     add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
         help="part of the patches that is left out in training")
@@ -74,6 +95,8 @@ def build_parser() -> ArgumentParser:
         help="pairs of sounds with equal captions: masked: not compared; negatives: pushed apart")
     add("--hierarchical_layers", type=size_or_0, default=0, metavar="LAYERS",
         help="apply the loss to the outputs of this number of layers before the last, too")
+    add("--hierarchical_spacing", type=str.lower, choices=("last", "even"), default="last",
+        help="layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on")
     add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
         help="temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100")
     add("--init_bias", type=float, default=-10.0, metavar="BIAS",
@@ -109,6 +132,7 @@ def settle_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
         if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
             parser.error(f"--data_max_length is {seconds:g} s, --clip_seconds {args.clip_seconds:g}; give one of them")
         args.clip_seconds = seconds
+    settle_tower_arguments(parser, args)
 
 
 def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
@@ -120,6 +144,31 @@ def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> floa
     return float(args.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
+def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run with those that it has not got, or leaves to others, for comparison with another run's."""
+    from models.mulan import with_own_sizes
+
+    found = {**LATER_MODEL_ARGUMENTS, **settings}
+    # A checkpoint knows its towers itself, wherever their files are now.
+    found |= {name: bool(found[name]) for name in ("text_tower", "audio_tower")}
+    return with_own_sizes(found) if {"heads", "dim_head", "n_fft"} <= found.keys() else found
+
+
+def read_towers(args: argparse.Namespace) -> dict[str, Tower]:
+    """The pretrained towers by name, "text_tower" and "audio_tower": of `args.towers` if there is such an attribute,
+    which holds configurations alone, and else of the files that the flags name."""
+    from models.files.towers import Tower, read_audio_tower, read_text_tower
+
+    if hasattr(args, "towers"):
+        return {name: Tower(config, {}) for name, config in args.towers.items()}
+    towers = {}
+    if args.text_tower:
+        towers["text_tower"] = read_text_tower(args.text_tower, args.text_tower_quick_gelu)
+    if args.audio_tower:
+        towers["audio_tower"] = read_audio_tower(args.audio_tower)
+    return towers
+
+
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
@@ -128,8 +177,17 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from trained import load_from, tokenizer_file
 
     torch.manual_seed(args.seed)
-    arguments = {name: getattr(args, name) for name in (*MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)}
+    names = (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)
+    arguments = {name: getattr(args, name) for name in names}
+    towers = read_towers(args)
+    arguments |= {name: tower.config for name, tower in towers.items()}
     model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
+    if tokenizer.vocab_size > model.config["vocab_size"]:
+        known = f"{tokenizer.vocab_size} tokens, and --text_tower knows {model.config['vocab_size']}"
+        raise ValueError(f"--tokenizer {tokenizer.name} has {known}: give the tokenizer of that tower")
+    for name, tower in towers.items():
+        if tower.weights:
+            getattr(model, name.removesuffix("_tower")).take_weights(tower.weights)
     if args.init_from:
 
         def load(folder: Path) -> None:
@@ -175,6 +233,7 @@ def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import data
+    from models.files.towers import TowerRecord
     from training.ema import make_ema
     from training.measures.collapse import CollapseAlarm
     from training.measures.embedder import Embedder, text_inputs
@@ -191,14 +250,15 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         model = build_model(args, tokenizer).to(backend.device)
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
     feed = data.sound_feed(args, backend, tokenizer)
-    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
+    arguments = (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS)
+    run = Run(args, settings, backend, feed, model_arguments=arguments, resolve=resolved)
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = make_ema(engine, args.ema_decay, args.ema_power)
     contrastive = Contrastive(
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
-    noise = Noise(args.seed, "patches and masks")
+    noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
     compared = "/".join(["valid", *list(ema.averages())[:1], "r10"])  # metric of the model that is kept
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
@@ -208,7 +268,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
         chances = noise.uniform(run.progress.step, micro["positions"], (model.noise_size,), backend.device)
         texts = text_inputs(micro["tokens"], micro["lengths"])
-        return {"waveforms": micro["waveforms"], **texts, "noise": chances}
+        found = {"waveforms": micro["waveforms"], **texts, "noise": chances}
+        if model.drops:
+            found["keys"] = dropout.keys(run.progress.step, micro["positions"], backend.device)
+        return found
 
     def write(module: MuLaN, folder: Path) -> None:
         module.save_pretrained(folder)
@@ -220,7 +283,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
-    run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
+    towers = {name: model.config[name] for name in ("text_tower", "audio_tower") if model.config[name]}
+    record = {"towers": TowerRecord(towers)} if towers else {}
+    run.resume(tokenizer=tokenizer, **record, engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps
     alarm = CollapseAlarm(after_steps=min(args.lr_warmup_steps, total_steps // 2))
 

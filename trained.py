@@ -240,7 +240,8 @@ def build(script: Script, args: argparse.Namespace, weights: Mapping[str, Any]) 
     from models.files.building import build_with_weights, check_arguments
 
     module = script.imported()
-    check_arguments({name: getattr(args, name) for name in module.MODEL_ARGUMENTS}, weights)
+    asked = (*module.MODEL_ARGUMENTS, *getattr(module, "LATER_MODEL_ARGUMENTS", ()))
+    check_arguments({name: getattr(args, name) for name in asked}, weights)
     return build_with_weights(lambda: module.build_model(args, *script.of_weights(weights)), weights)
 
 
@@ -255,6 +256,8 @@ def load_checkpoint(folder: Path, which: str) -> Any:
     if which == "ema" and not average:
         raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
     try:
+        if isinstance(towers := parts.get("towers"), dict):
+            args.towers = towers
         weights = kept_average(average)["weights"] if average and which != "online" else script.weights(parts)
         return build(script, args, weights)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -7,19 +7,24 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
+import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 import data
 import train_mulan
 from models import MuLaN
+from models.files.towers import read_audio_tower, read_text_tower
+from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
     MULAN,
     SOUNDS,
@@ -33,7 +38,9 @@ from tests.scripts import (
     metrics,
     write_sounds,
 )
+from trained import load_checkpoint
 from training.measures.embedder import Embedder
+from training.noise import Noise
 
 LONGER = " with the loud noise of rain and wind and a slow high tone"
 
@@ -78,6 +85,16 @@ def losses(run: Path) -> list[float]:
 
 def best_facts(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "best" / "best.json").read_text()))
+
+
+def without_own_sizes(*names: str) -> Script:
+    return replace(MULAN, tiny={name: value for name, value in MULAN.tiny.items() if name not in names})
+
+
+WITH_TOWERS = without_own_sizes(
+    "audio_dim", "audio_depth", "text_dim", "text_depth", "n_fft", "hop_length", "n_mels", "patch_size", "tokenizer"
+)
+OF_TOWERS = ("--sample_rate", "16000", "--max_text_tokens", "12", "--hierarchical_layers", "1")
 
 
 # Arguments.
@@ -422,6 +439,130 @@ def test_init_from_takes_weights_for_other_clips(finished: Path, tmp_path: Path)
     run = MULAN.train(tmp_path, "--max_steps", "1", "--init_from", str(finished / "model"),
                       "--learning_rate", "1e-30", "--clip_seconds", "0.6", "--patch_dropout", "0")  # fmt: skip
     torch.testing.assert_close(final_weights(run), final_weights(finished))
+
+
+def test_a_run_from_before_the_later_arguments_goes_on_and_is_read(finished: Path, tmp_path: Path) -> None:
+    """Its config.yaml has not got them; their values then were those of today's defaults."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    later = {*train_mulan.LATER_MODEL_ARGUMENTS, "attn_dropout", "ff_dropout", "freeze_text_tower"}
+    (run / "config.yaml").write_text(yaml.safe_dump({k: v for k, v in config.items() if k not in later}))
+    for said in (("--ff_mult", "2"), ("--hierarchical_spacing", "even"), ("--audio_heads", "1")):
+        assert f"{said[0]} was None and is now" in MULAN.refused(run, *MULAN.eight, "--max_steps", "9", *said)
+    ours, theirs = (load_checkpoint(folder / "checkpoints" / "step_00000008", "online") for folder in (run, finished))
+    assert_same_bits(ours.state_dict(), theirs.state_dict())
+    # As much is said as before, or the values that others decide.
+    MULAN.train(run, *MULAN.eight, "--max_steps", "9", "--audio_heads", "2", "--win_length", "256")
+    assert metrics(run)[-1]["step"] == 9
+
+
+# Dropout, layers and towers.
+
+
+def test_dropout_draws_by_update_and_sound_and_accumulation_sees_the_same(tmp_path: Path) -> None:
+    """Both passes over a micro-batch, and the pass of a process that holds more of the batch, drop the same."""
+    said = ("--max_steps", "2", "--attn_dropout", "0.3", "--ff_dropout", "0.2", "--valid_fraction", "0")
+    runs = [MULAN.train(tmp_path / str(n), *said, "--grad_accum_steps", str(n)) for n in (1, 2, 4)]
+    for run in runs[1:]:
+        assert losses(run) == pytest.approx(losses(runs[0]), abs=1e-5)
+        assert [line["grad_norm"] for line in metrics(run)] == pytest.approx(
+            [line["grad_norm"] for line in metrics(runs[0])], rel=1e-4
+        )
+    other = MULAN.train(tmp_path / "other", *said, "--ff_dropout", "0")
+    assert abs(losses(other)[0] - losses(runs[0])[0]) > 1e-4
+
+
+def test_a_run_with_dropout_is_the_same_with_recomputed_layers_and_after_an_interruption(tmp_path: Path) -> None:
+    said = ("--max_steps", "4", "--attn_dropout", "0.3", "--ff_dropout", "0.2", "--save_every_n_steps", "1")
+    run = MULAN.train(tmp_path / "run", *said)
+    recomputed = MULAN.train(tmp_path / "recomputed", *said, "--gradient_checkpointing")
+    assert_same_bits(final_weights(run), final_weights(recomputed))
+    MULAN.train_stopped(2, tmp_path / "stopped", *said)
+    assert_same_bits(final_weights(run), final_weights(MULAN.train(tmp_path / "stopped", *said)))
+
+
+def test_without_dropout_no_keys_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Noise, "keys", lambda *_: pytest.fail("keys were drawn"))
+    MULAN.train(tmp_path, "--max_steps", "1")
+
+
+def test_the_public_models_spectrogram_and_layers_train(tmp_path: Path) -> None:
+    script = without_own_sizes("n_fft", "hop_length", "patch_size", "audio_depth", "text_depth")
+    run = script.train(tmp_path, "--max_steps", "2", "--spectrogram", "power", "--spec_n_fft", "128",
+                      "--spec_win_length", "24", "--spec_hop_length", "12", "--spec_pad_mode", "reflect",
+                      "--patch_size", "16", "--audio_depth", "3", "--text_depth", "4",
+                      "--hierarchical_contrastive_loss_layers", "2", "--hierarchical_spacing", "even")  # fmt: skip
+    model = MuLaN.from_pretrained(run / "model")
+    assert (model.frontend.win_length, model.frontend.padding, model.frontend.bands) == (24, "reflect", 65)
+    assert (model.audio.layers, model.text.layers) == ([2, 1, 0], [3, 2, 0])
+
+
+@pytest.fixture
+def towers(tmp_path: Path) -> tuple[str, str]:
+    """A BERT with a tokenizer and an AST."""
+    text_folder(tmp_path / "bert", "bert", vocab_size=len(VOCABULARY) + 3)
+    shutil.copy(TOKENIZER, tmp_path / "bert" / "tokenizer.json")
+    audio_folder(tmp_path / "ast")
+    return str(tmp_path / "bert"), str(tmp_path / "ast")
+
+
+def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_was(
+    towers: tuple[str, str], tmp_path: Path
+) -> None:
+    text, audio = towers
+    said = (*OF_TOWERS, "--text_tower", text, "--audio_tower", audio, "--freeze_text_tower", "--max_steps", "3",
+            "--save_every_n_steps", "1", "--ema_decay", "0.9")  # fmt: skip
+    WITH_TOWERS.train_stopped(2, tmp_path / "run", *said)
+    run = WITH_TOWERS.train(tmp_path / "run", *said)
+    state = load_file(run / "model" / "model.safetensors")
+    trained = {True: read_text_tower(text).weights, False: read_audio_tower(audio).weights}
+    for is_frozen, weights in trained.items():
+        ours = {name: state[f"{'text' if is_frozen else 'audio'}.{name}"] for name in weights}
+        same = {name for name in weights if torch.equal(ours[name], weights[name])}
+        assert same == (set(weights) if is_frozen else set())
+    moments = {name.rpartition("exp_avg/")[2] for name in checkpoint(run, 3) if "/moments/exp_avg/" in name}
+    assert moments >= {"text.norms.0.weight", "audio.norms.0.weight", "audio.patches.weight"}
+    assert not [name for name in moments if name.startswith("text.") and "norms" not in name]
+    assert (run / "model" / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
+    # Without their files, the model, and one of a checkpoint, can be read.
+    shutil.rmtree(text)
+    shutil.rmtree(audio)
+    assert_same_bits(MuLaN.from_pretrained(run / "model").state_dict(), state)
+    online = load_checkpoint(run / "checkpoints" / "step_00000003", "online")
+    assert online.config["text_tower"]["kind"] == "bert"
+    assert torch.equal(online.text.tokens.weight, state["text.tokens.weight"])
+
+
+def test_another_tower_is_not_resumed_with_and_one_at_another_place_is(towers: tuple[str, str], tmp_path: Path) -> None:
+    text, _ = towers
+    own = without_own_sizes("text_dim", "text_depth", "tokenizer")
+    said = ("--max_text_tokens", "12", "--max_steps", "1")
+    run = own.train(tmp_path / "run", *said, "--text_tower", text)
+    shutil.move(text, tmp_path / "moved")
+    said = ("--max_text_tokens", "12", "--max_steps", "2", "--text_tower", str(tmp_path / "moved"))
+    own.train(run, *said)
+    assert metrics(run)[-1]["step"] == 2
+    text_folder(tmp_path / "moved", "bert", vocab_size=len(VOCABULARY) + 3, num_hidden_layers=2)
+    assert "trained with another --text_tower" in own.refused(run, *said, "--max_steps", "3")
+    assert "towers instead of" in MULAN.refused(run, "--max_text_tokens", "12", "--max_steps", "3")
+
+
+def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[str, str], tmp_path: Path) -> None:
+    text, audio = towers
+    of_text, of_audio = ("--text_tower", text), ("--audio_tower", audio)
+    whole = without_own_sizes("text_dim", "text_depth", "tokenizer")
+    for script, said, complaint in (
+        (MULAN, of_text, "--text_dim has no effect with --text_tower, which decides that; leave it out"),
+        (WITH_TOWERS, (*of_audio, "--n_mels", "32"), "--n_mels has no effect with --audio_tower"),
+        (MULAN, ("--freeze_text_tower",), "--freeze_text_tower has no effect with --text_tower None"),
+        (whole, (*of_text, "--max_text_tokens", "13"), "the text tower takes up to 12 tokens"),
+        (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--sample_rate", "8000"), "hears sounds of 16000 Hz"),
+        (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--clip_seconds", "0.7"), "takes up to 60 frames, 0.6 seconds"),
+        (whole, ("--max_text_tokens", "12", *of_text, "--tokenizer", "clip"), "clip has 49408 tokens, and"),
+    ):  # fmt: skip
+        assert complaint in script.refused(tmp_path / "run", *said)
+    (Path(text) / "tokenizer.json").unlink()
+    assert "has no tokenizer.json: give --tokenizer" in whole.refused(tmp_path / "run", *of_text)
 
 
 # Data.

@@ -9,12 +9,12 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
 
-    Weights of two or more dimensions decay; scales, biases and temperatures do not.
+    Weights of two or more dimensions decay; scales, biases and temperatures do not. Frozen weights have no state.
 
     Raises:
         ValueError: one line, if the package is missing.
     """
-    weights = list(model.parameters())
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": weight_decay},
         {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},

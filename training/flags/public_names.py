@@ -138,6 +138,16 @@ _MUSICLM = Public(
         Argument("sigmoid_contrastive_loss", False, None, "of the model: --loss sigmoid"),
         Argument("decoupled_contrastive_learning", True, None, "of the model: --loss decoupled, or --loss softmax"),
         Argument("hierarchical_contrastive_loss", False, None, "of the model: --hierarchical_layers, a number"),
+        Argument("mulan.hierarchical_contrastive_loss_layers", None, "hierarchical_layers",
+                 "theirs are --hierarchical_spacing even; not given there: one less than the smaller depth", 0),
+        Argument("transformer.attn_dropout", 0.0, "attn_dropout"),
+        Argument("transformer.ff_dropout", 0.0, "ff_dropout"),
+        Argument("transformer.ff_mult", 4, "ff_mult"),
+        Argument("audio_transformer.patch_dropout_prob", 0.25, "patch_dropout"),
+        Argument("audio_transformer.spec_n_fft", None, "n_fft", "128 there, of --spectrogram power"),
+        Argument("audio_transformer.spec_win_length", None, "win_length", "24 there"),
+        Argument("audio_transformer.spec_hop_length", None, "hop_length", "half of spec_win_length there"),
+        Argument("audio_transformer.spec_pad_mode", None, "spectrogram_padding", "reflect there"),
     ),
 )  # fmt: skip
 

@@ -140,6 +140,10 @@ def add_sound_arguments(parser: ArgumentParser) -> None:
     add("--spectrogram", type=str.lower, choices=("log_mel", "power"), default="log_mel",
         help="kind of spectrogram that the model is given")
     add("--n_fft", type=size, default=1024, metavar="SAMPLES", help="length of the Fourier transform's window")
+    add("--win_length", type=size, metavar="SAMPLES",
+        help="length of the window, in the middle of the Fourier transform's (default: --n_fft)")
+    add("--spectrogram_padding", type=str.lower, choices=("silence", "reflect"), default="silence",
+        help="what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored")
     add("--hop_length", type=size, default=160, metavar="SAMPLES",
         help="distance between two windows of the Fourier transform")
     add("--n_mels", type=size, default=64, metavar="BANDS", help="number of mel bands")
