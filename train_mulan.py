@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
-from training.flags.converters import fraction, non_negative_int, positive_float, size, size_or_0, templates
+from training.flags.converters import non_negative_int, positive_float, size, templates
 from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
-from training.flags.towers import add_tower_arguments, settle_tower_arguments
+from training.flags.towers import LATER_MODEL_ARGUMENTS, add_tower_arguments, resolved, settle_tower_arguments
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
 
     from data import Feed, SoundBatch, Tokenizer
     from models import MuLaN
-    from models.files.towers import Tower
     from training.measures.embedder import Embedder
     from training.objectives.contrastive import Contrastive
 
@@ -45,12 +44,6 @@ MODEL_ARGUMENTS = (
     "audio_depth", "text_dim", "text_depth", "heads", "dim_head", "max_text_tokens", "dim_latent",
     "hierarchical_layers",
 )  # fmt: skip
-# The same, of a later date: a run from before has not got them, and the values here are what it trained with.
-LATER_MODEL_ARGUMENTS: Mapping[str, Any] = {
-    "audio_heads": None, "text_heads": None, "audio_dim_head": None, "text_dim_head": None, "ff_mult": 4,
-    "win_length": None, "spectrogram_padding": "silence", "hierarchical_spacing": "last", "text_tower": None,
-    "audio_tower": None,
-}  # fmt: skip
 OTHER_MODEL_ARGUMENTS = (
     "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias",
     "gradient_checkpointing", "attn_dropout", "ff_dropout", "freeze_text_tower", "freeze_audio_tower",
@@ -64,27 +57,6 @@ def build_parser() -> ArgumentParser:
     add_tower_arguments(parser)
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--audio_dim", type=size, default=512, metavar="DIM", help="width of the audio tower")
-    add("--audio_depth", type=size, default=6, metavar="LAYERS", help="transformer layers of the audio tower")
-    add("--text_dim", type=size, default=512, metavar="DIM", help="width of the text tower")
-    add("--text_depth", type=size, default=6, metavar="LAYERS", help="transformer layers of the text tower")
-    add("--heads", type=size, default=8, metavar="N", help="attention heads of both towers")
-    add("--dim_head", type=size, default=64, metavar="DIM", help="width of an attention head")
-    add("--audio_heads", type=size, metavar="N", help="attention heads of the audio tower (default: --heads)")
-    add("--audio_dim_head", type=size, metavar="DIM",
-        help="width of an attention head of the audio tower (default: --dim_head)")
-    add("--text_heads", type=size, metavar="N", help="attention heads of the text tower (default: --heads)")
-    add("--text_dim_head", type=size, metavar="DIM",
-        help="width of an attention head of the text tower (default: --dim_head)")
-    add("--ff_mult", type=size, default=4, metavar="N",
-        help="inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU")
-    add("--attn_dropout", type=fraction, default=0.0, metavar="FRACTION",
-        help="part of the attention weights, and of the outputs of attention, that is dropped in training")
-    add("--ff_dropout", type=fraction, default=0.0, metavar="FRACTION",
-        help="part of the inner numbers of the feed-forwards that is dropped in training")
-    add("--patch_size", type=size, default=16, metavar="BINS", help="side of a patch of the spectrogram")
-    add("--patch_dropout", type=fraction, default=0.25, metavar="FRACTION",
-        help="part of the patches that is left out in training")
     add("--dim_latent", type=size, default=128, metavar="DIM", help="width of the common space")
     add("--init_from", metavar="DIR", help="start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub)")
 
@@ -93,10 +65,6 @@ def build_parser() -> ArgumentParser:
         help="contrastive loss; only the memory of sigmoid does not grow with the number of processes")
     add("--duplicates", type=str.lower, choices=("masked", "negatives"), default="masked",
         help="pairs of sounds with equal captions: masked: not compared; negatives: pushed apart")
-    add("--hierarchical_layers", type=size_or_0, default=0, metavar="LAYERS",
-        help="apply the loss to the outputs of this number of layers before the last, too")
-    add("--hierarchical_spacing", type=str.lower, choices=("last", "even"), default="last",
-        help="layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on")
     add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
         help="temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100")
     add("--init_bias", type=float, default=-10.0, metavar="BIAS",
@@ -144,50 +112,22 @@ def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> floa
     return float(args.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
-def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a run with those that it has not got, or leaves to others, for comparison with another run's."""
-    from models.mulan import with_own_sizes
-
-    found = {**LATER_MODEL_ARGUMENTS, **settings}
-    # A checkpoint knows its towers itself, wherever their files are now.
-    found |= {name: bool(found[name]) for name in ("text_tower", "audio_tower")}
-    return with_own_sizes(found) if {"heads", "dim_head", "n_fft"} <= found.keys() else found
-
-
-def read_towers(args: argparse.Namespace) -> dict[str, Tower]:
-    """The pretrained towers by name, "text_tower" and "audio_tower": of `args.towers` if there is such an attribute,
-    which holds configurations alone, and else of the files that the flags name."""
-    from models.files.towers import Tower, read_audio_tower, read_text_tower
-
-    if hasattr(args, "towers"):
-        return {name: Tower(config, {}) for name, config in args.towers.items()}
-    towers = {}
-    if args.text_tower:
-        towers["text_tower"] = read_text_tower(args.text_tower, args.text_tower_quick_gelu)
-    if args.audio_tower:
-        towers["audio_tower"] = read_audio_tower(args.audio_tower)
-    return towers
-
-
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
     from models import MuLaN, build_in_memory
+    from models.files.towers import read_towers, take_towers
     from trained import load_from, tokenizer_file
 
     torch.manual_seed(args.seed)
     names = (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)
     arguments = {name: getattr(args, name) for name in names}
-    towers = read_towers(args)
+    # Of a checkpoint, the configurations alone; its weights follow.
+    towers = getattr(args, "towers", None) or read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
     arguments |= {name: tower.config for name, tower in towers.items()}
     model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
-    if tokenizer.vocab_size > model.config["vocab_size"]:
-        known = f"{tokenizer.vocab_size} tokens, and --text_tower knows {model.config['vocab_size']}"
-        raise ValueError(f"--tokenizer {tokenizer.name} has {known}: give the tokenizer of that tower")
-    for name, tower in towers.items():
-        if tower.weights:
-            getattr(model, name.removesuffix("_tower")).take_weights(tower.weights)
+    take_towers(model, towers, tokenizer.name, tokenizer.vocab_size)
     if args.init_from:
 
         def load(folder: Path) -> None:
@@ -268,10 +208,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
         chances = noise.uniform(run.progress.step, micro["positions"], (model.noise_size,), backend.device)
         texts = text_inputs(micro["tokens"], micro["lengths"])
-        found = {"waveforms": micro["waveforms"], **texts, "noise": chances}
-        if model.drops:
-            found["keys"] = dropout.keys(run.progress.step, micro["positions"], backend.device)
-        return found
+        keys = dropout.keys(run.progress.step, micro["positions"], backend.device) if model.drops else None
+        return {"waveforms": micro["waveforms"], **texts, "noise": chances, "keys": keys}
 
     def write(module: MuLaN, folder: Path) -> None:
         module.save_pretrained(folder)
@@ -283,9 +221,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
-    towers = {name: model.config[name] for name in ("text_tower", "audio_tower") if model.config[name]}
-    record = {"towers": TowerRecord(towers)} if towers else {}
-    run.resume(tokenizer=tokenizer, **record, engine=engine, ema=ema, best=best)
+    run.resume(tokenizer=tokenizer, **TowerRecord.parts(model.config), engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps
     alarm = CollapseAlarm(after_steps=min(args.lr_warmup_steps, total_steps // 2))
 

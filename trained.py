@@ -249,6 +249,7 @@ def load_checkpoint(folder: Path, which: str) -> Any:
     """The model in a checkpoint, with the weights ``which``: "ema" (their moving average), "online" (as trained), or
     "best", which means the moving average if there is one, and else the weights as trained."""
     from models.files.errors import one_line
+    from models.files.towers import Tower
 
     script, args = arguments_of(Path(os.path.abspath(folder)).parent.parent)
     parts = read_parts(folder)[0]
@@ -257,7 +258,7 @@ def load_checkpoint(folder: Path, which: str) -> Any:
         raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
     try:
         if isinstance(towers := parts.get("towers"), dict):
-            args.towers = towers
+            args.towers = {name: Tower(config, {}) for name, config in towers.items()}
         weights = kept_average(average)["weights"] if average and which != "online" else script.weights(parts)
         return build(script, args, weights)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

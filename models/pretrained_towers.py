@@ -48,8 +48,8 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """(b, n, dim) and what is added to the logits, broadcastable to (b, heads, n, n) -> (b, n, dim)."""
-        # One use of x from outside: where FSDP, or recomputation, wraps a layer, the gradients of its own uses are added
-        # before that of another use of x, and must be so elsewhere to have the same bits.
+        # One use of x from outside: where FSDP or recomputation wraps a layer, the gradients of its own uses are added
+        # before that of another use of x. With this they are so everywhere, which gives the same bits.
         x = x.view_as(x)
         if self.norm_first:
             x = x + self._attend(self.norm1(x), bias)

@@ -70,8 +70,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], Any
     seen = []
     forward = MuLaN.forward
 
-    def watched(model: MuLaN, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Any = None) -> Any:
-        out = forward(model, waveforms, tokens, lengths, noise)
+    def watched(model: MuLaN, waveforms: Tensor, tokens: Tensor, lengths: Tensor, *noise: Any, **noises: Any) -> Any:
+        out = forward(model, waveforms, tokens, lengths, *noise, **noises)
         seen.append(((waveforms, tokens, lengths), out))
         return out
 

@@ -40,6 +40,12 @@ class TowerRecord:
     def __init__(self, configs: Mapping[str, Any]) -> None:
         self._configs = dict(configs)
 
+    @classmethod
+    def parts(cls, config: Mapping[str, Any]) -> dict[str, TowerRecord]:
+        """The part by its name, for a model of these arguments; empty if it has no pretrained tower."""
+        towers = {name: config[name] for name in ("text_tower", "audio_tower") if config[name]}
+        return {"towers": cls(towers)} if towers else {}
+
     def state_dict(self) -> dict[str, Any]:
         return self._configs
 
@@ -126,6 +132,25 @@ def read_audio_tower(path: str | Path) -> Tower:
         ValueError: one line, if it is missing, damaged, hostile or something else.
     """
     return _read(Path(path).expanduser(), "--audio_tower", _ast)
+
+
+def read_towers(text: str | None, audio: str | None, quick_gelu: bool) -> dict[str, Tower]:
+    """`read_text_tower` and `read_audio_tower` of the paths that are given, by argument of `MuLaN`."""
+    towers = {"text_tower": read_text_tower(text, quick_gelu)} if text else {}
+    return towers | ({"audio_tower": read_audio_tower(audio)} if audio else {})
+
+
+def take_towers(model: Any, towers: Mapping[str, Tower], tokenizer: str, vocab_size: int) -> None:
+    """Give a `MuLaN` the weights of its towers, where there are some. Raises ValueError, in one line, if they do not
+    fit, or the text tower does not know that many tokens of the tokenizer."""
+    if vocab_size > (known := model.config["vocab_size"]):
+        raise ValueError(
+            f"--tokenizer {tokenizer} has {vocab_size} tokens, and --text_tower knows {known}: give the tokenizer of "
+            "that tower"
+        )
+    for name, tower in towers.items():
+        if tower.weights:
+            getattr(model, name.removesuffix("_tower")).take_weights(tower.weights)
 
 
 def _read(path: Path, flag: str, read: Any) -> Tower:
