@@ -127,7 +127,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     towers = getattr(args, "towers", None) or read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
     arguments |= {name: tower.config for name, tower in towers.items()}
     model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
-    take_towers(model, towers, tokenizer.name, tokenizer.vocab_size)
+    take_towers(model, towers, tokenizer)
     if args.init_from:
 
         def load(folder: Path) -> None:

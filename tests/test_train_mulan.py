@@ -291,9 +291,9 @@ def test_validation_and_pictures_take_no_more_sounds_at_a_time_than_training(
     sizes: list[int] = []
     encode = MuLaN._audio_latents
 
-    def counted(model: MuLaN, waveforms: Tensor, noise: Tensor | None) -> Tensor:
+    def counted(model: MuLaN, waveforms: Tensor, *noises: Tensor | None) -> Tensor:
         sizes.append(len(waveforms))
-        return encode(model, waveforms, noise)
+        return encode(model, waveforms, *noises)
 
     monkeypatch.setattr(MuLaN, "_audio_latents", counted)
     MULAN.train(tmp_path, "--max_steps", "1", "--grad_accum_steps", "4", "--valid_fraction", "0.5")

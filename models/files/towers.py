@@ -140,14 +140,12 @@ def read_towers(text: str | None, audio: str | None, quick_gelu: bool) -> dict[s
     return towers | ({"audio_tower": read_audio_tower(audio)} if audio else {})
 
 
-def take_towers(model: Any, towers: Mapping[str, Tower], tokenizer: str, vocab_size: int) -> None:
+def take_towers(model: Any, towers: Mapping[str, Tower], tokenizer: Any) -> None:
     """Give a `MuLaN` the weights of its towers, where there are some. Raises ValueError, in one line, if they do not
-    fit, or the text tower does not know that many tokens of the tokenizer."""
-    if vocab_size > (known := model.config["vocab_size"]):
-        raise ValueError(
-            f"--tokenizer {tokenizer} has {vocab_size} tokens, and --text_tower knows {known}: give the tokenizer of "
-            "that tower"
-        )
+    fit, or the text tower knows fewer tokens than the tokenizer, which has a `vocab_size` and a `name`."""
+    if tokenizer.vocab_size > (known := model.config["vocab_size"]):
+        has = f"--tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens"
+        raise ValueError(f"{has}, and --text_tower knows {known}: give the tokenizer of that tower")
     for name, tower in towers.items():
         if tower.weights:
             getattr(model, name.removesuffix("_tower")).take_weights(tower.weights)
