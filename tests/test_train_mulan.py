@@ -41,6 +41,7 @@ from tests.scripts import (
 from trained import load_checkpoint
 from training.measures.embedder import Embedder
 from training.noise import Noise
+from training.optimizers import make_optimizer
 
 LONGER = " with the loud noise of rain and wind and a slow high tone"
 
@@ -479,6 +480,29 @@ def test_a_run_with_dropout_is_the_same_with_recomputed_layers_and_after_an_inte
     assert_same_bits(final_weights(run), final_weights(recomputed))
     MULAN.train_stopped(2, tmp_path / "stopped", *said)
     assert_same_bits(final_weights(run), final_weights(MULAN.train(tmp_path / "stopped", *said)))
+
+
+def test_each_update_and_each_place_in_the_batch_has_its_own_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    keys = Noise.keys
+
+    def watched(noise: Noise, step: int, positions: Any, device: Any) -> Tensor:
+        asked.extend((step, position) for position in positions)
+        return keys(noise, step, positions, device)
+
+    monkeypatch.setattr(Noise, "keys", watched)
+    MULAN.train(tmp_path, "--max_steps", "2", "--ff_dropout", "0.1", "--grad_accum_steps", "2")
+    # Both passes over a micro-batch ask for the same.
+    assert sorted(asked) == sorted(2 * [(step, place) for step in range(2) for place in range(8)])
+
+
+def test_frozen_weights_are_none_of_the_optimizers() -> None:
+    model = torch.nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    groups = make_optimizer(model, 0.1, (0.9, 0.99), 0.01).param_groups
+    assert [weight for group in groups for weight in group["params"]] == [model.bias]
 
 
 def test_without_dropout_no_keys_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
