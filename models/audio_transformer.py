@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .attention import Transformer, layers_read
 
 
-class _PreciseLayerNorm(nn.LayerNorm):
+class PreciseLayerNorm(nn.LayerNorm):
     """LayerNorm in the precision of its input, because powers exceed the range of fp16; returns the precision of its
     weights."""
 
@@ -32,7 +32,7 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, patch_size: int, dim: int) -> None:
         super().__init__()
-        self.norm_before = _PreciseLayerNorm(patch_size**2)
+        self.norm_before = PreciseLayerNorm(patch_size**2)
         self.project = nn.Linear(patch_size**2, dim)
         self.levels = nn.Linear(2, dim, bias=False)
         self.norm_after = nn.LayerNorm(dim)
@@ -62,21 +62,29 @@ class RelativePositionBias(nn.Module):
 
         Entry (i, j) belongs to the displacement from patch j to patch i.
         """
-        device = patches.device
-        dy = torch.arange(1 - rows, rows, device=device)
-        dx = torch.arange(1 - columns, columns, device=device)
-        displacements = torch.cartesian_prod(dy, dx)
         dtype: torch.dtype = self.mlp[0].weight.dtype  # type: ignore[assignment]
-        displacements = displacements.to(torch.promote_types(dtype, torch.float32))
+        displacements = displacements_in(rows, columns, patches.device).to(torch.promote_types(dtype, torch.float32))
         displacements = displacements.sign() * displacements.abs().log1p()
-        table = self.mlp(displacements.to(dtype))
-        # Patch (y, x) gets the place y (2 columns - 1) + x, so that different displacements between patches are
-        # different differences between places.
-        places = patches // columns * (2 * columns - 1) + patches % columns
-        centre = (rows - 1) * (2 * columns - 1) + columns - 1
-        index = places[:, :, None] - places[:, None, :] + centre
-        bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
-        return bias.contiguous()  # copy once here; otherwise each layer would make a copy
+        return between_patches(self.mlp(displacements.to(dtype)), patches, rows, columns)
+
+
+def displacements_in(rows: int, columns: int, device: torch.device) -> Tensor:
+    """All displacements (dy, dx) between two patches of a grid, int64 ((2 rows - 1) (2 columns - 1), 2)."""
+    dy = torch.arange(1 - rows, rows, device=device)
+    dx = torch.arange(1 - columns, columns, device=device)
+    return torch.cartesian_prod(dy, dx)
+
+
+def between_patches(table: Tensor, patches: Tensor, rows: int, columns: int) -> Tensor:
+    """Rows (heads,) of a table, one for each of `displacements_in` -> the bias (b, heads, n, n) of patches (b, n); see
+    `RelativePositionBias`."""
+    # Patch (y, x) gets the place y (2 columns - 1) + x, so that different displacements between patches are
+    # different differences between places.
+    places = patches // columns * (2 * columns - 1) + patches % columns
+    centre = (rows - 1) * (2 * columns - 1) + columns - 1
+    index = places[:, :, None] - places[:, None, :] + centre
+    bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
+    return bias.contiguous()  # copy once here; otherwise each layer would make a copy
 
 
 class AudioTransformer(nn.Module):
@@ -129,7 +137,7 @@ class AudioTransformer(nn.Module):
         rows, columns = self.grid(*spectrograms.shape[1:])
         p, count = self.patch_size, rows * columns
         patches = rearrange(self.crop(spectrograms), "b (y i) (x j) -> b (y x) (i j)", i=p, j=p)
-        positions = sincos_positions(rows, columns, self.dim, spectrograms.device)
+        positions = self.positions(rows, columns, spectrograms.device)
         chosen = torch.arange(count, device=spectrograms.device)[None]
         if noise is None or self.kept(count) == count:
             positions = positions[None]
@@ -141,6 +149,10 @@ class AudioTransformer(nn.Module):
         outputs = self.transformer(x + positions.to(x.dtype), self.relative_bias(chosen, rows, columns), keys)
         read = zip(self.layers, self.norms, strict=True)
         return torch.stack([norm(outputs[layer].mean(dim=1)) for layer, norm in read], dim=1)
+
+    def positions(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """What is added to the patches of a grid: (rows x columns, dim), in fp32."""
+        return sincos_positions(rows, columns, self.dim, device)
 
 
 def sincos_positions(rows: int, columns: int, dim: int, device: torch.device) -> Tensor:

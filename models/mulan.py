@@ -113,6 +113,7 @@ class MuLaN(Pretrained):
         "freeze_text_tower", "freeze_audio_tower",
     })  # fmt: skip
     cut_before = ("text",)  # see distributed.engines.replicated.cut_graph
+    marks_texts = True  # CLIP's tokenizer puts marks of start and end around texts
 
     def __init__(
         self, sample_rate: int = 16000, clip_seconds: float = 10.0,
@@ -167,7 +168,7 @@ class MuLaN(Pretrained):
         """Set `clip_numbers`, how many numbers a clip of clip_seconds has at once: its samples, its spectrum and the
         distances of its patches. Raise a ValueError if there are too many."""
         config, frames = self.config, self.frontend.frames(self.clip_samples)
-        tower = config["audio_tower"]
+        tower = config.get("audio_tower")
         if tower and frames > tower["frames"]:
             longest = f"the audio tower takes up to {tower['frames']} frames, {tower['frames'] / 100:g} seconds"
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {longest}; use shorter clips")
@@ -186,7 +187,7 @@ class MuLaN(Pretrained):
         """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
         config = self.config
         weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
-        if config["attn_dropout"] and not config["text_tower"] and _NUMBERS_OF_DROPOUT * weights >= _MOST_NUMBERS:
+        if config["attn_dropout"] and not config.get("text_tower") and _NUMBERS_OF_DROPOUT * weights >= _MOST_NUMBERS:
             caption = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
             raise ValueError(f"{caption} {4 * _MOST_NUMBERS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
 
@@ -194,12 +195,13 @@ class MuLaN(Pretrained):
     def drops(self) -> bool:
         """Whether training needs the `keys` of `forward`."""
         config = self.config
-        has_own = not (config["audio_tower"] and config["text_tower"])
+        has_own = not (config.get("audio_tower") and config.get("text_tower"))
         return has_own and max(config["attn_dropout"], config["ff_dropout"]) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `nn.Module.compile` does."""
-        self.frontend.prepare(self.tau.device)  # constants created inside the graph would cause a recompilation
+        # Constants created inside the graph would cause a recompilation.
+        self.frontend.prepare(next(self.parameters()).device)
         super().compile(*args, **kwargs)
 
     @property

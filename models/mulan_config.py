@@ -28,7 +28,8 @@ def with_own_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_config(config: dict[str, Any]) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise a ValueError, in one line that names the argument, if a `MuLaN.config` cannot be."""
     for name in ("sample_rate", "n_fft", "hop_length", "n_mels", "patch_size", "audio_dim", "audio_depth", "text_dim",
                  "text_depth", "heads", "dim_head", "audio_heads", "audio_dim_head", "text_heads", "text_dim_head",
                  "ff_mult", "vocab_size", "max_text_tokens", "dim_latent", "hierarchical_layers"):  # fmt: skip

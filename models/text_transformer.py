@@ -16,6 +16,8 @@ class TextTransformer(nn.Module):
     """Tokens (b, t) in [0, vocab_size), t <= max_tokens, to the features at the class token, of the final output and of
     hierarchical_layers layers below it. The options are those of `Transformer`."""
 
+    pad: int | None = None  # tokens of this number are hidden from the others, wherever they stand
+
     def __init__(
         self,
         dim: int,
@@ -54,6 +56,8 @@ class TextTransformer(nn.Module):
         """
         tokens, counts = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
         place = torch.arange(tokens.shape[1], device=tokens.device)
+        if self.pad is not None:
+            counts = counts & (tokens != self.pad)
         x = self.tokens(tokens) + self.positions(place)
         x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
         hidden = torch.zeros(counts.shape, dtype=x.dtype, device=x.device).masked_fill(~counts, float("-inf"))
