@@ -15,6 +15,7 @@ from .muse import (
     load_public_vqgan,
     save_public_vqgan,
 )
+from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
 from .public_decoder import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 
 
@@ -48,6 +49,10 @@ FORMATS = {
     "muse": PublicFormat(
         "VQGAN", is_public_vqgan, lambda path, weights: load_public_vqgan(path, weights=weights), save_public_vqgan,
         describe_public_vqgan, load_public_discriminator,
+    ),
+    "musiclm": PublicFormat(
+        "MusicLMMuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
+        save_public_mulan, describe_public_mulan,
     ),
     "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),
 }  # fmt: skip

@@ -1,0 +1,182 @@
+"""The MuLaN of musiclm-pytorch 0.2.8 as `MusicLMMuLaN`, and back: the same weights by the same names.
+
+Its files hold a plain state dict and no arguments, which follow from names and shapes; but for n_fft and hop_length,
+which leave no trace: they are taken to be the defaults there, 128 (or the window, if longer) and half the window.
+Neither do the sample rate, taken to be 16000 Hz, and the length of clips.
+Constants are in the files, too: the window, a table of a time stretch that is never made, and the numbers of the
+intermediate layers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.files.reading import check_regular
+
+from ..musiclm import MusicLMMuLaN, compared_layers
+from .archive import mentions
+from .building import build_with_weights, check_arguments
+from .description import describe_weights
+from .errors import one_line
+from .published import read_state_dict
+from .writing import on_cpu, replacing
+
+PACKAGE = "musiclm-pytorch 0.2.8"
+_N_FFT = 128  # the public default
+_LAYERS = "multi_layer_contrastive_learning"
+_WINDOW, _STRETCH = "audio.spec.window", "audio.aug.0.phase_advance"
+_NUMBERS = "{}_layers_indices"  # of the intermediate layers of a tower
+_CONSTANTS = (_WINDOW, _STRETCH, *map(_NUMBERS.format, ("audio", "text")))
+# torchaudio.transforms.TimeStretch(hop_length=0.8), with its default of 201 frequencies.
+_STRETCH_HOP, _STRETCH_FREQUENCIES = 0.8, 201
+_LONGEST_WINDOW = 1 << 16
+
+
+def is_public_mulan(path: Path) -> bool:
+    """Whether a file names weights of a MuLaN. Raises ValueError, in one line, if it is no regular file."""
+    return mentions(path, b"audio.dynamic_pos_bias_mlp.")
+
+
+def load_public_mulan(path: Path, *, weights: str = "best") -> MusicLMMuLaN:
+    """The model in a file of the public state dict, or of ``MuLaNTrainer.save``, in eval mode. Runs no code from it.
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `MusicLMMuLaN`
+            lacks; or ``weights``, of a checkpoint, is not "best".
+    """
+    arguments, state = _read(path, weights)
+    try:
+        check_arguments(arguments, state)
+        return build_with_weights(lambda: MusicLMMuLaN(**arguments), state).eval()
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold a MuLaN of {PACKAGE}: {one_line(error)}") from None
+
+
+def describe_public_mulan(path: Path) -> dict[str, Any]:
+    """Facts about such a file. Errors: see `load_public_mulan`."""
+    arguments, state = _read(path, "best")
+    facts = {"kind": f"{PACKAGE} file", "model": "MusicLMMuLaN", "arguments": arguments, **describe_weights(state)}
+    return {**facts, "bytes": {path.name: path.stat().st_size}}
+
+
+def save_public_mulan(model: MusicLMMuLaN, path: Path) -> str:
+    """Write a state dict that the public MuLaN loads strictly; the file appears whole or not at all.
+
+    Returns:
+        How to make the MuLaN that loads the file: it does not say its arguments.
+    """
+    config = model.config
+    state = {**_constants(config), **on_cpu(model.state_dict())}
+    with replacing(path) as unfinished:
+        torch.save(state, unfinished)
+    shared = {"dim_head": config["dim_head"], "heads": config["heads"]}
+    audio = {
+        "dim": config["audio_dim"], "depth": config["audio_depth"], "patch_size": config["patch_size"], **shared,
+        "spec_n_fft": config["n_fft"], "spec_win_length": _window(config), "spec_hop_length": config["hop_length"],
+    }  # fmt: skip
+    text = {
+        "dim": config["text_dim"], "depth": config["text_depth"], "num_tokens": config["vocab_size"],
+        "max_seq_len": config["max_text_tokens"], **shared,
+    }  # fmt: skip
+    options = {"dim_latent": config["dim_latent"], "sigmoid_contrastive_loss": config["sigmoid_contrastive_loss"]}
+    if config["hierarchical_layers"]:
+        options |= {
+            "hierarchical_contrastive_loss": True,
+            "hierarchical_contrastive_loss_layers": config["hierarchical_layers"],
+        }
+    towers = f"AudioSpectrogramTransformer({_said(audio)}), TextTransformer({_said(text)})"
+    return f"load it into MuLaN({towers}, {_said(options)}); its sounds have {config['sample_rate']} Hz"
+
+
+def _said(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    length: int = config["n_fft"] if config["win_length"] is None else config["win_length"]
+    return length
+
+
+def _constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the public package saves beside the weights, by name."""
+    stretch = torch.linspace(0, math.pi * _STRETCH_HOP, _STRETCH_FREQUENCIES)[:, None]
+    found = {_WINDOW: torch.hann_window(_window(config)), _STRETCH: stretch}
+    count = config["hierarchical_layers"]
+    for tower in ("audio", "text") if count else ():
+        found[_NUMBERS.format(tower)] = torch.tensor(compared_layers(count, config[f"{tower}_depth"]))
+    return found
+
+
+def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Constructor arguments and weights of a `MusicLMMuLaN`."""
+    if weights != "best":
+        raise ValueError(f"--weights {weights} is for checkpoints; {path} holds one set of weights: leave it out")
+    state = read_state_dict(check_regular(path), part="model")
+    if state and all(name.startswith("module.") for name in state):  # saved while DistributedDataParallel held it
+        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    try:
+        arguments = _arguments(state)
+        _check_constants(state, arguments)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return arguments, {name: tensor for name, tensor in state.items() if name not in _CONSTANTS}
+
+
+def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    audio_dim, patch = _shape(state, "audio.to_patch_tokens.2.weight", 2)
+    (window,) = _shape(state, _WINDOW, 1)
+    if not 2 <= window <= _LONGEST_WINDOW:
+        raise ValueError(f"its window has {window} samples, and one of a MuLaN has 2 to {_LONGEST_WINDOW}")
+    if math.isqrt(patch) ** 2 != patch:
+        raise ValueError(f"its patches have {patch} numbers, and those of a MuLaN here are squares")
+    (dim_head,) = _shape(state, "audio.transformer.layers.0.0.q_scale", 1)
+    heads, _ = _shape(state, "audio.dynamic_pos_bias_mlp.4.weight", 2)
+    vocab_size, text_dim = _shape(state, "text.token_emb.weight", 2)
+    layers = _shape(state, f"{_LAYERS}.audio_gamma", 3)[0] if f"{_LAYERS}.audio_gamma" in state else 0
+    depths = {tower: _depth(state, tower) for tower in ("audio", "text")}
+    if layers >= max(1, *depths.values()):
+        raise ValueError(f"it has heads for {layers} layers of towers of {depths['audio']} and {depths['text']}")
+    n_fft, side = max(_N_FFT, window), math.isqrt(patch)
+    return {
+        "n_fft": n_fft, "win_length": window, "hop_length": window // 2, "patch_size": side,
+        "clip_seconds": _clip_seconds(n_fft, window // 2, side, heads),
+        "audio_dim": audio_dim, "audio_depth": depths["audio"],
+        "text_dim": text_dim, "text_depth": depths["text"],
+        "heads": heads, "dim_head": dim_head, "vocab_size": vocab_size,
+        "max_text_tokens": _shape(state, "text.pos_emb.weight", 2)[0],
+        "dim_latent": _shape(state, "text_to_latents.weight", 2)[0],
+        "hierarchical_layers": layers, "sigmoid_contrastive_loss": "contrast.bias" in state,
+    }  # fmt: skip
+
+
+def _clip_seconds(n_fft: int, hop_length: int, patch_size: int, heads: int) -> float:
+    """Of a clip for whose patches attention takes 16 MB, at most 10: any will do, because the file does not say it."""
+    rows = max(1, (n_fft // 2 + 1) // patch_size)
+    columns = math.isqrt(2**22 // max(1, heads)) // rows
+    return max(0.01, min(10.0, columns * patch_size * hop_length // 160 / 100))
+
+
+def _depth(state: Mapping[str, Tensor], tower: str) -> int:
+    scale = re.compile(rf"{tower}\.transformer\.layers\.\d{{1,4}}\.0\.q_scale")
+    return sum(scale.fullmatch(name) is not None for name in state)
+
+
+def _check_constants(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+    for name, expected in _constants(arguments).items():
+        if name not in state or state[name].shape != expected.shape:
+            raise ValueError(f"it lacks {name} of {tuple(expected.shape)}, a constant of a MuLaN of {PACKAGE}")
+        if not torch.allclose(state[name].to(torch.float64), expected.to(torch.float64), rtol=0, atol=1e-2):
+            raise ValueError(f"its {name} is not that of a MuLaN of {PACKAGE}")
+
+
+def _shape(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
+    if name not in state or state[name].ndim != dimensions:
+        raise ValueError(f"it lacks {name} of {dimensions} dimensions, which a MuLaN of {PACKAGE} has")
+    return tuple(state[name].shape)

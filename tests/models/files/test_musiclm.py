@@ -1,0 +1,164 @@
+"""MuLaN of musiclm-pytorch: the public weights give the public embeddings and losses, what goes out comes back, and
+what has no counterpart is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models import MusicLMMuLaN
+from models.files.musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
+from models.files.public import format_of
+from tests.models.helpers import Call, assert_same_bits, one_line_of
+from tests.models.reference import musiclm
+from tests.training.processes import alone
+from training.objectives.contrastive import Contrastive
+
+State = dict[str, Tensor]
+
+
+def state_of(case: str) -> State:
+    return {**musiclm.stored_constants(case), **musiclm.state_of(case)}
+
+
+def loaded(case: str, folder: Path) -> MusicLMMuLaN:
+    """From a file, but for what it does not say."""
+    torch.save(state_of(case), folder / "mulan.pt")
+    read, audio = load_public_mulan(folder / "mulan.pt"), musiclm.CASES[case].audio
+    said = {"n_fft": "spec_n_fft", "hop_length": "spec_hop_length"}
+    model = MusicLMMuLaN(**{**read.config, **{ours: audio[name] for ours, name in said.items() if name in audio}})
+    model.load_state_dict(read.state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", musiclm.CASES)
+def test_public_weights_give_the_public_embeddings_similarities_and_losses(case: str, tmp_path: Path) -> None:
+    """Of the package itself: sounds that are cut to whole patches, padding within a text and a text of padding alone,
+    towers of unequal depth, one or two intermediate layers, all three losses."""
+    model, options = loaded(case, tmp_path), musiclm.CASES[case].mulan
+    sounds, tokens = musiclm.sounds(case), musiclm.tokens(case)
+    lengths = torch.full((musiclm.PAIRS,), tokens.shape[1])
+    with torch.no_grad():
+        out = model(sounds, tokens, lengths)
+        audio, text = model.encode_audio(sounds), model.encode_text(tokens, lengths)
+    expected = {name: musiclm.stored_output(case, name) for name in ("audio", "text", "similarities", "loss")}
+    torch.testing.assert_close(audio, expected["audio"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(text, expected["text"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(audio @ text.T, expected["similarities"], rtol=0, atol=1e-5)
+    if options.get("hierarchical_contrastive_loss"):
+        for tower, latents in (("audio", out.audio), ("text", out.text)):
+            layers = musiclm.stored_output(case, f"{tower} layers").transpose(0, 1).flip(1)  # ours: the highest first
+            torch.testing.assert_close(latents[:, 1:], layers, rtol=0, atol=1e-5)
+    else:
+        assert out.audio.shape[1] == 1
+    is_decoupled = options.get("decoupled_contrastive_learning", True)
+    kind = "sigmoid" if model.config["sigmoid_contrastive_loss"] else "decoupled" if is_decoupled else "softmax"
+    loss = Contrastive(kind, alone(), mask_duplicates=False)
+    found = loss.value_and_gradients(*out, torch.arange(musiclm.PAIRS)).loss
+    torch.testing.assert_close(found, expected["loss"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("case", musiclm.CASES)
+def test_what_is_written_is_the_public_state_dict_with_the_arguments_that_load_it(case: str, tmp_path: Path) -> None:
+    """The recipe of the fixture has loaded such files into the public classes, strictly."""
+    model, (audio, text, mulan, _) = loaded(case, tmp_path), musiclm.CASES[case]
+    said = save_public_mulan(model, tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert_same_bits(back, state_of(case))
+    assert all(tensor.is_contiguous() for tensor in back.values())
+    call = said.partition("load it into ")[2].partition(";")[0]
+    read = eval(call, dict.fromkeys(("AudioSpectrogramTransformer", "TextTransformer"), dict) | {"MuLaN": _arguments})
+    defaults = {"spec_n_fft": 128, "spec_win_length": 24, "spec_hop_length": 12, "patch_size": 16}
+    layers = {"layers": 2, "sigmoid": 1}
+    heads = {"hierarchical_contrastive_loss_layers": layers[case]} if case in layers else {}
+    of_loss = {"sigmoid_contrastive_loss": False, **mulan, **heads}
+    of_loss.pop("decoupled_contrastive_learning", None)  # it has no weights
+    assert read == ({**defaults, **audio}, {"max_seq_len": 256, **text}, of_loss)
+    assert said.endswith("; its sounds have 16000 Hz")
+
+
+def _arguments(audio: dict[str, Any], text: dict[str, Any], **others: Any) -> tuple[dict[str, Any], ...]:
+    return audio, text, others
+
+
+def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
+    """Its checkpoint, with an optimizer; weights that were saved while several processes trained them; safetensors."""
+    state = state_of("layers")
+    moments = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1e-4}]}
+    torch.save({"model": state, "optim": moments}, tmp_path / "mulan.1000.pt")
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "module.pt")
+    save_file(state, tmp_path / "mulan.safetensors")
+    torch.save(state, tmp_path / "mulan.pt")
+    plain = load_public_mulan(tmp_path / "mulan.pt").state_dict()
+    assert_same_bits(plain, musiclm.state_of("layers"))
+    for name in ("mulan.1000.pt", "module.pt", "mulan.safetensors"):
+        assert is_public_mulan(tmp_path / name) and format_of(tmp_path / name).model == "MusicLMMuLaN"
+        assert_same_bits(load_public_mulan(tmp_path / name).state_dict(), plain)
+    with pytest.raises(ValueError, match=r"--weights ema is for checkpoints; .*mulan.pt holds one set of weights"):
+        load_public_mulan(tmp_path / "mulan.pt", weights="ema")
+
+
+def test_the_description_of_a_file_says_what_follows_from_its_shapes(tmp_path: Path) -> None:
+    model = loaded("sigmoid", tmp_path)
+    facts = describe_public_mulan(tmp_path / "mulan.pt")
+    assert facts["kind"] == "musiclm-pytorch 0.2.8 file" and facts["model"] == "MusicLMMuLaN"
+    sizes = {
+        "audio_dim": 12, "audio_depth": 3, "text_dim": 16, "text_depth": 5, "heads": 2, "dim_head": 8, "patch_size": 4,
+        "vocab_size": 25, "max_text_tokens": 256, "dim_latent": 4, "hierarchical_layers": 1, "win_length": 24,
+        "hop_length": 12, "n_fft": 128, "sigmoid_contrastive_loss": True,
+    }  # fmt: skip
+    assert facts["arguments"].items() >= sizes.items()
+    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+def without(state: State, *names: str) -> State:
+    return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
+
+
+PATCHES, NUMBERS = "audio.to_patch_tokens.2.weight", "audio_layers_indices"
+MISTAKES: dict[str, tuple[Callable[[State], Any], str]] = {
+    "no window": (lambda state: without(state, "audio.spec"), "lacks audio.spec.window of 1 dimensions"),
+    "another window": (
+        lambda state: {**state, "audio.spec.window": torch.ones(40)}, "its audio.spec.window is not that of a MuLaN"
+    ),
+    "an endless window": (
+        lambda state: {**state, "audio.spec.window": torch.zeros(1 << 20)}, "1048576 samples, and one of a MuLaN has 2"
+    ),
+    "other layers": (lambda state: {**state, NUMBERS: torch.tensor([0, 3])}, f"its {NUMBERS} is not that"),
+    "no numbers of layers": (lambda state: without(state, NUMBERS), f"lacks {NUMBERS} of (2,)"),
+    "oblong patches": (lambda state: {**state, PATCHES: torch.zeros(20, 32)}, "those of a MuLaN here are squares"),
+    "no patches": (lambda state: without(state, PATCHES), f"lacks {PATCHES} of 2 dimensions"),
+    "too many heads of layers": (
+        lambda state: {**state, "multi_layer_contrastive_learning.audio_gamma": torch.zeros(1 << 40, 1, 0)},
+        "it has heads for 1099511627776 layers of towers of 4 and 3",
+    ),
+    "another weight": (lambda state: {**state, "rq.weight": torch.zeros(1)}, "rq.weight should have shape none"),
+    "a missing weight": (
+        lambda state: without(state, "text.transformer.layers.1.0.to_q"),
+        "text.transformer.layers.1.0.to_q.weight should have shape (24, 16), not none",
+    ),
+    "feed-forwards of another width": (
+        lambda state: {**state, "text.transformer.layers.0.1.1.weight": torch.zeros(64, 16)}, "should have shape (84,"
+    ),
+    "whole numbers": (lambda state: {**state, "text.cls_token": torch.ones(16).long()}, "of the kind"),
+    "a wide patch": (
+        lambda state: {**state, PATCHES: torch.zeros(1, 1).expand(20, 10**10)}, "larger than the file"
+    ),
+    "a call": (lambda state: {**state, "audio.x": Call(print, "ran")}, "without running code"),
+    "a list": (lambda state: [state], "holds a list, not a dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "complaint"), MISTAKES.values(), ids=MISTAKES)
+def test_another_file_is_refused_in_one_line(
+    change: Callable[[State], Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(change(state_of("layers")), tmp_path / "mulan.pt")
+    assert complaint in one_line_of(load_public_mulan, tmp_path / "mulan.pt")
+    assert capsys.readouterr().out == ""
