@@ -5,6 +5,7 @@
     python convert.py export PATH --to dalle FILE.pt
     python convert.py export PATH --to muse FILE.pt
     python convert.py export PATH --to dalle2 FILE.pth
+    python convert.py export PATH --to musiclm FILE.pt
     python convert.py import PATH RUN_DIR
     python convert.py average RUN --ema_length 0.07 DIR
     python convert.py push RUN USER/NAME
@@ -82,6 +83,14 @@ def mulan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     return as_flags({name: value for name, value in config.items() if name != "vocab_size"})
 
 
+def musiclm_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with which train_mulan.py builds a MusicLMMuLaN of these arguments, but for its tokenizer."""
+    others = ("vocab_size", "sigmoid_contrastive_loss")
+    flags = {name: value for name, value in config.items() if name not in others}
+    loss = "sigmoid" if config["sigmoid_contrastive_loss"] else "decoupled"
+    return {"layout": "musiclm", "loss": loss, **as_flags(flags)}
+
+
 def tokenizer_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with which train_tokenizer.py builds a VideoTokenizer of these arguments; ValueError if it cannot."""
     from inspect import signature
@@ -109,8 +118,8 @@ def as_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FLAGS = {
-    "DiscreteVAE": vae_flags, "VQGAN": vqgan_flags, "MuLaN": mulan_flags, "VideoTokenizer": tokenizer_flags,
-    "Decoder": decoder_flags,
+    "DiscreteVAE": vae_flags, "VQGAN": vqgan_flags, "MuLaN": mulan_flags, "MusicLMMuLaN": musiclm_flags,
+    "VideoTokenizer": tokenizer_flags, "Decoder": decoder_flags,
 }  # fmt: skip
 
 
@@ -139,9 +148,9 @@ def build_parser() -> ArgumentParser:
 
     add = command(export, "export", "Write a model folder or a public package's file.")
     add("out", metavar="OUT", help="folder or file to write")
-    add("--to", choices=("model", "dalle", "muse", "dalle2"), required=True,
+    add("--to", choices=("model", "dalle", "muse", "dalle2", "musiclm"), required=True,
         help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, a VQGanVAE of "
-        "muse-maskgit-pytorch with its discriminator, or a decoder of DALLE2-pytorch")
+        "muse-maskgit-pytorch with its discriminator, a decoder of DALLE2-pytorch, or a MuLaN of musiclm-pytorch")
     add("--weights", **weights)
     add("--force", action="store_true", help="replace OUT where it exists")
 

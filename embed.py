@@ -30,9 +30,9 @@ from training.run.stages import Say, kernel_settings, run_stages
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from models import MuLaN, ResidualQuantizer
+    from models import MuLaN, MusicLMMuLaN, ResidualQuantizer
 
-    Model = TypeVar("Model", MuLaN, ResidualQuantizer)
+    Model = TypeVar("Model", MuLaN, MusicLMMuLaN, ResidualQuantizer)
 # Flag -> flags that have no effect without it.
 NEEDS = {
     "audio": ("output", "files_per_shard", "max_clips", "on_bad_sample", "num_workers"),
@@ -95,6 +95,17 @@ def load(kind: type[Model], folder: str, backend: distributed.Backend) -> tuple[
     return model, {"config": {"model": name, **arguments}, "weights_sha256": sha256}
 
 
+def load_mulan(path: str, backend: distributed.Backend) -> tuple[str, MuLaN, dict[str, Any]]:
+    """For what a user calls a MuLaN, of either --layout: its folder, and what `load` returns."""
+    from models import MuLaN, MusicLMMuLaN
+    from models.files.pretrained import read_config
+    from trained import model_folder
+
+    kinds: dict[str, type[MuLaN]] = {kind.__name__: kind for kind in (MuLaN, MusicLMMuLaN)}
+    folder = str(model_folder(path, *kinds))
+    return folder, *load(kinds[read_config(Path(folder))[0]], folder, backend)
+
+
 def embedders(
     model: MuLaN, folder: str, backend: distributed.Backend
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[str], Tensor]]:
@@ -114,7 +125,7 @@ def embedders(
     @torch.no_grad()
     def of_text(text: str) -> Tensor:
         sizes = model.config["max_text_tokens"], model.config["vocab_size"]
-        tokens = tokens_of_query(text, Path(folder), *sizes).to(backend.device)
+        tokens = tokens_of_query(text, Path(folder), *sizes, model.marks_texts).to(backend.device)
         return model.encode_text(tokens, torch.tensor([tokens.shape[1]], device=backend.device))[0].float().cpu()
 
     return of_clips, of_text
@@ -126,14 +137,11 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
     from data.stores.embeddings import embedding_shards, write_embedding_index
     from data.stores.output import OutputFolder, names_sha256
-    from models import MuLaN
     from models.files.building import require_room
-    from trained import model_folder
 
     fetch(args.model, backend)
     with backend.agreement():
-        folder = str(model_folder(args.model, "MuLaN"))
-        model, about = load(MuLaN, folder, backend)
+        folder, model, about = load_mulan(args.model, backend)
         require_room(f"a batch of {args.batch_size} clips", args.batch_size, model.clip_numbers)
         decoder = ClipDecoder(model.config["sample_rate"], model.clip_samples)
         sounds = open_long_sounds(args.audio, decoder, args.max_clips)
@@ -218,16 +226,14 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from data.sounds.long_sounds import embed_file, is_sound
     from data.stores.embeddings import read_embeddings
     from data.stores.search import Answer, read_queries
-    from models import MuLaN, ResidualQuantizer
+    from models import ResidualQuantizer
     from models.files.building import require_room
-    from trained import model_folder
 
     fetch(args.model, backend)
     with backend.agreement():
         if backend.is_root:
             queries, index = read_queries(args.query or [], args.query_file), read_embeddings(args.index)
-            folder = str(model_folder(args.model, "MuLaN"))
-            model, about = load(MuLaN, folder, backend)
+            folder, model, about = load_mulan(args.model, backend)
             if not about.items() <= index.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
             decoder, how = ClipDecoder(model.config["sample_rate"], model.clip_samples), index.index

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from training.flags.converters import non_negative_int, positive_float, size, templates
+from training.flags.layouts import add_model_group, fixed_arguments, model_of_layout
 from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
@@ -56,7 +57,7 @@ def build_parser() -> ArgumentParser:
     add_sound_arguments(parser)
     add_tower_arguments(parser)
     # fmt: off
-    add = parser.add_argument_group("model").add_argument
+    add = add_model_group(parser)
     add("--dim_latent", type=size, default=128, metavar="DIM", help="width of the common space")
     add("--init_from", metavar="DIR", help="start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub)")
 
@@ -116,25 +117,24 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
 
-    from models import MuLaN, build_in_memory
+    import models
     from models.files.towers import read_towers, take_towers
-    from trained import load_from, tokenizer_file
+    from trained import load_from, require_same_tokenizer
 
     torch.manual_seed(args.seed)
-    names = (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS)
-    arguments = {name: getattr(args, name) for name in names}
+    kind, arguments = model_of_layout(args, (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS))
     # Of a checkpoint, the configurations alone; its weights follow.
     towers = getattr(args, "towers", None) or read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
     arguments |= {name: tower.config for name, tower in towers.items()}
-    model = build_in_memory(MuLaN, vocab_size=tokenizer.vocab_size, **arguments)
+    model: MuLaN = models.build_in_memory(getattr(models, kind), vocab_size=tokenizer.vocab_size, **arguments)
     take_towers(model, towers, tokenizer)
     if args.init_from:
 
         def load(folder: Path) -> None:
-            tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
+            require_same_tokenizer(tokenizer, args.init_from)
             model.load_weights_from(folder)
 
-        load_from(args.init_from, "MuLaN", load)
+        load_from(args.init_from, kind, load)
     return model
 
 
@@ -186,12 +186,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run.run import Run
 
     with backend.agreement():
-        tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens)
+        tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
         model = build_model(args, tokenizer).to(backend.device)
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
     feed = data.sound_feed(args, backend, tokenizer)
-    arguments = (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS)
-    run = Run(args, settings, backend, feed, model_arguments=arguments, resolve=resolved)
+    run = Run(args, settings, backend, feed, model_arguments=fixed_arguments(args, MODEL_ARGUMENTS), resolve=resolved)
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = make_ema(engine, args.ema_decay, args.ema_power)

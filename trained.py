@@ -65,14 +65,17 @@ def widths_of_decoder(weights: Mapping[str, Any]) -> tuple[dict[str, Any]]:
 
 
 def vocabulary_of_mulan(weights: Mapping[str, Any]) -> tuple[SimpleNamespace]:
-    """What a MuLaN is built from beside the arguments: the size of its tokenizer's vocabulary."""
-    return (SimpleNamespace(vocab_size=len(weights["text.tokens.weight"])),)
+    """What a MuLaN of either layout is built from beside the arguments: the size of its tokenizer's vocabulary."""
+    names = [name for name in ("text.tokens.weight", "text.token_emb.weight") if name in weights]
+    return (SimpleNamespace(vocab_size=len(weights[names[0]])),)
 
 
 SCRIPTS = (
     Script("train_vae", "DiscreteVAE", weights_of("engine")),
     Script("train_vqgan", "VQGAN", weights_of("generator")),
     Script("train_mulan", "MuLaN", weights_of("engine"), vocabulary_of_mulan, has_tokenizer=True),
+    # Of --layout musiclm.
+    Script("train_mulan", "MusicLMMuLaN", weights_of("engine"), vocabulary_of_mulan, has_tokenizer=True),
     Script("train_tokenizer", "VideoTokenizer", weights_of("generator")),
     Script("train_decoder", "Decoder", weights_of_unets, widths_of_decoder),
 )
@@ -172,12 +175,15 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
 
 
 def tokenizer_file(path: Path) -> Path | None:
-    """The tokenizer.json that belongs to the MuLaN at ``path``; None for the tokenizer of CLIP, which has no file.
-    Raises ValueError, in one line, if a checkpoint's tokenizer is gone."""
+    """The tokenizer.json that belongs to the MuLaN at ``path``; None for the tokenizer of CLIP, which has no file, and
+    for a public package's file, which does not say its tokenizer. Raises ValueError, in one line, if a checkpoint's
+    tokenizer is gone."""
     from data.tokenizers import FILE, sha256_of_tokenizer
     from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
 
     kind, where = find(path)
+    if kind == "file":
+        return None
     if kind == "model":
         return where / FILE if (where / FILE).exists() else None
     run = Path(os.path.abspath(where)).parent.parent
@@ -191,6 +197,13 @@ def tokenizer_file(path: Path) -> Path | None:
     raise ValueError(
         f"{where}: the tokenizer {name} that it was trained with is gone or has changed, and the model needs it"
     )
+
+
+def require_same_tokenizer(tokenizer: Any, path: str) -> None:
+    """Raise ValueError, in one line, if the MuLaN that the user calls ``path`` has another tokenizer. A public
+    package's file does not say its tokenizer."""
+    if not Path(path).is_file():
+        tokenizer.require_same(path, tokenizer_file(Path(path)))
 
 
 def read_parts(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,13 +28,15 @@ class Tokenizer:
     A pickle holds only the tokenizer's name and size, so another process reads the file again. `vocab_size` is one more
     than the largest token. `to_ids` turns a sentence into at most max_text_tokens tokens, including those that mark its
     start and end. `content` is that of the tokenizer's file; empty for the tokenizer of CLIP, which is in a package.
+    `marks` is the argument of `open_tokenizer`.
     """
 
     def __init__(
-        self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]], content: bytes = b""
-    ) -> None:
+        self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]],
+        content: bytes = b"", marks: bool = True,
+    ) -> None:  # fmt: skip
         self.name, self.vocab_size, self.max_text_tokens = name, vocab_size, max_text_tokens
-        self._to_ids, self._content = to_ids, content
+        self._to_ids, self._content, self._marks = to_ids, content, marks
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]:
         """b sentences -> (int64 (b, max_text_tokens), padded with 0; the number of tokens that count, 1 or more each).
@@ -78,8 +80,8 @@ class Tokenizer:
                 "something else; give the old one, another --output_dir, or --fresh to start over"
             )
 
-    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, int]]:
-        return open_tokenizer, (self.name, self.max_text_tokens)
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, int, bool]]:
+        return open_tokenizer, (self.name, self.max_text_tokens, self._marks)
 
 
 def sha256_of_tokenizer(name: str, content: bytes) -> str:
@@ -87,28 +89,32 @@ def sha256_of_tokenizer(name: str, content: bytes) -> str:
     return hashlib.sha256(content or name.encode()).hexdigest()
 
 
-def open_tokenizer(spec: str, max_text_tokens: int) -> Tokenizer:
+def open_tokenizer(spec: str, max_text_tokens: int, marks: bool = True) -> Tokenizer:
     """Open "clip" (49408 tokens; Radford et al. 2021, from the package open_clip) or a Hugging Face tokenizer.json.
+
+    Args:
+        marks: "clip" puts marks of start and end around a text; without them it is the tokenizer of x-clip, which
+            musiclm-pytorch has. A tokenizer.json says itself whether it does.
 
     Raises ValueError, in one line, if a package or the file is missing, or max_text_tokens leaves no room for a token
     beside the marks of start and end.
     """
     if spec == _NAME_OF_CLIP:
-        return _clip(max_text_tokens)
+        return _clip(max_text_tokens, marks)
     return _hugging_face(os.path.expanduser(spec), max_text_tokens)
 
 
-def _clip(max_text_tokens: int) -> Tokenizer:
-    if max_text_tokens < 3:
+def _clip(max_text_tokens: int, marks: bool) -> Tokenizer:
+    if marks and max_text_tokens < 3:
         room = f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end"
         raise ValueError(f"{room}: use 3 or more")
     simple = _simple_tokenizer()
-    start, end = simple.sot_token_id, simple.eot_token_id
+    before, after = ([simple.sot_token_id], [simple.eot_token_id]) if marks else ([], [])
 
     def to_ids(text: str) -> list[int]:
-        return [start, *simple.encode(text)[: max_text_tokens - 2], end]
+        return [*before, *simple.encode(text)[: max_text_tokens - 2 * marks], *after]
 
-    return Tokenizer(_NAME_OF_CLIP, simple.vocab_size, max_text_tokens, to_ids)
+    return Tokenizer(_NAME_OF_CLIP, simple.vocab_size, max_text_tokens, to_ids, marks=marks)
 
 
 @functools.lru_cache(maxsize=1)

@@ -100,11 +100,12 @@ def read_queries(given: Sequence[str], path: str | None) -> list[str]:
     return queries
 
 
-def tokens_of_query(text: str, model_folder: Path, max_text_tokens: int, vocab_size: int) -> Tensor:
-    """The tokens (1, t) of a sentence, by the tokenizer.json in a model's folder, or by CLIP's if there is none.
-    Raises ValueError, in one line, if it cannot be read, or its vocabulary has another size."""
+def tokens_of_query(text: str, model_folder: Path, max_text_tokens: int, vocab_size: int, marks: bool = True) -> Tensor:
+    """The tokens (1, t) of a sentence, by the tokenizer.json in a model's folder, or by CLIP's (`marks`: see
+    `open_tokenizer`) if there is none. Raises ValueError, in one line, if it cannot be read, or its vocabulary has
+    another size."""
     own = model_folder / TOKENIZER_FILE
-    tokenizer = open_tokenizer(str(own) if own.exists() else "clip", max_text_tokens)
+    tokenizer = open_tokenizer(str(own) if own.exists() else "clip", max_text_tokens, marks)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
             f"the model was trained on {vocab_size} tokens, but the tokenizer {tokenizer.name} has "

@@ -29,7 +29,7 @@ from .published import read_state_dict
 from .writing import on_cpu, replacing
 
 PACKAGE = "musiclm-pytorch 0.2.8"
-_N_FFT = 128  # the public default
+_N_FFT, _FF_MULT = 128, 4  # the public defaults
 _LAYERS = "multi_layer_contrastive_learning"
 _WINDOW, _STRETCH = "audio.spec.window", "audio.aug.0.phase_advance"
 _NUMBERS = "{}_layers_indices"  # of the intermediate layers of a tower
@@ -76,14 +76,16 @@ def save_public_mulan(model: MusicLMMuLaN, path: Path) -> str:
     state = {**_constants(config), **on_cpu(model.state_dict())}
     with replacing(path) as unfinished:
         torch.save(state, unfinished)
-    shared = {"dim_head": config["dim_head"], "heads": config["heads"]}
+    shared = {"ff_mult": config["ff_mult"]} if config["ff_mult"] != _FF_MULT else {}
     audio = {
-        "dim": config["audio_dim"], "depth": config["audio_depth"], "patch_size": config["patch_size"], **shared,
-        "spec_n_fft": config["n_fft"], "spec_win_length": _window(config), "spec_hop_length": config["hop_length"],
+        "dim": config["audio_dim"], "depth": config["audio_depth"], "patch_size": config["patch_size"],
+        "dim_head": config["audio_dim_head"], "heads": config["audio_heads"], **shared,
+        "spec_n_fft": config["n_fft"], "spec_win_length": config["win_length"], "spec_hop_length": config["hop_length"],
     }  # fmt: skip
     text = {
         "dim": config["text_dim"], "depth": config["text_depth"], "num_tokens": config["vocab_size"],
-        "max_seq_len": config["max_text_tokens"], **shared,
+        "max_seq_len": config["max_text_tokens"], "dim_head": config["text_dim_head"], "heads": config["text_heads"],
+        **shared,
     }  # fmt: skip
     options = {"dim_latent": config["dim_latent"], "sigmoid_contrastive_loss": config["sigmoid_contrastive_loss"]}
     if config["hierarchical_layers"]:
@@ -99,15 +101,10 @@ def _said(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-def _window(config: Mapping[str, Any]) -> int:
-    length: int = config["n_fft"] if config["win_length"] is None else config["win_length"]
-    return length
-
-
 def _constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
     """What the public package saves beside the weights, by name."""
     stretch = torch.linspace(0, math.pi * _STRETCH_HOP, _STRETCH_FREQUENCIES)[:, None]
-    found = {_WINDOW: torch.hann_window(_window(config)), _STRETCH: stretch}
+    found = {_WINDOW: torch.hann_window(config["win_length"]), _STRETCH: stretch}
     count = config["hierarchical_layers"]
     for tower in ("audio", "text") if count else ():
         found[_NUMBERS.format(tower)] = torch.tensor(compared_layers(count, config[f"{tower}_depth"]))
@@ -136,8 +133,12 @@ def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
         raise ValueError(f"its window has {window} samples, and one of a MuLaN has 2 to {_LONGEST_WINDOW}")
     if math.isqrt(patch) ** 2 != patch:
         raise ValueError(f"its patches have {patch} numbers, and those of a MuLaN here are squares")
-    (dim_head,) = _shape(state, "audio.transformer.layers.0.0.q_scale", 1)
+    (dim_head,), (text_dim_head,) = (
+        _shape(state, f"{tower}.transformer.layers.0.0.q_scale", 1) for tower in ("audio", "text")
+    )
     heads, _ = _shape(state, "audio.dynamic_pos_bias_mlp.4.weight", 2)
+    text_width, _ = _shape(state, "text.transformer.layers.0.0.to_q.weight", 2)
+    _, inner = _shape(state, "audio.transformer.layers.0.1.4.weight", 2)
     vocab_size, text_dim = _shape(state, "text.token_emb.weight", 2)
     layers = _shape(state, f"{_LAYERS}.audio_gamma", 3)[0] if f"{_LAYERS}.audio_gamma" in state else 0
     depths = {tower: _depth(state, tower) for tower in ("audio", "text")}
@@ -149,7 +150,10 @@ def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "clip_seconds": _clip_seconds(n_fft, window // 2, side, heads),
         "audio_dim": audio_dim, "audio_depth": depths["audio"],
         "text_dim": text_dim, "text_depth": depths["text"],
-        "heads": heads, "dim_head": dim_head, "vocab_size": vocab_size,
+        "heads": heads, "dim_head": dim_head, "text_dim_head": text_dim_head,
+        "text_heads": text_width // max(1, text_dim_head),
+        # The smallest multiple of 2/3 of the width that is no less than what was rounded down.
+        "ff_mult": -(-3 * inner // max(1, 2 * audio_dim)), "vocab_size": vocab_size,
         "max_text_tokens": _shape(state, "text.pos_emb.weight", 2)[0],
         "dim_latent": _shape(state, "text_to_latents.weight", 2)[0],
         "hierarchical_layers": layers, "sigmoid_contrastive_loss": "contrast.bias" in state,

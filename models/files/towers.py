@@ -43,7 +43,7 @@ class TowerRecord:
     @classmethod
     def parts(cls, config: Mapping[str, Any]) -> dict[str, TowerRecord]:
         """The part by its name, for a model of these arguments; empty if it has no pretrained tower."""
-        towers = {name: config[name] for name in ("text_tower", "audio_tower") if config[name]}
+        towers = {name: config[name] for name in ("text_tower", "audio_tower") if config.get(name)}
         return {"towers": cls(towers)} if towers else {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LATER_MODEL_ARGUMENTS: Mapping[str, Any] = {
     "audio_heads": None, "text_heads": None, "audio_dim_head": None, "text_dim_head": None, "ff_mult": 4,
     "win_length": None, "spectrogram_padding": "silence", "hierarchical_spacing": "last", "text_tower": None,
-    "audio_tower": None,
+    "audio_tower": None, "layout": "tandem",
 }  # fmt: skip
 
 # Flags that have no effect beside a pretrained tower.
@@ -91,5 +91,7 @@ def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
     of_both = {f"{tower}_{name}": name for tower in ("audio", "text") for name in ("heads", "dim_head")}
     for name, other in {**of_both, "win_length": "n_fft"}.items():
         found[name] = found.get(other) if found[name] is None else found[name]
-    # A checkpoint knows its towers itself, wherever their files are now.
-    return found | {name: bool(found[name]) for name in ("text_tower", "audio_tower")}
+    # A checkpoint knows its towers itself, wherever their files are now. Of losses, which only the model of --layout
+    # musiclm knows, it matters whether they have a bias.
+    towers = {name: bool(found[name]) for name in ("text_tower", "audio_tower")}
+    return {**found, **towers, "loss": found.get("loss") == "sigmoid"}

@@ -83,6 +83,19 @@ def test_what_is_written_is_the_public_state_dict_with_the_arguments_that_load_i
     assert said.endswith("; its sounds have 16000 Hz")
 
 
+def test_towers_of_unequal_heads_and_another_inner_width_go_out_and_come_back(tmp_path: Path) -> None:
+    model = MusicLMMuLaN(
+        n_fft=128, win_length=60, hop_length=30, audio_dim=16, audio_depth=2, text_dim=12, text_depth=2, dim_head=4,
+        vocab_size=40, max_text_tokens=10, dim_latent=6, audio_heads=3, text_heads=2, text_dim_head=6, ff_mult=3,
+    )  # fmt: skip
+    said = save_public_mulan(model, tmp_path / "mulan.pt")
+    assert "dim_head=4, heads=3, ff_mult=3" in said and "dim_head=6, heads=2, ff_mult=3" in said
+    read = load_public_mulan(tmp_path / "mulan.pt")
+    found = {name: read.config[name] for name in ("audio_heads", "audio_dim_head", "text_heads", "text_dim_head")}
+    assert found == {"audio_heads": 3, "audio_dim_head": 4, "text_heads": 2, "text_dim_head": 6}
+    assert_same_bits(read.state_dict(), model.state_dict())
+
+
 def _arguments(audio: dict[str, Any], text: dict[str, Any], **others: Any) -> tuple[dict[str, Any], ...]:
     return audio, text, others
 

@@ -1,0 +1,165 @@
+"""train_mulan.py --layout musiclm: what holds for the script's runs holds for this model's, and its weights go to
+musiclm-pytorch and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+import convert
+import data
+import embed
+import train_mulan
+from models import MusicLMMuLaN
+from models.files.musiclm import load_public_mulan
+from tests.scripts import MULAN, Script, assert_same_bits, assert_same_run, final_weights, metrics
+from trained import load_model
+
+LAYOUT = {
+    "layout": "musiclm", "win_length": 96, "hierarchical_layers": 1, "attn_dropout": 0.1, "ff_dropout": 0.1,
+    "text_heads": 3, "text_dim_head": 6, "ff_mult": 2,
+}  # fmt: skip
+MUSICLM = dataclasses.replace(MULAN, model=MusicLMMuLaN, tiny={**MULAN.tiny, **LAYOUT})
+
+
+@pytest.fixture(scope="module")
+def finished(run_of_eight: Callable[[Script], Path]) -> Path:
+    """Eight updates with an average of the weights. Tests only look at it."""
+    return run_of_eight(MUSICLM)
+
+
+def converted(*said: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        convert.main([str(word) for word in said])
+    return out.getvalue()
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    MUSICLM.train_killed(5, tmp_path / "run", *MUSICLM.eight)
+    MUSICLM.train(tmp_path / "run", *MUSICLM.eight)
+    assert_same_run(tmp_path / "run", finished)
+
+
+def test_accumulation_sees_all_negatives_of_the_batch(tmp_path: Path) -> None:
+    said = ["--max_steps", "3", "--loss", "sigmoid"]
+    whole = metrics(MUSICLM.train(tmp_path / "whole", *said))
+    parts = metrics(MUSICLM.train(tmp_path / "parts", *said, "--grad_accum_steps", "4"))
+    for ours, expected in zip(parts, whole, strict=True):
+        for key in ("loss", "temperature", "bias"):
+            assert ours[key] == pytest.approx(expected[key], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert whole[-1]["bias"] != -10
+
+
+def test_a_run_becomes_the_public_file_and_comes_back(finished: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mulan.pt"
+    said = converted("export", finished, "--to", "musiclm", file)
+    assert "wrote" in said and "load it into MuLaN(AudioSpectrogramTransformer(dim=16, depth=2, patch_size=8" in said
+    assert_same_bits(load_public_mulan(file).state_dict(), final_weights(finished))
+    converted("export", finished, "--to", "musiclm", file, "--weights", "online", "--force")
+    assert_same_bits(load_public_mulan(file).state_dict(), load_model(finished, "online").state_dict())
+    assert "musiclm-pytorch 0.2.8 file" in converted("inspect", file)
+    converted("export", file, "--to", "model", tmp_path / "model")
+    assert_same_bits(
+        MusicLMMuLaN.from_pretrained(tmp_path / "model").state_dict(), load_model(finished, "online").state_dict()
+    )
+    early = finished / "checkpoints" / "step_00000002"
+    converted("export", early, "--to", "model", tmp_path / "early")
+    assert (tmp_path / "early" / "tokenizer.json").exists()
+
+
+def test_a_training_starts_from_a_public_file_whatever_it_does_not_say(finished: Path, tmp_path: Path) -> None:
+    """From the file itself, and from what import makes of it."""
+    file = tmp_path / "mulan.pt"
+    converted("export", finished, "--to", "musiclm", file)
+    run = MUSICLM.train(tmp_path / "run", "--init_from", str(file), "--max_steps", "1", "--learning_rate", "1e-30")
+    torch.testing.assert_close(final_weights(run), final_weights(finished))
+    converted("import", file, tmp_path / "new")
+    settings = yaml.safe_load((tmp_path / "new" / "start.yaml").read_text())
+    expected = {"layout": "musiclm", "loss": "decoupled", "win_length": 96, "n_fft": 128, "tokenizer": "clip"}
+    assert settings.items() >= expected.items()
+    args = train_mulan.build_parser().parse(["--config", str(tmp_path / "new" / "start.yaml")])
+    words = data.open_tokenizer(str(MUSICLM.tiny["tokenizer"]), args.max_text_tokens)
+    args.init_from = str(file)
+    assert_same_bits(train_mulan.build_model(args, words).state_dict(), final_weights(finished))
+    line = MUSICLM.refused(tmp_path / "other", "--init_from", str(file), "--win_length", "90")
+    assert f"the weights in {file} are of another model; they need win_length 96" in line
+
+
+def test_a_tandem_model_is_no_musiclm_model(finished: Path, tmp_path: Path) -> None:
+    tandem = MULAN.train(tmp_path / "tandem", "--max_steps", "1")
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as raised:
+        converted("export", tandem, "--to", "musiclm", tmp_path / "mulan.pt")
+    assert raised.value.code == 2
+    assert f"--to musiclm is for a MusicLMMuLaN, and {tandem} holds a MuLaN" in said.getvalue().splitlines()[-1]
+    line = MUSICLM.refused(tmp_path / "run", "--init_from", str(tandem))
+    assert f"{tandem} holds a MuLaN of train_mulan.py, not a MusicLMMuLaN" in line
+    assert "--layout was tandem and is now musiclm" in MUSICLM.refused(tandem)
+    run = MUSICLM.train(tmp_path / "run", "--max_steps", "1")
+    assert "--loss was decoupled and is now sigmoid" in MUSICLM.refused(run, "--max_steps", "2", "--loss", "sigmoid")
+    MUSICLM.train(run, "--max_steps", "2", "--loss", "softmax")
+    for flag, value, only in (
+        ("spectrogram", "log_mel", "power"), ("spectrogram_padding", "silence", "reflect"),
+        ("hierarchical_spacing", "last", "even"),
+    ):  # fmt: skip
+        line = MUSICLM.refused(tmp_path / "x", f"--{flag}", value)
+        assert line.endswith(f"--{flag} {value} is not for --layout musiclm, which has {only} alone")
+    for tower in ("text_tower", "audio_tower"):
+        line = MUSICLM.refused(tmp_path / "x", f"--{tower}", "files/")
+        assert line.endswith(f"--{tower} is for --layout tandem; the towers of musiclm-pytorch are its own")
+
+
+def test_an_index_is_made_and_searched_with_it(finished: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    embed.main(["--model", str(finished), "--audio", "demo:tones:8", "--output", str(index)])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        embed.main(["--model", str(finished), "--index", str(index), "--query", "bell sound", "--json"])
+    assert '"rank": 8' in out.getvalue()
+
+
+def test_texts_have_no_marks_of_start_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in training nor in a search: x-clip, the tokenizer of the public package, makes none."""
+    seen: list[Tensor] = []
+    forward = MusicLMMuLaN.forward
+
+    def watched(
+        model: MusicLMMuLaN, waveforms: Tensor, tokens: Tensor, lengths: Tensor, *others: Any, **named: Any
+    ) -> Any:
+        seen.append(tokens)
+        return forward(model, waveforms, tokens, lengths, *others, **named)
+
+    monkeypatch.setattr(MusicLMMuLaN, "forward", watched)
+    run = MUSICLM.train(tmp_path / "run", "--tokenizer", "clip", "--max_steps", "1")
+    assert seen and max(int(tokens.max()) for tokens in seen) < 49406
+    texts: list[Tensor] = []
+    encode = MusicLMMuLaN.encode_text
+    monkeypatch.setattr(
+        MusicLMMuLaN, "encode_text", lambda model, tokens, n: texts.append(tokens) or encode(model, tokens, n)
+    )
+    embed.main(["--model", str(run), "--audio", "demo:tones:8", "--output", str(tmp_path / "index")])
+    with contextlib.redirect_stdout(io.StringIO()):
+        embed.main(["--model", str(run), "--index", str(tmp_path / "index"), "--query", "a photo of a cat"])
+    assert [tokens.tolist() for tokens in texts] == [[[320, 1125, 539, 320, 2368]]]
+
+
+def test_the_configuration_builds_the_public_defaults() -> None:
+    """Facts: AudioSpectrogramTransformer.__init__, TextTransformer.__init__, and the sizes of the README."""
+    args = MULAN.parsed("--config", str(MULAN.configs / "musiclm.yaml"))
+    train_mulan.settle_arguments(train_mulan.build_parser(), args)
+    with torch.device("meta"):
+        model = train_mulan.build_model(args, data.open_tokenizer("clip", args.max_text_tokens, marks=False))
+    defaults = {"n_fft": 128, "win_length": 24, "hop_length": 12, "patch_size": 16, "patch_dropout": 0.25,
+                "audio_dim": 512, "audio_depth": 6, "text_dim": 512, "text_depth": 6, "heads": 8, "dim_head": 64,
+                "vocab_size": 49408, "max_text_tokens": 256, "dim_latent": 128, "hierarchical_layers": 0,
+                "sigmoid_contrastive_loss": False, "init_temperature": 10.0}  # fmt: skip
+    assert type(model) is MusicLMMuLaN and model.config.items() >= defaults.items()
+    assert args.spectrogram == "power"
