@@ -41,6 +41,14 @@ def test_longer_text_keeps_its_beginning_and_the_mark_of_the_end():
     assert short.tolist() == [START, 320, 1125, 539, 320, 2368, END, 0]
 
 
+def test_without_marks_clip_is_the_tokenizer_of_x_clip() -> None:
+    """musiclm-pytorch's texts; a pickle of it, which a loader's process gets, makes none either."""
+    for tokenizer in (plain := open_tokenizer("clip", 4, marks=False), pickle.loads(pickle.dumps(plain))):
+        tokens, lengths = tokenizer.encode(["a photo of a cat", "hello world!"])
+        assert tokens.tolist() == [[320, 1125, 539, 320], [3306, 1002, 256, 0]] and lengths == [4, 3]
+    assert open_tokenizer("clip", 1, marks=False).encode(["a cat"])[0].tolist() == [[320]]
+
+
 def test_texts_do_not_change_one_another():
     tokenizer = open_tokenizer("clip", 32)
     texts = ["a bell", "a much longer sentence about many bells of many churches", "rain"]

@@ -21,18 +21,19 @@ VARIANTS = {
     "decoupled": [],
     "softmax": ["--loss", "softmax", "--hierarchical_layers", "1", "--duplicates", "negatives"],
     "sigmoid": ["--loss", "sigmoid", "--use_lion", "--learning_rate", "1e-4"],
+    "musiclm": ["--layout", "musiclm", "--win_length", "96", "--loss", "sigmoid", "--hierarchical_layers", "1"],
 }
 # The losses have every engine, with toy towers, in test_contrastive.py. Here each engine has at least one with either
 # kind of rounding, and Lion as well as AdamW.
 OF_LAUNCHER = {
-    LAUNCHERS[0]: {"rounded": ["decoupled", "sigmoid"], "bits": ["softmax"]},
+    LAUNCHERS[0]: {"rounded": ["decoupled", "sigmoid", "musiclm"], "bits": ["softmax"]},
     LAUNCHERS[1]: {"rounded": ["softmax"], "bits": ["decoupled", "sigmoid"]},
     ZERO_STAGES[0]: {"rounded": ["decoupled"], "bits": ["sigmoid"]},
     ZERO_STAGES[1]: {"rounded": ["sigmoid"], "bits": ["softmax"]},
     ZERO_STAGES[2]: {"rounded": ["softmax"], "bits": ["sigmoid"]},
-    ZERO_STAGES[3]: {"rounded": ["decoupled", "sigmoid"], "bits": ["decoupled", "sigmoid"]},
+    ZERO_STAGES[3]: {"rounded": ["decoupled", "sigmoid"], "bits": ["decoupled", "sigmoid", "musiclm"]},
     **{
-        launcher: {"rounded": ["decoupled"], "bits": ["softmax", "decoupled"]}
+        launcher: {"rounded": ["decoupled"], "bits": ["softmax", "decoupled", "musiclm"]}
         if launcher.processes == 2
         else {"rounded": ["sigmoid"], "bits": ["sigmoid"]}
         for launcher in CHOSEN

@@ -118,7 +118,7 @@ _MUSE = Public(
 _MUSICLM = Public(
     "musiclm-pytorch 0.2.8", "MuLaNTrainer", _PER_PROCESS,
     (
-        Argument("mulan", NEEDED, None, _BY_FLAGS),
+        Argument("mulan", NEEDED, None, f"{_BY_FLAGS}; --layout musiclm makes that of the package"),
         Argument("dataset", NEEDED, "dataset", "names a function that makes it; for files, --audio_data"),
         Argument("num_train_steps", None, "max_steps", f"{_UPDATES}; without it, as many updates as samples"),
         Argument("batch_size", NEEDED, "batch_size", f"{_MICRO_BATCH}, and every pair is compared with all of them"),
