@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,12 @@ KINDS = {
         "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
         "train_mulan.py", ("audio_data", "sounds with captions"),
         "python embed.py --model {} --audio DIR --output index/", ("tandem", "audio-text", "contrastive", "mulan"),
+    ),
+    "MusicLMMuLaN": Kind(
+        "a MuLan (Huang et al. 2022) with the layout of musiclm-pytorch, which embeds sounds and texts in one space",
+        "train_mulan.py", ("audio_data", "sounds with captions"),
+        "python embed.py --model {} --audio DIR --output index/",
+        ("tandem", "audio-text", "contrastive", "mulan", "musiclm"),
     ),
     "VideoTokenizer": Kind(
         "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
@@ -173,6 +178,6 @@ def run_of(where: Path) -> Path | None:
 def settings_of(run: Path) -> dict[str, Any]:
     """What may be shown of a run's configuration."""
     script, args = arguments_of(run)
-    module = importlib.import_module(script.module)
+    module = script.imported()
     parser = module.build_parser()
     return public_settings(parser, parser.settings(args), module.MODEL_ARGUMENTS)

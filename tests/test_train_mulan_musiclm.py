@@ -77,6 +77,13 @@ def test_a_run_becomes_the_public_file_and_comes_back(finished: Path, tmp_path: 
     assert (tmp_path / "early" / "tokenizer.json").exists()
 
 
+def test_a_run_is_pushed_with_a_card(finished: Path, tmp_path: Path) -> None:
+    converted("push", finished, "alice/mulan", "--dry_run", tmp_path / "card")
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert "layout: musiclm\n" in card and "MusicLMMuLaN" in card and "embed.py --model alice/mulan" in card
+    assert_same_bits(MusicLMMuLaN.from_pretrained(tmp_path / "card").state_dict(), final_weights(finished))
+
+
 def test_a_training_starts_from_a_public_file_whatever_it_does_not_say(finished: Path, tmp_path: Path) -> None:
     """From the file itself, and from what import makes of it."""
     file = tmp_path / "mulan.pt"

@@ -12,6 +12,7 @@ import yaml
 
 import train_mulan
 import train_vae
+import trained
 from hub import KINDS
 from models import __all__ as model_names
 from tests.scripts import SCRIPTS
@@ -139,8 +140,9 @@ def test_without_a_run_the_card_says_how_to_use_the_model_and_nothing_that_nobod
     assert "## Training" not in text and "## Metrics" not in text and "## Environment" not in text
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
-def test_every_script_has_a_card(script: Any) -> None:
-    kind = KINDS[script.model.__name__]
-    assert kind.script == f"{script.name}.py" and kind.data[0] == script.data.flag
-    assert script.model.__name__ in model_names
+@pytest.mark.parametrize("script", trained.SCRIPTS, ids=lambda script: script.model)
+def test_every_script_has_a_card(script: trained.Script) -> None:
+    """And every model that it can train."""
+    kind = KINDS[script.model]
+    assert kind.script == f"{script.module}.py" and kind.data[0] == SCRIPTS[script.module].data.flag
+    assert script.model in model_names
