@@ -11,36 +11,30 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
-
-from tandem.files.reading import DAMAGES, check_regular
 
 from .opening import missing_package
 from .packed import fingerprint_of
 from .source import Source
+from .table_columns import (
+    Media,
+    column_of,
+    damages,
+    features_of,
+    is_text,
+    label_names,
+    one_line,
+    schema_of,
+    unreadable,
+)
 from .table_files import TableFiles
 
 _LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
 _KEPT_BYTES = 1 << 28  # of row groups, in each process
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-_MEDIA = ("Image", "Audio", "Video")
-
-
-class Media(NamedTuple):
-    """A kind of files in a column. `noun`: what messages call one; `feature`: its type in the metadata of datasets;
-    `names`: columns that are taken for it where the metadata does not say."""
-
-    noun: str
-    feature: str
-    names: tuple[str, ...]
-
-
-IMAGES = Media("image", "Image", ("image", "img", "jpg", "jpeg", "png", "webp"))
-SOUNDS = Media("sound", "Audio", ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"))
 
 
 class _Reader(Protocol):
@@ -68,11 +62,11 @@ class Tables:
         require_pyarrow()
         self._paths, self._media, self.skipped = files.paths, media, files.skipped
         self._folder = files.folder or os.path.dirname(files.paths[0])
-        schema = _schema(files.paths[0])
-        features = _features(schema)
-        self._column = _column_of(schema, features, media, files.paths[0])
-        self.texts = [name for name in texts if name in schema.names and _is_text(schema.field(name).type)]
-        self._labels = {name: _label_names(features.get(name)) for name in self.texts}
+        schema = schema_of(files.paths[0])
+        features = features_of(schema)
+        self._column = column_of(schema, features, media, files.paths[0])
+        self.texts = [name for name in texts if name in schema.names and is_text(schema.field(name).type)]
+        self._labels = {name: label_names(features.get(name)) for name in self.texts}
         self._columns = {name: str(schema.field(name).type) for name in (self._column, *self.texts)}
         self._kept = _Kept()
         self._readers = [self._opened(path) for path in files.paths]
@@ -138,12 +132,12 @@ class Tables:
         first = int(reader.ends[part - 1]) if part else 0
         try:
             return reader.part(part)[column][row - first]
-        except _damages() as error:
-            raise ValueError(f"the rows beside it cannot be read: {_one_line(error)}") from None
+        except damages() as error:
+            raise ValueError(f"the rows beside it cannot be read: {one_line(error)}") from None
 
     def _opened(self, path: str) -> _Reader:
         try:
-            schema = _schema(path)
+            schema = schema_of(path)
             columns = {name: str(schema.field(name).type) for name in self._columns if name in schema.names}
             if columns != self._columns:
                 ours, theirs = (", ".join(f"{k}: {v}" for k, v in c.items()) for c in (columns, self._columns))
@@ -153,8 +147,8 @@ class Tables:
             return _ArrowFile(path, list(self._columns))
         except _OtherColumnsError as error:
             raise ValueError(str(error)) from None
-        except _damages() as error:
-            raise _unreadable(path, error) from None
+        except damages() as error:
+            raise unreadable(path, error) from None
 
 
 class _OtherColumnsError(Exception):
@@ -256,97 +250,5 @@ def require_pyarrow() -> None:
         raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
 
 
-def _damages() -> tuple[type[BaseException], ...]:
-    import pyarrow as pa
-
-    return (pa.ArrowException, *DAMAGES)
-
-
-def _one_line(error: BaseException) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(reason.split()) or type(error).__name__
-
-
-def _unreadable(path: str, error: BaseException) -> ValueError:
-    return ValueError(f"cannot read {path!r}: {_one_line(error)}")
-
-
 def _length(reader: _Reader) -> int:
     return int(reader.ends[-1]) if len(reader.ends) else 0
-
-
-def _schema(path: str) -> Any:
-    """The columns of a file. Raises ValueError, in one line."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        check_regular(Path(path))
-        if path.lower().endswith(".parquet"):
-            return pq.read_schema(path)
-        with pa.memory_map(path) as mapped:
-            if mapped.size() >= 6 and mapped.read_at(6, 0) == b"ARROW1":
-                raise ValueError("it is an Arrow file of the random access format: write it as a stream, or as parquet")
-            return pa.ipc.open_stream(mapped).schema
-    except _damages() as error:
-        raise _unreadable(path, error) from None
-
-
-def _features(schema: Any) -> dict[str, Any]:
-    """What datasets says of the columns."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except DAMAGES:
-        return {}
-    return features if isinstance(features, dict) else {}
-
-
-def _column_of(schema: Any, features: Mapping[str, Any], media: Media, path: str) -> str:
-    """The column that holds the files."""
-    said = {name: feature.get("_type") for name, feature in features.items() if isinstance(feature, Mapping)}
-    fitting = {name: _form(schema.field(name).type) for name in schema.names if said.get(name) not in _MEDIA}
-    structs = [name for name, form in fitting.items() if form == "struct"]
-    named = [name for name, form in fitting.items() if form and name.lower() in media.names]
-    stated = [name for name in schema.names if said.get(name) == media.feature and _form(schema.field(name).type)]
-    for found in (stated, named, structs):
-        found = [name for name in found if name in media.names[:1]] or found
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ValueError(
-                f"{path!r} has several columns of {media.noun}s, {', '.join(found)}: call the one to train on "
-                f"{media.names[0]}"
-            )
-    raise ValueError(
-        f"{path!r} has no column of {media.noun}s, a struct of bytes and path or a binary one called "
-        f"{media.names[0]}; it has {', '.join(schema.names[:20]) or 'none'}"
-    )
-
-
-def _form(kind: Any) -> str:
-    """ "struct" of bytes and path, "binary", or "" for a column that holds no files."""
-    import pyarrow.types as types
-
-    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return "struct" if _is_binary(kind.field("bytes").type) else ""
-    return "binary" if _is_binary(kind) else ""
-
-
-def _is_binary(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether cells are texts, lists of texts, or numbers of classes."""
-    import pyarrow.types as types
-
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind))
-
-
-def _label_names(feature: Any) -> list[str]:
-    names = feature.get("names") if isinstance(feature, Mapping) else None
-    return [str(name) for name in names] if isinstance(names, list) else []

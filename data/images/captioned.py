@@ -16,8 +16,9 @@ from tandem.files.reading import open_regular
 from ..crops import CENTER, Crop
 from ..files.find import Folder, TarFiles, find_files
 from ..files.opening import Listing, list_files
+from ..files.table_columns import IMAGES
 from ..files.table_files import TableFiles
-from ..files.tables import IMAGES, Tables
+from ..files.tables import Tables
 from ..files.tars import Members, Tars
 from ..sounds.sidecars import TEXT_KEYS, texts_of_row
 from .decoding import ENDINGS

@@ -12,8 +12,9 @@ from ..crops import CENTER, Crop
 from ..files.find import Folder, TarFiles, find_files
 from ..files.opening import Listing, demonstration_size, list_files
 from ..files.source import Places
+from ..files.table_columns import IMAGES
 from ..files.table_files import TableFiles
-from ..files.tables import IMAGES, Tables
+from ..files.tables import Tables
 from ..files.tars import Members, Tars
 from ..own import OwnData
 from .decoding import ENDINGS, decode_source, randomly_flipped

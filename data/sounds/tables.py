@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..files.table_columns import SOUNDS
 from ..files.table_files import TableFiles
-from ..files.tables import SOUNDS, Tables
+from ..files.tables import Tables
 from .decoding import ClipDecoder
 from .sidecars import NO_CAPTION, TEXT_KEYS, Texts, texts_of_row
 

@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -196,3 +196,23 @@ def nearest(word: str, known: Sequence[str]) -> str:
     begun = [name for name in bare if len(asked) > 2 and name.startswith(asked)]
     matches = begun if len(begun) == 1 else difflib.get_close_matches(asked, bare, n=1, cutoff=_NEAR)
     return f"; did you mean {bare[matches[0]]}?" if matches else ""
+
+
+def config_names(action: argparse.Action) -> list[str]:
+    """Keys of a flag in a config file: its long names with underscores, in their order; `--no-x` is `x: false`."""
+    negatable = isinstance(action, argparse.BooleanOptionalAction)
+    return [
+        option[2:].replace("-", "_")
+        for option in action.option_strings
+        if option.startswith("--") and not (negatable and option.startswith("--no-"))
+    ]
+
+
+def config_value(action: argparse.Action, value: Any) -> Any:
+    """How a config file writes `value`: true for a switch that is on; joined text for values that are split from text
+    on the command line."""
+    if isinstance(action, argparse._StoreConstAction):
+        return value == action.const
+    if value is not None and isinstance(action.type, (Joined, Names)):
+        return [action.type.text(each) for each in value] if action.nargs else action.type.text(value)
+    return value

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from tandem.files.reading import printable
 
-from .converters import Joined, Names, nearest
+from .converters import config_names, config_value, nearest
 from .shell import HelpAll, complete, short_help
 
 # Exit code of a mistake in the arguments, the same as argparse's.
@@ -180,7 +180,7 @@ class ArgumentParser(argparse.ArgumentParser):
         value that does not fit."""
         from .config_file import converted
 
-        actions = {name: action for action in self._config_actions() for name in _config_names(action)}
+        actions = {name: action for action in self._config_actions() for name in config_names(action)}
         said = {
             actions[name].dest: converted(value, actions[name]) for name, value in flags.items() if value is not None
         }
@@ -220,7 +220,7 @@ class ArgumentParser(argparse.ArgumentParser):
         Left out are `_COMMAND_LINE_ONLY` and the flags that only a launcher passes.
         """
         return {
-            _config_names(action)[0]: _config_value(action, getattr(args, action.dest))
+            config_names(action)[0]: config_value(action, getattr(args, action.dest))
             for action in self._config_actions()
         }
 
@@ -261,7 +261,7 @@ class ArgumentParser(argparse.ArgumentParser):
         from .config_file import read_config
 
         try:
-            flags = {name: flag for flag in self._config_actions() for name in _config_names(flag)}
+            flags = {name: flag for flag in self._config_actions() for name in config_names(flag)}
             return read_config(path, flags, {*_COMMAND_LINE_ONLY, *self._readers}, self.answers)
         except ValueError as error:
             self.error(str(error))
@@ -269,7 +269,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def _from_other_file(self, name: str, said: Mapping[str, Any]) -> dict[str, Any]:
         from .config_file import converted
 
-        path, actions = said[name], {key: action for action in self._config_actions() for key in _config_names(action)}
+        path, actions = said[name], {key: action for action in self._config_actions() for key in config_names(action)}
         values = {}
         try:
             for flag, (key, value) in self._readers[name](path, argparse.Namespace(**said)).items():
@@ -303,23 +303,3 @@ def _shown(path: str | os.PathLike[str]) -> str:
     """A path as people write it: relative to the working folder if it is below it."""
     relative = os.path.relpath(path)
     return os.fspath(path) if relative.startswith("..") else relative
-
-
-def _config_names(action: argparse.Action) -> list[str]:
-    """Keys of a flag in a config file: its long names with underscores, in their order; `--no-x` is `x: false`."""
-    negatable = isinstance(action, argparse.BooleanOptionalAction)
-    return [
-        option[2:].replace("-", "_")
-        for option in action.option_strings
-        if option.startswith("--") and not (negatable and option.startswith("--no-"))
-    ]
-
-
-def _config_value(action: argparse.Action, value: Any) -> Any:
-    """How a config file writes `value`: true for a switch that is on; joined text for values that are split from text
-    on the command line."""
-    if isinstance(action, argparse._StoreConstAction):
-        return value == action.const
-    if value is not None and isinstance(action.type, (Joined, Names)):
-        return [action.type.text(each) for each in value] if action.nargs else action.type.text(value)
-    return value
