@@ -37,6 +37,17 @@ def names_used(package: str, path: Path) -> Iterator[str]:
             yield name
 
 
+def private_names_of_torch() -> set[str]:
+    """Those that any module uses; a private name may go with any version."""
+    used = {
+        name
+        for folder in ("data", "distributed", "models", "training", "tandem")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in names_used("torch", path)
+    }
+    return {name for name in used if any(part.startswith("_") and part[:2] != "__" for part in name.split("."))}
+
+
 def is_there(name: str) -> bool:
     root, *rest = name.split(".")
     found = importlib.import_module(root)
@@ -49,6 +60,12 @@ def is_there(name: str) -> bool:
         else:
             found = getattr(found, part)
     return True
+
+
+def test_every_private_name_of_torch_that_is_used_is_in_the_installed_version() -> None:
+    used = private_names_of_torch()
+    gone = sorted(name for name in used if not is_there(name))
+    assert "torch._foreach_norm" in used and not gone, f"torch {metadata.version('torch')} has no {', '.join(gone)}"
 
 
 @pytest.mark.parametrize(("package", "distribution"), [("deepspeed", "deepspeed"), ("open_clip", "open_clip_torch")])
