@@ -73,7 +73,12 @@ def write(path: Path, readers: Sequence[Any]) -> None:
         for note in run["notes"]:
             say(f"{run['name']}: {note}")
     pictures = sum("src" in picture for run in data["runs"] for picture in run["pictures"])
-    say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {len(data['runs'])} runs, {pictures} pictures")
+    number = counted(len(data["runs"]), "run")
+    say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {number}, {counted(pictures, 'picture')}")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def watch(readers: Sequence[Any], port: int) -> None:

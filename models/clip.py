@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tandem.files.installed import how_to_install
 from tandem.files.reading import DAMAGES, read_json
 
 from .files.building import build_with_weights, check_arguments
@@ -177,7 +178,7 @@ def _open_clip() -> Any:
         import open_clip
     except ImportError as error:
         package = "open_clip_torch" if error.name == "open_clip" else error.name
-        raise ValueError(f'--clip needs the package {package}: pip install -e ".[clip]"') from None
+        raise ValueError(f"--clip needs the package {package}: {how_to_install('clip')}") from None
     except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
         raise ValueError(cannot_import("--clip", "open_clip", error)) from None
     _check_inside(open_clip, _OF_PACKAGE)
@@ -190,8 +191,8 @@ def _check_inside(of: Any, names: Sequence[str], what: str = "") -> None:
     if missing:
         version = getattr(sys.modules["open_clip"], "__version__", "of an unknown version")
         raise ValueError(
-            f"open_clip {version} has no {', '.join(missing)}: it differs from the versions that setup.py allows; "
-            'install one of those with `pip install -e ".[clip]"`'
+            f"open_clip {version} has no {', '.join(missing)}: it differs from the versions that are allowed; "
+            f"install one of those with `{how_to_install('clip')}`"
         )
 
 

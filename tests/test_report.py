@@ -78,7 +78,7 @@ def test_a_page_stands_in_the_run_folder_and_is_made_again(tmp_path: Path) -> No
     code, out, err = told(run)
     path = run / "report.html"
     assert (code, err) == (0, "")
-    assert out == f"wrote {path}: {path.stat().st_size / 1e6:.2f} MB, 1 runs, 2 pictures\n"
+    assert out == f"wrote {path}: {path.stat().st_size / 1e6:.2f} MB, 1 run, 2 pictures\n"
     (first,) = data_in(path)["runs"]
     assert first["curves"]["loss"]["y"] == [1, 0.5, 0.333333] and first["step"] == 3
     with (run / "metrics.jsonl").open("a") as file:

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from tandem.files.installed import how_to_install
+
 
 def make_optimizer(
     model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, *, lion: bool = False
@@ -24,6 +26,6 @@ def make_optimizer(
     try:
         from lion_pytorch import Lion
     except ImportError:
-        raise ValueError('--use_lion needs the package lion-pytorch: pip install -e ".[lion]"') from None
+        raise ValueError(f"--use_lion needs the package lion-pytorch: {how_to_install('lion')}") from None
     optimizer: torch.optim.Optimizer = Lion(groups, lr=lr, betas=betas)
     return optimizer

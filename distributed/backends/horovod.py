@@ -26,7 +26,7 @@ class HorovodBackend(Backend):
     name = "horovod"
     launch_order = 10
     sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
-    install_hint = "scripts/install_horovod.sh"
+    install_hint = "scripts/install_horovod.sh of the repository"
 
     @classmethod
     def is_available(cls) -> bool:

@@ -21,7 +21,9 @@ BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough 
 SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
 # Nothing can be sent before the first bucket is full, and nothing is left to compute while the last one is sent: a
 # bucket of a small model holds one part in so many of it. Each bucket costs computing time too, where it is copied
-# through sockets on the cores that compute: eight of them cost 5% more than two, with four processes on two cores.
+# through sockets on the cores that compute. Updates per second over DistributedDataParallel, four processes on two
+# cores: 0.95 with eight parts, 1.01 with four, 1.00 with two; with 1 Gbit/s and 2 ms between them, 1.01 and 1.08 with
+# eight and four.
 _PARTS_OF_A_MODEL = 4
 ALIGNMENT_BYTES = 16
 

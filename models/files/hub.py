@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.files.installed import how_to_install
 from tandem.files.writing import say
 
 from .errors import one_line
@@ -131,8 +132,7 @@ def _library(purpose: str) -> Any:
         from huggingface_hub.utils import disable_progress_bars, get_session, logging
     except ImportError as error:
         raise ValueError(
-            f'{purpose} needs the package huggingface_hub: pip install "tandem-training[hub]", or from a checkout '
-            f'pip install -e ".[hub]" ({one_line(error)})'
+            f"{purpose} needs the package huggingface_hub: {how_to_install('hub')} ({one_line(error)})"
         ) from None
     logging.set_verbosity_error()  # each of its retries would print a line
     if not sys.stderr.isatty():

@@ -28,3 +28,8 @@ def shipped(path: str) -> str:
         return path
     inside = os.path.realpath(HOME / path)
     return inside if inside.startswith(f"{HOME / _CONFIGS}{os.sep}") and os.path.isfile(inside) else path
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of setup.py."""
+    return f'pip install "tandem-training[{extra}]"' if IS_INSTALLED else f'pip install -e ".[{extra}]"'

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from tandem.files.installed import HOME
 from tandem.files.reading import printable
 
 from .converters import config_names, config_value, nearest
@@ -300,6 +301,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _shown(path: str | os.PathLike[str]) -> str:
-    """A path as people write it: relative to the working folder if it is below it."""
-    relative = os.path.relpath(path)
-    return os.fspath(path) if relative.startswith("..") else relative
+    """A path as people write it: relative to the working folder if it is below it, and as `shipped` finds it if it is
+    below configs/."""
+    relative, at_home = os.path.relpath(path), os.path.relpath(path, HOME)
+    if not relative.startswith(".."):
+        return relative
+    return os.fspath(path) if at_home.startswith("..") else at_home

@@ -41,7 +41,7 @@ def short_help(parser: argparse.ArgumentParser) -> str | None:
             text = f"{group.title}: {' '.join(names)}"
             how: Any = {"break_on_hyphens": False, "break_long_words": False}
             lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent=_INDENT, **how)
-    about = f"\n{textwrap.fill(parser.epilog, width)}\n" if parser.epilog else ""
+    about = f"\n{textwrap.fill(parser.epilog, width, break_on_hyphens=False)}\n" if parser.epilog else ""
     return f"{formatter.format_help()}\n" + "\n".join(lines) + f"\n{about}"
 
 

@@ -1,16 +1,15 @@
-"""Which metrics stand together on the page, and whether a lower or a higher value is better."""
+"""Which metrics stand together on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from ..measures.directions import better
+
 COSTS = (
     "samples_per_second", "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb",
     "peak_device_memory_gb", "flop_utilisation",
 )  # fmt: skip
-_LOWER = ("loss", "error", "nll", "mse", "mae", "lpips", "fid", "kid", "l1", "l2", "rank")
-_HIGHER = ("psnr", "ssim", "r1", "r5", "r10", "recall", "top1", "top5", "map10", "accuracy",
-           "explained_variance")  # fmt: skip
 _OF_OPTIMISATION = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
                     "bad_samples")  # fmt: skip
 NAMES = ("Validation", "Validation of the whole split", "Losses", "Other values", "Optimisation", "Costs")
@@ -25,7 +24,7 @@ def group_of(metric: str) -> str:
         return "Costs"
     if any(last == word or last.endswith(f"_{word}") for word in _OF_OPTIMISATION):
         return "Optimisation"
-    if direction(metric) == "low" or last in ("kl", "commitment", "entropy"):
+    if better(metric) == "low" or last.endswith("_loss") or last in ("kl", "commitment", "entropy"):
         return "Losses"
     return "Other values"
 
@@ -36,12 +35,3 @@ def groups(metrics: Iterable[str]) -> list[dict[str, object]]:
     for metric in dict.fromkeys(metrics):
         found[group_of(metric)].append(metric)
     return [{"name": name, "metrics": members} for name, members in found.items() if members]
-
-
-def direction(metric: str) -> str:
-    """ "low" or "high", whichever is better; empty if that is not known."""
-    words = metric.split("/")[-1].lower().split("_")
-    last = "_".join(words)
-    if any(word in words for word in _LOWER):
-        return "low"
-    return "high" if any(last == word or last.startswith(f"{word}_") for word in _HIGHER) else ""

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..measures.directions import better
 from ..run.starts import now
-from .grouping import direction, groups
+from .grouping import groups
 
 GENERATOR = "report.py of tandem-training"
 _MARK = f'<meta name="generator" content="{GENERATOR}">'
@@ -43,7 +44,7 @@ def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "made": now(),
         "runs": list(runs),
         "groups": groups(metrics),
-        "directions": {name: found for name in dict.fromkeys(metrics) if (found := direction(name))},
+        "directions": {name: found for name in dict.fromkeys(metrics) if (found := better(name))},
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from tandem.files.reading import parse_json, read_lines
 
+from ..measures.directions import better
 from .starts import last_start
 
 PICTURE = "sample.png"  # beside the card
@@ -24,12 +25,6 @@ PICTURE = "sample.png"  # beside the card
 _NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
 _DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
 _PATH_SIGNS = re.compile(r"[/\\~$]")
-# Metrics by the last part of their name: whether more or less of it is better. Others have no best value.
-_MORE = re.compile(
-    r"psnr\w*|ssim\w*|r[0-9]+|map10|top1|codes_used(_fraction)?|perplexity|explained_variance|"
-    r"inception_score|clip_\w+"
-)
-_LESS = re.compile(r"\w*loss|\w*error|kl|r?fid|r?fvd|kid|lpips|median_rank|m[as]e")
 _NOT_SHOWN = {"step", "samples", "epoch", "bad_samples", "skipped_updates", "grad_norm"}
 
 
@@ -196,12 +191,10 @@ def _metrics(metrics: list[dict[str, Any]]) -> str:
 
 def _best(name: str, values: list[tuple[float, Any]]) -> tuple[float | None, Any]:
     """The best value of a metric and its update; None for a metric of which neither more nor less is better."""
-    last_part = name.split("/")[-1]
     finite = [(value, step) for value, step in values if math.isfinite(value)]
-    for pattern, choose in ((_MORE, max), (_LESS, min)):
-        if finite and pattern.fullmatch(last_part):
-            return choose(finite, key=lambda pair: pair[0])
-    return None, None
+    if not finite or not (end := better(name)):
+        return None, None
+    return (max if end == "high" else min)(finite, key=lambda pair: pair[0])
 
 
 def _environment(start: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ from PIL import Image
 from tandem.files.reading import parse_json, read_bytes, read_lines
 from tandem.files.writing import create, open_appending, replacing, say, write_atomically
 
-# wandb's own limits are 90 seconds at the start and none at the end.
-_WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 120.0
+# wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
+_WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 1800.0
 _LONGEST_ID_BYTES = 1000
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_BINS = 512  # wandb's own limit for a histogram
@@ -316,7 +316,8 @@ def make_trackers(
         ValueError: on every process, if a named tracker is not installed.
     """
     for name in report_to:
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:  # a plain folder of this name is no package
             raise ValueError(f"--report_to {name}: {name} is not installed; run `pip install {name}` or leave it out")
     if not is_root:
         return Trackers(None, {})

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tandem.files.installed import how_to_install
+
 from ...base import Backend
 from ...engines.base import Engine
 from ...errors import UserMistake
@@ -21,7 +23,7 @@ class DeepSpeedBackend(Backend):
     name = "deepspeed"
     launch_order = 20
     sockets_per_process = 4  # Gloo, once more for a group of DeepSpeed, the rendezvous and the watchdog
-    install_hint = "pip install -e .[deepspeed]"
+    install_hint = how_to_install("deepspeed")
     flags_of_training = ("zero_stage",)
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:

@@ -23,6 +23,8 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
+from tandem.files.installed import how_to_install
+
 from ...engines.optimizer_state import check_moments, check_names, neutral_state, read_optimizer, write_optimizer
 from ...errors import UserMistake
 
@@ -57,7 +59,7 @@ def check_inside(engine: Any, optimizer: Any, stage: int) -> None:
     if missing:
         raise UserMistake(
             f"DeepSpeed {deepspeed.__version__} at ZeRO {stage} has no {', '.join(missing)}: it differs from the "
-            "versions that setup.py allows; install one of those with `pip install -e .[deepspeed]`"
+            f"versions that are allowed; install one of those with `{how_to_install('deepspeed')}`"
         )
 
 

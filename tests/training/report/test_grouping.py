@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.report.grouping import direction, group_of, groups
+from training.measures.directions import better as direction
+from training.report.grouping import group_of, groups
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,14 @@ from training.report.grouping import direction, group_of, groups
         ("valid/text_to_audio/chance_r1", "Validation", ""),
         ("valid/zero_shot/chance_top1", "Validation", ""),
         ("valid/codes_used", "Validation", ""),
+        ("valid/rfid", "Validation", "low"),
+        ("valid/ema/rfvd", "Validation", "low"),
+        ("unet2/fid", "Losses", "low"),
+        ("valid/inception_score", "Validation", "high"),
+        ("valid/clip_text", "Validation", "high"),
+        ("valid/kid_std", "Validation", ""),
+        ("discr_loss", "Losses", ""),
+        ("gan_loss", "Losses", ""),
         ("loss", "Losses", "low"),
         ("unet1/loss", "Losses", "low"),
         ("recon_loss", "Losses", "low"),

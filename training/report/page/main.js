@@ -74,7 +74,7 @@ function showSlider() {
 function showChosenPictures() {
   const steps = pictureSteps();
   const step = steps[Number(byId("sample").value)];
-  byId("sample-value").textContent = step === undefined ? "none" : numberText(step);
+  byId("sample-value").textContent = step === undefined ? "none" : step.toLocaleString("en");
   byId("sample").setAttribute("aria-valuetext", `update ${step}`);
   showPictures(data.runs, step === undefined ? 0 : step);
 }

@@ -31,7 +31,7 @@ function showPictures(runs, step) {
     const at = shown.length ? Math.max(...steps) : Math.min(...steps);
     for (const picture of run.pictures.filter((each) => each.step === at)) {
       const model = picture.model ? `, ${picture.model}` : "";
-      const caption = element("figcaption", {}, `${run.name}${model}, update ${numberText(at)}`);
+      const caption = element("figcaption", {}, `${run.name}${model}, update ${at.toLocaleString("en")}`);
       const small = picture.width < 300;
       const image = picture.src
         ? element("img", { src: picture.src, width: small ? 2 * picture.width : picture.width, class: small && "small",

@@ -1,0 +1,21 @@
+"""Whether more or less of a metric is better: the one table for best values on cards and pages."""
+
+from __future__ import annotations
+
+import re
+
+# Patterns of the last part of a metric's name.
+_MORE = re.compile(
+    r"psnr\w*|ssim\w*|r[0-9]+|recall\w*|map10|top[0-9]+|accuracy|explained_variance|inception_score|clip_\w+"
+)
+_LESS = re.compile(r"(\w+_)?(loss|error|nll|m[as]e|lpips|l1|l2)|r?fid|r?fvd|kid|median_rank")
+# A critic's loss falls where the generator fails.
+_NEITHER = re.compile(r"(discr|gan|lecam)_loss")
+
+
+def better(metric: str) -> str:
+    """ "low" or "high", whichever end of a metric is better; empty if neither is."""
+    name = metric.split("/")[-1].lower()
+    if _NEITHER.fullmatch(name):
+        return ""
+    return "high" if _MORE.fullmatch(name) else "low" if _LESS.fullmatch(name) else ""
