@@ -314,6 +314,10 @@ def import_weights(args: argparse.Namespace) -> None:
     if path.is_file() and (discriminator := load_discriminator(path)):
         discriminator.save_pretrained(weights / DISCRIMINATOR)
         settings |= {f"discr_{name}": discriminator.config[name] for name in ("dim", "layers")}
+    if path.is_file() and script.model == "MusicLMMuLaN":
+        from models.files.musiclm import assumed
+
+        print(f"assumed: {assumed(model.config)}; change them in {start} if they were others")
     write_atomically(start, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
     command = shlex.join([*command_of(f"{script.module}.py"), "--config", str(start)])
     print(f"made {run_dir}; start it with: {command}, and your data")

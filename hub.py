@@ -180,4 +180,7 @@ def settings_of(run: Path) -> dict[str, Any]:
     script, args = arguments_of(run)
     module = script.imported()
     parser = module.build_parser()
-    return public_settings(parser, parser.settings(args), module.MODEL_ARGUMENTS)
+    settings = public_settings(parser, parser.settings(args), module.MODEL_ARGUMENTS)
+    if args.dataset:  # the flag of the other data is at its default then, which may be a demonstration
+        settings.pop(KINDS[script.model].data[0], None)
+    return settings

@@ -41,6 +41,19 @@ So `batch_size 4, grad_accum_every 8` on 2 processes is `--batch_size 64 --grad_
 DALLE-pytorch counts as here with DeepSpeed, and one process with Horovod. A `--decoder_config` on several processes
 asks for the product, because it cannot know which was meant.
 
+## What is not here, and why
+
+- The perceptual loss of the VQGAN is that of VGG16's last convolution, not of its fully connected layers
+  (`classifier[:-2]`), which know nothing of places; `lpips` compares five layers.
+- VQGAN has no 1 or 4 channels in the script: grey images are trained on as RGB; `train_vae.py --transparent` has alpha.
+- Texts that are tokens already, and ready spectrograms: both cost less to compute than to read, and a model that is
+  loaded elsewhere then knows how. `--dataset` gives waveforms and texts.
+- `encdec_layer_mults`, `first_conv_kernel_size`, `encdec_resnet_groups` and several codebooks of LFQ: no published
+  model is known to use them; a file that has them is refused by name.
+- `vq` always starts from k-means and revives codes that nobody uses; there is no rotation trick.
+- Averages begin with the first update and follow each: no `update_after_step`, no `update_every`.
+- A script that is started without data runs its demonstration, and says so in its first line.
+
 ## Weights & Biases
 
 train_vae.py of DALLE-pytorch always logs to the project dalle_train_vae: `--report_to wandb --wandb_project

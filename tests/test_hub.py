@@ -435,6 +435,23 @@ def test_a_dry_run_writes_the_folder_and_asks_nobody(hub: Hub, alice: User, run:
     assert "exists already" in alice.fails("convert.py", "push", run, NAME, "--dry_run", "card")
 
 
+def test_the_card_of_an_own_dataset_names_no_other_data(hub: Hub, alice: User) -> None:
+    (alice.folder / "secret_photos.py").write_text(
+        "import numpy\n\ndef get(args):\n    return [numpy.full((3, 16, 16), 8 * i, numpy.uint8) for i in range(24)]\n"
+    )
+    own = [word for word in TINY if word not in ("--image_folder", "demo:shapes:32")]
+    alice.does("train_vae.py", *own, "--dataset", "secret_photos:get", "--batch_size", 8, "--max_steps", 1)
+    alice.does("convert.py", "push", "runs/vae", NAME, "--dry_run", "card")
+    card = (alice.folder / "card" / "README.md").read_text()
+    assert "demo:" not in card and "secret" not in card and "is for the author to add here" in card
+
+
+def test_a_name_whose_first_part_is_a_folder_here_is_a_misspelt_path(hub: Hub, bob: User) -> None:
+    (bob.folder / "runs").mkdir()
+    assert "does not exist" in bob.trains_from("runs/vaee", "fails")
+    assert hub.requests == []
+
+
 def test_an_edited_card_is_uploaded_as_it_is(hub: Hub, alice: User, run: Path) -> None:
     alice.does("convert.py", "push", run, NAME, "--dry_run", "card", "--no_picture")
     assert not (alice.folder / "card" / "sample.png").exists()

@@ -19,7 +19,7 @@ from .embeddings import IMAGE, KINDS, TEXT, Kind
 
 IMAGE_NAMES = ("image", "img")
 _EXPECTED = (
-    "a PIL image, or a tensor or array (channels, height, width) of 1, 3 or 4 channels, uint8 or floats from 0 to 1; "
+    "a PIL image, or a tensor or array of uint8 or floats from 0 to 1 whose 1, 3 or 4 channels come first (c, h, w); "
     'or a mapping with such an "image", or a tuple that begins with one'
 )
 

@@ -45,8 +45,9 @@ def split(name: str) -> tuple[str, str | None] | None:
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name means a model on the Hub: it has the form of one, and no path here is spelled like it."""
-    return split(name) is not None and not os.path.lexists(name)
+    """Whether a name means a model on the Hub: it has the form of one, and neither it nor its first part is a path
+    here, so that nobody asks the Hub for a run whose name is misspelt."""
+    return split(name) is not None and not os.path.lexists(name) and not os.path.isdir(name.partition("/")[0])
 
 
 def local(path: Path) -> Path:

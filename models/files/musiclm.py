@@ -63,7 +63,15 @@ def describe_public_mulan(path: Path) -> dict[str, Any]:
     """Facts about such a file. Errors: see `load_public_mulan`."""
     arguments, state = _read(path, "best")
     facts = {"kind": f"{PACKAGE} file", "model": "MusicLMMuLaN", "arguments": arguments, **describe_weights(state)}
+    facts["assumed"] = assumed(arguments)
     return {**facts, "bytes": {path.name: path.stat().st_size}}
+
+
+def assumed(config: Mapping[str, Any]) -> str:
+    """What such a file does not say, and what was taken for it: of arguments of the model, or its `config`."""
+    names = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
+    values = ", ".join(f"{name} {config.get(name, default)}" for name, default in names.items())
+    return f"{values}, because the file does not say them"
 
 
 def save_public_mulan(model: MusicLMMuLaN, path: Path) -> str:

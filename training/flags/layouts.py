@@ -11,6 +11,8 @@ from .towers import LATER_MODEL_ARGUMENTS
 
 # The one value that a flag has with --layout musiclm, whose model is not given it.
 _FIXED: Mapping[str, str] = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
+# Samples of a window, its transform and its hop in that package, taken if none of the three is given.
+_WINDOWS = {"n_fft": 128, "win_length": 24, "hop_length": 12}
 # What else the model of --layout musiclm has not got.
 _ONLY_OF_TANDEM = (
     "layout", "n_mels", "fmin", "fmax", "text_tower", "audio_tower", "freeze_text_tower", "freeze_audio_tower"
@@ -27,6 +29,9 @@ def add_model_group(parser: ArgumentParser) -> Callable[..., Any]:
     def settle(args: argparse.Namespace) -> None:
         if args.layout == "tandem":
             return
+        if not _WINDOWS.keys() & args.explicit:
+            for name, length in _WINDOWS.items():
+                setattr(args, name, length)
         for name, value in _FIXED.items():
             if name in args.explicit and (given := getattr(args, name)) != value:
                 parser.error(f"--{name} {given} is not for --layout musiclm, which has {value} alone")
