@@ -166,15 +166,16 @@ def test_what_an_update_a_line_and_a_checkpoint_exchange_is_what_the_table_says(
         assert of_many["bytes of gathers"] - of_few["bytes of gathers"] <= (MANY - FEW) * (768 + 100)
 
 
-PARTS = {0.5: 0.1, 0.75: 0.5}  # of the numbers: what must have left when so many are there
+# Of the numbers: what must have left when so many are there. Up to a quarter waits for the rest of its bucket.
+PARTS = {0.5: 0.1, 0.75: 0.4}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_gradients_are_sent_while_others_are_computed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every model a tenth of the numbers have left by the time that half of them are there, and half when three
-    quarters are: modules are registered in about the order in which they are called. (A model with one large weight
+    """Of every model a tenth of the numbers have left by the time that half of them are there, and four tenths when
+    three quarters are: modules are registered in about the order in which they are called. (A model with one large weight
     has to wait for that.)"""
     computed: Counter[str] = Counter()
     sent: Counter[str] = Counter()

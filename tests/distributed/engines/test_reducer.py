@@ -176,10 +176,12 @@ def test_what_is_sent_may_be_rounded_and_alone_nothing_is_sent(world_size: int, 
 @pytest.mark.parametrize(("numbers", "sizes"), [
     (2**18, [2**18]),  # 1 MiB
     (3 * 2**18, [2**18] * 3),
-    (4 * 2 * 2**18, [2 * 2**18] * 4),
+    (8 * 2**18, [2**18, *[2 * 2**18] * 3, 2**18]),
     (1000 * 2**18, [25 * 2**18] * 40),
 ])  # fmt: skip
-def test_buckets_are_a_quarter_of_the_model_but_one_to_twenty_five_mebibytes(numbers: int, sizes: list[int]) -> None:
+def test_buckets_are_an_eighth_quarters_and_an_eighth_of_the_model_but_one_to_twenty_five_mebibytes(
+    numbers: int, sizes: list[int]
+) -> None:
     """The last one, too, because nothing is computed while it is sent."""
     parameters = [nn.Parameter(torch.empty(2**18, device="meta")) for _ in range(numbers // 2**18)]
     reducer = GradientReducer(parameters, Alone(), "toy")

@@ -264,10 +264,10 @@ def test_wandb_has_names_tags_a_histogram_of_the_codes_and_the_models(tmp_path, 
     assert (values[0], values[-1], bins[-1]) == (3, 5, 2000)
     artifacts = [r.request.log_artifact.artifact if r.HasField("request") else r.artifact for r in records
                  if r.HasField("artifact") or r.request.HasField("log_artifact")]  # fmt: skip
-    found = [(a.type, list(a.aliases), [entry.path for entry in a.manifest.contents]) for a in artifacts]
+    found = [(a.type, sorted(a.aliases), [entry.path for entry in a.manifest.contents]) for a in artifacts]
     assert found == [
-        ("model", ["latest", "final"], ["config.json"]),
-        ("model", ["latest", "best"], ["vae-final.pt"]),
+        ("model", ["final", "latest"], ["config.json"]),
+        ("model", ["best", "latest"], ["vae-final.pt"]),
     ]
 
 
