@@ -175,8 +175,8 @@ def test_gradients_are_sent_while_others_are_computed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every model a tenth of the numbers have left by the time that half of them are there, and four tenths when
-    three quarters are: modules are registered in about the order in which they are called. (A model with one large weight
-    has to wait for that.)"""
+    three quarters are: modules are registered in about the order in which they are called. (A model with one large
+    weight has to wait for that.)"""
     computed: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     early: dict[tuple[str, float], list[float]] = {}  # the part that has left when this part is there, in each update
