@@ -111,7 +111,8 @@ def _exchanges(rounds: int, counts: Sequence[int], network: SlowNetwork | None) 
             except JobFailed as error:
                 yield Row(name, "samples/s", note=str(error))
                 continue
-            yield from _against(result, name, dict.fromkeys(others, Goal("ratio", ">=", 0.98)))
+            # The goal is against what people use; the loop with the script's noise says what the engine costs.
+            yield from _against(result, name, {side: Goal("ratio", ">=", 0.98), f"{side}_same_noise": None})
 
 
 def memory() -> Iterator[Row]:
