@@ -20,6 +20,7 @@ from .files.packed import fingerprint_of
 from .hashing import derive_key
 
 _LONGEST_QUOTE = 200
+_OURS = {"data", "distributed", "models", "tandem", "training"}  # a module of a user's by such a name would be hidden
 
 
 class OwnData(NamedTuple):
@@ -138,6 +139,8 @@ def _made(data: OwnData) -> tuple[Any, int]:
         raise ValueError(
             f"--dataset {spec}: expected MODULE:FUNCTION, such as my_data:photos for the function photos of my_data.py"
         )
+    if module_name.partition(".")[0] in _OURS:
+        raise ValueError(f"--dataset {spec}: {module_name} is a name of this project; give your module another one")
     if os.getcwd() not in sys.path:  # the script's folder is there already
         sys.path.append(os.getcwd())
     try:
@@ -149,7 +152,7 @@ def _made(data: OwnData) -> tuple[Any, int]:
             f"--dataset {spec}: there is no module {module_name}: it has to be in the current folder, in the script's, "
             "or in PYTHONPATH"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--dataset {spec}: importing {module_name} failed: {_said(error)}") from None
     function: Any = module
     for name in function_name.split("."):
@@ -159,7 +162,7 @@ def _made(data: OwnData) -> tuple[Any, int]:
         raise ValueError(f"--dataset {spec}: {where} has no function {function_name}")
     try:
         dataset = function(argparse.Namespace(**vars(data.args)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--dataset {spec}: the function failed: {_said(error)}") from None
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attention import at_least_fp32
+from .log_mel import check_waveforms
 
 SAMPLE_RATE = 16000
 _FRAME, _HOP, _N_FFT = 400, 160, 512  # samples: 25 ms, 10 ms, and the next power of two
@@ -45,9 +46,7 @@ class Fbank:
         Raises:
             ValueError: waveforms that are not of two dimensions.
         """
-        if waveforms.ndim != 2 or not waveforms.is_floating_point():
-            given = f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}"
-            raise ValueError(f"{given}: give (b, n) floats, mixed to mono")
+        check_waveforms(waveforms)
         with torch.autocast(waveforms.device.type, enabled=False):
             waveforms = at_least_fp32(waveforms)
             waveforms = F.pad(waveforms, (0, max(0, _FRAME - waveforms.shape[1])))

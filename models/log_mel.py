@@ -23,6 +23,13 @@ MASK_NOISE = 4  # uniform numbers that the masks of one spectrogram need
 _LONGEST_FFT = 1 << 16
 
 
+def check_waveforms(waveforms: Tensor) -> None:
+    """Raise ValueError, in one line, unless they are floats (b, n)."""
+    if waveforms.ndim != 2 or not waveforms.is_floating_point():
+        given = f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}"
+        raise ValueError(f"{given}: give (b, n) floats, mixed to mono")
+
+
 class Spectrogram:
     """Waveforms (b, n) to log-mel spectrograms or to power spectra.
 
@@ -90,9 +97,7 @@ class Spectrogram:
         Raises:
             ValueError: waveforms that are not of two dimensions.
         """
-        if waveforms.ndim != 2 or not waveforms.is_floating_point():
-            given = f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}"
-            raise ValueError(f"{given}: give (b, n) floats, mixed to mono")
+        check_waveforms(waveforms)
         with torch.autocast(waveforms.device.type, enabled=False):
             half, missing = self.n_fft // 2, max(0, self.min_samples - waveforms.shape[1])
             waveforms = F.pad(at_least_fp32(waveforms), (0, missing))

@@ -28,7 +28,8 @@ LAYOUT = {
     "layout": "musiclm", "win_length": 96, "hierarchical_layers": 1, "attn_dropout": 0.1, "ff_dropout": 0.1,
     "text_heads": 3, "text_dim_head": 6, "ff_mult": 2,
 }  # fmt: skip
-MUSICLM = dataclasses.replace(MULAN, model=MusicLMMuLaN, tiny={**MULAN.tiny, **LAYOUT})
+without_bands = {name: value for name, value in MULAN.tiny.items() if name != "n_mels"}
+MUSICLM = dataclasses.replace(MULAN, model=MusicLMMuLaN, tiny={**without_bands, **LAYOUT})
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,8 @@ def test_a_tandem_model_is_no_musiclm_model(finished: Path, tmp_path: Path) -> N
     for tower in ("text_tower", "audio_tower"):
         line = MUSICLM.refused(tmp_path / "x", f"--{tower}", "files/")
         assert line.endswith(f"--{tower} is for --layout tandem; the towers of musiclm-pytorch are its own")
+    for flag in ("n_mels", "fmin", "fmax"):  # of mel bands, which it has not got
+        assert f"--{flag} has no effect with --layout musiclm" in MUSICLM.refused(tmp_path, f"--{flag}", "50")
 
 
 def test_an_index_is_made_and_searched_with_it(finished: Path, tmp_path: Path) -> None:

@@ -373,6 +373,8 @@ def test_a_module_of_the_current_folder_is_imported_and_its_function_gets_the_ar
     [
         ("mine_a", "", "expected MODULE:FUNCTION"), ("mine_a:", "", "expected MODULE:FUNCTION"),
         ("mine/a.py:make", "", "expected MODULE:FUNCTION"),
+        ("data:make", None, "data is a name of this project; give your module another one"),
+        ("mine_z:make", "import sys\ndef make(args):\n    sys.exit('no')", "the function failed: SystemExit: no"),
         ("mine_b:make", None, "there is no module mine_b: it has to be in the current folder"),
         ("mine_c:make", "import not_there_at_all", "importing mine_c failed: ModuleNotFoundError: No module named"),
         ("mine_d:make", "1/0", "importing mine_d failed: ZeroDivisionError: division by zero (mine_d.py, line 1)"),

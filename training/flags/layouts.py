@@ -29,6 +29,7 @@ def add_model_group(parser: ArgumentParser) -> Callable[..., Any]:
     def settle(args: argparse.Namespace) -> None:
         if args.layout == "tandem":
             return
+        parser.refuse_idle(args, ["n_mels", "fmin", "fmax"], "layout", "tandem", False)
         if not _WINDOWS.keys() & args.explicit:
             for name, length in _WINDOWS.items():
                 setattr(args, name, length)
