@@ -180,6 +180,14 @@ def test_nothing_of_a_run_becomes_html(tmp_path: Path) -> None:
     assert title and html.unescape(title[1]).startswith(data["runs"][0]["name"])
 
 
+def test_no_name_turns_the_text_after_it_around(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [{"step": 1, "lo\u202ess": 1.0}], note="\u2067a\u202eb")
+    report.main([str(run), "--output", str(tmp_path / "x.html")])
+    data = data_in(tmp_path / "x.html")
+    assert "lo\ufffdss" in data["runs"][0]["curves"] and data["groups"][0]["metrics"] == ["lo\ufffdss"]
+    assert not re.search("[\u202e\u2067]|u202e|u2067", json.dumps(data))
+
+
 def test_the_page_loads_nothing_and_runs_no_other_script(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     told(run)

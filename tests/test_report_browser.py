@@ -182,15 +182,40 @@ def test_the_axes_are_updates_samples_and_seconds(opened: Any, two: Path) -> Non
 def test_smoothing_is_an_average_without_bias_and_the_log_scale_shows_logarithms(opened: Any, two: Path) -> None:
     page = opened(two)
     assert plotted(page, "loss")[:2] == [1, 0.5]
-    set_value(page, "smooth", 0.5)
-    # Weights 1/2 and 1/4 of the newest two, over their sum 3/4.
-    assert plotted(page, "loss")[:2] == pytest.approx([1, (0.5 / 2 + 1 / 4) / (3 / 4)])
+    set_value(page, "smooth", 10)
+    before = math.exp(-1 / 1.9)  # the weight of the update before; the curve has a length of 19
+    assert plotted(page, "loss")[:2] == pytest.approx([1, (0.5 + before) / (1 + before)])
     assert plotted(page, "loss", 2)[:2] == [1, 0.5]  # what is not smoothed stays visible
-    assert page.find_element("id", "smooth-value").text == "0.5"
+    assert page.find_element("id", "smooth-value").text == "10%"
     set_value(page, "smooth", 0)
     set_value(page, "log", True, "change")
     assert plotted(page, "loss")[:2] == pytest.approx([0, math.log10(0.5)])
     assert plotted(page, "skipped_updates")[4:6] == [None, 0]  # 0 has no logarithm
+
+
+def test_runs_that_logged_at_different_intervals_are_smoothed_alike(opened: Any, tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path / str(every), [{"step": n, "loss": n / 1000} for n in range(every, 3001, every)])
+        for every in (10, 50)
+    ]
+    report.main([*map(str, runs), "--output", str(tmp_path / "x.html")])
+    page = opened(tmp_path / "x.html")
+    for length in (5, 10):
+        set_value(page, "smooth", length)
+        ends = page.execute_script("return charts.get('loss').shown.map((each) => each.soft[each.soft.length - 1])")
+        # A straight line lags behind by the average's length, here in thousands of the 2990 updates; both samplings of
+        # the exponential are within half an interval of it.
+        assert ends == pytest.approx([3 - length * 0.0299] * 2, abs=0.025)
+
+
+def test_only_the_chart_that_the_keyboard_is_in_is_spoken(opened: Any, two: Path) -> None:
+    page = opened(two)
+    live = "return [...document.querySelectorAll('.readout[aria-live]')].length"
+    assert page.execute_script(live) == 0
+    page.execute_script("arguments[0].focus()", chart(page, "loss").find_element("css selector", ".plot"))
+    assert page.execute_script(live) == 1
+    page.execute_script("document.activeElement.blur()")
+    assert page.execute_script(live) == 0
 
 
 def test_a_part_is_enlarged_by_dragging_and_stays_so_while_smoothing_changes(opened: Any, two: Path) -> None:
@@ -207,11 +232,11 @@ def test_a_part_is_enlarged_by_dragging_and_stays_so_while_smoothing_changes(ope
 
     before = shown()
     assert 1 < before[0] < before[1] < 20
-    set_value(page, "smooth", 0.5)
+    set_value(page, "smooth", 5)
     assert shown() == pytest.approx(before)
     ActionChains(page).double_click(chart(page, "loss").find_element("css selector", ".u-over")).perform()
     assert shown() == (1, 20)
-    set_value(page, "smooth", 0.6)
+    set_value(page, "smooth", 6)
     assert shown() == (1, 20)
 
 
@@ -227,7 +252,7 @@ def test_a_constant_that_is_smoothed_is_a_straight_line(opened: Any, tmp_path: P
     run = make(tmp_path / "run", [{"step": step, "rate": 0.96, "none": 0} for step in range(1, 3001)])
     report.main([str(run), "--output", str(tmp_path / "x.html")])
     page = opened(tmp_path / "x.html")
-    set_value(page, "smooth", 0.9)  # after which the values differ in their last bits
+    set_value(page, "smooth", 9)  # after which the values differ in their last bits
     scale = "const {min, max} = charts.get(arguments[0]).plot.scales.y; return [min, max]"
     assert page.execute_script(scale, "rate") == pytest.approx([0.96 * 0.9, 0.96 * 1.1])
     assert page.execute_script(scale, "none") == [-1, 1]
@@ -413,14 +438,14 @@ def test_watching_shows_newer_data_and_keeps_the_readers_place(opened: Any, tmp_
     add_pictures(run, [5, 10])
     with watched(run) as (process, url):
         page = opened(url, width=400)
-        set_value(page, "smooth", 0.3)
+        set_value(page, "smooth", 3)
         set_value(page, "sample", 0)
         page.execute_script("document.querySelector('#costs').scrollIntoView()")
         before = page.execute_script("return [scrollY, document.querySelector('#costs').getBoundingClientRect().top]")
         (run / "metrics.jsonl").open("a").write('{"step": 99, "loss": 0.5, "seconds": 77}\n')
         add_pictures(run, [99])
         until(lambda: "update 99" in page.find_element("id", "runs").text)
-        assert plotted(page, "loss", 2)[-1] == 0.5 and page.find_element("id", "smooth-value").text == "0.3"
+        assert plotted(page, "loss", 2)[-1] == 0.5 and page.find_element("id", "smooth-value").text == "3%"
         assert page.find_element("id", "sample-value").text == "5"
         top = page.execute_script("return document.querySelector('#costs').getBoundingClientRect().top")
         assert abs(top - before[1]) < 60 and before[0] > 0

@@ -20,6 +20,9 @@ GENERATOR = "report.py of tandem-training"
 _MARK = f'<meta name="generator" content="{GENERATOR}">'
 _HEAD_BYTES = 4096  # in which a page has its mark
 _PARTS = Path(__file__).parent / "page"
+# Signs of the Unicode bidirectional algorithm, which work beyond the name that holds them:
+# https://www.unicode.org/reports/tr9/, section 2.
+_TURNS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _SCRIPTS = ("tools.js", "charts.js", "sections.js", "main.js")
 
 
@@ -50,18 +53,20 @@ def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def as_text(data: Any) -> str:
     """JSON that may stand in a <script> of an HTML page, in ASCII: no part of it ends the script or begins a comment.
-    What is not finite becomes null."""
-    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    What is not finite becomes null, and a sign that turns the text after it around a replacement character."""
+    text = json.dumps(_shown(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _finite(value: Any) -> Any:
-    """The value with None for numbers that are not finite."""
+def _shown(value: Any) -> Any:
+    """The value as a browser can show it."""
+    if isinstance(value, str):
+        return _TURNS.sub("\ufffd", value)
     if isinstance(value, float):
         return value if abs(value) != float("inf") and value == value else None
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_shown(name): _shown(each) for name, each in value.items()}
+    return [_shown(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:

@@ -11,12 +11,14 @@ class Chart {
     this.shown = [];
     this.hint = element("span", { class: "quiet" });
     this.area = element("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart" });
-    this.readout = element("div", { class: "readout", "aria-live": "polite" });
+    this.readout = element("div", { class: "readout" });
     this.figure = element(
       "figure", { class: "chart card" }, element("figcaption", {}, ...breakable(metric), this.hint), this.area, this.readout);
     this.figure.dataset.metric = metric;
     this.area.addEventListener("keydown", (event) => this.onKey(event));
-    this.area.addEventListener("blur", () => this.leave());
+    // Screen readers speak the values of the curve that is moved through, not of all whenever newer ones come.
+    this.area.addEventListener("focus", () => this.readout.setAttribute("aria-live", "polite"));
+    this.area.addEventListener("blur", () => { this.readout.removeAttribute("aria-live"); this.leave(); });
     this.area.addEventListener("dblclick", () => { this.zoom = null; }); // uPlot shows the whole curve then
   }
 
@@ -24,20 +26,24 @@ class Chart {
   collect(runs, state) {
     const found = [];
     const lacking = [];
+    let longest = 0;
     runs.forEach((run, index) => {
       const curve = run.curves[this.metric];
-      if (!curve || state.hidden.has(index)) return;
+      if (!curve) return;
       const place = (step) => (state.axis === "step" ? step : clockAt(run.clocks[state.axis], step));
       const xs = curve.x.map(place);
       if (!xs.length || xs.some((x) => x === null)) {
-        if (xs.length) lacking.push(run.name);
+        if (xs.length && !state.hidden.has(index)) lacking.push(run.name);
         return;
       }
+      longest = Math.max(longest, xs[xs.length - 1] - xs[0]);
+      if (state.hidden.has(index)) return;
       found.push({
-        index, run, xs, steps: curve.x, raw: curve.y, soft: smoothed(curve.y, state.smooth), low: curve.lo,
-        high: curve.hi, curve, nan: curve.nan.map(place), marks: run.marks.map((mark) => [place(mark.step), mark]),
+        index, run, xs, steps: curve.x, raw: curve.y, low: curve.lo, high: curve.hi, curve, nan: curve.nan.map(place),
+        marks: run.marks.map((mark) => [place(mark.step), mark]),
       });
     });
+    for (const each of found) each.soft = smoothed(each.xs, each.raw, (state.smooth / 100) * longest);
     this.lacking = lacking;
     return found;
   }

@@ -110,7 +110,7 @@ function listen() {
   byId("show-marks").addEventListener("change", (event) => { state.marks = event.target.checked; drawCharts(); });
   byId("smooth").addEventListener("input", (event) => {
     state.smooth = Number(event.target.value);
-    byId("smooth-value").textContent = state.smooth || "0";
+    byId("smooth-value").textContent = `${state.smooth}%`;
     drawSoon();
   });
   byId("filter").addEventListener("input", (event) => {

@@ -23,7 +23,7 @@ const COLOURS = {
   dark: ["#6db3f2", "#ff9e5e", "#6fd08c", "#d59bf0", "#ff8296", "#b9c4cf", "#dcc54c", "#58d0d6"],
 };
 const KINDS = {
-  killed: ["\u2716", "killed or lost, then started again"],
+  killed: ["\u2716", "probably killed, then started again"],
   resumed: ["\u25B6", "stopped when asked to, then started again"],
   extended: ["\u279C", "extended"],
   skipped: ["\u26A0", "updates skipped"],
@@ -117,17 +117,18 @@ function cleanClock(curve) {
   return clock;
 }
 
-// Exponential average of the values so far, divided by the sum of its weights, so that it has no bias towards 0 at the
-// beginning (Kingma and Ba 2015, section 3).
-function smoothed(values, share) {
-  if (!share) return values;
+// Exponential average of the values so far: a value weighs exp(-d / length) at a distance d along the axis, whatever the
+// number of points between, so that runs that logged at different intervals are smoothed alike. It is divided by the sum
+// of its weights, so that it has no bias towards 0 at the beginning (Kingma and Ba 2015, section 3).
+function smoothed(xs, values, length) {
+  if (!length) return values;
   let sum = 0;
   let weights = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    sum = share * sum + (1 - share) * value;
-    weights = share * weights + (1 - share);
-    return sum / weights;
+  return values.map((value, index) => {
+    const kept = index ? Math.exp((xs[index - 1] - xs[index]) / length) : 0;
+    sum = kept * sum + (value === null ? 0 : value);
+    weights = kept * weights + (value === null ? 0 : 1);
+    return value === null ? null : sum / weights;
   });
 }
 
