@@ -187,7 +187,7 @@ def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device
     from training.measures.fid import Inception
 
     kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
-    lpips = load_perceptual(kind, args.lpips_weights, device, side=side)
+    lpips = load_perceptual(kind, args.lpips_weights, device, side=side, flag="--lpips_weights")
     unseen = samples.held_out(args.n_evaluation_samples) if clip is None and "image" in args.condition_on else None
     wanted = (lambda batch: triples_of(batch["image_embed"])) if unseen is not None else None
     weights = read_state_dict(Path(args.fid_weights), network="inception") if args.fid_weights else None

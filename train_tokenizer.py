@@ -189,7 +189,8 @@ def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict
     from models.i3d import i3d_features
     from models.perceptual import load_perceptual
 
-    lpips = load_perceptual("lpips" if args.lpips_weights else "none", args.lpips_weights, device, side=args.image_size)
+    kind = "lpips" if args.lpips_weights else "none"
+    lpips = load_perceptual(kind, args.lpips_weights, device, side=args.image_size, flag="--lpips_weights")
     return {"lpips": lpips, "i3d": i3d_features(args.fvd_weights, args.num_frames, device)}
 
 

@@ -185,7 +185,9 @@ def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict
 
     networks: dict[str, Any] = {}
     if args.lpips_weights:
-        networks["lpips"] = load_perceptual("lpips", args.lpips_weights, device, side=args.image_size)
+        networks["lpips"] = load_perceptual(
+            "lpips", args.lpips_weights, device, side=args.image_size, flag="--lpips_weights"
+        )
     if args.fid_weights:
         networks["inception"] = Inception(read_state_dict(Path(args.fid_weights), network="inception"), device)
     return networks

@@ -93,11 +93,10 @@ class PerceptualLoss(nn.Module):
         return [output.float() for output in (*outputs, x)]
 
 
-def _check_shape(channels: int, height: int, width: int) -> None:
+def _check_shape(channels: int, height: int, width: int, or_else: str = "") -> None:
     if channels not in (1, 3) or min(height, width) < 2 ** (len(_DEPTHS) - 1):
         takes = "VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels"
-        use = "use larger images, or do without (--perceptual none, no --lpips_weights)"
-        raise ValueError(f"{takes}, not {channels} of {height} x {width}; {use}")
+        raise ValueError(f"{takes}, not {channels} of {height} x {width}; use larger images{or_else}")
 
 
 def _vgg16_features(widths: Sequence[int]) -> nn.Sequential:
@@ -119,7 +118,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def load_perceptual(
     kind: str, weights: str | Path | None = None, device: torch.device | str = "cpu", *,
-    side: int | None = None, widths: Sequence[int] = WIDTHS,
+    side: int | None = None, widths: Sequence[int] = WIDTHS, flag: str = "--perceptual_weights",
 ) -> PerceptualLoss | None:  # fmt: skip
     """The perceptual loss with weights from this machine's disk.
 
@@ -129,6 +128,7 @@ def load_perceptual(
             weights are searched in torch.hub's cache. "lpips" needs two files, or one with the weights of both.
         side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
+        flag: What the user names the weights with, for messages.
 
     Returns:
         None for "none".
@@ -141,23 +141,24 @@ def load_perceptual(
         return None
     if kind not in ("vgg", "lpips"):
         raise ValueError(f"perceptual loss {kind!r} is none of none, vgg, lpips")
+    or_else = f", or do without ({'--perceptual none' if flag == '--perceptual_weights' else f'no {flag}'})"
     if side is not None:
-        _check_shape(3, side, side)
+        _check_shape(3, side, side, or_else)
     with torch.device("meta"):
         ours = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
     found: dict[str, Tensor] = {}
-    searched = _candidates(kind, weights)
+    searched = _candidates(kind, weights, flag)
     for path in searched:
         if path.exists() and (missing := ours.keys() - found.keys()):
             found |= read_state_dict(path, missing)
     if missing := ours.keys() - found.keys():
-        raise ValueError(_absence(kind, missing, searched))
+        raise ValueError(f"{_absence(kind, missing, searched)}; put the file there or name it ({flag}){or_else}")
     found = {ours[name]: tensor for name, tensor in found.items()}
     try:
         with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
             model = build_with_weights(lambda: PerceptualLoss(kind, widths), found)
     except ValueError as error:
-        raise ValueError(f"the weights for --perceptual {kind} are of another network: {error}") from None
+        raise ValueError(f"{flag}: the weights of {kind} are of another network: {error}") from None
     return model.to(device)
 
 
@@ -167,7 +168,7 @@ def _published_name(name: str) -> str:
     return f"lin{index}.model.1.{kind}" if part == "heads" else name
 
 
-def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
+def _candidates(kind: str, weights: str | Path | None, flag: str) -> list[Path]:
     """Paths that may hold the weights, in the order of search. Raises ValueError if ``weights`` does not exist."""
     names = [_TRUNK_FILE, *(_HEADS_FILES if kind == "lpips" else ())]
     in_cache = [Path(torch.hub.get_dir()) / "checkpoints" / name for name in names]
@@ -176,7 +177,7 @@ def _candidates(kind: str, weights: str | Path | None) -> list[Path]:
         return in_cache
     named = Path(weights)
     if not named.exists():
-        raise ValueError(f"there is no {named} to take the weights for --perceptual {kind} from")
+        raise ValueError(f"{flag}: there is no {named} to take the weights of {kind} from")
     return [*([named / name for name in names] if named.is_dir() else [named]), *in_cache]
 
 
@@ -196,5 +197,4 @@ def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
     places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))
     needs = f"the perceptual loss {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}"
     source = "they come with pip install lpips" if heads_only else where_from("vgg16")
-    flags = "(--perceptual_weights, --lpips_weights), or do without (--perceptual none)"
-    return f"{needs}; {source}; put the file there or name it {flags}"
+    return f"{needs}; {source}"
