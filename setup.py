@@ -1,12 +1,13 @@
 """The four leaves install as tandem.models, tandem.data, tandem.distributed and tandem.training: a top-level package
 called ``distributed`` would break dask. tandem.files, which the leaves import, has that name in a checkout too.
 
-The scripts and tools install as tandem.train_vae and so on, beside configs/. They import the leaves by their names in a
-checkout, so their imports are rewritten while the package is built."""
+The scripts and tools install as tandem.train_vae and so on, beside configs/ and docs/. They import the leaves by their
+names in a checkout, so their imports are rewritten while the package is built."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -15,7 +16,8 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).parent
 LEAVES = ("models", "data", "distributed", "training")
 PACKAGES = [name for leaf in LEAVES for name in (leaf, *(f"{leaf}.{sub}" for sub in find_packages(leaf)))]
-CONFIGS = sorted({path.parent.relative_to(HERE).as_posix() for path in (HERE / "configs").rglob("*.*")})
+FILES = [path.relative_to(HERE) for pattern in ("configs/**/*.yaml", "configs/**/*.json", "docs/*.md",
+         "scripts/install_horovod.sh") for path in sorted(HERE.glob(pattern))]  # fmt: skip
 SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "setup")
 COMMANDS = [name for name in SCRIPTS if "def main(" in (HERE / f"{name}.py").read_text()]
 _IMPORT = re.compile(rf"^(\s*)(from|import) ({'|'.join((*LEAVES, *SCRIPTS))})\b(?!\.\w+$)", re.MULTILINE)
@@ -31,24 +33,63 @@ def as_installed(source: str) -> str:
     )
 
 
+def address() -> str:
+    """Where the sources are published: what an sdist says, or a clone's origin; empty if that is no web address."""
+    facts = HERE / "PKG-INFO"
+    if facts.is_file():
+        said = re.search(r"^Project-URL: Source, (\S+)$", facts.read_text(encoding="utf-8"), re.MULTILINE)
+        return said[1] if said else ""
+    if not (HERE / ".git").exists():
+        return ""
+    command = ["git", "-C", str(HERE), "config", "--get", "remote.origin.url"]
+    try:
+        origin = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return ""
+    # The user, who may be a password, stays out.
+    found = re.fullmatch(r"(?:https://|ssh://|(?=[^/]*@))(?:[^@/]*@)?([\w.-]+)[:/]([^@]+?)(?:\.git)?/?", origin)
+    return f"https://{found[1]}/{found[2]}" if found else ""
+
+
+def readme(url: str) -> str:
+    """README.md for a page where no file is beside it: its links lead to the published sources, if there are any."""
+
+    def link(found: re.Match[str]) -> str:
+        is_image, text, path = found.groups()
+        if not url:
+            return "" if is_image else text
+        return f"{is_image}[{text}]({url}/{'raw' if is_image else 'blob'}/HEAD/{path})"
+
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", link, text)
+
+
 class BuildWithScripts(build_py):
+    def targets(self) -> dict[Path, Path]:
+        """Where the scripts and other files go, and where they come from."""
+        inside = Path(self.build_lib, "tandem")
+        return {inside / path: HERE / path for path in (*FILES, *(Path(f"{name}.py") for name in SCRIPTS))}
+
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            for name in SCRIPTS:
-                target = Path(self.build_lib, "tandem", f"{name}.py")
-                target.write_text(as_installed((HERE / f"{name}.py").read_text(encoding="utf-8")), encoding="utf-8")
+        if self.editable_mode:
+            return
+        for target, source in self.targets().items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = source.read_text(encoding="utf-8")
+            target.write_text(as_installed(text) if source.suffix == ".py" else text, encoding="utf-8")
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        scripts = [] if self.editable_mode else [str(Path(self.build_lib, "tandem", f"{name}.py")) for name in SCRIPTS]
-        return [*super().get_outputs(include_bytecode), *scripts]
+        added = [] if self.editable_mode else [str(target) for target in self.targets()]
+        return [*super().get_outputs(include_bytecode), *added]
 
 
+URL = address()
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],  # its inside is used
     "wandb": ["wandb>=0.31"],
     "tensorboard": ["tensorboard>=2.18"],
-    "fid": ["torch-fidelity>=0.4"],
+    "fid": ["torch-fidelity>=0.4,<0.5"],  # a module that it does not list is used
     "audio": ["soundfile>=0.13", "soxr>=1.0", "open_clip_torch>=3.0,<4", "tokenizers>=0.21"],
     "video": ["av>=17"],
     "datasets": ["pyarrow>=17"],
@@ -56,7 +97,7 @@ EXTRAS = {
     "lion": ["lion-pytorch>=0.2.5"],
     "shell": ["argcomplete>=3.5"],
     "hub": ["huggingface_hub>=1.0,<3"],
-    "report": ["uplot-python>=1.1"],  # carries uPlot, which report.py puts into its page
+    "report": ["uplot-python>=1.1,<2"],  # carries uPlot, which report.py puts into its page
     "test": [
         "pytest>=8",
         "pytest-timeout",
@@ -68,7 +109,7 @@ EXTRAS = {
         "torchvision",
         "vector-quantize-pytorch>=1.32",
         "lpips>=0.1.4",
-        "torch-fidelity>=0.4",
+        "torch-fidelity>=0.4,<0.5",
         "librosa>=0.11",
         "webdataset>=1.0",
         "selenium>=4.20",
@@ -89,8 +130,9 @@ setup(
     name="tandem-training",
     version=re.search(r'__version__ = "(.+)"', (HERE / "tandem" / "__init__.py").read_text())[1],
     description="Training scripts for the parts of generative models, with the same numbers on every backend",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=readme(URL),
     long_description_content_type="text/markdown",
+    project_urls={"Source": URL, "Documentation": f"{URL}/tree/HEAD/docs", "Issues": f"{URL}/issues"} if URL else {},
     license="MIT",
     keywords="vae vqgan diffusion mulan video-tokenizer distributed-training deepspeed horovod fsdp",
     classifiers=[
@@ -103,17 +145,13 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    packages=["tandem", "tandem.files", *(f"tandem.{name.replace('/', '.')}" for name in (*PACKAGES, *CONFIGS))],
+    packages=["tandem", "tandem.files", *(f"tandem.{name}" for name in PACKAGES)],
     package_dir={
         "tandem": "tandem",
         "tandem.files": "tandem/files",
-        **{f"tandem.{name.replace('/', '.')}": name.replace(".", "/") for name in (*PACKAGES, *CONFIGS)},
+        **{f"tandem.{name}": name.replace(".", "/") for name in PACKAGES},
     },
-    package_data={
-        "tandem": ["py.typed"],
-        "tandem.training.report": ["page/*"],
-        **{f"tandem.{name.replace('/', '.')}": ["*.yaml", "*.json"] for name in CONFIGS},
-    },
+    package_data={"tandem": ["py.typed"], "tandem.training.report": ["page/*"]},
     cmdclass={"build_py": BuildWithScripts},
     entry_points={
         "console_scripts": [f"tandem-{name.replace('_', '-')} = tandem.commands:{name}" for name in COMMANDS]

@@ -1,23 +1,32 @@
-"""What is used of the inside of DeepSpeed and open_clip is there: a test of a new version of them says what went."""
+"""What is used of the inside of other packages is there: a test of a new version of them says in one line what went."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
+import torch
 
 from distributed import UserMistake
 from distributed.backends.deepspeed import state
 from models import clip
 from tests.scripts import ROOT
+from training.report.page import library
 
 ADAPTER = ROOT / "distributed" / "backends" / "deepspeed"
-SOURCES = {"deepspeed": sorted(ADAPTER.glob("*.py")), "open_clip": sorted((ROOT / "models").glob("*.py"))}
+SOURCES = {
+    "deepspeed": sorted(ADAPTER.glob("*.py")),
+    "open_clip": sorted((ROOT / "models").glob("*.py")),
+    "huggingface_hub": [ROOT / "models" / "files" / "hub.py", ROOT / "hub.py"],
+    "torch_fidelity": [ROOT / "training" / "measures" / "fid.py"],
+}
 
 
 def chain(node: ast.AST) -> str:
@@ -68,11 +77,31 @@ def test_every_private_name_of_torch_that_is_used_is_in_the_installed_version() 
     assert "torch._foreach_norm" in used and not gone, f"torch {metadata.version('torch')} has no {', '.join(gone)}"
 
 
-@pytest.mark.parametrize(("package", "distribution"), [("deepspeed", "deepspeed"), ("open_clip", "open_clip_torch")])
+@pytest.mark.parametrize(("package", "distribution"), [
+    ("deepspeed", "deepspeed"), ("open_clip", "open_clip_torch"), ("huggingface_hub", "huggingface_hub"),
+    ("torch_fidelity", "torch-fidelity"),
+])  # fmt: skip
 def test_every_name_that_is_used_is_in_the_installed_version(package: str, distribution: str) -> None:
     used = {name for path in SOURCES[package] for name in names_used(package, path)}
     gone = sorted(name for name in used if not is_there(name))
-    assert len(used) >= 4 and not gone, f"{distribution} {metadata.version(distribution)} has no {', '.join(gone)}"
+    assert used and not gone, f"{distribution} {metadata.version(distribution)} has no {', '.join(gone)}"
+
+
+def test_what_is_used_of_torchs_objects_is_in_the_installed_version() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    from distributed.backends.fsdp.engine import _END_OF_BACKWARD
+
+    version = f"torch {torch.__version__}"
+    assert hasattr(FSDPModule, "_get_fsdp_state"), f"FSDPModule of {version} has no _get_fsdp_state"
+    state = get_type_hints(FSDPModule._get_fsdp_state)["return"]
+    assert hasattr(state, _END_OF_BACKWARD), f"FSDP's state of {version} has no {_END_OF_BACKWARD}"
+    flag = "_step_supports_amp_scaling"  # of optimizers that skip an update themselves
+    assert flag in inspect.getsource(torch.amp.GradScaler.step), f"GradScaler of {version} reads no {flag}"
+
+
+def test_the_library_of_curves_has_the_files_that_a_page_takes() -> None:
+    assert min(map(len, library().values())) > 1000, f"uplot-python {metadata.version('uplot-python')} has other files"
 
 
 def test_what_is_used_of_open_clip_is_checked_when_it_is_imported() -> None:

@@ -23,8 +23,8 @@ from tests.scripts import ROOT
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 LAUNCHERS = ("torchrun", "deepspeed", "horovodrun")
-SOURCES = ("tandem", "models", "data", "distributed", "training", "configs", "setup.py", "pyproject.toml",
-           "MANIFEST.in",
+SOURCES = ("tandem", "models", "data", "distributed", "training", "configs", "docs", "scripts", "setup.py",
+           "pyproject.toml", "MANIFEST.in",
            "README.md", "LICENSE", *sorted(path.name for path in ROOT.glob("*.py")))  # fmt: skip
 SHORT = ["--max_steps", "2", "--num_workers", "0", "--save_every_n_steps", "0", "--validate_every_n_steps", "0",
          "--sample_every_n_steps", "0", "--valid_samples", "8"]  # fmt: skip
@@ -88,14 +88,41 @@ def test_the_wheel_holds_scripts_tools_configs_and_what_pypi_shows(wheel: Path) 
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
     said, commands = metadata_of(wheel), metadata_of(wheel, "entry_points.txt")
-    configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.*")}
+    paths = [*(ROOT / "configs").rglob("*.*"), *(ROOT / "docs").glob("*.md"), ROOT / "scripts" / "install_horovod.sh"]
     scripts = {path.name for path in ROOT.glob("*.py")} - {"setup.py"}
-    assert names >= {f"tandem/{name}" for name in (*configs, *scripts, "py.typed")}
+    files = {path.relative_to(ROOT).as_posix() for path in paths}
+    assert names >= {f"tandem/{name}" for name in (*files, *scripts, "py.typed")}
     assert "Description-Content-Type: text/markdown" in said and "# Tandem" in said
+    # No address is known where there is no clone, and no page shows files beside a README.
+    assert "Project-URL" not in said and re.findall(r"\]\((?!https?:|#)", said) == []
     with_main = {name for name in scripts if "def main(" in (ROOT / name).read_text()}
     assert set(re.findall(r"^(tandem-\S+) =", commands, re.MULTILINE)) == {
         f"tandem-{name.removesuffix('.py').replace('_', '-')}" for name in with_main
     }
+
+
+@pytest.mark.parametrize(("origin", "url"), [
+    ("https://user:word@example.org/some/tandem.git", "https://example.org/some/tandem"),
+    ("git@example.org:some/tandem.git", "https://example.org/some/tandem"),
+    ("ssh://git@example.org/some/tandem", "https://example.org/some/tandem"),
+    ("/srv/some/tandem.git", ""),
+    ("file:///srv/some/tandem.git", ""),
+    ("me@machine:a@b", ""),
+])  # fmt: skip
+def test_links_lead_to_where_the_clone_came_from(origin: str, url: str, source: Path, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    shutil.copytree(source, clone)
+    for command in (["init", "-q"], ["remote", "add", "origin", origin]):
+        subprocess.run(["git", "-C", str(clone), *command], check=True)
+    said = [metadata_of(build("wheel", clone, tmp_path))]
+    if url:
+        shutil.unpack_archive(build("sdist", clone, tmp_path), tmp_path / "unpacked")
+        (unpacked,) = (tmp_path / "unpacked").iterdir()
+        said.append(metadata_of(build("wheel", unpacked, unpacked)))
+    for text in said:
+        assert re.findall(r"^Project-URL: Source, (.*)", text, re.MULTILINE) == ([url] if url else [])
+        assert (f"({url}/blob/HEAD/docs/vae.md)" in text) == (f"({url}/raw/HEAD/docs/demo.png)" in text) == bool(url)
+        assert "](docs" not in text and "user" not in url
 
 
 def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None:
@@ -145,6 +172,11 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
     assert "tandem-train-vae --config new/start.yaml" in run(
         installed, tmp_path, "tandem-convert", "import", "run", "new"
     )
+    for command in ("tandem-train-vae", "tandem-sample"):
+        assert f"usage: {command} " in run(installed, tmp_path, command, "--help")
+    said = run(installed, tmp_path, "tandem-train-vae", "--help_all")
+    (docs,) = re.findall(r"^The files of docs/ are in (.+)\.$", said, re.MULTILINE)
+    assert set(re.findall(r"see (docs/\w+\.md)", said)) == {"docs/data.md"} and Path(docs, "data.md").is_file()
     version = re.search(r'^__version__ = "(.+)"', (ROOT / "tandem" / "__init__.py").read_text(), re.MULTILINE)
     said = run(
         installed, tmp_path, "python", "-c", "import sys, tandem; print(tandem.__version__, 'torch' in sys.modules)"

@@ -14,6 +14,8 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
+from tandem.files.installed import HOME, IS_INSTALLED
+
 from ..base import Backend
 from ..errors import UserMistake
 from ..launchers import Launch
@@ -21,12 +23,14 @@ from ..launchers import Launch
 if TYPE_CHECKING:
     from torch import Tensor
 
+_INSTALLER = "scripts/install_horovod.sh"
+
 
 class HorovodBackend(Backend):
     name = "horovod"
     launch_order = 10
     sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
-    install_hint = "scripts/install_horovod.sh of the repository"
+    install_hint = f"bash {HOME / _INSTALLER}" if IS_INSTALLED else f"{_INSTALLER} of the repository"
 
     @classmethod
     def is_available(cls) -> bool:

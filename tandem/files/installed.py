@@ -1,6 +1,7 @@
-"""What differs between a checkout and an installed package: where configs/ is, and how a user starts a script.
+"""What differs between a checkout and an installed package: where configs/ and docs/ are, and how a user starts a
+script.
 
-In a checkout the scripts and configs/ stand beside the folder tandem/, in an installed package inside of it.
+In a checkout the scripts, configs/ and docs/ stand beside the folder tandem/, in an installed package inside of it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from tandem.files.installed import HOME
+from tandem.files.installed import HOME, IS_INSTALLED, command_of
 from tandem.files.reading import printable
 
 from .converters import config_names, config_value, nearest
@@ -61,7 +61,7 @@ class ArgumentParser(argparse.ArgumentParser):
     No flag may be `required=True`, because argparse would not see its value in the config file.
 
     Args:
-        prog: The script's file name, which starts every error.
+        prog: The script's file name, which starts every error; in an installed package its command does.
         is_root: Whether this process prints; called when there is something to print.
     """
 
@@ -69,13 +69,13 @@ class ArgumentParser(argparse.ArgumentParser):
         self, prog: str | None = None, description: str | None = None, is_root: Callable[[], bool] = lambda: True
     ) -> None:
         super().__init__(
-            prog=prog,
+            prog=" ".join(command_of(prog)) if prog and IS_INSTALLED else prog,
             usage="%(prog)s [--config FILE] [flags]",
             description=description,
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
-        self._is_root = is_root
+        self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
         self._alternatives: list[dict[str, Any]] = []
         self._readers: dict[str, Reader] = {}
@@ -103,7 +103,9 @@ class ArgumentParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None, *, whole: bool = False) -> None:
         """Print what people need first, if there are many flags; the `whole` help explains all."""
         if self._is_root():
-            self._print_message((None if whole else short_help(self)) or self.format_help(), file or sys.stdout)
+            text = (None if whole else short_help(self)) or self.format_help()
+            where = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
+            self._print_message(text + where, file or sys.stdout)
 
     def parse(
         self,
@@ -141,7 +143,7 @@ class ArgumentParser(argparse.ArgumentParser):
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
-        args.script, args.config_in_force = self.prog, in_force
+        args.script, args.config_in_force = self._script, in_force
         args.said_as = {**said_as, **self._names_used(argv)}
         for off in self._alternatives:
             self._choose(args, off)
