@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -26,6 +27,8 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 
 # Collectives time out later than the watchdog, because only the watchdog's message names the ranks to blame.
 GRACE_SECONDS = 60
+_THREADS = "/proc/self/task"
+_REST_SECONDS, _QUIET_LOOKS, _LONGEST_REST_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -200,3 +203,30 @@ def leave_process_group(gracefully: bool) -> None:
     """Destroy the process group, but not after an error, because the other processes may be gone."""
     if gracefully and dist.is_initialized():
         dist.destroy_process_group()
+    _let_threads_rest()
+
+
+def _let_threads_rest() -> None:
+    """Wait until no other thread of this process runs, but not for long.
+
+    FSDP's and DeepSpeed's objects keep process groups alive, whose threads free the tensors of a collective after it
+    has returned. For that they need the interpreter's lock, and a thread that asks for it while the interpreter shuts
+    down aborts the process (https://github.com/pytorch/pytorch/issues/190489)."""
+    own, end, looks = str(threading.get_native_id()), time.monotonic() + _LONGEST_REST_SECONDS, 0
+    while looks < _QUIET_LOOKS and time.monotonic() < end:
+        time.sleep(_REST_SECONDS)  # who waits for the lock gets it
+        try:
+            others = [thread for thread in os.listdir(_THREADS) if thread != own]
+        except OSError:  # not Linux
+            time.sleep(_QUIET_LOOKS * _REST_SECONDS)
+            return
+        looks = 0 if any(map(_runs, others)) else looks + 1
+
+
+def _runs(thread: str) -> bool:
+    """Whether a thread computes or waits for a processor (proc_pid_stat(5): R), rather than for something to happen."""
+    try:
+        with open(f"{_THREADS}/{thread}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"R"
+    except OSError:  # it has ended
+        return False

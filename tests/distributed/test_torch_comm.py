@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -192,3 +194,23 @@ def test_horovod_says_in_one_line_that_two_processes_share_a_gpu(monkeypatch: py
     with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU, GPU-1; start one process per GPU"):
         HorovodBackend.connect(backend)
     assert gather.call_args.args[2] == torch.device("cpu"), "NCCL would fail"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the states of threads from /proc")
+def test_a_backend_disconnects_when_threads_that_still_run_have_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a process group that FSDP keeps alive, which free the tensors of the last collective."""
+    monkeypatch.setattr(torch_comm, "_LONGEST_REST_SECONDS", 60.0)  # only ends a hang
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 2_000_000)  # without the interpreter's lock
+        torch_comm.leave_process_group(gracefully=True)
+        assert running.done()
+
+
+def test_a_thread_that_never_rests_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_comm, "_LONGEST_REST_SECONDS", 0.05)
+    looked: list[str] = []
+    monkeypatch.setattr(torch_comm, "_runs", lambda thread: not looked.append(thread))
+    with ThreadPoolExecutor() as pool:
+        pool.submit(int)
+        torch_comm.leave_process_group(gracefully=True)
+    assert len(looked) >= 1 and str(threading.get_native_id()) not in looked

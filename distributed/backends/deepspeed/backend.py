@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +107,6 @@ class DeepSpeedBackend(Backend):
         from ...torch_comm import leave_process_group
 
         leave_process_group(gracefully)
-        # Wait, because DeepSpeed's objects keep process groups alive whose threads are still freeing the last tensors.
-        # A thread that frees a tensor while the interpreter shuts down aborts the process.
-        time.sleep(0.2)
 
     def engine_class(self) -> type[Engine]:
         from .engine import ZeroEngine
