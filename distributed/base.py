@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import _GeneratorContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -58,6 +59,7 @@ class Backend(Processes, ABC):
         self.options = options
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
         self._launched_by = self._launcher_processes()
+        self._after_leaving: list[Callable[[], None]] = []
 
     # What a backend defines.
 
@@ -162,6 +164,13 @@ class Backend(Processes, ABC):
             self.disconnect(gracefully=together or is_mutual)
         if stopped is not None:
             raise SystemExit(1) from None
+        for work in self._after_leaving if together else ():
+            work()
+
+    def after_leaving(self, work: Callable[[], None]) -> None:
+        """Do ``work`` on this process when it has left the others, if nothing failed: it may take as long as it likes,
+        because nobody waits for it, and signals end it."""
+        self._after_leaving.append(work)
 
     def _agree_on_plan(self) -> None:
         plan = self.options.plan

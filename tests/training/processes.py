@@ -32,6 +32,9 @@ class OneProcess:
     def barrier(self) -> None:
         self.barriers += 1
 
+    def after_leaving(self, work: Callable[[], None]) -> None:
+        work()
+
     def before_update(self, wait: Callable[[], None]) -> None:
         wait()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+_LENGTH = {"max_steps", "epochs"}
 _COUNTS = {"skipped_updates": ("skipped", "update", "skipped"), "bad_samples": ("bad", "bad sample", "replaced")}
 
 
@@ -14,16 +15,16 @@ def marks(
 ) -> list[dict[str, Any]]:
     """What happened, in the order of updates: {"step", "kind", "text"}.
 
-    Kinds: "killed" (went on from a save that was due, or from nothing, so what came after it was lost), "resumed" (went
-    on from a save that was made because the run was asked to stop), "extended", "skipped" and "bad". A resume on other
-    processes says so in its text.
+    Kinds: "killed" (what came after the last save was lost), "resumed" (went on from a save that was made because the
+    run was asked to stop), "extended", "skipped" and "bad". Each start says how it ended, if it could; those of older
+    versions do not, so that it follows from whether the save was due. A resume on other processes says so in its text.
 
     Args:
         begun: The lines of starts.jsonl.
         config: The settings of the last start.
         rises: Of each count of faults, where it rose: first and last update, and by how much.
     """
-    found = [*_resumes(begun, config)]
+    found = [*_resumes(begun, config)][::-1]
     for name, places in rises.items():
         kind, what, done = _COUNTS[name]
         for first, last, count in places:
@@ -34,6 +35,7 @@ def marks(
 
 
 def _resumes(begun: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """From the newest to the oldest."""
     settings = dict(config)
     for before, now in reversed(list(pairwise(begun))):
         step, changed = now.get("step"), now.get("changed")
@@ -42,22 +44,30 @@ def _resumes(begun: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> I
         settings |= {name: pair[0] for name, pair in changed.items() if isinstance(pair, list) and len(pair) == 2}
         if type(step) is not int or step < 0:
             continue
-        kind, text = _reason(step, settings.get("save_every_n_steps"), changed)
+        kind, text = _reason(before, step, settings.get("save_every_n_steps"), bool(_LENGTH & changed.keys()))
         was, is_now = place(before), place(now)
         moved = f"; from {was} to {is_now}" if was != is_now else f", on {is_now}" if is_now else ""
         yield {"step": step, "kind": kind, "text": f"{text}{moved}"}
 
 
-def _reason(step: int, save_every: Any, changed: Mapping[str, Any]) -> tuple[str, str]:
-    at = f"started again from update {step:,}"
-    if {"max_steps", "epochs"} & changed.keys():
-        return "extended", f"{at} with another length"
+def _reason(before: Mapping[str, Any], step: int, save_every: Any, has_other_length: bool) -> tuple[str, str]:
+    at = f"started again from update {step:,}{' with another length' if has_other_length else ''}"
+    lost = "had saved nothing" if step == 0 else "lost what came after it"
+    if "ended" in before:
+        ended = str(before["ended"])
+        if ended.startswith("finished"):
+            return "extended", f"{at}: the start before had finished"
+        if ended.startswith("asked to stop"):
+            return "resumed", f"{at}: the start before was asked to stop"
+        return "killed", f"{at}: the start before was killed or failed, and {lost}"
+    if has_other_length:
+        return "extended", at
     if step == 0:
-        return "killed", f"{at}: the start before had saved nothing"
+        return "killed", f"{at}: the start before {lost}"
     if type(save_every) is int and (save_every == 0 or step % save_every):
         return "resumed", f"{at}: a save out of turn, so the run was asked to stop"
     if type(save_every) is int:
-        return "killed", f"{at}, a regular save: the start before was probably killed, and lost what came after it"
+        return "killed", f"{at}, a regular save: the start before was probably killed, and {lost}"
     return "resumed", at
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from .progress import Progress, ProgressDisplay, changes, described, plain, tota
 from .random_state import RandomState
 from .rehearsal import folder_beside
 from .saves import Saves
-from .starts import now
+from .starts import end_start, now
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
@@ -296,6 +296,7 @@ class Run:
         if not self._saves.failure():
             again = "without --fresh" if self.args.fresh else "again"
             self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")
+            self._say_how_it_ended("asked to stop")
         self.close()
         raise SystemExit(ASKED_TO_STOP)
 
@@ -312,10 +313,7 @@ class Run:
         `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
         self._saves.wait()
         self._profiler.close()
-        if self._saves.models:
-            models = {"final": Path(self._saves.models[0]), "best": self.folder.path / "best"}
-            self.tracker.log_models({alias: path for alias, path in models.items() if path.exists()})
-        self.tracker.close()
+        self.tracker.write_lines()
         failures = [*self._saves.failures(), self.tracker.failure]
         failure: str | None = self._processes.broadcast_object("; ".join(filter(None, failures)) or None)
         if failure:
@@ -323,10 +321,22 @@ class Run:
         elif self._saves.models:
             with self._processes.agreement():
                 self.folder.mark_finished(self.progress.step)
+            self._say_how_it_ended("finished")
             self.say("; ".join(self._last_words(use)))
         self.display.close()
+        # In this order: the newest artifact of a name is what people get who ask for no other.
+        models = {"best": self.folder.path / "best", "final": Path(self._saves.models[0])} if self._saves.models else {}
+        # Last, because an upload may take longer than other processes or a scheduler wait.
+        self._processes.after_leaving(lambda: self.tracker.close(models))
         if failure:
             raise SystemExit(NOT_SAVED)
+
+    def _say_how_it_ended(self, how: str) -> None:
+        """Write it into starts.jsonl, on the root; the run goes on without it."""
+        if self.is_root:
+            with suppress(OSError):
+                self.folder.check_is_here()
+                end_start(self.folder.path, how, self.progress.step)
 
     def _last_words(self, use: Sequence[str]) -> Iterator[str]:
         """What the run has written, and the command that uses its model."""

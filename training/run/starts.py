@@ -26,10 +26,20 @@ _OLD_START = "environment.json"  # what older versions wrote instead: the last s
 
 
 def add_start(output_dir: Path, facts: Mapping[str, Any]) -> None:
-    """Add a line to starts.jsonl: the time, `environment` and `facts` (JSON). Raises OSError."""
-    lines = [*starts(output_dir), {"time": now(), **environment(), **facts}]
-    write_atomically(output_dir / _STARTS, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    """Add a line to starts.jsonl: the time, `environment` and `facts` (JSON), and that it has not ended. Raises
+    OSError."""
+    _write(output_dir, [*starts(output_dir), {"time": now(), **environment(), **facts, "ended": None}])
     (output_dir / _OLD_START).unlink(missing_ok=True)  # its content is the first line now
+
+
+def end_start(output_dir: Path, how: str, step: int) -> None:
+    """Write into the last line how this start ended, such as "finished", and with which update. Raises OSError."""
+    *before, last = starts(output_dir) or [{}]
+    _write(output_dir, [*before, {**last, "ended": f"{how} at update {step}"}])
+
+
+def _write(output_dir: Path, lines: list[dict[str, Any]]) -> None:
+    write_atomically(output_dir / _STARTS, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
 def starts(output_dir: str | Path) -> list[dict[str, Any]]:

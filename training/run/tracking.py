@@ -270,15 +270,22 @@ class Trackers:
         """Log a picture; metrics.jsonl holds none."""
         self._each("log_image", step, name, image)
 
-    def log_models(self, models: Mapping[str, Path]) -> None:
-        """Log trained models, folders or files by alias, such as "final"; metrics.jsonl holds none."""
-        self._each("log_models", models)
-
-    def close(self) -> None:
-        """Finish writing."""
+    def write_lines(self) -> None:
+        """Write the lines of metrics.jsonl that are waiting."""
         if self._lines:
             self._lines.close()
-        self._each("close")
+
+    def close(self, models: Mapping[str, Path] = NOTHING) -> None:
+        """Log trained models, folders or files by alias, such as "final", and finish writing. May wait for a server for
+        long; Ctrl-C ends that."""
+        self.write_lines()
+        try:
+            if "wandb" in self._optional:
+                say("wandb ends its run, which may take long; everything is in the run folder already")
+            self._each("log_models", {alias: path for alias, path in models.items() if path.exists()})
+            self._each("close")
+        except KeyboardInterrupt:
+            say("wandb was interrupted: its part of the run may be incomplete, the run folder is not")
 
     def _each(self, method: str, *args: Any) -> None:
         for name, tracker in list(self._optional.items()):

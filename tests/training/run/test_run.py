@@ -377,6 +377,17 @@ def test_a_stopped_run_says_which_command_goes_on(tmp_path, capsys, flags, hint)
     assert hint in capsys.readouterr().err
 
 
+def test_each_start_says_how_it_ended(tmp_path):
+    with pytest.raises(SystemExit):
+        train(tmp_path, here=OneProcess(stop_after=1))
+    assert starts(tmp_path)[-1]["ended"] == "asked to stop at update 1"
+    train(tmp_path, stop_at=2)  # killed
+    train(tmp_path)
+    ended = [start["ended"] for start in starts(tmp_path)]
+    last = json.loads((tmp_path / "model" / "training.json").read_text())["step"]
+    assert ended == ["asked to stop at update 1", None, f"finished at update {last}"]
+
+
 def test_flags_that_differ_are_said_on_resume_and_kept_with_the_start(tmp_path, capsys):
     train(tmp_path, stop_at=2)
     assert " is now " not in capsys.readouterr().err
