@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tandem.files.reading import open_regular, parse_json
 
@@ -14,6 +14,7 @@ MOST_METRICS = 400  # of a run; the memory grows with them
 _LONGEST_NAME = 200  # characters of a metric
 _LONGEST_LINE = 1 << 20  # bytes
 _LARGEST_STEP = 1 << 53  # beyond it a browser's numbers are not exact
+_TAIL_BYTES = 256  # of what was read last, by which a file is known again
 _MOST_RISES = 100  # places where a count rose, of which neighbours are put together beyond that
 
 CLOCK = ("step", "samples", "epoch", "seconds", "time")
@@ -140,7 +141,6 @@ class MetricsFile:
 
     def __init__(self, path: Path, points: int = POINTS) -> None:
         self.path, self._points = path, points
-        self._identity: tuple[int, int] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -149,7 +149,7 @@ class MetricsFile:
         self.rises = {name: Rises() for name in COUNTS}
         self.lines = 0
         self.last_step, self.last_time, self.first_time = -1, "", ""
-        self._offset = 0
+        self._offset, self._tail = 0, b""
         self._unreadable = self._repeated = 0
         self._texts: set[str] = set()
         self._left_out: set[str] = set()
@@ -160,10 +160,9 @@ class MetricsFile:
         self._failure, self._is_incomplete = "", False
         try:
             with open_regular(self.path) as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
+                # Not by its inode, which a file that replaces another may get from one that was there before.
+                if self._tail != self._before(file):
                     self._forget()
-                self._identity = (status.st_dev, status.st_ino)
                 file.seek(self._offset)
                 while line := file.readline(_LONGEST_LINE):
                     length = len(line)
@@ -175,11 +174,17 @@ class MetricsFile:
                         break
                     self._offset += length
                     self._take(line if length <= _LONGEST_LINE else b"")
+                self._tail = self._before(file)
         except FileNotFoundError:
             self._forget()
             self._failure = "metrics.jsonl is missing: no curves"
         except (OSError, ValueError) as error:
             self._failure = f"metrics.jsonl cannot be read: {getattr(error, 'strerror', None) or error}"
+
+    def _before(self, file: BinaryIO) -> bytes:
+        """What the file has just before the place where reading goes on."""
+        start = max(0, self._offset - _TAIL_BYTES)
+        return os.pread(file.fileno(), self._offset - start, start)
 
     def _take(self, line: bytes) -> None:
         try:

@@ -135,6 +135,18 @@ def test_a_file_that_a_resumed_run_cut_back_is_read_anew(tmp_path: Path, how: st
     assert found.curves["loss"].as_json()["y"] == ([9, 5] if how == "replaced" else [9])
 
 
+def test_a_file_that_got_the_inode_of_the_one_before_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    found = written(path, [{"step": n, "loss": 1.0} for n in range(1, 5)])
+    found.read()
+    inode = path.stat().st_ino
+    # As a file system may do after two replacements; longer than before, too.
+    path.write_text("".join(json.dumps({"step": n, "loss": 9.0}) + "\n" for n in range(1, 9)))
+    assert path.stat().st_ino == inode
+    found.read()
+    assert found.curves["loss"].as_json()["y"] == [9] * 8 and found.notes() == []
+
+
 def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_many() -> None:
     few, many = Rises(), Rises()
     for step, count in ((1, 0), (2, 3), (3, math.nan), (4, 3), (5, 4)):
