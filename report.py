@@ -58,7 +58,7 @@ def read_all(readers: Sequence[Any]) -> dict[str, Any]:
     return data_of([reader.read() for reader in readers])
 
 
-def write(path: Path, readers: Sequence[Any]) -> None:
+def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
     """Write the page. Raises ValueError, in one line, and OSError."""
     from tandem.files.writing import write_atomically
     from training.report.page import is_report, page
@@ -67,8 +67,12 @@ def write(path: Path, readers: Sequence[Any]) -> None:
         raise ValueError(f"{path} exists and is no report of report.py; give another --output")
     data = read_all(readers)
     content = page(data)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        other = "--output FILE" if is_default else "another --output"
+        raise ValueError(f"cannot write {path}: {error.strerror or error}; give {other}") from None
     for run in data["runs"]:
         for note in run["notes"]:
             say(f"{run['name']}: {note}")
@@ -94,9 +98,11 @@ def watch(readers: Sequence[Any], port: int) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    say(f"{server.url} shows the runs until Ctrl-C")
     with server:
         try:
+            say(f"reading {counted(len(readers), 'run')}")
+            server.newest.get()
+            say(f"{server.url} shows the runs until Ctrl-C")
             server.serve_forever()
         except KeyboardInterrupt:
             say("stopped")
@@ -123,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.watch:
             watch(readers, args.port or 0)
         else:
-            write(Path(args.output) if args.output else Path(args.runs[0]) / "report.html", readers)
+            path = Path(args.output) if args.output else Path(args.runs[0]) / "report.html"
+            write(path, readers, is_default=not args.output)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:

@@ -7,8 +7,11 @@ import html
 import io
 import json
 import os
+import random
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -24,7 +27,7 @@ from PIL import Image
 import report
 from tests.scripts import ROOT, SCRIPTS
 from training.report import page, watching
-from training.report.pictures import evenly
+from training.report.pictures import encoded, evenly
 
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=alert(1)>"
 
@@ -154,8 +157,13 @@ def test_what_is_no_report_is_not_replaced(kind: str, tmp_path: Path) -> None:
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     (tmp_path / "file").write_text("")
-    code, _, err = told(run, "--output", tmp_path / "file" / "x.html")
-    assert code == 2 and err.count("\n") == 1
+    path = tmp_path / "file" / "x.html"
+    code, _, err = told(run, "--output", path)
+    assert (code, err) == (2, f"report.py: error: cannot write {path}: File exists; give another --output\n")
+    (run / ".report.html.tmp").mkdir()
+    code, _, err = told(run)
+    reason = re.escape(f"report.py: error: cannot write {run / 'report.html'}: ") + "[A-Z][a-z ]+; give --output FILE\n"
+    assert code == 2 and re.fullmatch(reason, err)
 
 
 def test_without_the_library_one_line_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +189,11 @@ def test_nothing_of_a_run_becomes_html(tmp_path: Path) -> None:
 
 
 def test_no_name_turns_the_text_after_it_around(tmp_path: Path) -> None:
-    run = make(tmp_path / "run", [{"step": 1, "lo\u202ess": 1.0}], note="\u2067a\u202eb")
+    run = make(tmp_path / "ru\u202en", [{"step": 1, "lo\u202ess": 1.0}], note="\u2067a\u202eb")
     report.main([str(run), "--output", str(tmp_path / "x.html")])
     data = data_in(tmp_path / "x.html")
     assert "lo\ufffdss" in data["runs"][0]["curves"] and data["groups"][0]["metrics"] == ["lo\ufffdss"]
+    assert "<title>ru\ufffdn - training report</title>" in (tmp_path / "x.html").read_text()
     assert not re.search("[\u202e\u2067]|u202e|u2067", json.dumps(data))
 
 
@@ -196,6 +205,19 @@ def test_the_page_loads_nothing_and_runs_no_other_script(tmp_path: Path) -> None
     assert policy and policy[1].startswith("default-src 'none'; img-src data:;") and "connect-src" not in policy[1]
     assert policy[1].count("sha256-") == 5 and "unsafe-eval" not in policy[1]
     assert not re.findall(r'(?:src|href)="(?!#|data:)', text.split('id="data"')[0])
+
+
+def test_no_script_has_a_lookbehind_with_which_older_safaris_read_none_of_it(tmp_path: Path) -> None:
+    # Since Safari 16.4: https://caniuse.com/js-regexp-lookbehind
+    run = make(tmp_path / "run")
+    told(run)
+    scripts = re.findall("<script>(.*?)</script>", (run / "report.html").read_text(), re.DOTALL)
+    assert len(scripts) == 5 and not [script for script in scripts if "(?<=" in script or "(?<!" in script]
+
+
+def test_no_line_of_the_page_is_longer_than_those_of_the_code() -> None:
+    for path in page._PARTS.iterdir():
+        assert max(map(len, path.read_text().splitlines())) <= 120, path.name
 
 
 def test_a_run_of_nothing_but_ruins_still_has_a_page_that_says_what_cannot_be_read(tmp_path: Path) -> None:
@@ -256,6 +278,40 @@ def test_pictures_of_several_models_and_their_bytes_are_kept_and_huge_ones_scale
     assert source == (run / "samples" / "step_00000001.png").read_bytes()
 
 
+def shown_of(path: Path, image: Image.Image) -> tuple[str, int, tuple[int, int]]:
+    """Kind, bytes and size of what a page has of a picture, which is as large as the page says."""
+    image.save(path)
+    found = encoded(path)
+    content = urllib.request.urlopen(found["src"]).read()
+    size = Image.open(io.BytesIO(content)).size
+    assert size == (found["width"], found["height"])
+    return found["src"].split(";")[0], len(content), size
+
+
+def noise(width: int, height: int, signs: int) -> Image.Image:
+    """Of so many colours."""
+    values = random.Random(0).choices(range(signs), k=width * height)
+    image = Image.frombytes("P", (width, height), bytes(values))
+    image.putpalette([value for n in range(256) for value in (n * 90 % 256, n * 37 % 256, n * 11 % 256)])
+    return image.convert("RGB")
+
+
+def test_no_picture_gets_larger_and_large_ones_become_webp(tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    # Few colours in a wide picture: scaled down it has many, so its own bytes are kept, although it is wide.
+    kind, number, size = shown_of(path, noise(2011, 100, 2))
+    assert (kind, number, size) == ("data:image/png", path.stat().st_size, (2011, 100)) and number < 200_000
+    # A picture as photos are: smooth, with noise in its last bits.
+    photo = Image.effect_noise((700, 700), 8).convert("RGB")
+    kind, number, size = shown_of(path, photo)
+    assert (kind, size) == ("data:image/webp", (700, 700)) and path.stat().st_size > 3e5 and number < 2e5
+    kind, number, size = shown_of(path, photo.resize((2100, 700)))
+    assert (kind, size) == ("data:image/webp", (1600, 533)) and number < 4e5
+    # Flat colours: a PNG is small, also of a huge picture.
+    kind, number, size = shown_of(path, Image.new("RGB", (4000, 1000), (1, 2, 3)))
+    assert (kind, size) == ("data:image/png", (1600, 400)) and number < path.stat().st_size
+
+
 def test_costs_are_sums_over_all_lines(tmp_path: Path) -> None:
     lines = [{"step": n, "samples": 8 * n, "samples_per_second": 100.0 + n, "data_seconds": 0.5, "seconds": 2.0 * n,
               "peak_host_memory_gb": n / 1000} for n in range(1, 2001)]  # fmt: skip
@@ -291,6 +347,8 @@ def watched(*argv: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout
+        number = f"{len(argv)} run{'s' if len(argv) > 1 else ''}"
+        assert process.stdout.readline() == f"reading {number}\n"
         line = process.stdout.readline()
         assert line.startswith("http://127.0.0.1:") and line.endswith(" shows the runs until Ctrl-C\n"), line
         yield process, line.split()[0]
@@ -326,6 +384,49 @@ def test_watching_serves_newer_data_and_ends_cleanly(number: int, tmp_path: Path
     assert not (run / "report.html").exists()
 
 
+def test_pictures_are_sent_once_and_apart_from_the_lines_of_metrics(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    add_pictures(run, [1, 2])
+    with watched(run) as (_, url):
+        text = urllib.request.urlopen(url).read().decode()
+        pictures = json.loads(urllib.request.urlopen(f"{url}data?").read())["data"]["runs"][0]["pictures"]
+        assert "data:image" not in text.split('id="data"')[1] and [each.get("src") for each in pictures] == [None] * 2
+        for number, picture in enumerate(pictures, start=1):
+            source = urllib.request.urlopen(f"{url}picture?{picture['key']}").read().decode()
+            content = (run / "samples" / f"step_{number:08d}.png").read_bytes()
+            assert picture["key"] in text and urllib.request.urlopen(source).read() == content
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}picture?{'0' * 32}")
+
+
+def test_a_browser_that_goes_away_prints_nothing(tmp_path: Path) -> None:
+    with watched(make(tmp_path / "run")) as (process, url):
+        for request in (b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]))) as connection:
+                connection.sendall(request)
+                # So that the connection is reset when it is closed: socket(7), SO_LINGER.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert urllib.request.urlopen(url).status == 200
+        process.terminate()
+        assert process.communicate() == ("stopped\n", "")
+
+
+def test_the_address_is_told_after_the_first_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    read_all = report.read_all
+    monkeypatch.setattr(report, "read_all", lambda readers: seen.append("read") or read_all(readers))
+    monkeypatch.setattr(report, "say", seen.append)
+
+    def interrupted(server: watching.Server) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching.Server, "serve_forever", interrupted)
+    handler = signal.getsignal(signal.SIGTERM)
+    assert told(make(tmp_path / "a"), make(tmp_path / "b"), "--watch")[0] == 0
+    signal.signal(signal.SIGTERM, handler)
+    assert seen[:2] == ["reading 2 runs", "read"] and seen[2].startswith("http://") and seen[3:] == ["stopped"]
+
+
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     with watching.Server(dict, 0) as server:
@@ -339,7 +440,9 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
 def test_data_are_read_again_only_when_they_are_asked_for_and_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, reads = [0.0], []
     monkeypatch.setattr(watching.time, "monotonic", lambda: now[0])
-    newest = watching.Newest(lambda: reads.append(0) or {"made": str(len(reads)), "runs": [len(reads) // 3]})
+    newest = watching.Newest(
+        lambda: reads.append(0) or {"made": str(len(reads)), "runs": [{"step": len(reads) // 3, "pictures": []}]}
+    )
     assert newest.get() == newest.get() and len(reads) == 1
     now[0] = 2.5
     first = newest.get()

@@ -69,7 +69,8 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
     urls = [each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"]
     assert asked[0] in urls  # the log is on
-    assert [url for url in urls if not (url in asked or url.startswith(("data:", f"{asked[-1]}data?")))] == []
+    newer = (f"{asked[-1]}data?", f"{asked[-1]}picture?")
+    assert [url for url in urls if not (url in asked or url.startswith(("data:", *newer)))] == []
     browser.get("about:blank")
 
 
@@ -172,6 +173,23 @@ def test_the_keyboard_moves_through_a_curve(opened: Any, two: Path) -> None:
     assert " at update 20\n" in readout.text
 
 
+def test_a_place_in_a_curve_is_kept_while_the_curve_is_drawn_anew(opened: Any, two: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page = opened(two)
+    figure = chart(page, "loss")
+    area, readout = (figure.find_element("css selector", f".{name}") for name in ("plot", "readout"))
+    area.send_keys(Keys.HOME + Keys.ARROW_RIGHT * 3)
+    set_value(page, "smooth", 3)
+    assert readout.text.count(" at update 4") == 2 and " at update 20" not in readout.text
+    area.send_keys(Keys.ARROW_RIGHT)
+    assert readout.text.count(" at update 5") == 2
+    area.send_keys(Keys.END + Keys.ARROW_LEFT)
+    assert " at update 19" in readout.text
+    set_value(page, "axis", "samples", "change")  # where it would be another place
+    assert " at sample 160" in readout.text
+
+
 def test_the_axes_are_updates_samples_and_seconds(opened: Any, two: Path) -> None:
     page = opened(two)
     for axis, factor in (("samples", 8), ("seconds", 0.5), ("step", 1)):
@@ -270,6 +288,58 @@ def test_a_part_of_a_name_chooses_metrics(opened: Any, two: Path) -> None:
                                                                    "grad_norm"])):  # fmt: skip
         set_value(page, "filter", text)
         assert shown() == expected
+    assert page.find_element("id", "no-match").text == ""
+    set_value(page, "filter", "nothing")
+    assert page.find_element("id", "no-match").text == "No metric has this in its name."
+    assert shown() == [] and not any(each.is_displayed() for each in page.find_elements("css selector", "summary")[:3])
+    set_value(page, "filter", "valid")
+    headings = page.find_elements("css selector", "#groups summary")
+    assert [each.is_displayed() for each in headings] == [True, False, False]
+
+
+def test_a_run_that_lacks_the_axis_is_named_below_the_chart(opened: Any, tmp_path: Path) -> None:
+    runs = [make(tmp_path / "both", lines(5)), make(tmp_path / "lacks", [{"step": n, "loss": n} for n in (1, 2)])]
+    report.main([*map(str, runs), "--output", str(tmp_path / "x.html")])
+    page = opened(tmp_path / "x.html")
+    assert "Not drawn" not in chart(page, "loss").text
+    for axis, what in (("samples", "samples"), ("seconds", "seconds")):
+        set_value(page, "axis", axis, "change")
+        assert chart(page, "loss").text.endswith(f"Not drawn, because no line tells {what}: lacks")
+    page.find_elements("css selector", "#run-switches input")[0].click()
+    assert "no run to draw" in chart(page, "loss").text and chart(page, "loss").text.endswith(": lacks")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_readouts_of_many_runs_with_long_names_can_be_told_apart(opened: Any, tmp_path: Path, width: int) -> None:
+    beginning = "imagenet-256-vae-kl-f8-ema-batch-512-learning-rate"
+    runs = [make(tmp_path / f"{beginning}-{n:02d}e-4-of-a-sweep-over-the-weight-of-the-perceptual-loss", lines(20))
+            for n in range(1, 10)]  # fmt: skip
+    report.main([*map(str, runs), "--output", str(tmp_path / "x.html")])
+    page = opened(tmp_path / "x.html", width=width)
+    names = chart(page, "loss").find_elements("css selector", ".readout .name")
+    assert [each.text[:6] for each in names] == [f"\u2026{n:02d}e-4"[:6] for n in range(1, 10)]
+    cut = "return arguments[0].filter((it) => it.scrollWidth > it.clientWidth + 1 && it.clientWidth).length"
+    assert page.execute_script(cut, names) == 0
+    clipped = "return arguments[0].filter((it) => getComputedStyle(it).overflow !== 'visible').length"
+    assert page.execute_script(clipped, names) == 0
+    figure = chart(page, "loss")
+    assert page.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", figure)
+    swatches = figure.find_elements("css selector", ".readout .swatch")
+    drawn = [each.value_of_css_property("background-image") for each in swatches]
+    assert drawn[:8] == ["none"] * 8 and drawn[8].startswith("repeating-linear-gradient")
+    assert {each.size["width"] for each in swatches} == {28}  # two dashes and the gap between
+
+
+def test_names_are_shortened_by_whole_words_and_never_to_nothing(opened: Any, two: Path) -> None:
+    page = opened(two)
+    for names, expected in (
+        (["experiment-a1", "experiment-a2"], ["\u2026a1", "\u2026a2"]),
+        (["experiment-a-", "experiment-a-b"], ["experiment-a-", "\u2026b"]),
+        (["experiment1", "experiment2"], ["experiment1", "experiment2"]),
+        (["runs/a", "runs/b"], ["runs/a", "runs/b"]),
+        (["a-single-run"], ["a-single-run"]),
+    ):
+        assert page.execute_script("return shortNames(arguments[0])", names) == expected
 
 
 def test_the_slider_of_updates_shows_the_pictures_of_every_run(opened: Any, two: Path) -> None:
@@ -403,6 +473,8 @@ def test_a_run_without_anything_to_draw_says_so(opened: Any, tmp_path: Path) -> 
     text = opened(tmp_path / "x.html").find_element("tag name", "body").text
     for words in ("No curves yet.", "No pictures yet.", "No values yet.", "metrics.jsonl has no line yet"):
         assert words in text
+    script = "return document.getElementById('sample').getAttribute('aria-valuetext')"
+    assert opened(tmp_path / "x.html").execute_script(script) == "no pictures"
 
 
 def test_a_page_of_a_million_lines_takes_less_than_three_seconds_of_the_processor_and_has_their_spike(
@@ -455,3 +527,41 @@ def test_watching_shows_newer_data_and_keeps_the_readers_place(opened: Any, tmp_
         until(page.find_element("id", "lost").is_displayed)
         page.get("about:blank")
         page.get_log("browser")  # that nobody answered
+
+
+def test_watching_keeps_what_has_the_focus_and_asks_for_each_picture_once(opened: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    runs = [make(tmp_path / name, lines(20)) for name in ("one", "two")]
+    add_pictures(runs[0], [5, 10], (400, 100))
+    with watched(*runs) as (_, url):
+        page = opened(url)
+
+        def write(step: int) -> None:
+            with (runs[0] / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "loss": 0.5}) + "\n")
+            until(lambda: f"at update {step}" in page.find_element("id", "run-list").text)
+
+        until(lambda: page.execute_script("return document.querySelector('#pictures img')?.naturalWidth") == 400)
+        box = page.find_elements("css selector", "#run-switches input")[1]
+        page.execute_script("arguments[0].focus()", box)
+        write(30)
+        assert page.switch_to.active_element == box
+        area = chart(page, "loss").find_element("css selector", ".plot")
+        area.send_keys(Keys.HOME + Keys.ARROW_RIGHT)
+        write(40)
+        readout = chart(page, "loss").find_element("css selector", ".readout").text
+        assert page.switch_to.active_element == area and readout.count(" at update 2") == 2
+        summary = page.find_element("css selector", "#start-list summary")
+        page.execute_script("arguments[0].focus()", summary)
+        write(50)
+        assert page.switch_to.active_element == summary
+        page.execute_script("document.querySelector('#best-table .scroll').focus()")
+        write(60)
+        assert page.switch_to.active_element.get_attribute("aria-label") == "Best values"
+        add_pictures(runs[0], [40], (500, 100))
+        until(lambda: page.execute_script("return document.querySelector('#pictures img')?.naturalWidth") == 500)
+        script = "return performance.getEntriesByType('resource').map((each) => each.name)"
+        asked = [address for address in page.execute_script(script) if "/picture?" in address]
+        assert len(asked) == len(set(asked)) == 3
+        page.get("about:blank")

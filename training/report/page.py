@@ -85,7 +85,7 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
     parts = {
         "generator": _MARK,
         "policy": _policy(scripts, is_watched=bool(watched)),
-        "title": html.escape(f"{names[:200]} - training report"),
+        "title": html.escape(f"{_shown(names[:200])} - training report"),
         "css": drawing["css"] + (_PARTS / "page.css").read_text(),
         "watched": html.escape(watched),
         "data": as_text(data),

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.files.reading import read_bytes
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
-_LONGEST_SIDE = 1600  # pixels; a larger picture is scaled down
+_LONGEST_SIDE = 1600  # pixels; a larger picture is scaled down, if its file gets smaller by that
+_LARGE_BYTES = 200_000  # a larger file becomes WebP, if it gets smaller by that
+_WEBP_QUALITY = 85
 _MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
 _MOST_BYTES = 1 << 26  # of a file
 
@@ -38,8 +44,7 @@ class Pictures:
         self._encoded: dict[tuple[Path, int, int], dict[str, Any]] = {}
 
     def as_json(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """The pictures by update, each {"step", "model", "src", "width", "height"}, or with "error" in the place of the
-        last three; and notes."""
+        """The pictures by update, each {"step", "model"} with what `encoded` gives or an "error"; and notes."""
         try:
             found = sorted(self._found())
         except OSError as error:
@@ -88,11 +93,11 @@ def evenly(items: Sequence[int], most: int) -> list[int]:
 
 
 def encoded(path: Path) -> dict[str, Any]:
-    """{"src", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is huge. Raises OSError, and
-    ValueError, in one line, if it is broken or too large."""
-    from PIL import Image
+    """{"src", "key", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is large, and a name
+    that no other content has. Raises OSError, and ValueError, in one line, if it is broken or too large."""
+    from PIL import Image, features
 
-    content = read_bytes(path, _MOST_BYTES)
+    content, kind = read_bytes(path, _MOST_BYTES), "png"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -100,17 +105,26 @@ def encoded(path: Path) -> dict[str, Any]:
                 if image.width * image.height > _MOST_PIXELS:
                     raise ValueError(f"it has {image.width} x {image.height} pixels")
                 image.load()
-                if max(image.size) > _LONGEST_SIDE:
+                size = image.size
+                if max(size) > _LONGEST_SIDE or len(content) > _LARGE_BYTES:
                     small = image.convert("RGBA" if image.has_transparency_data else "RGB")
                     small.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
-                    buffer = io.BytesIO()
-                    small.save(buffer, "png")
-                    content, size = buffer.getvalue(), small.size
-                else:
-                    size = image.size
+                    made = [("png", _saved(small, "png"))]
+                    if min(len(content), len(made[0][1])) > _LARGE_BYTES and features.check("webp"):
+                        made.append(("webp", _saved(small, "webp", quality=_WEBP_QUALITY)))
+                    smallest = min(made, key=lambda each: len(each[1]))
+                    if len(smallest[1]) < len(content):
+                        (kind, content), size = smallest, small.size
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         is_unknown = type(error).__name__ == "UnidentifiedImageError"
         reason = "it is no PNG" if is_unknown else " ".join(str(error).split()) or type(error).__name__
         raise ValueError(reason) from None
-    source = "data:image/png;base64," + base64.b64encode(content).decode()
-    return {"src": source, "width": size[0], "height": size[1]}
+    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    key = hashlib.sha256(content).hexdigest()[:32]
+    return {"src": source, "key": key, "width": size[0], "height": size[1]}
+
+
+def _saved(image: Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()

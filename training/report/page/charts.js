@@ -12,8 +12,11 @@ class Chart {
     this.hint = element("span", { class: "quiet" });
     this.area = element("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart" });
     this.readout = element("div", { class: "readout" });
-    this.figure = element(
-      "figure", { class: "chart card" }, element("figcaption", {}, ...breakable(metric), this.hint), this.area, this.readout);
+    this.absent = element("div", { class: "quiet" });
+    this.x = null; // the place that the reader points at, and the axis that it is on
+    this.axis = "";
+    this.figure = element("figure", { class: "chart card" },
+      element("figcaption", {}, ...breakable(metric), this.hint), this.area, this.readout, this.absent);
     this.figure.dataset.metric = metric;
     this.area.addEventListener("keydown", (event) => this.onKey(event));
     // Screen readers speak the values of the curve that is moved through, not of all whenever newer ones come.
@@ -49,8 +52,12 @@ class Chart {
   }
 
   draw(runs, state) {
+    const kept = this.axis === state.axis ? this.x : null;
     this.state = state;
     this.shown = this.collect(runs, state);
+    const what = { step: "updates", samples: "samples", seconds: "seconds" }[state.axis];
+    const lacking = this.lacking.join(", ");
+    this.absent.textContent = lacking && `Not drawn, because no line tells ${what}: ${lacking}`;
     this.readout.style.minHeight = `${1.45 * this.shown.length}em`; // so that pointing at another curve moves nothing
     const better = { low: "lower is better", high: "higher is better" }[state.directions[this.metric]];
     this.hint.textContent = better || "";
@@ -93,9 +100,9 @@ class Chart {
     }
     const drawable = tables.some((table) => table.slice(1).some((row) => row.some((value) => value !== null)));
     if (!drawable) {
-      const what = this.lacking.length ? `${this.lacking.join(", ")} did not log this axis`
-        : this.shown.length ? (state.log ? "no value above 0" : "no finite value") : "no run is chosen";
-      this.area.replaceChildren(element("p", { class: "quiet empty" }, what));
+      const why = this.shown.length ? (state.log ? "no value above 0" : "no finite value")
+        : this.lacking.length ? "no run to draw" : "no run is chosen";
+      this.area.replaceChildren(element("p", { class: "quiet empty" }, why));
       this.readout.replaceChildren();
       return;
     }
@@ -112,6 +119,7 @@ class Chart {
     if (this.zoom && this.zoom.axis === state.axis) this.plot.setScale("x", this.zoom);
     else this.zoom = null;
     this.tell(null);
+    if (kept !== null) queueMicrotask(() => this.goTo(kept)); // after uPlot's own, which sets the scales
   }
 
   options(series, bands) {
@@ -194,16 +202,19 @@ class Chart {
 
   // Say what the curves are at x, or at their ends if x is null.
   tell(x) {
+    this.x = x;
+    this.axis = this.state.axis;
     const lines = [];
     for (const each of this.shown) {
       const at = x === null ? each.raw.length - 1 : nearest(each.xs, each.xs, x);
       if (at < 0) continue;
       let text = numberText(each.raw[at]);
-      if (each.low && each.low[at] !== each.high[at]) text += ` (${numberText(each.low[at])} to ${numberText(each.high[at])})`;
+      const [low, high] = each.low ? [each.low[at], each.high[at]] : [];
+      if (low !== high) text += ` (${numberText(low)} to ${numberText(high)})`;
       if (this.state.smooth && each.soft[at] !== null) text += `, smoothed ${numberText(each.soft[at])}`;
       const where = { step: "update ", samples: "sample ", seconds: "" }[this.state.axis];
       const place = this.state.axis === "seconds" ? secondsText(each.xs[at]) : numberText(each.xs[at], 7);
-      lines.push(element("div", {}, swatch(each.index), element("span", { class: "name" }, each.run.name),
+      lines.push(element("div", {}, swatch(each.index), element("span", { class: "name" }, each.run.short),
         element("span", {}, `${text} at ${where}${place}`)));
       if (x === null || !this.plot || !this.state.marks) continue;
       for (const [markX, mark] of each.marks) {
@@ -222,19 +233,25 @@ class Chart {
     const first = lowerBound(xs, min);
     let end = lowerBound(xs, max);
     if (end === xs.length || xs[end] > max) end -= 1;
-    const now = this.at === undefined ? end : this.at;
-    const next = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - 20, PageDown: now + 20, Home: first, End: end };
+    const now = this.x === null ? end : nearest(xs, xs, this.x);
+    const next = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - 20, PageDown: now + 20,
+      Home: first, End: end };
     if (event.key === "Escape") this.leave();
     if (!(event.key in next)) return;
     event.preventDefault();
-    this.at = Math.min(Math.max(next[event.key], first), end);
-    const left = this.plot.valToPos(xs[this.at], "x");
-    this.plot.setCursor({ left, top: 20 });
-    this.tell(xs[this.at]);
+    this.goTo(xs[Math.min(Math.max(next[event.key], first), end)]);
+  }
+
+  // Point at x, if that is in the part that is shown.
+  goTo(x) {
+    if (!this.plot) return;
+    const { min, max } = this.plot.scales.x;
+    if (x < min || x > max) return;
+    this.plot.setCursor({ left: this.plot.valToPos(x, "x"), top: 20 });
+    this.tell(x);
   }
 
   leave() {
-    this.at = undefined;
     if (this.plot) this.plot.setCursor({ left: -10, top: -10 });
     this.tell(null);
   }

@@ -8,10 +8,14 @@ const state = { axis: "step", smooth: 0, log: false, marks: true, hidden: new Se
 const charts = new Map();
 let data = { runs: [], groups: [] };
 let known = null; // names of groups and metrics that are on the page
+let switched = null; // names and colours of the runs that have a switch
+let sources = new Map(); // of pictures, as data: URLs, by key
 
 function prepare(received) {
   data = received;
   state.directions = Object.setPrototypeOf(data.directions, null);
+  const short = shortNames(data.runs.map((run) => run.name));
+  data.runs.forEach((run, index) => { run.short = short[index]; });
   for (const run of data.runs) {
     // Without a prototype a name such as "constructor" is found only where a run has it.
     for (const part of ["curves", "config", "costs", "best"]) Object.setPrototypeOf(run[part], null);
@@ -23,7 +27,8 @@ function layOutCharts() {
   const names = JSON.stringify(data.groups);
   if (names === known) return;
   known = names;
-  const closed = new Set([...document.querySelectorAll("#groups details:not([open])")].map((each) => each.dataset.name));
+  const closed = new Set(
+    [...document.querySelectorAll("#groups details:not([open])")].map((each) => each.dataset.name));
   put("groups", ...data.groups.map((group) => {
     for (const metric of group.metrics) if (!charts.has(metric)) charts.set(metric, new Chart(metric));
     const made = element("details", { "data-name": group.name, open: !closed.has(group.name) },
@@ -38,13 +43,20 @@ function layOutCharts() {
 function drawCharts() {
   for (const chart of charts.values()) {
     chart.figure.hidden = !chart.metric.toLowerCase().includes(state.filter);
+  }
+  const groups = [...byId("groups").querySelectorAll("details")];
+  for (const group of groups) group.hidden = !group.querySelector("figure:not([hidden])");
+  const hasNone = groups.length && groups.every((group) => group.hidden);
+  byId("no-match").textContent = hasNone ? "No metric has this in its name." : "";
+  for (const chart of charts.values()) {
     if (chart.figure.clientWidth) chart.draw(data.runs, state); // a closed group has no width
   }
 }
 
 function showSwitches() {
-  const names = data.runs.length > 1 ? data.runs : [];
-  put("run-switches", ...names.map((run, index) => {
+  const runs = data.runs.length > 1 ? data.runs : [];
+  const names = JSON.stringify([isDark(), ...runs.map((run) => run.name)]);
+  if (names !== switched) put("run-switches", ...runs.map((run, index) => {
     const box = element("input", { type: "checkbox", checked: !state.hidden.has(index) });
     box.addEventListener("change", () => {
       if (box.checked) state.hidden.delete(index);
@@ -53,6 +65,7 @@ function showSwitches() {
     });
     return element("label", {}, box, swatch(index), run.name);
   }));
+  switched = names;
   const kinds = Object.keys(KINDS).filter((kind) => data.runs.some((run) => run.marks.some((m) => m.kind === kind)));
   put("mark-legend", kinds.length && element("span", {}, kinds.map((kind) => KINDS[kind].join(" ")).join(" \u00B7 ")));
 }
@@ -75,12 +88,13 @@ function showChosenPictures() {
   const steps = pictureSteps();
   const step = steps[Number(byId("sample").value)];
   byId("sample-value").textContent = step === undefined ? "none" : step.toLocaleString("en");
-  byId("sample").setAttribute("aria-valuetext", `update ${step}`);
+  byId("sample").setAttribute("aria-valuetext", step === undefined ? "no pictures" : `update ${step}`);
   showPictures(data.runs, step === undefined ? 0 : step);
 }
 
 function showAll() {
-  byId("made").textContent = `${data.runs.length} run${data.runs.length === 1 ? "" : "s"}, as of ${timeText(data.made)}`;
+  const number = data.runs.length;
+  byId("made").textContent = `${number} run${number === 1 ? "" : "s"}, as of ${timeText(data.made)}`;
   showRuns(data.runs);
   showSwitches();
   layOutCharts();
@@ -138,6 +152,20 @@ function listen() {
   });
 }
 
+// The contents of pictures, which data from --watch have by key alone, are asked for once each.
+async function fetchPictures(runs) {
+  const newer = new Map();
+  for (const picture of runs.flatMap((run) => run.pictures).filter((each) => each.key)) {
+    const { key } = picture;
+    if (!newer.has(key)) {
+      const answer = sources.has(key) ? null : await fetch(`/picture?${key}`);
+      if (!answer || answer.ok) newer.set(key, answer ? await answer.text() : sources.get(key));
+    }
+    picture.src = newer.get(key);
+  }
+  sources = newer;
+}
+
 // Ask for newer data, as long as the page is open.
 async function follow(version) {
   const lost = byId("lost");
@@ -145,6 +173,7 @@ async function follow(version) {
     const answer = document.hidden ? null : await fetch(`/data?${version}`);
     if (answer && answer.status === 200) {
       const newer = await answer.json();
+      await fetchPictures(newer.data.runs);
       version = newer.version;
       prepare(newer.data);
       showAll();
@@ -160,5 +189,7 @@ async function follow(version) {
 prepare(JSON.parse(byId("data").textContent));
 listen();
 showAll();
-document.documentElement.dataset.drawn = String(Math.round(performance.now())); // milliseconds since the page was asked for
-if (document.body.dataset.watched) follow(document.body.dataset.watched);
+// Milliseconds since the page was asked for.
+document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+const { watched } = document.body.dataset;
+if (watched) fetchPictures(data.runs).then(showChosenPictures, () => {}).then(() => follow(watched));

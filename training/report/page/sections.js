@@ -11,8 +11,10 @@ function table(label, head, rows) {
 function putTable(id, made) {
   const before = byId(id).querySelector(".scroll");
   const left = before ? before.scrollLeft : 0;
+  const hasFocus = before !== null && before === document.activeElement;
   put(id, made);
   if (left) made.scrollLeft = left;
+  if (hasFocus) made.focus({ preventScroll: true });
 }
 
 function showRuns(runs) {
@@ -36,7 +38,8 @@ function showPictures(runs, step) {
       const image = picture.src
         ? element("img", { src: picture.src, width: small ? 2 * picture.width : picture.width, class: small && "small",
           height: small ? 2 * picture.height : picture.height, alt: `Pictures of ${run.name}${model} at update ${at}` })
-        : element("p", { class: "note" }, `this picture cannot be shown: ${picture.error}`);
+        : element("p", { class: "note" },
+          picture.error ? `this picture cannot be shown: ${picture.error}` : "this picture is not loaded yet");
       figures.push(element("figure", {}, caption, image));
     }
   }
@@ -64,7 +67,8 @@ function showBest(data) {
         };
         const missing = curve.missing ? `, ${numberText(curve.missing)} not finite` : "";
         rows.push(element("tr", {}, element("th", { scope: "row" }, ...breakable(metric)),
-          several ? element("td", { class: "run" }, swatch(index), ` ${run.name}`) : null, cell("last"), cell("low"), cell("high"),
+          several ? element("td", { class: "run" }, swatch(index), ` ${run.name}`) : null,
+          cell("last"), cell("low"), cell("high"),
           element("td", { class: "number" }, numberText(curve.count) + missing)));
       });
     }
@@ -120,7 +124,13 @@ function showFaults(runs) {
       : element("p", { class: "quiet" }, "Neither faults nor resumes."))));
 }
 
+let startsShown = null;
+
+// Made anew only if something differs, so that what has the focus keeps it.
 function showStarts(runs) {
+  const facts = JSON.stringify([isDark(), runs.map((run) => run.starts)]);
+  if (facts === startsShown) return;
+  startsShown = facts;
   const open = new Set([...document.querySelectorAll("#start-list details[open]")].map((each) => each.dataset.key));
   const isFirst = !byId("start-list").children.length;
   put("start-list", ...runs.map((run, index) => element("div", { class: "card" },

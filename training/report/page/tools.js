@@ -41,8 +41,10 @@ const styleOf = (name) => getComputedStyle(document.documentElement).getProperty
 
 function swatch(index) {
   const made = element("span", { class: "swatch", "aria-hidden": "true" });
-  made.style.borderTopColor = colourOf(index);
-  if (dashOf(index).length) made.style.borderTopStyle = "dashed";
+  const colour = colourOf(index);
+  const [on, off] = dashOf(index);
+  made.style.background = on
+    ? `repeating-linear-gradient(90deg, ${colour} 0 ${on}px, transparent ${on}px ${on + off}px)` : colour;
   return made;
 }
 
@@ -117,9 +119,9 @@ function cleanClock(curve) {
   return clock;
 }
 
-// Exponential average of the values so far: a value weighs exp(-d / length) at a distance d along the axis, whatever the
-// number of points between, so that runs that logged at different intervals are smoothed alike. It is divided by the sum
-// of its weights, so that it has no bias towards 0 at the beginning (Kingma and Ba 2015, section 3).
+// Exponential average of the values so far: a value weighs exp(-d / length) at a distance d along the axis, whatever
+// the number of points between, so that runs that logged at different intervals are smoothed alike. It is divided by
+// the sum of its weights, so that it has no bias towards 0 at the beginning (Kingma and Ba 2015, section 3).
 function smoothed(xs, values, length) {
   if (!length) return values;
   let sum = 0;
@@ -136,4 +138,13 @@ function smoothed(xs, values, length) {
 const timeText = (text) => text.replace(/^(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+00:00$/, "$1 $2 UTC");
 
 // A name that may be broken after / and _, as children of an element.
-const breakable = (name) => name.split(/(?<=[/_])/).flatMap((part, index) => (index ? [element("wbr"), part] : [part]));
+const breakable = (name) => (name.match(/[^/_]*[/_]|[^/_]+/g) || [])
+  .flatMap((part, index) => (index ? [element("wbr"), part] : [part]));
+
+// Names without the words that all begin with, if these are long.
+function shortNames(names) {
+  let shared = names.length > 1 ? names[0] : "";
+  while (!names.every((name) => name.startsWith(shared))) shared = shared.slice(0, -1);
+  shared = shared.replace(/[^/_.\-\s]*$/, "");
+  return names.map((name) => (shared.length < 8 || name === shared ? name : `\u2026${name.slice(shared.length)}`));
+}
