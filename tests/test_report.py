@@ -344,7 +344,10 @@ def test_the_status_says_whether_a_run_is_finished(tmp_path: Path) -> None:
 def watched(*argv: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process of report.py --watch, and its address."""
     command = [sys.executable, "report.py", *map(str, argv), "--watch"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore Ctrl-C
+    )  # fmt: skip
     try:
         assert process.stdout
         number = f"{len(argv)} run{'s' if len(argv) > 1 else ''}"

@@ -134,6 +134,7 @@ def _start(facts: Mapping[str, Any]) -> dict[str, str]:
         "commit": facts.get("git_commit"),
         "command": " ".join(map(str, command)) if isinstance(command, list) else command,
         "changed flags": _changes(changed) if isinstance(changed, dict) else changed,
+        "ended": facts.get("ended"),
     }
     known = {"step", "world_size", "batch_size", "cpus", "python", "git_commit", "changed", *told}
     others = {name: value for name, value in facts.items() if name not in known and value not in (None, [], {})}
