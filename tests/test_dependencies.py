@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
+import re
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -14,11 +17,8 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from distributed import UserMistake
-from distributed.backends.deepspeed import state
-from models import clip
 from tests.scripts import ROOT
-from training.report.page import library
+from training.flags.shell import short_help
 
 ADAPTER = ROOT / "distributed" / "backends" / "deepspeed"
 SOURCES = {
@@ -100,11 +100,26 @@ def test_what_is_used_of_torchs_objects_is_in_the_installed_version() -> None:
     assert flag in inspect.getsource(torch.amp.GradScaler.step), f"GradScaler of {version} reads no {flag}"
 
 
+def test_what_the_short_help_uses_of_argparse_is_in_this_python() -> None:
+    parser = argparse.ArgumentParser()
+    parts = [parser, *getattr(parser, "_action_groups", [])]
+    used = re.findall(r"\b(parser|group)\.(_\w+)", (ROOT / "training" / "flags" / "shell.py").read_text())
+    gone = {f"{of}.{name}" for of, name in used if not hasattr(parts[0 if of == "parser" else -1], name)}
+    assert len(used) == 4 and not gone, f"argparse of Python {sys.version.split()[0]} has no {', '.join(sorted(gone))}"
+    for number in range(70):
+        parser.add_argument(f"--flag_{number}")
+    assert "--flag_69" in (short_help(parser) or "")
+
+
 def test_the_library_of_curves_has_the_files_that_a_page_takes() -> None:
+    from training.report.page import library
+
     assert min(map(len, library().values())) > 1000, f"uplot-python {metadata.version('uplot-python')} has other files"
 
 
 def test_what_is_used_of_open_clip_is_checked_when_it_is_imported() -> None:
+    from models import clip
+
     used = {name.split(".")[1] for path in SOURCES["open_clip"] for name in names_used("open_clip", path)}
     assert used == set(clip._OF_PACKAGE)
 
@@ -115,14 +130,33 @@ def test_a_name_that_is_gone_is_found() -> None:
 
 
 def test_what_is_used_of_deepspeeds_engine_is_checked_when_a_model_is_wrapped() -> None:
-    tree = ast.parse((ADAPTER / "engine.py").read_text())
-    used = {name.split(".")[2] for node in ast.walk(tree) if (name := chain(node)).startswith("self._ds.")}
-    private = {name for name in used if name.startswith("_")}
-    assert private and private <= set(state._OF_ENGINE)
+    from distributed.backends.deepspeed import state
+
+    names = {chain(node) for node in ast.walk(ast.parse((ADAPTER / "engine.py").read_text()))}
+    of_engine = {name.split(".")[2] for name in names if name.startswith("self._ds._")}
+    assert of_engine and of_engine <= set(state._OF_ENGINE)
+    of_classes = {name.removeprefix("deepspeed.") for name in names if re.match(r"deepspeed\..*\._", name)}
+    assert of_classes and of_classes <= set(state._OF_CLASSES)
+
+
+def test_a_class_of_deepspeed_without_what_is_used_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    from distributed import UserMistake
+    from distributed.backends.deepspeed.engine import _without_broadcast
+
+    for of, name in ((deepspeed.DeepSpeedEngine, "_broadcast_model"), (deepspeed.zero.Init, "_zero_init_param")):
+        with monkeypatch.context() as patch:
+            patch.delattr(of, name)
+            with pytest.raises(UserMistake, match=rf"^DeepSpeed [\d.]+ has no [\w.]+\.{name}: .*pip install"):
+                _without_broadcast().__enter__()
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_what_another_version_lacks_is_named_in_one_line(stage: int) -> None:
+    from distributed import UserMistake
+    from distributed.backends.deepspeed import state
+
     engine = SimpleNamespace(**dict.fromkeys(state._OF_ENGINE))
     optimizer = SimpleNamespace(**dict.fromkeys(state._OF_ZERO[stage]))
     state.check_inside(engine, optimizer, stage)

@@ -21,6 +21,7 @@ from ...engines.parts import GradientParts
 from .backend import DeepSpeedBackend
 from .config import refusals, resolve
 from .state import (
+    check_classes,
     check_inside,
     held_part,
     held_weights,
@@ -251,7 +252,8 @@ class ZeroEngine(Engine):
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
     """Keeps DeepSpeed from broadcasting the weights. The broadcast fails for 0-d parameters, and it is not needed: all
-    processes have been checked to hold the same weights."""
+    processes have been checked to hold the same weights. Raises UserMistake if it cannot be kept from it."""
+    check_classes()
 
     def shard(init: Any, parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import deepspeed
@@ -29,6 +30,9 @@ from ...engines.optimizer_state import check_moments, check_names, neutral_state
 from ...errors import UserMistake
 
 # What this package uses of DeepSpeed's inside, which another version may name differently.
+_OF_CLASSES = (
+    "DeepSpeedEngine._broadcast_model", "zero.Init._convert_to_deepspeed_param", "zero.Init._zero_init_param",
+)  # fmt: skip
 _OF_ENGINE = (
     "_backward_prologue", "_config", "_running_engine_step", "allreduce_gradients", "basic_optimizer",
     "enable_backward_allreduce", "get_global_grad_norm",
@@ -48,6 +52,15 @@ _OF_ZERO = {
 _OF_ZERO[2] = _OF_ZERO[1]
 
 
+def check_classes() -> None:
+    """Check that DeepSpeed's classes have what this package replaces or calls of them while a model is wrapped.
+
+    Raises:
+        UserMistake: one line that names what is missing.
+    """
+    _refuse([name for name in _OF_CLASSES if not _has(deepspeed, name)])
+
+
 def check_inside(engine: Any, optimizer: Any, stage: int) -> None:
     """Check that DeepSpeed's engine and ZeRO's optimizer have what this package uses of them.
 
@@ -56,9 +69,21 @@ def check_inside(engine: Any, optimizer: Any, stage: int) -> None:
     """
     missing = [f"engine.{name}" for name in _OF_ENGINE if not hasattr(engine, name)]
     missing += [f"optimizer.{name}" for name in _OF_ZERO[stage] if not hasattr(optimizer, name)]
+    _refuse(missing, f" at ZeRO {stage}")
+
+
+def _has(of: Any, name: str) -> bool:
+    try:
+        attrgetter(name)(of)
+    except AttributeError:
+        return False
+    return True
+
+
+def _refuse(missing: list[str], where: str = "") -> None:
     if missing:
         raise UserMistake(
-            f"DeepSpeed {deepspeed.__version__} at ZeRO {stage} has no {', '.join(missing)}: it differs from the "
+            f"DeepSpeed {deepspeed.__version__}{where} has no {', '.join(missing)}: it differs from the "
             f"versions that are allowed; install one of those with `{how_to_install('deepspeed')}`"
         )
 
