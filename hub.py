@@ -19,33 +19,33 @@ _IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
 KINDS = {
     "DiscreteVAE": Kind(
         "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
-        "train_vae.py", _IMAGES, "python tokenize_images.py --model {} --image_folder DIR --output codes/",
+        "train_vae.py", _IMAGES, "tandem-tokenize-images --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "discrete-vae"),
     ),
     "VQGAN": Kind(
         "a VQGAN (Esser et al. 2021), which turns an image into a grid of codes and back",
-        "train_vqgan.py", _IMAGES, "python tokenize_images.py --model {} --image_folder DIR --output codes/",
+        "train_vqgan.py", _IMAGES, "tandem-tokenize-images --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "vqgan"),
     ),
     "MuLaN": Kind(
         "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
         "train_mulan.py", ("audio_data", "sounds with captions"),
-        "python embed.py --model {} --audio DIR --output index/", ("tandem", "audio-text", "contrastive", "mulan"),
+        "tandem-embed --model {} --audio DIR --output index/", ("tandem", "audio-text", "contrastive", "mulan"),
     ),
     "MusicLMMuLaN": Kind(
         "a MuLan (Huang et al. 2022) with the layout of musiclm-pytorch, which embeds sounds and texts in one space",
         "train_mulan.py", ("audio_data", "sounds with captions"),
-        "python embed.py --model {} --audio DIR --output index/",
+        "tandem-embed --model {} --audio DIR --output index/",
         ("tandem", "audio-text", "contrastive", "mulan", "musiclm"),
     ),
     "VideoTokenizer": Kind(
         "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
-        "train_tokenizer.py", _VIDEOS, "python tokenize_videos.py --model {} --video_folder DIR --output codes/",
+        "train_tokenizer.py", _VIDEOS, "tandem-tokenize-videos --model {} --video_folder DIR --output codes/",
         ("tandem", "video-tokenizer", "magvit2"),
     ),
     "Decoder": Kind(
         "a cascade of diffusion models like the decoder of DALL-E 2 (Ramesh et al. 2022), which draws images",
-        "train_decoder.py", _IMAGES, "python sample.py --model {} --output pictures/",
+        "train_decoder.py", _IMAGES, "tandem-sample --model {} --output pictures/",
         ("tandem", "diffusion", "dalle2-decoder"),
     ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ In a checkout the scripts, configs/ and docs/ stand beside the folder tandem/, i
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 _INSIDE = Path(__file__).resolve().parents[1]
@@ -17,9 +18,19 @@ _CONFIGS = "configs/"
 
 def command_of(script: str) -> list[str]:
     """What a user types to start a script of this repository, such as train_vae.py."""
-    if IS_INSTALLED:
-        return [f"tandem-{Path(script).stem.replace('_', '-')}"]
-    return ["python", script]
+    return [installed_command(script)] if IS_INSTALLED else ["python", script]
+
+
+def installed_command(script: str) -> str:
+    """The command that a package installs for a script: tandem-train-vae for train_vae.py."""
+    return f"tandem-{Path(script).stem.replace('_', '-')}"
+
+
+def program() -> str:
+    """The name of this program as a user knows it, for messages: train_vae.py, or tandem-train-vae of a package."""
+    name = os.path.basename(sys.argv[0])
+    is_ours = IS_INSTALLED and name.endswith(".py") and (HOME / name).is_file()  # started by python -m tandem.NAME
+    return installed_command(name) if is_ours else name
 
 
 def shipped(path: str) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from .installed import program
 from .reading import open_regular, printable
 
 _UMASK = os.umask(0)
@@ -167,9 +168,9 @@ def sync(path: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line on stderr, after the script's name, if anybody is left to read it."""
+    """Print one line on stderr, after the program's name, if anybody is left to read it."""
     with contextlib.suppress(OSError):
-        print(f"{os.path.basename(sys.argv[0])}: {printable(text)}", file=sys.stderr, flush=True)
+        print(f"{program()}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _this_process() -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem import __version__
+from tandem.files.installed import installed_command
 from tandem.files.reading import parse_json, read_lines
 
 from ..measures.directions import better
@@ -35,7 +37,7 @@ class Kind:
     Args:
         what: "a discrete VAE, which ...": continues "This is".
         data: The flag that names the training data, and what it is called.
-        use: The command that uses the model, with {} for its name.
+        use: The command of the installed package that uses the model, with {} for its name.
         tags: For the Hub's search.
     """
 
@@ -121,10 +123,12 @@ def _front_matter(tags: Collection[str]) -> str:
 def _use(name: str, model: str, kind: Kind) -> str:
     return f"""## Use
 
-The model is a folder of `model.safetensors` and `config.json`. The scripts download it by its name:
+The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
+{__version__}. Its commands, with huggingface_hub installed, download the model by its name; in a checkout of its
+sources, `tandem-convert` is `python convert.py`, and the others likewise:
 
     {kind.use.format(name)}
-    python convert.py import {name} runs/more   # prints the command that trains on from these weights
+    {installed_command("convert.py")} import {name} runs/more   # prints the command that trains on from these weights
 
 In Python:
 
@@ -155,7 +159,7 @@ def _training(kind: Kind, settings: Mapping[str, Any], last: Mapping[str, Any]) 
 
 {text} With the configuration below in `config.yaml`, this command trains such a model:
 
-    python {kind.script} --config config.yaml{where} --output_dir runs/new
+    {installed_command(kind.script)} --config config.yaml{where} --output_dir runs/new
 
 <details><summary>Configuration</summary>
 

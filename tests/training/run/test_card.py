@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -15,10 +16,11 @@ import train_vae
 import trained
 from hub import KINDS
 from models import __all__ as model_names
-from tests.scripts import SCRIPTS
+from tandem import __version__
+from tests.scripts import ROOT, SCRIPTS
 from training.run.card import Kind, model_card, newest_picture, public_settings, read_metrics
 
-KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "python tokenize_images.py --model {}", ("a-tag",))
+KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-tokenize-images --model {}", ("a-tag",))
 SECRETS = {
     "image_folder": "/home/alice/private-photos", "output_dir": "runs/secret-project", "init_from": "~/old/vae.pt",
     "report_to": "wandb", "run_name": "for-customer-x", "wandb_project": "secret-project",
@@ -136,7 +138,7 @@ def test_a_picture_is_shown_where_there_is_one_and_it_is_the_newest(tmp_path: Pa
 
 def test_without_a_run_the_card_says_how_to_use_the_model_and_nothing_that_nobody_knows() -> None:
     text = card(None)
-    assert "python tokenize_images.py --model alice/faces" in text and "snapshot_download" in text
+    assert "tandem-tokenize-images --model alice/faces" in text and "snapshot_download" in text
     assert "## Training" not in text and "## Metrics" not in text and "## Environment" not in text
 
 
@@ -146,3 +148,17 @@ def test_every_script_has_a_card(script: trained.Script) -> None:
     kind = KINDS[script.model]
     assert kind.script == f"{script.module}.py" and kind.data[0] == SCRIPTS[script.module].data.flag
     assert script.model in model_names
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_a_stranger_learns_the_package_and_commands_that_it_installs(model: str, tmp_path: Path) -> None:
+    """In a checkout or out of one; what a command is called there is said once."""
+    text = model_card("alice/x", model, "5 parameters", KINDS[model], write_run(tmp_path, []), {}, False)
+    assert f"`tandem-training`\n{__version__}" in text and "`python convert.py`" in text
+    commands = re.findall(r"^    (\S+) (.*)", text, re.MULTILINE)
+    assert len(commands) == 3
+    for command, arguments in commands:
+        script = command.removeprefix("tandem-").replace("-", "_")
+        assert command.startswith("tandem-") and "def main(" in (ROOT / f"{script}.py").read_text()
+        flags = importlib.import_module(script).build_parser()._option_string_actions
+        assert set(re.findall(r"--\w+", arguments)) <= set(flags)
