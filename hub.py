@@ -132,6 +132,7 @@ def push(args: argparse.Namespace) -> None:
 
 def write_upload(args: argparse.Namespace, folder: Path) -> None:
     """Write what `push` uploads: the model, its card, and the newest picture of its run."""
+    from tandem import __version__
     from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
     from tandem.files.writing import write_atomically
 
@@ -153,7 +154,7 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
         write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_JSON_BYTES))
     settings = settings_of(run) if run else {}
     weights = f"{sum(p.numel() for p in model.parameters()):,} parameters{origin_of(where, kind, args.weights)}"
-    card = model_card(args.name, name, weights, KINDS[name], run, settings, has_picture=picture is not None)
+    card = model_card(args.name, name, weights, KINDS[name], run, settings, picture is not None, __version__)
     write_atomically(folder / CARD, card.encode())
 
 

@@ -2,12 +2,14 @@
 called ``distributed`` would break dask. tandem.files, which the leaves import, has that name in a checkout too.
 
 The scripts and tools install as tandem.train_vae and so on, beside configs/ and docs/. They import the leaves by their
-names in a checkout, so their imports are rewritten while the package is built."""
+names in a checkout, so their imports are rewritten while the package is built, and so are the commands that
+docs/ and README.md name."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -24,13 +26,48 @@ _IMPORT = re.compile(rf"^(\s*)(from|import) ({'|'.join((*LEAVES, *SCRIPTS))})\b(
 
 
 def as_installed(source: str) -> str:
-    """The source of a script with imports as an installed package has them."""
+    """The source of a script with imports, and commands in its docstring, as an installed package has them."""
+    source = commands(source)
     return _IMPORT.sub(
         lambda found: (
             f"{found[1]}from tandem.{found[3]}" if found[2] == "from" else f"{found[1]}from tandem import {found[3]}"
         ),
         source,
     )
+
+
+_SCRIPT = rf"({'|'.join(COMMANDS)})\.py"
+_START = r"(?m)(^(?:#   | {4})|`)"  # of a command, in a block or in a line
+_PICTURE = re.compile(r"^!\[[^\]]*\]\((?!https?:)[^)]+\)\n\n(?:\*[^*]+\*\n\n)?", re.M)  # with its caption
+_BELOW_TITLE = (
+    "*Commands are given as the installed package has them. `make`, `tests/`, `benchmarks/` and other paths of files"
+    " are those of its sources.*"
+)
+
+
+def commands(text: str) -> str:
+    """A text with the commands of the scripts as an installed package has them."""
+
+    def by_launcher(found: re.Match[str]) -> str:
+        flag = "--module" if found[2] == "deepspeed" else "-m"
+        return f"{found[1]}{found[2]}{found[3]}{flag} tandem.{found[4]}"
+
+    def command(found: re.Match[str]) -> str:
+        return f"{found[1]}tandem-{found[2].replace('_', '-')}"
+
+    text = re.sub(rf"{_START}(torchrun|deepspeed)( (?:[^`\n]|(?<=\\)\n)*?)(?<= ){_SCRIPT}\b", by_launcher, text)
+    text = re.sub(rf"{_START}python {_SCRIPT}\b", command, text)
+    text = re.sub(rf"{_START}{_SCRIPT}(?= )", command, text)
+    return re.sub(rf"\bpython {_SCRIPT}\b", r"python -m tandem.\1", text)
+
+
+def as_shipped(page: str, has_pictures: bool = False) -> str:
+    """A page of documentation with commands as an installed package has them, and without the pictures, which are not
+    shipped. It says so below its title."""
+    page = re.sub(r'pip install -e "\.(\[\w+\])"', r'pip install "tandem-training\1"', commands(page))
+    page = page.replace("pip install -e .", "pip install tandem-training")
+    page = page if has_pictures else _PICTURE.sub("", page)
+    return re.sub(r"\A(# .+\n)", rf"\1\n{_BELOW_TITLE}\n", page)
 
 
 def address() -> str:
@@ -56,11 +93,9 @@ def readme(url: str) -> str:
 
     def link(found: re.Match[str]) -> str:
         is_image, text, path = found.groups()
-        if not url:
-            return "" if is_image else text
-        return f"{is_image}[{text}]({url}/{'raw' if is_image else 'blob'}/HEAD/{path})"
+        return f"{is_image}[{text}]({url}/{'raw' if is_image else 'blob'}/HEAD/{path})" if url else text
 
-    text = (HERE / "README.md").read_text(encoding="utf-8")
+    text = as_shipped((HERE / "README.md").read_text(encoding="utf-8"), has_pictures=bool(url))
     return re.sub(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", link, text)
 
 
@@ -74,10 +109,14 @@ class BuildWithScripts(build_py):
         super().run()
         if self.editable_mode:
             return
+        if not URL:
+            print("setup.py: this is no clone with an origin on the web, so the package has no links to its sources",
+                  file=sys.stderr)  # fmt: skip
         for target, source in self.targets().items():
             target.parent.mkdir(parents=True, exist_ok=True)
             text = source.read_text(encoding="utf-8")
-            target.write_text(as_installed(text) if source.suffix == ".py" else text, encoding="utf-8")
+            change = {".py": as_installed, ".md": as_shipped, ".yaml": commands}.get(source.suffix, str)
+            target.write_text(change(text), encoding="utf-8")
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         added = [] if self.editable_mode else [str(target) for target in self.targets()]

@@ -29,8 +29,9 @@ PROGRAMS = {
 } | {path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()}
 STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
 FLAGS_OF_OTHERS = {
-    "--allow-run-as-root", "--cpus-per-task", "--gpus-per-task", "--hostfile", "--logdir", "--master_addr",
-    "--max-restarts", "--module", "--nnodes", "--no-deps", "--node_rank", "--nproc_per_node", "--open-mode",
+    "--allow-run-as-root", "--cpus-per-task", "--editable", "--gpus-per-task", "--hostfile", "--logdir",
+    "--master_addr", "--max-restarts", "--module", "--nnodes", "--no-deps", "--node_rank", "--nproc_per_node",
+    "--open-mode",
     "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue", "--signal",
 }  # fmt: skip
 FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 import train_vae
 from models import DiscreteVAE
 from models.files import hub as hub_files
+from tandem import __version__
 from tandem.files.reading import check_inside
 from tests.hub_server import TOKEN, Hub, serving
 from tests.models.helpers import assert_same_bits
@@ -444,6 +445,7 @@ def test_the_card_of_an_own_dataset_names_no_other_data(hub: Hub, alice: User) -
     alice.does("convert.py", "push", "runs/vae", NAME, "--dry_run", "card")
     card = (alice.folder / "card" / "README.md").read_text()
     assert "demo:" not in card and "secret" not in card and "is for the author to add here" in card
+    assert f"`tandem-training`\n{__version__}." in card
 
 
 def test_a_name_whose_first_part_is_a_folder_here_is_a_misspelt_path(hub: Hub, bob: User) -> None:

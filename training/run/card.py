@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem import __version__
 from tandem.files.installed import installed_command
 from tandem.files.reading import parse_json, read_lines
 
@@ -49,8 +48,9 @@ class Kind:
 
 
 def model_card(
-    name: str, model: str, weights: str, kind: Kind, run: Path | None, settings: Mapping[str, Any], has_picture: bool
-) -> str:
+    name: str, model: str, weights: str, kind: Kind, run: Path | None, settings: Mapping[str, Any], has_picture: bool,
+    version: str,
+) -> str:  # fmt: skip
     """The text of a card.
 
     Args:
@@ -60,6 +60,7 @@ def model_card(
         run: The folder of the run that trained it, or None if it is not known.
         settings: `public_settings` of the run; empty without one.
         has_picture: Whether PICTURE lies beside the card.
+        version: Of the package that writes the model.
     """
     metrics = read_metrics(run) if run else []
     picture = [f"![A sample of the training run]({PICTURE})"] if has_picture else []
@@ -67,7 +68,7 @@ def model_card(
         _front_matter(kind.tags),
         f"# {name.split('/')[-1]}\n\nThis is {kind.what}. Its weights are {weights}.",
         *picture,
-        _use(name, model, kind),
+        _use(name, model, kind, version),
         *([_training(kind, settings, metrics[-1] if metrics else {})] if run else []),
         *([_metrics(metrics)] if _shown_metrics(metrics) else []),
         *([_environment(last_start(run))] if run and last_start(run) else []),
@@ -120,11 +121,11 @@ def _front_matter(tags: Collection[str]) -> str:
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "- safetensors", "---"])
 
 
-def _use(name: str, model: str, kind: Kind) -> str:
+def _use(name: str, model: str, kind: Kind, version: str) -> str:
     return f"""## Use
 
 The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
-{__version__}. Its commands, with huggingface_hub installed, download the model by its name; in a checkout of its
+{version}. Its commands, with huggingface_hub installed, download the model by its name; in a checkout of its
 sources, `tandem-convert` is `python convert.py`, and the others likewise:
 
     {kind.use.format(name)}

@@ -16,7 +16,6 @@ import train_vae
 import trained
 from hub import KINDS
 from models import __all__ as model_names
-from tandem import __version__
 from tests.scripts import ROOT, SCRIPTS
 from training.run.card import Kind, model_card, newest_picture, public_settings, read_metrics
 
@@ -40,7 +39,7 @@ def write_run(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def card(run: Path | None, settings: dict[str, Any] | None = None, has_picture: bool = False) -> str:
-    return model_card("alice/faces", "DiscreteVAE", "5 parameters", KIND, run, settings or {}, has_picture)
+    return model_card("alice/faces", "DiscreteVAE", "5 parameters", KIND, run, settings or {}, has_picture, "1.2")
 
 
 def row(text: str, name: str) -> list[str]:
@@ -153,8 +152,8 @@ def test_every_script_has_a_card(script: trained.Script) -> None:
 @pytest.mark.parametrize("model", KINDS)
 def test_a_stranger_learns_the_package_and_commands_that_it_installs(model: str, tmp_path: Path) -> None:
     """In a checkout or out of one; what a command is called there is said once."""
-    text = model_card("alice/x", model, "5 parameters", KINDS[model], write_run(tmp_path, []), {}, False)
-    assert f"`tandem-training`\n{__version__}" in text and "`python convert.py`" in text
+    text = model_card("alice/x", model, "5 parameters", KINDS[model], write_run(tmp_path, []), {}, False, "1.2")
+    assert "`tandem-training`\n1.2. Its" in text and "`python convert.py`" in text
     commands = re.findall(r"^    (\S+) (.*)", text, re.MULTILINE)
     assert len(commands) == 3
     for command, arguments in commands:
