@@ -28,6 +28,7 @@ _TRUNK_FILE = "vgg16-397923af.pth"
 _HEADS_FILES = ("vgg_lpips.pth", "vgg.pth")
 # Packages whose wheels hold the heads, and where.
 _HEADS_IN_PACKAGES = {"lpips": "weights/v0.1/vgg.pth", "torchmetrics": "functional/image/lpips_models/vgg.pth"}
+_FROM_PACKAGE = "they come with pip install lpips, or torchmetrics"
 
 
 class PerceptualLoss(nn.Module):
@@ -177,7 +178,7 @@ def _candidates(kind: str, weights: str | Path | None, flag: str) -> list[Path]:
         return in_cache
     named = Path(weights)
     if not named.exists():
-        raise ValueError(f"{flag}: there is no {named} to take the weights of {kind} from")
+        raise ValueError(f"{flag}: there is no {named} to take the weights of {kind} from; {_sources(kind)}")
     return [*([named / name for name in names] if named.is_dir() else [named]), *in_cache]
 
 
@@ -196,5 +197,10 @@ def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
     what = f"the heads of LPIPS 0.1 ({' or '.join(_HEADS_FILES)})" if heads_only else f"VGG16's ({_TRUNK_FILE})"
     places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))
     needs = f"the perceptual loss {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}"
-    source = "they come with pip install lpips" if heads_only else where_from("vgg16")
-    return f"{needs}; {source}"
+    return f"{needs}; {_FROM_PACKAGE if heads_only else _sources(kind)}"
+
+
+def _sources(kind: str) -> str:
+    """Where the weights of a distance are published, as a clause."""
+    of_vgg = f"VGG16's file: {where_from('vgg16')}"
+    return of_vgg if kind == "vgg" else f"{of_vgg}; the heads of LPIPS: {_FROM_PACKAGE}"

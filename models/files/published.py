@@ -19,9 +19,9 @@ from .errors import one_line
 # Where a network's file is published. By torch.hub's convention ("load_state_dict_from_url", pytorch.org), the digits
 # behind the last - of a name are the beginning of the file's SHA-256.
 _SOURCES = {
-    "vgg16": "https://download.pytorch.org/models/vgg16-397923af.pth (528 MB, SHA-256 397923af...)",
+    "vgg16": "https://download.pytorch.org/models/vgg16-397923af.pth (528 MB; its SHA-256 begins with 397923af)",
     "inception": "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
-    "pt_inception-2015-12-05-6726825d.pth (SHA-256 6726825d...)",
+    "pt_inception-2015-12-05-6726825d.pth (its SHA-256 begins with 6726825d)",
     "i3d": "i3d_pretrained_400.pt of https://github.com/npurson/fid-metrics/releases/tag/v1.0 (50 MB, no checksum is "
     "published)",
 }

@@ -213,6 +213,16 @@ def test_a_missing_file_of_a_published_network_says_where_it_comes_from(
 
 
 @KINDS
+@pytest.mark.parametrize("flag", ["--lpips_weights", "--perceptual_weights"])
+def test_a_named_file_that_is_missing_says_where_the_weights_come_from(kind: str, flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^{flag}: there is no .*nope\.pt ") as error:
+        load_perceptual(kind, tmp_path / "nope.pt", widths=NARROW, flag=flag)
+    said = str(error.value)
+    assert "https://download.pytorch.org/models/vgg16-397923af.pth" in said and "SHA-256 begins with 397923af" in said
+    assert ("pip install lpips" in said) == (kind == "lpips") and "\n" not in said
+
+
+@KINDS
 def test_one_named_file_may_hold_everything_and_goes_before_the_cache(kind: str, tmp_path: Path, cache: Path) -> None:
     model, file = narrow(kind), tmp_path / "mine.safetensors"
     torch.save({name: tensor + 1 for name, tensor in published(model).items()}, cache / TRUNK_NAME)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.files.installed import how_to_install
+
 from .averages import AllReduce, no_reduce
 
 INCEPTION_DIM = 2048
@@ -109,7 +111,7 @@ class Inception:
         try:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
-            raise ValueError(f"FID needs torch-fidelity: pip install torch-fidelity ({error})") from None
+            raise ValueError(f"FID needs torch-fidelity: {how_to_install('fid')} ({error})") from None
         except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
             reason = " ".join(str(error).split())[:200]
             together = "torchvision and PyTorch may not belong together: pip install --upgrade torch torchvision"

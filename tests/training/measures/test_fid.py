@@ -170,5 +170,5 @@ def test_weights_of_another_network_are_one_line(inception_weights: dict[str, Te
 
 def test_without_torch_fidelity_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
-    with pytest.raises(ValueError, match="pip install torch-fidelity"):
+    with pytest.raises(ValueError, match=r'FID needs torch-fidelity: pip install .*\[fid\]"'):
         Inception({})
