@@ -103,7 +103,7 @@ def test_what_is_used_of_torchs_objects_is_in_the_installed_version() -> None:
 def test_what_the_short_help_uses_of_argparse_is_in_this_python() -> None:
     parser = argparse.ArgumentParser()
     parts = [parser, *getattr(parser, "_action_groups", [])]
-    used = re.findall(r"\b(parser|group)\.(_\w+)", (ROOT / "training" / "flags" / "shell.py").read_text())
+    used = set(re.findall(r"\b(parser|group)\.(_\w+)", (ROOT / "training" / "flags" / "shell.py").read_text()))
     gone = {f"{of}.{name}" for of, name in used if not hasattr(parts[0 if of == "parser" else -1], name)}
     assert len(used) == 4 and not gone, f"argparse of Python {sys.version.split()[0]} has no {', '.join(sorted(gone))}"
     for number in range(70):

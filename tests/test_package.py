@@ -235,9 +235,11 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
 @pytest.mark.parametrize(("word", "before", "found"), [
     ("--preci", "", ["--precision"]),
     ("bf", "--precision", ["bf16"]),
+    ("t", "--report_to", ["tensorboard", "tensorboard,wandb"]),
+    ("configs/vae/d", "--config", ["configs/vae/demo.yaml"]),
     ("--codebook_", "", ["--codebook_dim", "--codebook_size"]),
 ], ids=str)  # fmt: skip
-def test_bash_completes_flags_and_their_choices(
+def test_bash_completes_flags_and_their_values(
     word: str, before: str, found: list[str], installed: Path, tmp_path: Path
 ) -> None:
     words = f"tandem-train-vqgan {before} {word}".split()

@@ -111,15 +111,13 @@ class Names:
     """Converter of a comma list out of `known`, in any case, or "none", to a tuple: sorted, each name once."""
 
     def __init__(self, *known: str) -> None:
-        self._known = known
+        self.known = known
 
     def __call__(self, text: str) -> tuple[str, ...]:
         names = {name.strip().lower() for name in text.split(",")} - {""}
-        unknown = names - {*self._known, "none"}
+        unknown = names - {*self.known, "none"}
         if unknown or not names or ("none" in names and len(names) > 1):
-            raise argparse.ArgumentTypeError(
-                f"expected none, or a comma list of {', '.join(self._known)}; got {text!r}"
-            )
+            raise argparse.ArgumentTypeError(f"expected none, or a comma list of {', '.join(self.known)}; got {text!r}")
         return tuple(sorted(names - {"none"}))
 
     def text(self, names: Iterable[str]) -> str:

@@ -8,6 +8,8 @@ import shutil
 import textwrap
 from typing import Any
 
+from tandem.files.installed import HOME
+
 # In this order; a script shows those that it has.
 _FIRST = (
     "image_folder", "video_folder", "audio_data", "dataset", "image_size", "image_sizes", "num_frames", "quantizer",
@@ -51,7 +53,22 @@ def complete(parser: argparse.ArgumentParser) -> None:
         import argcomplete
 
         _COMPLETING.append(parser)  # argcomplete lets it parse what stands there already
+        for action in parser._actions:
+            if action.dest == "config":
+                action.completer = _config_files  # type: ignore[attr-defined]
+            elif known := getattr(action.type, "known", ()):  # a comma list
+                lists = ["none", *known, ",".join(known)]
+                action.completer = argcomplete.completers.ChoicesCompleter(lists)  # type: ignore[attr-defined, arg-type]
         argcomplete.autocomplete(parser)
+
+
+def _config_files(prefix: str, **_: Any) -> list[str]:
+    """Files of the working folder, and those that --config finds in configs/ of this repository or package."""
+    from argcomplete.completers import FilesCompleter
+
+    shipped = [path.relative_to(HOME).as_posix() for path in sorted((HOME / "configs").rglob("*.yaml"))]
+    found: list[str] = list(FilesCompleter()(prefix))
+    return found + [name for name in shipped if name.startswith(prefix) and not os.path.exists(name)]
 
 
 class HelpAll(argparse.Action):
