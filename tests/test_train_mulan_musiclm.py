@@ -81,7 +81,7 @@ def test_a_run_becomes_the_public_file_and_comes_back(finished: Path, tmp_path: 
 def test_a_run_is_pushed_with_a_card(finished: Path, tmp_path: Path) -> None:
     converted("push", finished, "alice/mulan", "--dry_run", tmp_path / "card")
     card = (tmp_path / "card" / "README.md").read_text()
-    assert "layout: musiclm\n" in card and "MusicLMMuLaN" in card and "embed.py --model alice/mulan" in card
+    assert "layout: musiclm\n" in card and "MusicLMMuLaN" in card and "tandem-embed --model alice/mulan" in card
     assert_same_bits(MusicLMMuLaN.from_pretrained(tmp_path / "card").state_dict(), final_weights(finished))
 
 
