@@ -23,7 +23,7 @@ const COLOURS = {
   dark: ["#6db3f2", "#ff9e5e", "#6fd08c", "#d59bf0", "#ff8296", "#b9c4cf", "#dcc54c", "#58d0d6"],
 };
 const KINDS = {
-  killed: ["\u2716", "probably killed, then started again"],
+  killed: ["\u2716", "killed or failed, then started again"],
   resumed: ["\u25B6", "stopped when asked to, then started again"],
   extended: ["\u279C", "extended"],
   skipped: ["\u26A0", "updates skipped"],
