@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from models import Decoder
+    from trained import Trained
 
 MOST_BYTES = 1 << 30  # of a file of conditions
 MODELS = ("model", "guide_with")
@@ -215,15 +216,14 @@ def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | No
 
 
 def contents(
-    args: argparse.Namespace, folders: Mapping[str, Path], pixels: Mapping[str, Any], mark: Callable[[str], None]
+    args: argparse.Namespace, trained: Mapping[str, Trained], pixels: Mapping[str, Any], mark: Callable[[str], None]
 ) -> dict[str, str]:
-    """Hashes of what the pictures depend on: files, model folders and images, these two by the name of their flag."""
+    """Hashes of what the pictures depend on: files, models and images, these two by the name of their flag."""
     from data.stores.output import sha256_of
-    from models.files.pretrained import read_headers
 
     hashes = {}
-    for name, folder in folders.items():
-        hashes[name] = sha256_of(folder / file for file in ("config.json", *sorted(read_headers(folder))))
+    for name, found in trained.items():
+        hashes[name] = hashlib.sha256(json.dumps(found.about, sort_keys=True).encode()).hexdigest()
     for name in ("image_embeddings", "text_embeddings", "clip", "clip_weights"):
         if (path := getattr(args, name)) and (name != "clip" or path.lower().endswith(".json")):
             hashes[name] = sha256_of([Path(path)])
@@ -243,23 +243,23 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
     import data
     from data.stores.output import OutputFolder, names_sha256
     from data.stores.pngs import is_complete, save, to_pixels
-    from models import Decoder
     from models.clip import Clip
     from models.decoder import Sampling
     from models.files.building import require_room
-    from trained import model_folder
+    from trained import open_model
     from training.generation import noise_of
 
     for name in MODELS:
         fetch(getattr(args, name), backend)
     with backend.agreement():
-        folders = {name: model_folder(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
-        models = {name: Decoder.from_pretrained(folder).to(backend.device) for name, folder in folders.items()}
+        trained = {name: open_model(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
+        models: dict[str, Decoder] = {name: found.model.to(backend.device) for name, found in trained.items()}
         decoder, weaker = models["model"], models.get("guide_with")
         unets = check_unets(args, decoder, weaker)
         largest = decoder.image_sizes[unets[-1]]
         require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
         side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
+        backend.working("listing the samples")
         images = data.open_images(args.images, image_size=side) if args.images else None
         masks = data.open_images(args.masks, image_size=side) if args.masks else None
         clip = Clip.from_file(args.clip, args.clip_weights, backend.device) if args.clip else None
@@ -271,7 +271,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
             raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
-        hashes = contents(args, folders, {"images": images, "masks": masks}, backend.mark)
+        hashes = contents(args, trained, {"images": images, "masks": masks}, backend.mark)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
     how = sampling_of(args)

@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,7 @@ from .diffusion.sampling import Inpaint, dynamic_threshold, sample
 from .diffusion.schedule import Schedule
 from .files.pretrained import Pretrained, constructor_arguments
 from .resizing import cropped, resized
-from .unet import Unet
+from .unet import Unet, coordinates_of
 from .unets.conditions import Conditions
 from .unets.given import check_batch, check_guide, conditions_of, is_conditional, takes_level
 
@@ -54,7 +53,7 @@ class Sampling:
     rescale: float = 0.0
     eta: float = 0.0
     quantile: float = 0.0
-    spacing: str = "uniform"
+    spacing: str = "auto"
 
 
 class Decoder(Pretrained):
@@ -101,7 +100,7 @@ class Decoder(Pretrained):
             self._lowres_schedules = [Schedule(LOWRES_SCHEDULE, timesteps)] if has_noise else []
         self._lowres_level = min(int(lowres_noise_level * timesteps), timesteps - 1)
 
-    def _take_weights(self, other: Decoder, source: str | Path) -> None:
+    def _take_weights(self, other: Decoder, source: object) -> None:
         ours, theirs = (_flat(model.config, self.not_in_the_weights) for model in (self, other))
         differing = [f"{name} {value}{where}" for (name, where), value in theirs.items()
                      if ours.get((name, where), value) != value]  # fmt: skip
@@ -172,7 +171,8 @@ class Decoder(Pretrained):
         Args:
             batch: "images" uint8 (b, c, S, S), and the conditions "image_embed" and "text_encodings", if there are any.
             blur_sigma: (b,), in pixels of the low-resolution pictures, which are blurred before they are enlarged.
-            places, crop: Where to cut crops of this side out of both pictures: see `cropped`.
+            places, crop: Where to cut crops of this side out of both pictures: see `cropped`. A Unet with coordinates
+                is given those of its crop in the whole picture.
         """
         images = batch["images"].float() / 127.5 - 1
         config, given = self.unet(index).config, {}
@@ -185,7 +185,10 @@ class Decoder(Pretrained):
             small = resized(images, self.image_sizes[index - 1])
             small = small if blur_sigma is None else blur(small, blur_sigma)
             given["lowres_image"] = cropped(resized(small, size), places, crop)
-        return cropped(resized(images, size), places, crop), given
+        whole = resized(images, size)
+        if config["coordinates"] and places is not None:
+            given["coordinates"] = cropped(coordinates_of(whole), places, crop)
+        return cropped(whole, places, crop), given
 
     @torch.no_grad()
     def sample(

@@ -239,10 +239,12 @@ class DiscreteVAE(Pretrained):
         """
         return cls._built(Path(path), *load_dalle_file(Path(path)))
 
-    def load_weights_from(self, source: str | Path) -> None:
-        """Take the weights of a vae-final.pt or of a ``save_pretrained`` folder. Errors: see `Pretrained`."""
-        other = self.from_pretrained(source) if Path(source).is_dir() else self.from_dalle(source)
-        self._take_weights(other, source)
+    def load_weights_from(self, source: str | Path | Pretrained) -> None:
+        """Take the weights of a vae-final.pt, or as `Pretrained` says."""
+        if isinstance(source, Pretrained) or Path(source).is_dir():
+            super().load_weights_from(source)
+        else:
+            self._take_weights(self.from_dalle(source), source)
 
 
 def _half(channels: int) -> list[nn.Module]:

@@ -154,7 +154,7 @@ class Unet(Pretrained):
         self, x: Tensor | None, time: Tensor | None, *, image_embed: Tensor | None = None,
         text_encodings: Tensor | None = None, lowres_image: Tensor | None = None, lowres_time: Tensor | None = None,
         self_cond: Tensor | None = None, keep_image: Tensor | None = None, keep_text: Tensor | None = None,
-        conditions: Conditions | None = None,
+        conditions: Conditions | None = None, coordinates: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Prediction for noisy images, fp32 (b, channels_out, h, w).
 
@@ -169,6 +169,8 @@ class Unet(Pretrained):
             keep_image, keep_text: bool (b,); False gives this sample the learned null condition. Without the
                 condition itself they must be all False.
             conditions: What `condition` gives for the image embeddings and the texts, instead of these.
+            coordinates: (b, 2, h, w), the places of the pixels if these are parts of pictures: the same parts of
+                `coordinates_of` the whole pictures. None: the images are whole.
 
         Raises:
             ValueError: one line, if an input is missing, superfluous or of another shape.
@@ -176,13 +178,13 @@ class Unet(Pretrained):
         given = (image_embed, text_encodings, keep_image, keep_text)
         if x is None or time is None:
             return self._conditions(*given)  # type: ignore[return-value]
-        check_maps(self.config, self.smallest_multiple, x, time, self_cond, lowres_image, lowres_time)
+        check_maps(self.config, self.smallest_multiple, x, time, self_cond, lowres_image, lowres_time, coordinates)
         dtype = self.to_out.weight.dtype
         maps = [x.to(dtype)]
         if self.config["self_cond"]:
             maps.append(torch.zeros_like(maps[0]) if self_cond is None else self_cond.to(dtype))
         if self.config["coordinates"]:
-            maps.append(_coordinates(maps[0]))
+            maps.append(coordinates_of(maps[0]) if coordinates is None else coordinates.to(dtype))
         if lowres_image is not None:
             maps.append(_of_size(lowres_image.to(dtype), x))
         level = self.to_time_hiddens(time)
@@ -280,8 +282,8 @@ class Unet(Pretrained):
         return recomputed(joined, self.final_resnet_block, x, first, 1.0, t, None, when=recompute)
 
 
-def _coordinates(like: Tensor) -> Tensor:
-    """Places of the pixels of (b, c, h, w): (b, 2, h, w), across and down, from -1 to 1."""
+def coordinates_of(like: Tensor) -> Tensor:
+    """Places of the pixels of whole pictures (b, c, h, w): (b, 2, h, w), across and down, from -1 to 1."""
     height, width = like.shape[-2:]
     down, across = (torch.linspace(-1, 1, side, device=like.device, dtype=like.dtype) for side in (height, width))
     grid = torch.stack([across.expand(height, width), down[:, None].expand(height, width)])

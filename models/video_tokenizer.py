@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from .convolutional import check_codes, check_range
 from .files.pretrained import Pretrained, constructor_arguments
 from .quantizers import tokenizer_quantizer
-from .video.causal import CausalConv3d, Context
+from .video.causal import CausalConv3d, Context, TimeUp
 from .video.coders import COND_EXPANSION, Decoder, EdgeConv, Encoder, Stack
 from .video.layers import (
     LayerOptions,
@@ -97,7 +97,7 @@ class VideoTokenizer(Pretrained):
         separate_first_frame: bool = False, norm: str = "none", patch_size: int = 1, patch: str = "haar",
         dim_cond: int | None = None, heads: int = 8, dim_head: int = 32, linear_heads: int = 16,
         linear_dim_head: int = 8, time_window: int = 0, quantizer: str = "lfq", codebook_size: int = 65536,
-        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float = 100.0,
+        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float | None = None,
         fsq_levels: Sequence[int] | None = None, vq_decay: float = 0.8, vq_cosine: bool = False,
         soft_clamp: float = 10.0, gradient_checkpointing: bool = False,
     ) -> None:  # fmt: skip
@@ -267,9 +267,11 @@ class VideoTokenizer(Pretrained):
     def inflate_from(self, source: str | Path) -> None:
         """Take the weights of a tokenizer of the same arguments that was trained on images alone, to train on videos.
 
-        Images train only the last time slice of each kernel; the others, still random, become 0 here. So each frame is
-        coded and decoded like an image at the start, and the first frame stays so (not with ``cond_residual``, whose
-        output is divided by a norm of all slices).
+        Images train only the last time slice of each kernel; the others, still random, become 0 here, and so do the
+        gains of what ``attend_time`` and ``gateloop_time`` see of earlier frames. Where a frame becomes two, images
+        train the second alone; the first gets its weights. So each frame is coded and decoded like an image at the
+        start, and the first frame stays so (not with ``cond_residual``, whose output is divided by a norm of all
+        slices); a group of frames that share a code starts as its last frame.
 
         Raises:
             ValueError: one line, naming the arguments in which the two models differ.
@@ -278,6 +280,10 @@ class VideoTokenizer(Pretrained):
         for module in self.modules():
             if isinstance(module, CausalConv3d):
                 module.weight[:, :, :-1] = 0
+            elif isinstance(module, TimeUp):
+                module.repeat_frames()
+            elif isinstance(gain := getattr(module, "past_gain", None), nn.Parameter):
+                gain.zero_()
         for edge in (self.encoder.conv_in, self.decoder.conv_out):
             if edge.first is not None:  # images did not train the other one at all
                 edge.conv.weight[:, :, -1:] = edge.first.weight

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
 
 from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, leaky_relu
 from .files.pretrained import Pretrained, constructor_arguments
@@ -17,6 +19,8 @@ from .recompute import recomputed
 
 _SLOPE = 0.1  # negative slope of every LeakyReLU
 _MOST_GROUPS = 16  # a GroupNorm has as many groups as the greatest common divisor of 16 and the channels
+
+Self = TypeVar("Self", bound="VQGAN")
 
 
 class VQGANOutput(NamedTuple):
@@ -29,7 +33,7 @@ class VQGANOutput(NamedTuple):
     losses: dict[str, Tensor]
     """Losses of the quantizer by name, 0-d and unweighted."""
     features: Tensor
-    """(b, dim, h, w): input of the decoder's last layer, detached; for the adaptive weight of a GAN loss."""
+    """(b, dim, h, w): input of the decoder's last layer, detached; for `VQGAN.last_layer_gradient`."""
 
 
 class VQGAN(Pretrained):
@@ -46,12 +50,15 @@ class VQGAN(Pretrained):
         codebook_size: Codes in the codebook.
         codebook_dim: Width of a codebook entry, if the quantizer does not fix it (vq, ibq).
         diversity_gamma: Weight of the batch's entropy in the entropy loss (lfq, bsq, ibq).
-        inv_temperature: Inverse temperature of the soft assignment in the entropy loss (lfq, bsq).
+        inv_temperature: Inverse temperature of the soft assignment in the entropy loss (lfq, bsq); None for 10 and 1.
         fsq_levels: Levels of each channel of fsq; None for the levels published for codebook_size.
         vq_decay: Decay of the codebook's moving averages (vq).
         vq_cosine: Choose the nearest entry by angle (vq).
         gradient_checkpointing: In training, compute each layer of encoder and decoder again in the backward pass
             instead of keeping what is inside of it: less memory, the same bits, a third more time.
+        centred: The layers see and make images in [-1, 1], so that zeros at the start, and where a convolution pads,
+            mean grey and not black. If not, the first and the last layer start from weights that do the same, but for
+            the padding. Outside of the model images are in [0, 1] in either case.
 
     Raises:
         ValueError: image_size is no multiple of 2^num_layers, or the quantizer cannot have the codebook size.
@@ -65,9 +72,9 @@ class VQGAN(Pretrained):
     def __init__(
         self, image_size: int = 256, dim: int = 64, channels: int = 3, num_layers: int = 4,
         num_resnet_blocks: int | Sequence[int] = 1, quantizer: str = "lfq", codebook_size: int = 65536,
-        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float = 100.0,
+        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float | None = None,
         fsq_levels: Sequence[int] | None = None, vq_decay: float = 0.8, vq_cosine: bool = False,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool = False, centred: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = constructor_arguments(locals())
@@ -78,7 +85,7 @@ class VQGAN(Pretrained):
         self.config["num_resnet_blocks"] = blocks
         self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
         self.image_size, self.channels, self.num_layers = image_size, channels, num_layers
-        self.recompute = gradient_checkpointing
+        self.recompute, self.centred = gradient_checkpointing, centred
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
 
         encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
@@ -96,6 +103,8 @@ class VQGAN(Pretrained):
         )  # fmt: skip
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
+        if not centred:
+            self._start_centred()
 
     @property
     def num_codes(self) -> int:
@@ -151,16 +160,48 @@ class VQGAN(Pretrained):
             codes = as_square(codes)
         return self._decode(self.quantizer.decode_codes(codes))[0]
 
+    def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
+        """Gradient of a loss with respect to the weight of the decoder's last layer, without a backward pass through
+        the network. Uses shapes alone, no weights: they may be spread over processes.
+
+        Args:
+            features: Those of `VQGANOutput`.
+            image_gradient: The loss's gradient with respect to the reconstruction, of its shape.
+
+        Returns:
+            (c, dim, 1, 1) fp32, detached, a sum over the images like autograd's.
+        """
+        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+            gradient = image_gradient.float() / (2 if self.centred else 1)
+            return conv2d_weight(features.float(), (self.channels, self.config["dim"], 1, 1), gradient)
+
+    @torch.no_grad()
+    def _start_centred(self) -> None:
+        """Give the first and the last layer weights with which images in [0, 1] are what those in [-1, 1] were."""
+        first, last = self.encoder[0], self.last_layer
+        assert isinstance(first, nn.Conv2d) and first.bias is not None and last.bias is not None
+        first.bias -= first.weight.sum(dim=(1, 2, 3))
+        first.weight *= 2
+        last.bias.add_(1).div_(2)
+        last.weight /= 2
+
+    @classmethod
+    def _built(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+        # A folder without this argument is of a version that centred no images.
+        return super()._built(source, {"centred": False, **config}, weights)
+
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
             _check_side(name, side, self.num_layers)
-        return self._through(self.encoder, channels_last(images.to(self.last_layer.weight.dtype)))
+        inputs = 2 * images - 1 if self.centred else images
+        return self._through(self.encoder, channels_last(inputs.to(self.last_layer.weight.dtype)))
 
     def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
         """Quantized (b, d, h', w') -> images fp32, and the input of the last layer."""
         *layers, last = self.decoder
         features = self._through(layers, channels_last(quantized.to(self.last_layer.weight.dtype)))
-        return last(features).float(), features
+        outputs = last(features).float()
+        return (outputs + 1) / 2 if self.centred else outputs, features
 
     def _through(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
         for layer in layers:

@@ -26,7 +26,8 @@ from .guidance import Denoise, Denoised
 from .schedule import Schedule
 
 SAMPLERS = ("ddpm", "ddim", "dpmpp_2m", "heun")
-SPACINGS = ("uniform", "karras")
+SPACINGS = ("auto", "uniform", "karras")
+_KARRAS_WITH_DPMPP = ("linear", "jsd")  # schedules
 
 Draw = Callable[[str, int], Tensor]
 """(name of the noise, number of the step) -> standard normal noise like x, from keys of the pictures alone."""
@@ -83,28 +84,41 @@ def sampling_levels(schedule: Schedule, steps: int, *, spacing: str = "uniform")
     et al. 2023, 3.3), to level 0, and then the clean picture.
 
     Args:
-        steps: Number of levels without the clean one; "karras" may give fewer, if it finds a level twice.
+        steps: Number of levels without the clean one.
         spacing: "uniform" in the index; or "karras": sigma / alpha to the power 1/7 is uniform as far as there are such
-            levels (Karras et al. 2022, eq. 5), after the first level if its SNR is below 1e-4.
+            levels (Karras et al. 2022, eq. 5), after the first level if its SNR is below 1e-4. Where levels lie so far
+            apart that one is the nearest of several steps, the others of these take the levels beside it.
 
     Raises:
-        ValueError: more steps than levels, no step, or an unknown spacing.
+        ValueError: more steps than levels, or no step.
     """
+    assert spacing in ("uniform", "karras"), spacing
     count = schedule.timesteps
     if not 1 <= steps <= count:
         raise ValueError(f"{steps} sampling steps cannot visit {count} noise levels: choose 1 to {count} steps")
-    if spacing not in SPACINGS:
-        raise ValueError(f"spacing {spacing!r} does not exist: choose one of {', '.join(SPACINGS)}")
     log_snr = schedule.log_snr.cpu()
     indices = torch.linspace(count - 1, 0, steps, dtype=torch.float64).round().long().tolist()
     if spacing == "karras":
         before = [count - 1] if steps > 1 and log_snr[-1] < _LEAST_LOG_SNR else []
         root = (-(log_snr[log_snr >= _LEAST_LOG_SNR] if before else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
-        wanted = torch.linspace(root[-1].item(), root[0].item(), steps - len(before), dtype=torch.float64)
-        nearest = (wanted.log()[:, None] - root.log()).abs().argmin(1).tolist()
-        indices = list(dict.fromkeys([*before, *nearest]))
+        rest = steps - len(before)
+        wanted = torch.linspace(root[-1].item(), root[0].item(), rest, dtype=torch.float64).flip(0)
+        nearest = (wanted.log()[:, None] - root.log()).abs().argmin(1)
+        place = torch.arange(rest)  # from the clean end; each level's number is at least one above that before it
+        numbers = place + (nearest - place).cummax(0).values.clamp_max(max(len(root) - rest, 0))
+        indices = [*before, *numbers.flip(0).tolist()]
     tables = (schedule.alpha.tolist(), schedule.sigma.tolist(), log_snr.tolist())
     return [Level(index, *(table[index] for table in tables)) for index in indices] + [CLEAN]
+
+
+def best_spacing(schedule: Schedule, sampler: str) -> str:
+    """The spacing with which pictures of little contrast keep it in 20 steps.
+
+    Of pictures of normal pixels with a deviation of 0.25, dpmpp_2m with uniform steps draws 0.225 on "linear" and 0.211
+    on "jsd", whose low noise levels lie close together, and 0.256 and 0.250 with "karras". On the other schedules it
+    draws 0.244 to 0.251 with uniform steps, and ddim and heun are better with these for deviations of 0.5 and more.
+    """
+    return "karras" if sampler == "dpmpp_2m" and schedule.name in _KARRAS_WITH_DPMPP else "uniform"
 
 
 def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
@@ -185,7 +199,7 @@ def sample(
     draw: Draw,
     sampler: str = "dpmpp_2m",
     steps: int = 20,
-    spacing: str = "uniform",
+    spacing: str = "auto",
     eta: float = 0.0,
     threshold: Callable[[Tensor], Tensor] | None = None,
     inpaint: Inpaint | None = None,
@@ -198,17 +212,19 @@ def sample(
         x: Standard normal noise (b, c, h, w).
         draw: Further noise, for ddpm, ddim with eta, and inpainting.
         sampler: One of SAMPLERS.
-        steps, spacing: As in `sampling_levels`.
+        steps, spacing: As in `sampling_levels`. "auto": see `best_spacing`.
         eta: In [0, 1]: noise of ddim, 0 for none.
         threshold: Limits each estimate, such as `dynamic_threshold` or a clamp to [-1, 1].
         inpaint: What to keep of given pictures.
         on_step: Called with the number of steps made and that of all.
 
     Raises:
-        ValueError: an unknown sampler, eta for another one than ddim, or as in `sampling_levels`.
+        ValueError: an unknown sampler or spacing, eta for another one than ddim, or as in `sampling_levels`.
     """
     if sampler not in SAMPLERS:
         raise ValueError(f"sampler {sampler!r} does not exist: choose one of {', '.join(SAMPLERS)}")
+    if spacing not in SPACINGS:
+        raise ValueError(f"spacing {spacing!r} does not exist: choose one of {', '.join(SPACINGS)}")
     if not 0 <= eta <= (sampler == "ddim"):
         raise ValueError(f"eta {eta:g} does not fit sampler {sampler}: it is in 0 to 1 for ddim, 0 for the others")
 
@@ -217,6 +233,7 @@ def sample(
         return out if threshold is None else out._replace(x_start=threshold(out.x_start))
 
     solver = _Solver(estimate, sampler, eta)
+    spacing = best_spacing(schedule, sampler) if spacing == "auto" else spacing
     levels = sampling_levels(schedule, steps, spacing=spacing)
     count = 0
     if inpaint:

@@ -135,7 +135,8 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
     for name in [*expected, *weights]:
         ours, theirs = (tuple(of[name].shape) if name in of else "none" for of in (expected, weights))
         if ours != theirs:
-            raise ValueError(f"{name} should have shape {ours}, not {theirs}")
+            hint = ": it may be of an earlier version" if theirs == "none" else ""
+            raise ValueError(f"{name} should have shape {ours}, not {theirs}{hint}")
         if expected[name].is_floating_point() != weights[name].is_floating_point():
             raise ValueError(f"{name} should be of the kind {expected[name].dtype}, not {weights[name].dtype}")
     model = build()

@@ -121,6 +121,8 @@ def _check_has_public_form(model: VQGAN) -> None:
     config = model.config
     if config["quantizer"] != "lfq":
         raise ValueError(f"{PACKAGE} has the quantizer lfq alone, and this model has {config['quantizer']}")
+    if config["centred"]:
+        raise ValueError(f"{PACKAGE} has no layers that see images in [-1, 1], and this model has: train --no-centred")
     if config["dim"] % _GROUPS:
         raise ValueError(f"{PACKAGE} demands a dim that is a multiple of {_GROUPS}, and this model has {config['dim']}")
     projection = model.encoder[-1]
@@ -181,6 +183,7 @@ def _translated(state: Mapping[str, Tensor]) -> _Found:
         "image_size": max(256, 2**layers),  # any will do: the file does not say it
         "dim": widths[0], "channels": channels, "num_layers": layers, "num_resnet_blocks": blocks, "quantizer": "lfq",
         "codebook_size": 2**bits, "diversity_gamma": 4.0,  # that of the public package
+        "centred": False,
     }  # fmt: skip
     if not discriminator:
         return _Found(arguments, weights, None)

@@ -66,13 +66,17 @@ class Pretrained(nn.Module):
             check_arguments(config, weights)
         return cls._built(folder, config, weights)
 
-    def load_weights_from(self, source: str | Path) -> None:
-        """Take the weights of a ``save_pretrained`` folder.
+    def load_weights_from(self, source: str | Path | Pretrained) -> None:
+        """Take the weights of a ``save_pretrained`` folder, or of another model of this class.
 
         Raises:
             ValueError: one line, naming the arguments in which the two models differ.
         """
-        self._take_weights(self.from_pretrained(source), source)
+        if isinstance(source, Pretrained):
+            assert isinstance(source, type(self)), type(source)
+            self._take_weights(source, source)
+        else:
+            self._take_weights(self.from_pretrained(source), source)
 
     @classmethod
     def _built(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
@@ -81,7 +85,7 @@ class Pretrained(nn.Module):
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
 
-    def _take_weights(self: Self, other: Self, source: str | Path) -> None:
+    def _take_weights(self: Self, other: Self, source: object) -> None:
         keys = [key for key in self.config if key not in self.not_in_the_weights]
         differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
         if differing:

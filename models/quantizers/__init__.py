@@ -63,10 +63,10 @@ def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | No
 
 
 def tokenizer_quantizer(
-    name: str, *, codebook_size: int, dim: int, diversity_gamma: float, inv_temperature: float,
+    name: str, *, codebook_size: int, dim: int, diversity_gamma: float, inv_temperature: float | None,
     fsq_levels: Sequence[int] | None, vq_decay: float, vq_cosine: bool,
 ) -> Quantizer:  # fmt: skip
-    """The quantizer of a tokenizer, which has the options of all quantizers; each takes its own.
+    """The quantizer of a tokenizer, which has the options of all quantizers; each takes its own, None for its default.
 
     Raises:
         ValueError: an unknown name or a value out of range.
@@ -75,7 +75,8 @@ def tokenizer_quantizer(
         "lfq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
         "bsq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
         "ibq": {"diversity_gamma": diversity_gamma},
-        "fsq": {} if fsq_levels is None else {"levels": fsq_levels},
+        "fsq": {"levels": fsq_levels},
         "vq": {"decay": vq_decay, "cosine": vq_cosine},
     }
-    return make_quantizer(name, codebook_size=codebook_size, dim=dim, **options.get(name, {}))
+    given = {key: value for key, value in options.get(name, {}).items() if value is not None}
+    return make_quantizer(name, codebook_size=codebook_size, dim=dim, **given)

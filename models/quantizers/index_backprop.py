@@ -18,7 +18,7 @@ class TrainedCodebook(nn.Module):
 
     def __init__(self, codebook_size: int, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(codebook_size, dim).uniform_(-1 / codebook_size, 1 / codebook_size))
+        self.weight = nn.Parameter(torch.randn(codebook_size, dim))
 
     def forward(self, x: Tensor, *, mix: bool = False) -> Tensor:
         """Codes (...) int64 -> entries (..., d); vectors (n, d) -> logits (n, K), their products with all entries.

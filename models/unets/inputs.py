@@ -11,7 +11,7 @@ from torch import Tensor
 
 def check_maps(
     config: Mapping[str, Any], multiple: int, x: Tensor, time: Tensor, self_cond: Tensor | None,
-    lowres_image: Tensor | None, lowres_time: Tensor | None,
+    lowres_image: Tensor | None, lowres_time: Tensor | None, coordinates: Tensor | None,
 ) -> None:  # fmt: skip
     """Check the images and the noise levels of a Unet with these arguments, whose sides must be multiples of
     ``multiple``.
@@ -29,6 +29,9 @@ def check_maps(
     if self_cond is not None:
         _check_is_known("self_cond", config["self_cond"], "self_cond")
         _check_shape("self_cond", self_cond, tuple(x.shape), "an earlier prediction for each image")
+    if coordinates is not None:
+        _check_is_known("coordinates", config["coordinates"], "coordinates")
+        _check_shape("coordinates", coordinates, (len(x), 2, *x.shape[-2:]), "two for each pixel")
     for name, given, needed in (
         ("lowres_image", lowres_image, config["lowres_cond"]),
         ("lowres_time", lowres_time, config["lowres_noise_cond"]),

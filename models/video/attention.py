@@ -16,6 +16,9 @@ from .residual import RMSNorm
 
 _MEMORIES = 4  # learned keys and values of each head, visible to every query
 
+# What comes from earlier frames is multiplied by a learned gain, `past_gain`, in every layer here that looks back. It
+# starts as 1. Images do not train it, nor what reads those frames; with 0 a layer treats each frame like an image.
+
 
 class FeedForward(nn.Module):
     """Pre-norm GEGLU (Shazeer 2020) of inner width int(4 dim 2/3), without the residual."""
@@ -33,7 +36,8 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head softmax attention with learned memories, without biases and positions.
+    """Multi-head softmax attention with learned memories, without biases and positions. With is_causal the result is
+    own + past_gain (all - own), where own is the attention to the memories and the token itself.
 
     Args:
         is_causal: A token sees no later one, and a stream goes on from the keys and values of earlier chunks.
@@ -51,18 +55,26 @@ class Attention(nn.Module):
         self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
         self.memory = nn.Parameter(torch.randn(2, heads, _MEMORIES, dim_head))
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+        if is_causal:
+            self.past_gain = nn.Parameter(torch.ones(heads))
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """(n, t, dim) -> (n, t, dim)."""
         qkv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
-        q, kv, visible = qkv[0], qkv[1:], None
+        q, kv = qkv[0], qkv[1:]
         if self.is_causal:
             kv = self._with_past(kv, context)
-            visible = F.pad(self._visible(q.shape[2], kv.shape[3], q.device), (_MEMORIES, 0), value=True)
         memory = self.memory.to(kv.dtype)[:, None].expand(-1, kv.shape[1], -1, -1, -1)
         k, v = torch.cat([memory, kv], dim=3)
         with sdpa_kernel(SDPA_KERNELS):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+            if self.is_causal:
+                seen = self._visible(q.shape[2], kv.shape[3], q.device)
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+                out = torch.lerp(
+                    self._own(q, *qkv[1:], *memory[:, 0]), out, self.past_gain.to(out.dtype)[:, None, None]
+                )
+            else:
+                out = F.scaled_dot_product_attention(q, k, v)
         return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
 
     def _with_past(self, kv: Tensor, context: Context) -> Tensor:
@@ -74,10 +86,21 @@ class Attention(nn.Module):
         context.keep(self.stream_name, kv[:, :, :, keys - most :])
         return kv
 
+    @staticmethod
+    def _own(q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor) -> Tensor:
+        """What the queries (n, heads, t, d) read of the memories (heads, memories, d) and of their own tokens' keys and
+        values, shaped as they are, alone."""
+        q = q / math.sqrt(q.shape[-1])  # first: a product of half precision may not hold what it gives
+        scores = torch.cat([q @ memory_k.mT, (q * k).sum(dim=-1, keepdim=True)], dim=-1)
+        of_memory, of_own = scores.softmax(dim=-1).to(v.dtype).split([_MEMORIES, 1], dim=-1)
+        return torch.addcmul(of_memory @ memory_v, of_own, v)
+
     def _visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """bool (queries, keys); the last query belongs to the last key."""
+        """Which memories and keys a query sees: bool (queries, memories and keys). The last query is that of the last
+        key."""
         age = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-        return age >= 0 if self.window is None else (age >= 0) & (age < self.window)
+        seen = (age >= 0) & (age < (keys if self.window is None else self.window))
+        return F.pad(seen, (_MEMORIES, 0), value=True)
 
 
 class TaylorAttention(nn.Module):
@@ -105,18 +128,23 @@ class TaylorAttention(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """The second half of the channels comes from the frame before; zeros at the first frame."""
+    """The second half of the channels comes from the frame before, times past_gain; zeros at the first frame."""
 
     stream_name = ""
 
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.past_gain = nn.Parameter(torch.ones(dim // 2))
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        channels = x.shape[1] // 2
+        channels = len(self.past_gain)
         here, shifted = x.split([x.shape[1] - channels, channels], dim=1)
         past = context.past(self.stream_name)
         if past is None:
             past = torch.zeros_like(shifted[:, :, :1])
         context.keep(self.stream_name, shifted[:, :, -1:])
-        return torch.cat([here, torch.cat([past, shifted[:, :, :-1]], dim=2)], dim=1)
+        before = torch.cat([past, shifted[:, :, :-1]], dim=2)
+        return torch.cat([here, before * self.past_gain.to(x.dtype)[:, None, None, None]], dim=1)
 
 
 class Attend(nn.Module):
@@ -134,7 +162,7 @@ class Attend(nn.Module):
         self.tokens = "(b f) (h w) c" if along == "space" else "(b h w) f c"
         self.norm, self.attention = RMSNorm(dim, dim_cond), attention
         self.feed_forward = FeedForward(dim, dim_cond)
-        self.shifts = nn.ModuleList(TokenShift() for _ in range(2 if along == "time" else 0))
+        self.shifts = nn.ModuleList(TokenShift(dim) for _ in range(2 if along == "time" else 0))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         y = self.shifts[0](x, context) if self.shifts else x
@@ -146,8 +174,9 @@ class Attend(nn.Module):
 
 
 class GateLoop(nn.Module):
-    """x + q h with h_t = sigmoid(a_t) h_{t-1} + v_t along time, for each pixel and channel; q, v and a are linear in
-    the normalised x (after Katsch 2023, "GateLoop"). The recurrence is in fp32 or fp64."""
+    """x + q (v + past_gain p) along time, for each pixel and channel, where p_t = sigmoid(a_t) (v_{t-1} + p_{t-1}) is
+    what is left of earlier frames; q, v and a are linear in the normalised x (after Katsch 2023, "GateLoop"). The
+    recurrence is in fp32 or fp64."""
 
     stream_name = ""
 
@@ -155,17 +184,19 @@ class GateLoop(nn.Module):
         super().__init__()
         self.norm = RMSNorm(dim)
         self.to_qva = nn.Conv3d(dim, 3 * dim, 1, bias=False)
+        self.past_gain = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         q, v, a = self.to_qva(self.norm(x, context)).chunk(3, dim=1)
         values, decays = at_least_fp32(v), torch.sigmoid(at_least_fp32(a))
-        past, states = context.past(self.stream_name), []
+        past, left = context.past(self.stream_name), []
         state = torch.zeros_like(values[:, :, 0]) if past is None else past
         for frame in range(x.shape[2]):
-            state = decays[:, :, frame] * state + values[:, :, frame]
-            states.append(state)
+            left.append(decays[:, :, frame] * state)
+            state = left[-1] + values[:, :, frame]
         context.keep(self.stream_name, state)
-        return x + q * torch.stack(states, dim=2).to(q.dtype)
+        gain = self.past_gain.to(values.dtype)[:, None, None, None]
+        return x + q * (values + gain * torch.stack(left, dim=2)).to(q.dtype)
 
 
 class AdaptiveNorm(nn.Module):

@@ -123,6 +123,12 @@ class TimeUp(nn.Module):
         frames = rearrange(F.silu(self.expand(x)), "b (c p) f h w -> b c (f p) h w", p=2)
         return frames[:, :, 1:] if context.is_start else frames
 
+    def repeat_frames(self) -> None:
+        """Make both frames that a frame becomes equal to the second, which alone is trained on images."""
+        for part in self.expand.parameters():
+            first, second = part.data.view(-1, 2, *part.shape[1:]).unbind(1)
+            first.copy_(second)
+
 
 def _equal_parts(fan_in: int, fan_out: int, parts: int) -> nn.Conv3d:
     """A 1 x 1 convolution to ``parts`` times fan_out channels, in which the parts of a channel start equal."""

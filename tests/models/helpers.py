@@ -60,12 +60,8 @@ def in_rows(z: Tensor) -> Tensor:
 
 
 def quantizer_of(name: str, **options: Any) -> Quantizer:
-    """With entries of ibq that are far enough apart for all of them to be chosen."""
     torch.manual_seed(0)
-    quantizer = make_quantizer(name, **options)
-    if name == "ibq":
-        nn.init.normal_(quantizer.codebook.weight)
-    return quantizer
+    return make_quantizer(name, **options)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ STAGE = {"noise_schedule": "cosine", "objective": "v", "learned_variance": False
 
 def decoder(
     seed: int = 0, sizes: Sequence[int] = (8, 16), first: dict[str, Any] | None = None,
-    stage: dict[str, Any] | None = None, **more: Any,
+    stage: dict[str, Any] | None = None, second: dict[str, Any] | None = None, **more: Any,
 ) -> Decoder:  # fmt: skip
     """Two Unets, of which the first one takes an image embedding, with weights that are not the initial ones."""
     conditions = {"image_embed_dim": 5, "cond_on_image_embeds": True} if first is None else first
@@ -36,7 +36,7 @@ def decoder(
             **STAGE,
             **(stage or {}),
             "image_size": size,
-            "unet": {**SMALL, **(conditions if number == 0 else {"lowres_cond": True})},
+            "unet": {**SMALL, **(conditions if number == 0 else {"lowres_cond": True, **(second or {})})},
         }
         for number, size in enumerate(sizes)
     ]
@@ -252,6 +252,19 @@ def test_the_condition_is_made_smaller_then_blurred_then_enlarged_then_cropped()
     large, crops = model.training_pictures(batch, 1, torch.tensor([0.0, 0.6]), places=places, crop=6)
     assert torch.equal(crops["lowres_image"], cropped(given["lowres_image"], places, 6))
     assert torch.equal(large, cropped(images.float() / 127.5 - 1, places, 6))
+
+
+def test_a_pixel_has_the_same_coordinates_in_a_crop_as_in_the_whole_picture() -> None:
+    model = decoder(second={"coordinates": True, "init_cross_embed": False}).train()
+    seen: list[Tensor] = []
+    model.unet(1).init_conv.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][:, 3:5]))
+    batch = {"images": torch.zeros(2, 3, 16, 16, dtype=torch.uint8), "image_embed": EMBEDDINGS[:2]}
+    for crop, places in ((0, None), (4, torch.tensor([[0.0, 0.0], [0.999, 0.4]]))):
+        pictures, given = model.training_pictures(batch, 1, places=places, crop=crop)
+        model.unet(1)(pictures, torch.zeros(2), **given)
+    whole, crops = seen
+    expected = torch.stack([whole[0, :, :4, :4], whole[1, :, 12:, 5:9]])  # floor(0.999 x 13), floor(0.4 x 13)
+    assert torch.equal(crops, expected) and whole.amin() == -1 and whole.amax() == 1
 
 
 def test_crops_lie_where_their_shares_say() -> None:

@@ -42,7 +42,8 @@ def unet_of(case: str) -> Unet:
 
 @cases
 def test_public_weights_give_the_public_numbers(case: str, tmp_path: Path) -> None:
-    """Through a file in the public layout. Sums in another order move the outputs, which reach 4 to 13, by 5e-6."""
+    """Through a file in the public layout. Sums in another order, as other instructions of a CPU add them, move the
+    outputs, which reach 4 to 13, by up to 1.1e-5 as measured; 5e-5 leaves room for further CPUs."""
     reference, config = stored(case), public_config(case)
     public = {f"unets.0.{name}": weight for name, weight in weights_of(case, reference.shapes).items()}
     if CASES[case].is_second:
@@ -54,7 +55,7 @@ def test_public_weights_give_the_public_numbers(case: str, tmp_path: Path) -> No
     with torch.no_grad():
         kept = model(**inputs)
         null = model(**inputs, keep_image=none, keep_text=none)[:, :, ::STRIDE, ::STRIDE]
-    assert (kept - reference.kept).abs().max() < 1e-5 and (null - reference.null).abs().max() < 1e-5
+    assert (kept - reference.kept).abs().max() < 5e-5 and (null - reference.null).abs().max() < 5e-5
 
 
 @cases
@@ -238,6 +239,10 @@ def test_coordinates_are_two_more_channels_of_the_input_that_tell_places_apart()
     across, down = seen[0][0, before : before + 2]
     assert across[0].tolist() == down[:, 0].tolist() == pytest.approx(torch.linspace(-1, 1, 8).tolist())
     assert torch.equal(across, across[:1].expand(8, 8)) and torch.equal(down, across.T)
+    with pytest.raises(ValueError, match="built without coordinates"):
+        plain(**inputs, coordinates=seen[0][:, before : before + 2])
+    with pytest.raises(ValueError, match="coordinates has the shape"):
+        told(**inputs, coordinates=torch.zeros(4, 2, 4, 4))
     with pytest.raises(ValueError, match="do not know coordinates"):
         to_public([unet(coordinates=True, cross_attn_heads=8, cross_attn_dim_head=64)])
 

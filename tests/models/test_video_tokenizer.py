@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def depends_on(outputs: Tensor, inputs: Tensor) -> Tensor:
     """bool (f', f): whether frame f' of the outputs depends on frame f of the inputs."""
     rows = [torch.autograd.grad(frame.sum(), inputs, retain_graph=True)[0] for frame in outputs.unbind(2)]
     return torch.stack([row.abs().sum(dim=(0, 1, 3, 4)) > 0 for row in rows])
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_the_encoder_learns_from_the_reconstruction(quantizer: str) -> None:
+    """Measured: its gradient has a fifth of the norm of the decoder's or more; see test_vqgan.py."""
+    model = tokenizer("plain", quantizer=quantizer, codebook_size=256).train()
+    F.mse_loss(model(some_videos()).reconstruction, some_videos()).backward()
+    of_encoder, of_decoder = (
+        torch.stack([torch.linalg.vector_norm(p.grad) for p in half.parameters() if p.grad is not None]).norm()
+        for half in (model.encoder, model.decoder)
+    )
+    assert of_encoder > of_decoder / 1000
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -310,20 +323,43 @@ def test_images_train_the_last_time_slice_of_each_kernel_alone(variant: str) -> 
     assert is_used.count(False) == (2 if variant == "first" else 0)
 
 
-@pytest.mark.parametrize("variant", ["plain", "haar", "first"])
-def test_a_model_inflated_from_images_codes_every_frame_like_an_image(variant: str, tmp_path: Path) -> None:
-    layers = "residual,compress_space:6,residual"
+@pytest.mark.parametrize("variant", ["plain", "haar", "first", "window"])
+@pytest.mark.parametrize("layers", [
+    "residual,compress_space:6,residual", COMPRESSING[4], "attend_time,compress_space:6,gateloop_time",
+])  # fmt: skip
+def test_a_model_inflated_from_images_codes_every_frame_like_an_image(
+    variant: str, layers: str, tmp_path: Path
+) -> None:
+    """Of frames that share a code, it codes the last one. Nothing that images do not train has an effect."""
     of_images, model = tokenizer(variant, layers=layers), tokenizer(variant, layers=layers)
-    of_images.save_pretrained(tmp_path)
+    of_images.train()
+    F.mse_loss(of_images(some_videos(3, 1)).reconstruction, some_videos(3, 1)).backward()
+    with torch.no_grad():
+        for weight in of_images.parameters():  # what is untrained is not what it was in `model`
+            weight[weight.grad == 0] = torch.randn_like(weight)[weight.grad == 0]
+    of_images.eval().save_pretrained(tmp_path)
     model.inflate_from(tmp_path)
-    videos = some_videos(2, 3)
+    per_code = model.frames_per_code
+    videos = some_videos(2, 1 + 2 * per_code)
     with torch.no_grad():
         out = model(videos)
-        for frame in range(3):
-            image = of_images(videos[:, :, frame])
-            assert torch.equal(out.codes[:, frame], image.codes)
+        for frame in range(videos.shape[2]):
+            last = math.ceil(frame / per_code) * per_code
+            image = of_images(videos[:, :, last])
+            assert torch.equal(out.codes[:, last // per_code], image.codes)
             # The kernels have three slices here and one there: other sums, equal but for rounding.
             torch.testing.assert_close(out.reconstruction[:, :, frame], image.reconstruction, rtol=1e-5, atol=1e-5)
+
+
+def test_an_inflated_model_learns_to_look_back(tmp_path: Path) -> None:
+    tokenizer("plain").save_pretrained(tmp_path)
+    model = tokenizer("plain").train()
+    model.inflate_from(tmp_path)
+    F.mse_loss(model(some_videos(2, 9)).reconstruction, some_videos(2, 9)).backward()
+    gains = {name: p for name, p in model.named_parameters() if name.endswith("past_gain")}
+    # Three of attend_time and one of gateloop_time, in both halves.
+    assert len(gains) == 8 and not any(gain.any() for gain in gains.values())
+    assert all(gain.grad is not None and gain.grad.any() for gain in gains.values())
 
 
 class _Border(torch.autograd.Function):

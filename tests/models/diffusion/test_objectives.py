@@ -106,24 +106,39 @@ def test_the_sigmoid_weight_is_an_integral_over_log_snr_whatever_the_schedule(na
 
 
 @pytest.mark.parametrize(("name", "zero"), itertools.product(SCHEDULES, (False, True)))
-def test_the_first_step_of_sampling_is_trained_in_every_combination_that_is_allowed(name: str, zero: bool) -> None:
+def test_every_weight_goes_with_every_objective_of_every_schedule_and_is_0_at_snr_0_alone(
+    name: str, zero: bool
+) -> None:
     schedule = Schedule(name, zero_terminal_snr=zero)
+    objectives = ("flow", "x_start") if name == "flow" else VP[1:] if schedule.ends_at_zero_snr else VP
     allowed = {pair for pair in itertools.product(OBJECTIVES, LOSS_WEIGHTS) if is_fine(schedule, *pair)}
+    assert allowed == set(itertools.product(objectives, LOSS_WEIGHTS))
     for objective, weight in allowed:
         weights = loss_weights(weight, schedule, objective)
-        assert weights.isfinite().all() and (weights > 0).all(), (objective, weight)
-    at_zero = ("none", "learned")
-    expected = itertools.product(VP, LOSS_WEIGHTS)
-    if name == "flow":
-        expected = itertools.product(("flow", "x_start"), at_zero)
-    elif schedule.ends_at_zero_snr:
-        expected = itertools.product(("x_start", "v"), at_zero)
-    assert allowed == set(expected)
+        has_signal = torch.ones(1000, dtype=torch.bool) if weight in ("none", "learned") else schedule.alpha > 0
+        assert weights.isfinite().all() and torch.equal(weights > 0, has_signal), (objective, weight)
+
+
+def test_weights_down_to_snr_0_are_the_published_ones() -> None:
+    """Of v, Hang et al. 2023: min(SNR, gamma) / (SNR + 1). Of flow, t = 1 is noise, and the error of the noise is
+    1 - t times that of the prediction: sigmoid(bias - log SNR) |d log SNR / dt| (1 - t)^2 = sigmoid(...) 2 (1 - t) / t
+    (Kingma and Gao 2023, with the schedule of Lipman et al. 2023)."""
+    schedule = Schedule("cosine", zero_terminal_snr=True)
+    snr = schedule.log_snr.exp()
+    published = snr.clamp_max(5) / (snr + 1)
+    torch.testing.assert_close(loss_weights("min_snr", schedule, "v"), published, rtol=1e-9, atol=0)
+    torch.testing.assert_close(loss_weights("p2", schedule, "v"), snr / (1 + snr) ** 2, rtol=1e-9, atol=0)
+    schedule, t = Schedule("flow"), torch.arange(1, 1001).double() / 1000
+    published = torch.sigmoid(-1 - schedule.log_snr) * 2 * (1 - t) / t
+    found = loss_weights("sigmoid", schedule, "flow", sigmoid_bias=-1.0)
+    # The slope is a difference of neighbouring levels, one-sided at the ends.
+    torch.testing.assert_close(found[1:-1], published[1:-1], rtol=1e-5, atol=0)
+    assert found[-1] == published[-1] == 0
 
 
 @pytest.mark.parametrize(("name", "objective", "weight", "match"), [
     ("jsd", "noise", "none", "SNR is 0"), ("flow", "v", "none", "objective flow"), ("cosine", "flow", "none", "flow"),
-    ("jsd", "v", "min_snr", "first step of sampling"), ("cosine", "eps", "none", "choose one of"),
+    ("cosine", "eps", "none", "choose one of"),
     ("cosine", "v", "minsnr", "choose one of"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused(name: str, objective: str, weight: str, match: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.diffusion import SAMPLERS, SCHEDULES, Denoised, Inpaint, Schedule, dynamic_threshold, sample
-from models.diffusion.sampling import CLEAN, add_noise_again, sampling_levels
+from models.diffusion.sampling import CLEAN, add_noise_again, best_spacing, sampling_levels
 from models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, uniform_levels
 
@@ -326,6 +326,33 @@ def test_karras_levels_are_the_nearest_to_equal_steps_of_the_seventh_root(name: 
     for n, level in enumerate(visited):
         wanted = 7 * math.log(high + n / (len(visited) - 1) * (low - high))
         assert (noise - wanted).abs().argmin() == level.number
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("spacing", ["uniform", "karras"])
+@pytest.mark.parametrize("steps", [1, 2, 50, 250, 1000])
+def test_each_step_visits_a_level_of_its_own(name: str, spacing: str, steps: int) -> None:
+    """Where levels lie far apart, the one that is nearest to a step of "karras" is that of its neighbours too."""
+    for zero in (False, True):
+        schedule = Schedule(name, zero_terminal_snr=zero)
+        numbers = [level.number for level in sampling_levels(schedule, steps, spacing=spacing)[:-1]]
+        assert len(set(numbers)) == steps and numbers == sorted(numbers, reverse=True) and numbers[0] == 999
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("zero", [False, True])
+def test_the_default_sampler_keeps_small_deviations_on_every_schedule(name: str, zero: bool) -> None:
+    """With uniform steps it keeps 90% of it on linear and 84% on jsd."""
+    schedule = Schedule(name, zero_terminal_snr=zero)
+    assert shrunk(schedule, 0.25, "dpmpp_2m", 20) == pytest.approx(0.25, rel=0.03)
+
+
+def test_the_spacing_is_chosen_for_one_sampler_on_two_schedules_alone() -> None:
+    chosen = {(name, sampler): best_spacing(Schedule(name), sampler) for name in SCHEDULES for sampler in SAMPLERS}
+    assert {pair for pair, spacing in chosen.items() if spacing != "uniform"} == {
+        ("linear", "dpmpp_2m"), ("jsd", "dpmpp_2m"),
+    }  # fmt: skip
+    assert best_spacing(Schedule("linear", log_snr_shift=-1.0).to("cpu"), "dpmpp_2m") == "karras"
 
 
 @pytest.mark.parametrize("sampler", DETERMINISTIC)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import VQGAN, DiscreteVAE, MuLaN, ResidualQuantizer, Unet, VideoTokenizer
@@ -173,6 +173,16 @@ def test_an_argument_that_does_not_fit_the_weights_is_an_error_at_once(
     started = time.process_time()
     assert complaint in complaint_about(CASES[name], tmp_path / "model", change)
     assert time.process_time() - started < 5
+
+
+def test_a_model_of_before_a_layer_had_a_weight_is_said_to_be_of_an_earlier_version(tmp_path: Path) -> None:
+    """As video tokenizers with attend_time were before past_gain."""
+    VideoTokenizer(**{**helpers.TOKENIZER, "layers": "attend_time,compress_space:6"}).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.endswith("past_gain")}
+    assert len(kept) < len(weights)
+    save_file(kept, tmp_path / "model.safetensors")
+    assert "not none: it may be of an earlier version" in one_line_of(VideoTokenizer.from_pretrained, tmp_path)
 
 
 def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:

@@ -166,6 +166,24 @@ def test_along_time_a_frame_sees_the_memories_and_the_last_frames_up_to_itself(w
         torch.testing.assert_close(out[n, t], attention.to_out(torch.cat(heads)))
 
 
+def test_a_gain_says_how_much_of_earlier_frames_is_seen() -> None:
+    """With 0 nothing of them is; between 0 and 1, in attention and in the recurrence, the result is between the two."""
+    for layer in (Attend(6, Attention(6, 2, 3, is_causal=True), "time"), GateLoop(6)):
+        x, gains = video(), [p for name, p in layer.named_parameters() if name.endswith("past_gain")]
+        with torch.no_grad():
+            for gain in gains:
+                gain.zero_()
+            alone = layer(x, WHOLE)
+            for t in range(x.shape[2]):
+                torch.testing.assert_close(alone[:, :, t : t + 1], layer(x[:, :, t : t + 1], WHOLE))
+    for layer, x in ((Attention(6, 2, 3, is_causal=True), video(3, 5, 6)), (GateLoop(6), video())):
+        results = []
+        for value in (0.0, 0.25, 1.0):
+            nn.init.constant_(layer.past_gain, value)
+            results.append(layer(x, WHOLE).detach())
+        torch.testing.assert_close(results[1], torch.lerp(results[0], results[2], 0.25))
+
+
 def test_linear_attention_is_its_explicit_sum() -> None:
     attention, tokens = TaylorAttention(6, heads=2, dim_head=3), video(3, 5, 6)
     q, k, v = attention.to_qkv(tokens).view(3, 5, 3, 2, 3).permute(2, 0, 3, 1, 4)
