@@ -13,7 +13,6 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from training.flags.public_names import add_public_names
 from training.flags.shared import add_conditioned_image_arguments, add_optimizer_arguments, add_run_arguments
 from training.flags.unets import check_unet_flags, of_unet, refuse_idle_decoder_flags, sampling_of, spread, stages_of
 from training.run.starts import last_start
+from training.schedules import share_of_rate
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -46,6 +46,8 @@ MODEL_ARGUMENTS = (
     "timesteps", "noise_schedule", "zero_terminal_snr", "noise_shift", "objective", "learned_variance", "condition_on",
     "lowres_condition",
 )  # fmt: skip
+# What the terminal shows of a line of metrics.jsonl, beside the error of each Unet.
+COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lpips", "valid/shape")
 
 
 def build_parser() -> ArgumentParser:
@@ -74,10 +76,7 @@ def public_flags(path: str, said: argparse.Namespace) -> Mapping[str, tuple[str,
 
 def learning_rate(step: int, total_steps: int, warmup: int, cosine: bool) -> float:
     """Share of the highest learning rate at update ``step`` (from 0): linear warm-up, then 1 or a cosine down to 0."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(total_steps - warmup, 1)
-    return 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0)) if cosine else 1.0
+    return share_of_rate(step, total_steps, warmup, lowest=0.0 if cosine else 1.0)
 
 
 def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
@@ -222,7 +221,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         judge, unseen = load_judge(args, feed.first, clip, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
-    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=spread)
+    columns = [*(f"unet{number}/error" for number in trained), *COLUMNS]
+    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=columns, resolve=spread)
 
     generation = Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
@@ -245,7 +245,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         also_every_n_steps=args.evaluate_every_n_steps if args.n_evaluation_samples else 0,
         use=("sample.py", *sampling_example(args)),
     )  # fmt: skip
-    norms: dict[int, Tensor] = {}
+    made: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
         run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
@@ -260,11 +260,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 loss, error = losses.loss.mean(), losses.error.mean()
                 engine.backward(loss)
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
-            update = engine.step()
-            norms[number] = update.grad_norm
+            made[number] = update = engine.step()
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
-        run.log(lr=engines[min(engines)].lr, grad_norm=sum(norm**2 for norm in norms.values()) ** 0.5)
-        ema.update()
+        run.log(lr=engines[min(engines)].lr, grad_norm=sum(each.grad_norm**2 for each in made.values()) ** 0.5)
+        ema.update(*(each.skipped for each in made.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

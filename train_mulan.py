@@ -13,7 +13,6 @@ that of one process which holds them all. Run the same command again to resume; 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
 from training.flags.towers import LATER_MODEL_ARGUMENTS, add_tower_arguments, resolved, settle_tower_arguments
 from training.run.starts import last_start
+from training.schedules import share_of_rate, warmup_of
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -49,6 +49,8 @@ OTHER_MODEL_ARGUMENTS = (
     "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias",
     "gradient_checkpointing", "attn_dropout", "ff_dropout", "freeze_text_tower", "freeze_audio_tower",
 )  # fmt: skip
+# What the terminal shows of a line of metrics.jsonl.
+COLUMNS = ("temperature", "audio_variance", "text_variance", "valid/r10", "valid/loss", "valid/zero_shot/top1")
 PAIRS_SHOWN = 64  # in a picture of similarities
 
 
@@ -74,7 +76,7 @@ def build_parser() -> ArgumentParser:
     add = parser.add_argument_group("schedule").add_argument
     add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
-        help="updates of linear warm-up from 0")
+        help="updates of linear warm-up from 0, at most half of the run")
     add("--lr_schedule", type=str.lower, choices=("cosine", "constant"), default="cosine",
         help="after the warm-up, let the learning rate fall to 0 along a cosine, or keep it")
     add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
@@ -106,11 +108,8 @@ def settle_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
     """Learning rate of update number ``step`` (from 0): linear warm-up, then --lr_schedule."""
-    warmup = min(args.lr_warmup_steps, total_steps // 2)
-    if step < warmup or args.lr_schedule == "constant":
-        return float(args.learning_rate * min(1.0, (step + 1) / max(warmup, 1)))
-    done = (step - warmup) / max(total_steps - warmup, 1)
-    return float(args.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+    lowest = 0.0 if args.lr_schedule == "cosine" else 1.0
+    return float(args.learning_rate * share_of_rate(step, total_steps, args.lr_warmup_steps, lowest))
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
@@ -190,7 +189,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         model = build_model(args, tokenizer).to(backend.device)
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
     feed = data.sound_feed(args, backend, tokenizer)
-    run = Run(args, settings, backend, feed, model_arguments=fixed_arguments(args, MODEL_ARGUMENTS), resolve=resolved)
+    fixed = fixed_arguments(args, MODEL_ARGUMENTS)
+    run = Run(args, settings, backend, feed, model_arguments=fixed, columns=COLUMNS, resolve=resolved)
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = make_ema(engine, args.ema_decay, args.ema_power)
@@ -222,13 +222,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, **TowerRecord.parts(model.config), engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps
-    alarm = CollapseAlarm(after_steps=min(args.lr_warmup_steps, total_steps // 2))
+    alarm = CollapseAlarm(after_steps=warmup_of(args.lr_warmup_steps, total_steps))
 
     for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):
         engine.lr = learning_rate(step, total_steps, args)
         result = contrastive_update(engine, backend, contrastive, batch, inputs)
         update = engine.step()
-        ema.update()
+        ema.update(update.skipped)
         run.log(update, loss=result.loss, temperature=result.scale[0])
         run.log(audio_variance=result.spread_audio, text_variance=result.spread_text)
         if args.loss == "sigmoid":

@@ -13,15 +13,14 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
 from models.quantizers import QUANTIZERS
-from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments
+from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments, without_perceptual_loss
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
 from training.flags.own_data import place_of
@@ -29,6 +28,7 @@ from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_video_arguments
 from training.run.starts import last_start
+from training.schedules import share_of_rate
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -48,6 +48,8 @@ LASTING = (
 )  # fmt: skip
 GENERATOR = (*LASTING, "image_size", "diversity_gamma", "inv_temperature", "vq_decay", "gradient_checkpointing")
 MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers")
+# What the terminal shows of a line of metrics.jsonl.
+COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd", "valid/lpips", "valid/codes_used")
 LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -89,10 +91,13 @@ def build_parser() -> ArgumentParser:
     add("--train_decoder_only", action="store_true", help="keep the encoder and the codebook as --init_from has them")
 
     add_quantizer_arguments(parser, QUANTIZERS, codebook_size=1024, commitment_loss_weight=1.0, diversity_gamma=2.5)
+    add = parser.add_argument_group("reconstruction loss").add_argument
+    add("--l1_recon_loss", action="store_true", help="mean absolute instead of squared error")
+
     add = parser.add_argument_group("schedule").add_argument
     add("--learning_rate", type=positive_float, default=1e-5, metavar="LR", help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, default=1000, metavar="UPDATES",
-        help="updates of linear warm-up from 0")
+        help="updates of linear warm-up from 0, at most half of the run")
     add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")
     add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
 
@@ -109,10 +114,7 @@ def build_parser() -> ArgumentParser:
 
 def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
     """Share of the highest learning rate at update ``step`` (from 0): linear warm-up, then 1 or a cosine down to 0."""
-    if step < args.lr_warmup_steps:
-        return float((step + 1) / args.lr_warmup_steps)
-    done = (step - args.lr_warmup_steps) / max(total_steps - args.lr_warmup_steps, 1)
-    return 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0)) if args.lr_cosine else 1.0
+    return share_of_rate(step, total_steps, args.lr_warmup_steps, lowest=0.0 if args.lr_cosine else 1.0)
 
 
 def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
@@ -153,12 +155,10 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
 
 
 def evaluate(
-    model: VideoTokenizer, feed: Feed[VideoBatch], num_frames: int, networks: Mapping[str, Any],
-    backend: distributed.Backend,
+    model: VideoTokenizer, feed: Feed[VideoBatch], error: Callable[[Tensor, Tensor], Tensor], num_frames: int,
+    networks: Mapping[str, Any], backend: distributed.Backend,
 ) -> dict[str, float | Image.Image]:  # fmt: skip
     """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
-    from torch.nn import functional as F
-
     from data import to_unit_range
     from training.measures.videos import VideoQuality
     from training.pictures.images import code_histogram
@@ -169,7 +169,7 @@ def evaluate(
     for batch in feed.validation():
         videos = to_unit_range(batch["videos"])
         out = model(videos)
-        quality.add(videos, out.reconstruction, out.codes, recon_loss=F.mse_loss(out.reconstruction, videos))
+        quality.add(videos, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, videos))
     model.train(was_training)
     values, counts = quality.result(backend.sum)
     return {**values, "codes": code_histogram(counts)}
@@ -212,11 +212,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
         networks = load_metric_networks(args, backend.device)
-        adam = [make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
-                for model in (generator, discriminator)]  # fmt: skip
+        both = ((generator, args.betas), (discriminator, args.discr_betas or args.betas))
+        adam = [make_optimizer(model, args.learning_rate, betas, args.weight_decay, lion=args.use_lion)
+                for model, betas in both]  # fmt: skip
     feed = data.video_feed(args, backend)
     run = Run(
-        args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS,
+        args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS,
         resolve=lambda said: {**said, "discr_dim": said.get("discr_dim") or said.get("init_dim")},
     )  # fmt: skip
     generator.quantizer.connect(backend)
@@ -230,19 +231,22 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
         return {"frames": (shares * micro["videos"].shape[2]).long().to(backend.device, non_blocking=True)}
 
+    error = F.l1_loss if args.l1_recon_loss else F.mse_loss
     adversaries = AdversarialTraining(
         engine, critic, backend, quantizer=generator.quantizer, last_layer_gradient=generator.last_layer_gradient,
         images=lambda micro: data.to_unit_range(micro["videos"]), given=drawn_frames, heads=discriminator.num_heads,
-        reconstruction_loss=reconstruction_loss(F.mse_loss, perceptual, args.perceptual_loss_weight, frames_of),
+        reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight, frames_of),
         weights=AdversarialWeights.from_args(args), seed=args.seed, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
         engine, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
-        validate=in_precision(lambda model, step: evaluate(model, feed, args.num_frames, networks, backend)),
+        validate=in_precision(lambda model, step: evaluate(model, feed, error, args.num_frames, networks, backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown, args.fps or 8)),
         use=("tokenize_videos.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
+    if (line := without_perceptual_loss(args)) and not run.is_complete:
+        run.say(line)
 
     for step, batch in run.updates(evaluation, preview=args.num_videos_save):
         rate = learning_rate(step, run.progress.total_steps, args)
@@ -250,7 +254,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
-        ema.update()
+        ema.update(update.skipped)
         if is_adversarial:
             is_punished = step % args.apply_grad_penalty_every == 0
             of_critic = adversaries.discriminator_step(batch, fakes, step, with_penalty=is_punished)

@@ -44,6 +44,8 @@ FLAGS = {
     "num_resnet_blocks": "--num_resnet_blocks", "hidden_dim": "--hidden_dim", "channels 3": "no --transparent",
     "channels 4": "--transparent",
 }  # fmt: skip
+# What the terminal shows of a line of metrics.jsonl.
+COLUMNS = ("recon_loss", "codes_used", "temperature", "valid/psnr", "valid/loss", "valid/codes_used")
 SCHEDULE_EVERY_N_STEPS = 100
 
 
@@ -193,7 +195,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
         model = build_model(args).to(backend.device)
     feed = data.image_feed(args, backend, model.channels)
-    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS)
+    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS)
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     ema = make_ema(vae, args.ema_decay, args.ema_power)
@@ -224,7 +226,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             codes += [] if out.codes is None else [out.codes]
             run.add(loss=out.loss, recon_loss=out.recon_loss, kl=out.kl)
         update = vae.step()
-        ema.update()
+        ema.update(update.skipped)
         run.log_codes(codes, model.num_codes)
         run.log(update, temperature=temperature)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.quantizers import QUANTIZERS
-from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments
-from training.flags.converters import non_negative_int, positive_float, size, sizes
+from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments, without_perceptual_loss
+from training.flags.converters import epoch_counts, non_negative_int, positive_float, size, sizes, two_fractions
 from training.flags.idle import refuse_idle_flags
 from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_image_arguments, add_run_arguments
 from training.run.starts import last_start
+from training.schedules import share_of_rate
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -42,7 +42,12 @@ DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
 # Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
 MODEL_ARGUMENTS = (
     "image_size", "dim", "num_layers", "num_resnet_blocks", "quantizer", "codebook_size", "codebook_dim",
-    "fsq_levels", "vq_cosine", "discr_dim", "discr_layers",
+    "fsq_levels", "vq_cosine", "centred", "discr_dim", "discr_layers",
+)  # fmt: skip
+BEFORE: dict[str, Any] = {"centred": False}  # for runs of versions that had no such arguments
+# What the terminal shows of a line of metrics.jsonl.
+COLUMNS = (
+    "recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid", "valid/lpips", "valid/codes_used"
 )  # fmt: skip
 
 
@@ -57,6 +62,8 @@ def build_parser() -> ArgumentParser:
         help="halvings of the side: a code stands for 2^N x 2^N pixels")
     add("--num_resnet_blocks", type=sizes, default="1", metavar="N[,N...]",
         help="residual blocks of the coarsest level, or of each level, finest first")
+    add("--centred", action=argparse.BooleanOptionalAction, default=True,
+        help="let the layers see and make images in [-1, 1]; off for a model that muse-maskgit-pytorch is to load")
     add("--init_from", metavar="DIR",
         help="start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub or a "
         "file of a VQGanVAE of muse-maskgit-pytorch; from the file, the discriminator too")
@@ -67,10 +74,13 @@ def build_parser() -> ArgumentParser:
 
     add = parser.add_argument_group("schedule").add_argument
     add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate of Adam")
+    add("--betas", type=two_fractions, default="0.9,0.999", metavar="B1,B2", help="betas of Adam")
     add("--lr_warmup_steps", type=non_negative_int, default=0, metavar="UPDATES",
-        help="updates of linear warm-up from 0")
+        help="updates of linear warm-up from 0, at most half of the run")
     add("--lr_cosine", action="store_true",
         help="let the learning rate fall to a tenth along a cosine; constant otherwise")
+    add("--lr_drop_epochs", type=epoch_counts, metavar="EPOCHS[,EPOCHS...]",
+        help="divide the learning rates by 10 after each of these numbers of epochs")
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--lpips_weights", metavar="FILE", help="report LPIPS on the validation split with these weights")
@@ -84,20 +94,21 @@ def build_parser() -> ArgumentParser:
 
 
 def one_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with one spelling per model: "0,0,1" residual blocks are "1", and --discr_dim defaults to --dim."""
+    """Settings, spelled alike for a model: "0,1" residual blocks are "1", --discr_dim and `BEFORE` are filled in."""
     blocks = str(settings.get("num_resnet_blocks"))
     blocks = blocks.removeprefix("0," * blocks.count(","))
-    return {**settings, "num_resnet_blocks": blocks, "discr_dim": settings.get("discr_dim") or settings.get("dim")}
+    width = settings.get("discr_dim") or settings.get("dim")
+    return {**BEFORE, **settings, "num_resnet_blocks": blocks, "discr_dim": width}
 
 
 def learning_rate(step: int, total_steps: int, peak: float, args: argparse.Namespace) -> float:
     """Learning rate of update number ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
-    if step < args.lr_warmup_steps:
-        return float(peak * (step + 1) / args.lr_warmup_steps)
-    if not args.lr_cosine:
-        return float(peak)
-    done = (step - args.lr_warmup_steps) / max(total_steps - args.lr_warmup_steps, 1)
-    return float(peak * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))))
+    return float(peak * share_of_rate(step, total_steps, args.lr_warmup_steps, lowest=0.1 if args.lr_cosine else 1.0))
+
+
+def rate_drop(epoch: float, args: argparse.Namespace) -> float:
+    """Factor on the learning rates of an update that begins after ``epoch`` passes over the training data."""
+    return float(0.1 ** sum(epoch >= drop for drop in args.lr_drop_epochs or ()))
 
 
 def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
@@ -116,7 +127,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     torch.manual_seed(args.seed)
     names = (
         "image_size", "dim", "num_layers", "quantizer", "codebook_size", "codebook_dim", "diversity_gamma",
-        "inv_temperature", "fsq_levels", "vq_decay", "vq_cosine", "gradient_checkpointing",
+        "inv_temperature", "fsq_levels", "vq_decay", "vq_cosine", "gradient_checkpointing", "centred",
     )  # fmt: skip
     first, *others = args.num_resnet_blocks  # one number is that of the coarsest level
     blocks = [first, *others] if others else first
@@ -202,7 +213,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models.perceptual import load_perceptual
     from training.ema import make_ema
     from training.measures.collapse import ReconstructionAlarm
-    from training.objectives.adversarial import last_layer_gradient
     from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, reconstruction_loss
     from training.run.loop import Evaluation
     from training.run.run import Run
@@ -212,20 +222,20 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
         networks = load_metric_networks(args, backend.device)
     feed = data.image_feed(args, backend)
-    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, resolve=one_spelling)
+    run = Run(
+        args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS, resolve=one_spelling
+    )  # fmt: skip
 
-    quantizer, last_weight_shape = generator.quantizer, tuple(generator.last_layer.weight.shape)
-    quantizer.connect(backend)
+    generator.quantizer.connect(backend)
     adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
-    engine = backend.wrap(generator, adam(generator.parameters()), name="generator")
+    engine = backend.wrap(generator, adam(generator.parameters(), betas=args.betas), name="generator")
     ema = make_ema(engine, args.ema_decay, args.ema_power)
-    critic = backend.wrap(
-        discriminator, adam(discriminator.parameters()), name="discriminator", max_grad_norm=args.discr_max_grad_norm
-    )
+    of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
+    critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
     adversaries = AdversarialTraining(
-        engine, critic, backend, quantizer=quantizer, seed=args.seed, log=run.add,
-        last_layer_gradient=functools.partial(last_layer_gradient, weight_shape=last_weight_shape),
+        engine, critic, backend, quantizer=generator.quantizer, seed=args.seed, log=run.add,
+        last_layer_gradient=generator.last_layer_gradient,
         images=lambda micro: data.to_unit_range(micro["images"]), weights=AdversarialWeights.from_args(args),
         reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight),
     )  # fmt: skip
@@ -237,18 +247,20 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("tokenize_images.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
-    if perceptual is None and not run.is_complete:
-        run.say("no perceptual loss (--perceptual none): reconstructions will be smoother than with one")
+    if (line := without_perceptual_loss(args)) and not run.is_complete:
+        run.say(line)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        engine.lr = learning_rate(step, run.progress.total_steps, args.learning_rate, args)
-        critic.lr = learning_rate(step, run.progress.total_steps, args.discr_learning_rate or args.learning_rate, args)
+        drop = rate_drop(run.progress.epoch, args)
+        engine.lr = drop * learning_rate(step, run.progress.total_steps, args.learning_rate, args)
+        peak = args.discr_learning_rate or args.learning_rate
+        critic.lr = drop * learning_rate(step, run.progress.total_steps, peak, args)
         weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
         is_adversarial = step >= args.discr_start_step
         update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
-        ema.update()
+        ema.update(update.skipped)
         if is_adversarial:
-            with_penalty = (step + 1) % args.apply_grad_penalty_every == 0
+            with_penalty = step % args.apply_grad_penalty_every == 0
             discr_update = adversaries.discriminator_step(batch, fakes, step, with_penalty=with_penalty)
             run.log(discr_grad_norm=discr_update.grad_norm)
         run.log_codes(codes, generator.num_codes)

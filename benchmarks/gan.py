@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from models import VQGAN, Discriminator, VideoDiscriminator, VideoTokenizer
 from models.quantizers import make_quantizer
-from training.objectives.adversarial import gradient_penalty, heads_of, last_layer_gradient, zero_centred_penalty
+from training.objectives.adversarial import gradient_penalty, heads_of, zero_centred_penalty
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
 
 from .bare import DTYPES
@@ -104,10 +103,17 @@ class _Game:
 def _of_images() -> _Game:
     torch.manual_seed(0)
     generator = VQGAN(_SIDE, dim=32, num_layers=3, codebook_size=1024)
-    last = generator.last_layer
-    gradient = partial(last_layer_gradient, weight_shape=tuple(last.weight.shape))
     images = torch.rand(_BATCH, 3, _SIDE, _SIDE)
-    return _Game(generator, Discriminator(32, layers=2), images, {}, last, gradient, F.l1_loss, AdversarialWeights())
+    return _Game(
+        generator,
+        Discriminator(32, layers=2),
+        images,
+        {},
+        generator.last_layer,
+        generator.last_layer_gradient,
+        F.l1_loss,
+        AdversarialWeights(),
+    )
 
 
 def _of_videos() -> _Game:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import data
 import models
+from data.feed import Feed
 from training.run.costs import without_costs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,6 +252,26 @@ class Script:
             self.train(folder, *more)
         assert raised.value.code == 75
         assert (folder / "checkpoints" / f"step_{step + 1:08d}").is_dir()
+
+    def train_stopped_in_validation(self, step: int, folder: Path, *more: str) -> None:
+        """Train until the process is asked to stop between two batches of a validation, that of the averaged weights
+        after update ``step`` (from 0); each update of an odd number has one of the trained weights and one of them."""
+        passes, validation = itertools.count(), Feed.validation
+
+        def interrupted(feed: Feed[Any]) -> Iterator[Any]:
+            number = next(passes)
+            for place, batch in enumerate(validation(feed)):
+                assert number < step or place == 0, "the rest is left to the next start"
+                if number == step:
+                    ask_to_stop()
+                yield batch
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as raised:
+            patch.setattr(Feed, "validation", interrupted)
+            self.train(folder, *more)
+        assert raised.value.code == 75
+        assert (folder / "checkpoints" / f"step_{step + 1:08d}").is_dir()
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == step
 
 
 VAE = Script(

@@ -319,7 +319,6 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--image_sizes", "9", "16"], "image size 9 of Unet 1 must be a multiple of 2"),
         (["--train_unets", "3"], "--train_unets 3: there are 2 Unets"),
         (["--objective", "noise"], "objective noise says nothing about the picture at the last noise level"),
-        (["--loss_weight", "min_snr"], "is 0 at the last noise level"),
         (["--objective", "flow"], "objective flow needs the schedule flow"),
         (["--min_snr_gamma", "3"], "--min_snr_gamma has no effect"),
         (["--blur_prob", "0.1", "--image_sizes", "8"], "--blur_prob has no effect with --image_sizes [8]"),

@@ -448,8 +448,9 @@ def test_a_run_from_before_the_later_arguments_goes_on_and_is_read(finished: Pat
     config = yaml.safe_load((run / "config.yaml").read_text())
     later = {*train_mulan.LATER_MODEL_ARGUMENTS, "attn_dropout", "ff_dropout", "freeze_text_tower"}
     (run / "config.yaml").write_text(yaml.safe_dump({k: v for k, v in config.items() if k not in later}))
-    for said in (("--ff_mult", "2"), ("--hierarchical_spacing", "even"), ("--audio_heads", "1")):
-        assert f"{said[0]} was None and is now" in MULAN.refused(run, *MULAN.eight, "--max_steps", "9", *said)
+    for flag, was, now in (("--ff_mult", 4, 2), ("--hierarchical_spacing", "last", "even"), ("--audio_heads", 2, 1)):
+        refusal = MULAN.refused(run, *MULAN.eight, "--max_steps", "9", flag, str(now))
+        assert f"{flag} was {was} and is now {now}" in refusal
     ours, theirs = (load_checkpoint(folder / "checkpoints" / "step_00000008", "online") for folder in (run, finished))
     assert_same_bits(ours.state_dict(), theirs.state_dict())
     # As much is said as before, or the values that others decide.

@@ -162,7 +162,7 @@ def test_texts_have_no_marks_of_start_and_end(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_configuration_builds_the_public_defaults() -> None:
-    """Facts: AudioSpectrogramTransformer.__init__, TextTransformer.__init__, and the sizes of the README."""
+    """Facts: AudioSpectrogramTransformer.__init__, TextTransformer.__init__, the README's sizes, and MuLaNTrainer."""
     args = MULAN.parsed("--config", str(MULAN.configs / "musiclm.yaml"))
     train_mulan.settle_arguments(train_mulan.build_parser(), args)
     with torch.device("meta"):
@@ -173,3 +173,7 @@ def test_the_configuration_builds_the_public_defaults() -> None:
                 "sigmoid_contrastive_loss": False, "init_temperature": 10.0}  # fmt: skip
     assert type(model) is MusicLMMuLaN and model.config.items() >= defaults.items()
     assert args.spectrogram == "power"
+    trainer = {"learning_rate": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "max_grad_norm": 0.5,
+               "use_lion": False, "lr_schedule": "constant", "lr_warmup_steps": 0,
+               "duplicates": "negatives"}  # fmt: skip
+    assert vars(args).items() >= trainer.items()

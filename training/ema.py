@@ -15,6 +15,8 @@ from .profiles import exponent_of
 
 Gathered = Callable[[], AbstractContextManager[Any]]
 
+_TENSORS_AT_ONCE = 32  # moved by the same launches on a GPU; their differences are the memory that an update takes
+
 
 class AveragedModel:
     """An average of the weights in fp32, of which each process holds as much as of the weights themselves: where these
@@ -30,6 +32,7 @@ class AveragedModel:
         self._parameters = dict(self.module.named_parameters())
         held = weights.held_weights()
         self._held = {name: held[name].detach().to(torch.float32, copy=True) for name in self._parameters}
+        self.device = next(iter(self._held.values())).device
         self._let_go()
 
     @contextmanager
@@ -43,10 +46,19 @@ class AveragedModel:
             self._let_go()
 
     @torch.no_grad()
-    def move_towards(self, held: Mapping[str, Tensor], share: float) -> None:
-        """Move a share of the way to these weights, of which `held` is what this process holds; copy the buffers."""
-        targets = [held[name].to(average) for name, average in self._held.items()]
-        torch._foreach_lerp_(list(self._held.values()), targets, share)
+    def move_towards(self, held: Mapping[str, Tensor], share: Tensor) -> None:
+        """Move a share of the way, 0-d and on the device, to these weights, of which `held` is what this process holds;
+        copy the buffers."""
+        share, names = share.float(), list(self._held)
+        for start in range(0, len(names), _TENSORS_AT_ONCE):
+            averages = [self._held[name] for name in names[start : start + _TENSORS_AT_ONCE]]
+            targets = [held[name].to(self._held[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
+            if self.device.type == "cpu":  # one pass over the memory
+                torch._foreach_lerp_(averages, targets, [share] * len(averages))
+            else:  # three kernels; lerp with a share that is on the device has one for each weight
+                steps = torch._foreach_sub(targets, averages)
+                torch._foreach_mul_(steps, share)
+                torch._foreach_add_(averages, steps)
         for name, buffer in self.module.named_buffers():
             if name in held:
                 buffer.copy_(held[name])
@@ -79,6 +91,28 @@ class AveragedModel:
             parameter.data = parameter.data.new_empty(0)
 
 
+class _Count:
+    """Number of updates that an average holds. Skipped ones change no weights and do not count. The number is on the
+    device, where it is known which updates are skipped, so that the host does not wait; `int` of it makes it wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._number = torch.zeros((), dtype=torch.float64, device=device)
+
+    def __int__(self) -> int:
+        return int(self._number)
+
+    def start_from(self, number: int) -> None:
+        self._number.fill_(number)
+
+    def next(self, skipped: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Count an update, unless one of these flags (0-d bool) is set. Returns whether it counts, and the number."""
+        is_made = torch.ones_like(self._number, dtype=torch.bool)
+        for flag in skipped:
+            is_made = is_made & ~flag.to(is_made.device)
+        self._number += is_made
+        return is_made, self._number
+
+
 class ExponentialMovingAverage:
     """Average a <- d a + (1 - d) w after every update, with d = min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
 
@@ -93,14 +127,15 @@ class ExponentialMovingAverage:
     def __init__(self, weights: Weights, decay: float) -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
-        self.updates = 0
         self._weights, self._average = weights, AveragedModel(weights)
+        self._updates = _Count(self._average.device)
 
-    def update(self) -> None:
-        """Add the weights after one update. Collective."""
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        self._average.move_towards(self._weights.held_weights(), 1 - decay)
+    def update(self, *skipped: Tensor) -> None:
+        """Add the weights after one update, unless one of these flags (0-d bool) says that it was skipped, as that of
+        an engine's `Update`. Collective."""
+        is_made, n = self._updates.next(skipped)
+        share = (9 / (10 + n)).clamp_min(1 - self.decay)
+        self._average.move_towards(self._weights.held_weights(), torch.where(is_made, share, 0.0))
 
     def averages(self) -> dict[str, Gathered]:
         """Models to evaluate beside the trained one, by name: in the context of {"ema": function}["ema"]() the averaged
@@ -117,7 +152,7 @@ class ExponentialMovingAverage:
 
     def live_state(self) -> dict[str, Any]:
         """The count of updates and the averaged weights; those that are sharded as functions that return them whole."""
-        return {"updates": self.updates, "weights": self._average.state()}
+        return {"updates": int(self._updates), "weights": self._average.state()}
 
     def state_dict(self) -> dict[str, Any]:
         """The count of updates and the averaged weights. Collective."""
@@ -130,7 +165,7 @@ class ExponentialMovingAverage:
         if "powers" in state:
             raise ValueError(f"the checkpoint holds averages of another kind: continue with {_flag_of(state)}")
         self._average.restore(state["weights"])
-        self.updates = state["updates"]
+        self._updates.start_from(state["updates"])
 
 
 class PowerAverages:
@@ -153,17 +188,19 @@ class PowerAverages:
         names = [f"{length:g}" for length in lengths]
         if len(set(names)) < len(names):
             raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
-        self.updates = 0
         self._exponents = {name: exponent_of(float(name)) for name in names}
         self._weights = weights
         self._averages = {name: AveragedModel(weights) for name in names}
+        self._updates = _Count(self._first.device)
 
-    def update(self) -> None:
-        """Add the weights after one update. Collective."""
-        self.updates += 1
+    def update(self, *skipped: Tensor) -> None:
+        """Add the weights after one update, unless one of these flags (0-d bool) says that it was skipped, as that of
+        an engine's `Update`. Collective."""
+        is_made, n = self._updates.next(skipped)
         held = self._weights.held_weights()
         for name, average in self._averages.items():
-            average.move_towards(held, 1 - (1 - 1 / self.updates) ** (self._exponents[name] + 1))
+            share = 1 - (1 - 1 / n) ** (self._exponents[name] + 1)
+            average.move_towards(held, torch.where(is_made, share, 0.0))
 
     def averages(self) -> dict[str, Gathered]:
         """Models to evaluate beside the trained one, by name: in the context of {"ema_0.05": function, ...}[name]() the
@@ -182,7 +219,7 @@ class PowerAverages:
         """The count of updates, and the averaged weights by length; those that are sharded as functions that return
         them whole."""
         powers = {name: {"weights": average.state()} for name, average in self._averages.items()}
-        return {"updates": self.updates, "powers": powers}
+        return {"updates": int(self._updates), "powers": powers}
 
     def state_dict(self) -> dict[str, Any]:
         """The count of updates, and the averaged weights by length. Collective."""
@@ -201,13 +238,13 @@ class PowerAverages:
             raise ValueError(f"the checkpoint holds other averages: continue with {_flag_of(state)}")
         for name, average in self._averages.items():
             average.restore(state["powers"][name]["weights"])
-        self.updates = state["updates"]
+        self._updates.start_from(state["updates"])
 
 
 class NoAverage:
     """Takes the place of the average where none is asked for: the run keeps the trained model itself."""
 
-    def update(self) -> None:
+    def update(self, *skipped: Tensor) -> None:
         pass
 
     def averages(self) -> dict[str, Gathered]:

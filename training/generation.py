@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +27,10 @@ CHUNK, CHUNK_SHOWN = 16, 4
 _LONGEST_LABEL = 48
 
 Batch = Mapping[str, Any]
+
+
+class _Abandoned(Exception):
+    """This process was asked to stop while it draws; all of them learn it after the chunk."""
 
 
 class Decoder(Protocol):
@@ -171,12 +176,13 @@ class Generation:
     def _judged(
         self, decoder: Decoder, count: int, judge: PictureJudge, load: Callable[[range], Batch]
     ) -> dict[str, float]:
-        with self._processes.agreement():  # some processes draw fewer, and wait longer than a collective would
-            for numbers in self._mine(count, CHUNK):
-                batch = load(numbers)
-                pictures = self.pictures(decoder, self._conditions(batch), numbers)
-                wanted = slice(0, min(len(numbers), count - numbers[0]))
-                judge.add({name: value[wanted] for name, value in batch.items()}, pictures[wanted], numbers[wanted])
+        def add(numbers: range) -> None:
+            batch = load(numbers)
+            pictures = self.pictures(decoder, self._conditions(batch), numbers)
+            wanted = slice(0, min(len(numbers), count - numbers[0]))
+            judge.add({name: value[wanted] for name, value in batch.items()}, pictures[wanted], numbers[wanted])
+
+        self._in_rounds(count, CHUNK, add)
         return judge.result(self._processes)
 
     def draw(self, decoder: Decoder, shown: Batch) -> Image.Image:
@@ -185,16 +191,18 @@ class Generation:
         conditions, images = self._conditions(shown), shown["images"].float() / 255
         count, places = len(images), []
         drawn: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
-        with self._processes.agreement():
-            for numbers in self._mine(count, CHUNK_SHOWN):
-                rows = torch.tensor([place % count for place in numbers], device=images.device)
-                of_rows = {name: value[rows] for name, value in conditions.items()}
-                n_wanted = min(len(numbers), count - numbers[0])
-                places += list(numbers)[:n_wanted]
-                of_unets: list[Tensor] = []
-                self.pictures(decoder, of_rows, numbers, on_pictures=of_unets.append)
-                for column, pictures in zip(drawn, of_unets, strict=True):
-                    column.append(pictures[:n_wanted])
+
+        def add(numbers: range) -> None:
+            rows = torch.tensor([place % count for place in numbers], device=images.device)
+            of_rows = {name: value[rows] for name, value in conditions.items()}
+            n_wanted = min(len(numbers), count - numbers[0])
+            places.extend(list(numbers)[:n_wanted])
+            of_unets: list[Tensor] = []
+            self.pictures(decoder, of_rows, numbers, on_pictures=of_unets.append)
+            for column, pictures in zip(drawn, of_unets, strict=True):
+                column.append(pictures[:n_wanted])
+
+        self._in_rounds(count, CHUNK_SHOWN, add)
         order = [place for of_rank in self._processes.gather_objects(places) for place in of_rank]
         by_place = torch.tensor(order).argsort().to(images.device)
         columns = [images, *(self._processes.gather(torch.cat(column))[by_place] for column in drawn)]
@@ -208,19 +216,27 @@ class Generation:
     ) -> Tensor:
         """Pictures (n, c, s, s) in [0, 1] with these numbers. Not collective."""
         noise = noise_of(self._seed, numbers, self._processes.device)
-        self._processes.mark("drawing pictures")
-        with self._processes.autocast():
-            return decoder.sample(
-                conditions, noise, self._sampling, batch=len(numbers),
-                on_step=lambda done, total: self._processes.mark("drawing pictures"), **how,
-            )  # fmt: skip
 
-    def _mine(self, count: int, chunk: int) -> Iterator[range]:
-        """The numbers of the pictures that this process draws, in chunks of one size; those from `count` on only fill
-        the last chunk."""
+        def mark(done: int, total: int) -> None:
+            self._processes.mark("drawing pictures")
+            if self._processes.is_asked_here:
+                raise _Abandoned
+
+        mark(0, 0)
+        with self._processes.autocast():
+            return decoder.sample(conditions, noise, self._sampling, batch=len(numbers), on_step=mark, **how)
+
+    def _in_rounds(self, count: int, chunk: int, draw: Callable[[range], None]) -> None:
+        """Call `draw` with the numbers of the pictures that this process draws, in chunks of one size; those from
+        `count` on only fill the last chunk. After each chunk all processes ask whether to stop, as the feed does
+        between batches; one that was asked itself does not wait for the end of its chunk. Collective."""
         size = min(chunk, count)
-        for first in range(self._processes.rank * size, count, self._processes.world_size * size):
-            yield range(first, first + size)
+        for first in range(0, count, self._processes.world_size * size):
+            mine = first + self._processes.rank * size
+            with self._processes.agreement(), suppress(_Abandoned):  # some processes may have none left, and wait
+                if mine < count:
+                    draw(range(mine, mine + size))
+            self._feed.ask(True)
 
 
 def _label(place: int, caption: str) -> str:

@@ -1,9 +1,13 @@
 """Optimizers of transformers."""
 
+import re
+
 import torch
 from torch import nn
 
 from tandem.files.installed import how_to_install
+
+_NEVER = re.compile(r"(.*_)?(gamma|bias)|null_.*")
 
 
 def make_optimizer(
@@ -11,16 +15,19 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
 
-    Weights of two or more dimensions decay; scales, biases and temperatures do not. Frozen weights have no state.
+    Weights with two or more dimensions above 1 decay, but for scales, biases and what stands in the place of a missing
+    condition (their names are gamma, bias, or begin with null_), of which several may lie in one tensor. With one
+    dimension above 1, as in (1, d, 1, 1), or none, nothing decays. Frozen weights have no state.
 
     Raises:
         ValueError: one line, if the package is missing.
     """
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [
-        {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
-    ]
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            (decaying if _decays(name, weight) else others).append(weight)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     if not lion:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     try:
@@ -29,3 +36,8 @@ def make_optimizer(
         raise ValueError(f"--use_lion needs the package lion-pytorch: {how_to_install('lion')}") from None
     optimizer: torch.optim.Optimizer = Lion(groups, lr=lr, betas=betas)
     return optimizer
+
+
+def _decays(name: str, weight: nn.Parameter) -> bool:
+    is_matrix = sum(size > 1 for size in weight.shape) >= 2
+    return is_matrix and not _NEVER.fullmatch(name.rpartition(".")[2])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from tests.training.processes import OneProcess
+from tests.training.processes import OneProcess, on_processes
 from training.generation import CHUNK, CHUNK_SHOWN, Generation
 
 
@@ -68,6 +70,7 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
 
     class Feed:
         sees_whole_split = False
+        ask = staticmethod(lambda now: None)
 
         def validation_samples(self, numbers: range) -> dict[str, Any]:
             return {"images": torch.zeros(len(numbers), 3, 4, 4)}
@@ -82,8 +85,43 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
     judge = Judge(processes.events)
     assert generation.judge(Decoder(), 3 * CHUNK - 1, lambda only_reads: judge) == {"shape": 1.0}
     assert judge.numbers == [*range(CHUNK), *range(2 * CHUNK, 3 * CHUNK - 1)], "every second chunk"
-    assert processes.events == ["draws", "draws", "meets the others", "collective"]
+    assert processes.events == ["draws", "meets the others", "draws", "meets the others", "collective"]
 
     processes.events.clear()
     generation._feed.sees_whole_split = True
     assert generation.judge(Decoder(), CHUNK, lambda only_reads: judge) == {} and processes.events == [], "as before it"
+
+
+class Stopped(Exception):
+    """What a run raises to end an evaluation."""
+
+
+def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_that_one_at_its_next_step() -> None:
+    """Rank 1 gets a signal while it makes step 3 of 10 of its second chunk; the third one is then nobody's."""
+    conditions = {"images": torch.zeros(6 * CHUNK_SHOWN, 3, 4, 4), "captions": [""] * 6 * CHUNK_SHOWN}
+
+    def work(threads: Any) -> list[int]:
+        steps: list[int] = []
+
+        class Decoder:
+            image_sizes = (4,)
+
+            def sample(self, *given: Any, batch: int, on_step: Any, on_pictures: Any, **how: Any) -> None:
+                steps.append(0)
+                for step in range(10):
+                    steps[-1] += 1
+                    threads.is_asked_here = (threads.rank, len(steps), step) == (1, 2, 2)
+                    on_step(step, 10)
+                on_pictures(torch.zeros(batch, 3, 4, 4))
+
+        def ask(now: bool) -> None:
+            if any(threads.gather_objects(threads.is_asked_here)):
+                raise Stopped
+
+        threads.agreement = threads.autocast = nullcontext
+        threads.mark, threads.device = lambda phase: None, torch.device("cpu")
+        with pytest.raises(Stopped):
+            Generation(SimpleNamespace(ask=ask), lambda batch: {}, None, threads, 0).draw(Decoder(), conditions)
+        return steps
+
+    assert on_processes(2, work) == [[10, 10], [10, 3]]

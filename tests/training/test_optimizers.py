@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import models
+from tests.models import helpers
 from training.optimizers import make_optimizer
 
 
@@ -15,7 +18,8 @@ from training.optimizers import make_optimizer
 def test_only_matrices_decay(lion: bool) -> None:
     """Without gradients an update is the decay alone: w <- w - lr x decay x w."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    model.register_parameter("temperature", nn.Parameter(torch.tensor(2.0)))
+    for number, shape in enumerate([(), (1, 1, 1), (1, 4, 1, 1), (1, 1, 5)]):  # temperatures, a gain, a bias
+        model.register_parameter(f"other{number}", nn.Parameter(torch.full(shape, 2.0)))
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     optimizer = make_optimizer(model, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5, lion=lion)
     for weight in model.parameters():
@@ -24,6 +28,27 @@ def test_only_matrices_decay(lion: bool) -> None:
     for name, weight in model.named_parameters():
         factor = 0.95 if name == "0.weight" else 1.0
         torch.testing.assert_close(weight.detach(), before[name] * factor)
+
+
+# Of the scripts whose weights decay.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mulan": ("MuLaN", helpers.MULAN),
+    "musiclm": ("MusicLMMuLaN", {"hierarchical_layers": 2, "audio_depth": 3, "text_depth": 3, "vocab_size": 40}),
+    "tokenizer": ("VideoTokenizer", {**helpers.TOKENIZER, "layers": "attend_space,gateloop_time,attend_time"}),
+    "unet": ("Unet", helpers.UNET),
+}
+
+
+@pytest.mark.parametrize(("kind", "arguments"), MODELS.values(), ids=MODELS)
+def test_no_scale_no_bias_and_no_missing_condition_decays(kind: str, arguments: dict[str, Any]) -> None:
+    with torch.device("meta"):  # shapes alone
+        model = getattr(models, kind)(**arguments)
+    decaying = {id(weight) for weight in make_optimizer(model, 0.1, (0.9, 0.99), 0.5).param_groups[0]["params"]}
+    names = {name for name, weight in model.named_parameters() if id(weight) in decaying}
+    not_weights = ("gamma", "bias", "gain", "scale", "null_kv", "null_image_embed", "null_text_embed")
+    assert {name for name in names if name.endswith(not_weights)} == set()
+    linear = {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    assert linear and linear <= names
 
 
 def test_every_weight_is_trained_once() -> None:

@@ -132,6 +132,7 @@ def _template(text: str) -> str:
 
 
 sizes = Joined(",", size_or_0)
+epoch_counts = Joined(",", epoch_count)
 two_fractions = Joined(",", fraction, count=2)
 # A smaller share would be a few pixels, and the frames of which it is cut far larger than those that are read.
 area_range = Ascending(

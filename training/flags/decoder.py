@@ -135,9 +135,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="how noise becomes a picture")
     add("--sample_timesteps", type=size, nargs="+", default=[20], metavar="STEPS",
         help="steps of the sampler, one number or one for each Unet")
-    add("--spacing", type=str.lower, choices=("uniform", "karras"), default="uniform",
-        help="noise levels that the steps visit: evenly by number; or more of them near pure noise and near the clean "
-        "picture (Karras et al. 2022)")
+    add("--spacing", type=str.lower, choices=("auto", "uniform", "karras"), default="auto",
+        help="noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise and "
+        "near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, uniform otherwise")
     add("--cond_scale", type=non_negative_float, nargs="+", default=[1.0], metavar="SCALE",
         help="guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet")
     add("--guidance_interval", type=non_negative_float, nargs=2, metavar=("LOW", "HIGH"),
@@ -161,7 +161,7 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning_rate", type=positive_float, nargs="+", default=[1e-4], metavar="LR",
         help="highest learning rate")
     add("--lr_warmup_steps", type=non_negative_int, nargs="+", default=[0], metavar="UPDATES",
-        help="updates of linear warm-up from 0")
+        help="updates of linear warm-up from 0, at most half of the run")
     add("--weight_decay", type=non_negative_float, nargs="+", default=[0.01], metavar="DECAY",
         help="weight decay of matrices; biases and scales do not decay")
     add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")

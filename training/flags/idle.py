@@ -8,18 +8,9 @@ from collections.abc import Callable
 from .parser import ArgumentParser
 
 
-def gan_weight_scale(args: argparse.Namespace) -> float:
-    """--gan_weight_scale, or its default: beside an adaptive weight 0.1, because at 1 the adversarial gradient undoes
-    the reconstruction."""
-    if args.gan_weight_scale is not None:
-        return float(args.gan_weight_scale)
-    return 0.1 if args.gan_weight == "adaptive" else 1.0
-
-
 def refuse_idle_flags(parser: ArgumentParser, args: argparse.Namespace, *groups: str) -> None:
     """End with an error if a flag of these groups ("quantizer", "adversary", "images", "videos",
-    "conditioned images", "clip")
-    stands on the command line and has no effect beside the other flags. Fill in defaults that depend on other flags."""
+    "conditioned images", "clip") stands on the command line and has no effect beside the other flags."""
     for group in groups:
         _GROUPS[group](parser, args)
 
@@ -31,7 +22,6 @@ def _quantizer(parser: ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _adversary(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    args.gan_weight_scale = gan_weight_scale(args)  # now, so that the run's configuration has the number
     penalty = ["penalty", "apply_grad_penalty_every"]
     parser.refuse_idle(args, penalty, "penalty_weight", "above 0", args.penalty_weight > 0)
     parser.refuse_idle(args, ["lecam_decay"], "lecam_weight", "above 0", args.lecam_weight > 0)

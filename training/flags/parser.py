@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from tandem.files.exits import MISTAKE
 from tandem.files.installed import HOME, IS_INSTALLED, command_of
 from tandem.files.reading import printable
+from tandem.files.writing import open_standard_streams
 
 from .converters import config_names, config_value, nearest
 from .shell import HelpAll, complete, short_help
-
-# Exit code of a mistake in the arguments, the same as argparse's.
-USAGE_ERROR = 2
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "config", "fresh", "dry_run", "profile_steps"})
@@ -68,6 +67,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(
         self, prog: str | None = None, description: str | None = None, is_root: Callable[[], bool] = lambda: True
     ) -> None:
+        open_standard_streams()
         super().__init__(
             prog=" ".join(command_of(prog)) if prog and IS_INSTALLED else prog,
             usage="%(prog)s [--config FILE] [flags]",
@@ -93,8 +93,8 @@ class ArgumentParser(argparse.ArgumentParser):
         if not self._is_root():
             time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
             if is_agreed:
-                sys.exit(USAGE_ERROR)
-        self.exit(USAGE_ERROR, f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n")
+                sys.exit(MISTAKE)
+        self.exit(MISTAKE, f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         complete(self)

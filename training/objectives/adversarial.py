@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.grad import conv2d_weight
 
 Logits = Tensor | Sequence[Tensor]
 """Logits of any shape, or those of each head. A head that takes no part is left out at the end."""
@@ -59,6 +58,13 @@ def bce_generator_loss(fake_logits: Tensor) -> Tensor:
     return F.softplus(-fake_logits.float()).mean()
 
 
+@_summed_over_heads
+def softplus_generator_loss(fake_logits: Tensor) -> Tensor:
+    """mean over the images of softplus(-mean D(fake)), 0-d: -log s of an image's mean logit (`non_saturate_gen_loss` of
+    Open-MAGVIT2). Beside the hinge loss of a discriminator, an image that deceives it already pulls less."""
+    return F.softplus(-fake_logits.float().reshape(len(fake_logits), -1).mean(1)).mean()
+
+
 class AdversarialLoss(NamedTuple):
     """A pair of losses that belong together."""
 
@@ -69,6 +75,7 @@ class AdversarialLoss(NamedTuple):
 ADVERSARIAL_LOSSES = {
     "hinge": AdversarialLoss(hinge_discriminator_loss, hinge_generator_loss),
     "bce": AdversarialLoss(bce_discriminator_loss, bce_generator_loss),
+    "hinge_softplus": AdversarialLoss(hinge_discriminator_loss, softplus_generator_loss),
 }
 
 
@@ -174,28 +181,6 @@ def image_gradient(loss: Tensor, images: Tensor) -> Tensor:
     """Gradient of a loss (0-d) with respect to images (b, c, h, w), fp32, without a graph of its own."""
     (gradient,) = torch.autograd.grad(loss * _GRADIENT_SCALE, images)
     return gradient.float() / _GRADIENT_SCALE
-
-
-def last_layer_gradient(features: Tensor, image_gradient: Tensor, weight_shape: tuple[int, ...]) -> Tensor:
-    """A loss's gradient with respect to the last convolution's weight, without a backward pass through the network.
-
-    Args:
-        features: Input of the convolution, (b, i, h, w).
-        image_gradient: The loss's gradient with respect to the output of the convolution, (b, o, h, w).
-        weight_shape: (o, i, k, k), k odd; stride 1 and padding k // 2.
-
-    Returns:
-        fp32, of ``weight_shape``, detached; a sum over the images, like autograd's.
-
-    Raises:
-        ValueError: k is even, so that no padding keeps the size of an image.
-    """
-    kernel = weight_shape[-1]
-    if kernel % 2 == 0:
-        raise ValueError(f"a last convolution of side {kernel}: only odd sides keep the size of an image")
-    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-        x, gradient = features.float(), image_gradient.float()
-        return conv2d_weight(x, weight_shape, gradient, padding=kernel // 2)
 
 
 def adaptive_weight(nll_gradient: Tensor, gan_gradient: Tensor, cap: float = 1e4, eps: float = 1e-4) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..contracts import Processes
-from ..flags.idle import gan_weight_scale
 from .adversarial import (
     ADVERSARIAL_LOSSES,
     LeCam,
@@ -73,7 +72,7 @@ class Quantizer(Protocol):
 class AdversarialWeights:
     """Which adversarial losses are computed, and how much each counts: the flags of `add_adversary_arguments`."""
 
-    gan_loss: str = "hinge"  # or "bce"
+    gan_loss: str = "hinge"  # a name of ADVERSARIAL_LOSSES
     gan_weight: float | str = ADAPTIVE  # weight of the generator's loss; adaptive: as strong as the reconstruction loss
     gan_weight_scale: float = 1.0  # multiplies gan_weight
     penalty: str = "one_centred"  # at real images, or "zero_centred": at real and generated ones
@@ -83,8 +82,7 @@ class AdversarialWeights:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AdversarialWeights:
-        values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        return cls(**{**values, "gan_weight_scale": gan_weight_scale(args)})
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 
 class _ImageLosses(NamedTuple):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from models.discriminator import Discriminator
@@ -20,7 +20,7 @@ from training.objectives.adversarial import (
     hinge_discriminator_loss,
     hinge_generator_loss,
     image_gradient,
-    last_layer_gradient,
+    softplus_generator_loss,
     zero_centred_penalty,
 )
 
@@ -36,7 +36,7 @@ def test_hinge_losses_of_a_worked_example() -> None:
     assert hinge_generator_loss(FAKE).item() == pytest.approx(2.75 / 2)
 
 
-@pytest.mark.parametrize("name", ["hinge", "bce"])
+@pytest.mark.parametrize("name", ADVERSARIAL_LOSSES)
 def test_each_side_gains_by_moving_the_logits_its_own_way_in_fp32(name: str) -> None:
     loss, zero = ADVERSARIAL_LOSSES[name], torch.zeros(1)
     assert loss.discriminator(zero + 0.1, zero - 0.1) < loss.discriminator(zero, zero)
@@ -68,6 +68,13 @@ def test_bce_stays_finite_and_has_a_gradient_where_the_discriminator_is_certain(
     loss = bce_generator_loss(certain)
     loss.backward()
     assert loss.item() == 200.0 and certain.grad is not None and certain.grad.item() == -1.0
+
+
+def test_the_softplus_of_an_image_is_that_of_the_mean_of_its_logits() -> None:
+    logits = torch.tensor([[[[1.0, -3.0], [0.5, 0.5]]], [[[4.0, 4.0], [2.0, 2.0]]]])
+    expected = (math.log1p(math.exp(0.25)) + math.log1p(math.exp(-3.0))) / 2
+    assert softplus_generator_loss(logits).item() == pytest.approx(expected)
+    assert ADVERSARIAL_LOSSES["hinge_softplus"].discriminator is hinge_discriminator_loss
 
 
 def test_lecam_equals_its_formula_with_the_averages_of_earlier_updates() -> None:
@@ -218,32 +225,6 @@ def test_penalties_are_means_in_fp32_that_do_not_depend_on_how_the_batch_is_cut(
         torch.testing.assert_close(of(0, 6), whole, rtol=1e-6, atol=0)
     whole.backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.dim() > 1)
-
-
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_last_layer_gradient_equals_autograd(kernel: int) -> None:
-    layer = nn.Conv2d(6, 3, kernel, padding=kernel // 2)
-    features, target = some(2, 6, 7, 5).requires_grad_(), some(2, 3, 7, 5, seed=1)
-    images = layer(features)
-    loss = (images - target).square().mean()
-    (at_images,) = torch.autograd.grad(loss, images, retain_graph=True)
-    (expected,) = torch.autograd.grad(loss, layer.weight)
-    found = last_layer_gradient(features, at_images, tuple(layer.weight.shape))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    assert not found.requires_grad
-
-
-def test_last_layer_gradient_of_bf16_features_is_taken_in_fp32() -> None:
-    features, gradient = some(2, 6, 16, 16).bfloat16(), some(2, 3, 16, 16, seed=1).bfloat16()
-    expected = torch.einsum("bohw,bihw->oi", gradient.double(), features.double())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = last_layer_gradient(features, gradient, (3, 6, 1, 1))
-    torch.testing.assert_close(found.double()[..., 0, 0], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_last_layer_with_an_even_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^a last convolution of side 4"):
-        last_layer_gradient(some(1, 1, 4, 4), some(1, 1, 4, 4), (1, 1, 4, 4))
 
 
 @pytest.mark.parametrize(

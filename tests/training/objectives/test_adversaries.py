@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from training.objectives.adversarial import (
     LeCam,
     gradient_penalty,
     hinge_discriminator_loss,
-    last_layer_gradient,
     zero_centred_penalty,
 )
 from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
@@ -68,7 +66,7 @@ def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, 
         d,
         quantizer=generator.quantizer,
         seed=0,
-        last_layer_gradient=partial(last_layer_gradient, weight_shape=tuple(generator.last_layer.weight.shape)),
+        last_layer_gradient=generator.last_layer_gradient,
         images=lambda micro: micro["x"],
         reconstruction_loss=l1,
         weights=AdversarialWeights(**weights),
