@@ -13,13 +13,16 @@ A script uses only these two classes and never asks for a backend's name:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import _GeneratorContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tandem.files.exits import FAILED
 from tandem.files.writing import say
 
 from .engines.base import Engine
@@ -76,6 +79,11 @@ class Backend(Processes, ABC):
     def disconnect(self, gracefully: bool) -> None:
         """Disconnect. If not ``gracefully``, an error has happened and a process may be gone, so wait for none."""
 
+    def wait_without_limit(self) -> None:
+        """From now on the watchdog alone decides whether a process is waited for, and collectives have no time limit:
+        one process may write for hours, and time in which the whole job was frozen does not count."""
+        return
+
     @classmethod
     def is_available(cls) -> bool:
         """Whether the packages that the backend needs can be imported; does not import them."""
@@ -115,6 +123,7 @@ class Backend(Processes, ABC):
     def __enter__(self) -> Backend:
         from . import collectives
         from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
+        from .signals import Signals
         from .stop import StopRequest
         from .watchdog import Watchdog
 
@@ -122,6 +131,7 @@ class Backend(Processes, ABC):
         use_tf32(self.options.precision == "tf32")
         if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels(compiled=self.options.compile)
+        self._signals = Signals(self._is_orphan, is_root=self.is_root, launcher=self.launch.launcher)
         try:
             needed = FILES_OF_A_PROCESS + self.sockets_per_process * self.launch.world_size
             if (too_few := allow_open_files(needed)) and self.local_rank == 0:
@@ -132,40 +142,62 @@ class Backend(Processes, ABC):
             if self.options.compile:
                 self._keep_collectives_out_of_graphs()
             self._agree_on_plan()
-            self.watchdog = Watchdog(self.comm, self.device, self.launch, self.options.timeout_minutes)
-            self.stop = StopRequest(self.comm)
-            self.stop.install()
+            self.watchdog = self._signals.watchdog = Watchdog(
+                self.comm, self.device, self.launch, self.options.timeout_minutes
+            )
+            self.wait_without_limit()
+            self.stop = StopRequest(self.comm, self._signals.received)
         except UserMistake:  # every process raises it
+            self._signals.close()
             raise
         except Exception as error:
+            self._signals.close()
             text = f"rank {self.rank} of {self.world_size} could not connect through {self.name}: {first_line(error)}"
             if isinstance(error, ImportError) and self.install_hint:
                 text += f"; install it again with `{self.install_hint}`"
+            if not isinstance(error, ValueError | ImportError):
+                # A port that is in use, a machine that did not come: the next start may be luckier.
+                say(f"stopped: {text}")
+                raise SystemExit(FAILED) from None
             if not self.is_root:  # the root prints only its own error, and may not have one
                 say(f"error: {text}")
             raise UserMistake(text) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        together = error is None or isinstance(error, SystemExit)
+        is_done = error is None or isinstance(error, SystemExit)
         # All processes raise these errors together, so a graceful disconnect cannot hang.
         is_mutual = isinstance(error, UserMistake) or (isinstance(error, TrainingStopped) and not error.alone)
+        is_graceful = (is_done and self._all_are_done()) or is_mutual
+        stopped = None
         try:
-            if together:
-                self.stop.drain()
-                self.barrier()  # no process leaves while another still needs it
             stopped = self.watchdog.explain(error)
             if stopped is not None and (self.is_root or stopped.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stopped}")
         finally:
-            self.stop.restore()
-            self.watchdog.stop()
-            self.disconnect(gracefully=together or is_mutual)
+            self.watchdog.stop(None if is_done or is_mutual else error)
+            self._signals.close()
+            self.disconnect(is_graceful)
         if stopped is not None:
-            raise SystemExit(1) from None
-        for work in self._after_leaving if together else ():
+            if stopped.alone and self.world_size > 1:  # nothing but the launcher would bound the interpreter's exit
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+                self.watchdog.leave_alone()
+            raise SystemExit(FAILED) from None
+        for work in self._after_leaving if is_done else ():
             work()
+
+    def _all_are_done(self) -> bool:
+        """Wait until no other process needs this one. False if one was lost, which this one, done too, only says."""
+        try:
+            self.stop.drain()
+            self.watchdog.meet()
+        except (RuntimeError, ConnectionError) as error:
+            say(f"{self.watchdog.explain(error) or first_line(error)}, after this process had done its work")
+            return False
+        return True
 
     def after_leaving(self, work: Callable[[], None]) -> None:
         """Do ``work`` on this process when it has left the others, if nothing failed: it may take as long as it likes,
@@ -211,7 +243,9 @@ class Backend(Processes, ABC):
 
         if not (self.options.deterministic or self.options.plan.batch_parts):
             choose_kernels_by_time()
-        return self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+        engine = self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
+        self.wait_without_limit()  # in the groups of the engine too
+        return engine
 
     # What a script may ask for.
 
@@ -238,8 +272,8 @@ class Backend(Processes, ABC):
         precision = self.options.precision
         if precision == "tf32" and self.device.type == "cpu":
             precision = "fp32 (tf32 is for GPUs)"
-        processes = f"{self.name} on {self.world_size} x {self.device.type}, {precision}"
-        return f"{processes}; {self.options.plan.summary()}"
+        where = "one process on" if self.launch.launcher == "python" else f"{self.name} on {self.world_size} x"
+        return f"{where} {self.device.type}, {precision}; {self.options.plan.summary()}"
 
     def autocast(self) -> _GeneratorContextManager[None]:
         """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen): a
@@ -248,11 +282,25 @@ class Backend(Processes, ABC):
 
         return autocast(self.options.precision, self.device)
 
+    @property
+    def is_asked_here(self) -> bool:
+        """Whether a signal has asked this process to stop, which the others may not know yet."""
+        return self.stop.is_asked_here
+
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
-        """Whether a process got SIGTERM, SIGINT or SIGUSR1, lost its launcher, or passed ``here``. Collective; the
+        """Whether a process got a signal of ``signals.SIGNALS``, lost its launcher, or passed ``here``. Collective; the
         answer is the same on all processes. With several processes a request is reported one call late, on GPUs up to
-        two; with ``now`` the call waits and reports it at once."""
+        two; with ``now`` the call waits and reports it at once. Before the first call and the first update a
+        signal ends this process at once."""
+        self._signals.begin()
         # Stop if the launcher died: another one may start the same run again, in the same folder.
-        is_orphan = self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
         with self._in_collective("asking whether to stop"):
-            return self.stop.agreed(here or is_orphan, now)
+            return self.stop.agreed(here or self._is_orphan(), now)
+
+    def about_to_update(self) -> None:
+        """For engines: an update is about to change weights and moments, and from now on there is something to save."""
+        self._signals.begin()
+        self.finish_copies()
+
+    def _is_orphan(self) -> bool:
+        return self.launch.launcher != "python" and self._launcher_processes() != self._launched_by

@@ -33,10 +33,9 @@ class BatchPlan:
 
     def summary(self) -> str:
         """The arithmetic in one line, and the reason if it differs from the flags."""
-        text = (
-            f"batch {self.global_batch_size} = {self.micro_batch_size} x {self.grad_accum_steps} accumulation x "
-            f"{self.world_size} processes"
-        )
+        text = f"batch {self.global_batch_size}"
+        if self.grad_accum_steps * self.world_size > 1:
+            text += f" = {self.micro_batch_size} x {self.grad_accum_steps} accumulation x {self.world_size} processes"
         if self.batch_parts:
             text += f"; in {self.batch_parts} parts, with the same bits on any number of processes"
         elif self.asked_grad_accum_steps:

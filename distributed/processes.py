@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tandem.files.exits import CannotGoOn
+
 from .errors import TrainingStopped, UserMistake, first_line, lacks_memory
 from .launchers import torchrun_id
 
@@ -103,28 +105,43 @@ class Processes:
     @contextmanager
     def agreement(self) -> Iterator[None]:
         """For work that may fail on one process alone, such as opening files or building a model. A ValueError, an
-        OSError or a lack of memory on any process becomes the same UserMistake on all, so that none waits for one that
-        has left. The work may last longer on one process than a collective would wait, if it calls ``mark`` now and
-        then. Call no collectives inside."""
+        OSError or a lack of memory on any process becomes the same UserMistake on all, and a CannotGoOn the same
+        TrainingStopped, so that none waits for one that has left. The work may last longer on one process than
+        --timeout_minutes, if it calls ``mark`` now and then. Call no collectives inside."""
         mistake: str | None = None
+        kind: type[UserMistake | TrainingStopped] = UserMistake
         try:
             yield
+        except CannotGoOn as error:
+            mistake, kind = first_line(error), TrainingStopped
         except (ValueError, OSError) as error:
             mistake = first_line(error)
         except (MemoryError, RuntimeError) as error:
-            if not lacks_memory(error):
+            if isinstance(error, TrainingStopped) or not lacks_memory(error):  # the first: the job ends already
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.meet()
         if not self.any(mistake is not None):
             return
-        for rank, text in enumerate(self.gather_objects(mistake)):
+        for rank, (text, is_mistake) in enumerate(self.gather_objects([mistake, kind is UserMistake])):
             if text is not None:
-                raise UserMistake(text if rank == 0 else f"{text} (on rank {rank})")
+                kind = UserMistake if is_mistake else TrainingStopped
+                raise kind(text if rank == 0 else f"{text} (on rank {rank})")
 
     def mark(self, phase: str) -> None:
         """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""
         self.watchdog.mark(phase)
+
+    def writing(self, what: str) -> None:
+        """The main thread begins to write. It may take as long as it likes while it gets on; a disk that hangs ends the
+        job after the timeout."""
+        self.working(f"writing {what}")
+
+    def working(self, phase: str) -> None:
+        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a function of the user's. It may
+        take as long as it likes while it gets on, using the processor now and then; if it hangs, the job ends after the
+        timeout."""
+        self.watchdog.mark(phase, writes=True)
 
     @property
     def waited(self) -> Mapping[str, float]:
@@ -134,18 +151,19 @@ class Processes:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """A ValueError inside, on this process alone, ends the job: this process prints the reason, the others print
-        which process they lost."""
+        """A ValueError or CannotGoOn inside, on this process alone, ends the job: this process prints the reason, the
+        others print which process they lost."""
         self.watchdog.mark(f"waiting for {what}", waits_for_data=True)
         try:
             yield
-        except ValueError as error:
+        except (ValueError, CannotGoOn) as error:
             raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
         self.mark("computing")
 
     def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
         """``items``, each fetched inside ``waiting_for(what)``."""
-        iterator = iter(items)
+        with self.waiting_for(what):
+            iterator = iter(items)
         while True:
             with self.waiting_for(what):
                 item = next(iterator, None)
@@ -157,7 +175,7 @@ class Processes:
         """Call ``wait`` once before the next weight update: a checkpoint's copy must be finished by then."""
         self._before_update.append(wait)
 
-    def about_to_update(self) -> None:
+    def finish_copies(self) -> None:
         """For engines: weights and moments are about to change."""
         while self._before_update:
             self._before_update.pop()()

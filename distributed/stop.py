@@ -8,39 +8,34 @@ takes long, such as a validation, the processes wait for a sum instead.
 
 from __future__ import annotations
 
-import os
-import signal
-from types import FrameType
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from .collectives import Communicator, Handle
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
 
 class StopRequest:
-    """Between ``install`` and ``restore`` the first signal asks the run to stop; a second SIGINT ends the process."""
+    """Whether all processes stop after an update.
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._received: set[int] = set()
+    Args:
+        received: The signals that have asked this process to stop (`Signals.received`).
+    """
+
+    def __init__(self, comm: Communicator, received: Collection[int] = ()) -> None:
+        self._comm, self._received = comm, received
         self._is_asked = False  # by the last caller of `agreed`
         self._pending: tuple[torch.Tensor, Handle] | None = None
         self._arrived = self._is_carried = False
         # Flags that are on their way from the device to the host, of this call and of the one before.
         self._reading: list[tuple[torch.Tensor, Any]] = []
         self._read_next: list[tuple[torch.Tensor, Any]] = []
-        self._previous: dict[signal.Signals, Any] = {}
 
-    def install(self) -> None:
-        for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._receive)
-
-    def restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    @property
+    def is_asked_here(self) -> bool:
+        """Whether a signal has reached this process; the others may not know it yet."""
+        return bool(self._received)
 
     def agreed(self, here: bool = False, now: bool = False) -> bool:
         """Collective: whether all processes stop now. ``here``: this process asks them to stop. With several processes
@@ -48,7 +43,7 @@ class StopRequest:
         call waits for a sum of its own.
         """
         self._is_asked = here
-        wanted = here or bool(self._received)
+        wanted = here or self.is_asked_here
         if self._comm.world_size == 1:
             return wanted
         answer = self.drain() or self._of_gradients()
@@ -61,7 +56,7 @@ class StopRequest:
     def depart(self) -> bool:
         """The flag of this process, for a sum of gradients; see ``reducer.Passenger``."""
         self._is_carried = True
-        return self._is_asked or bool(self._received)
+        return self._is_asked or self.is_asked_here
 
     def arrive(self, total: torch.Tensor) -> None:
         """What the sum of gradients has made of the flags. On a GPU the host reads it later, without a wait."""
@@ -90,8 +85,3 @@ class StopRequest:
         handle.wait()
         self._pending = None
         return bool(flags.item())
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and signal.SIGINT in self._received:
-            os._exit(130)
-        self._received.add(number)

@@ -25,9 +25,11 @@ from .devices import gpu_id, gpus_are_shared, shared_gpu
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# Collectives time out later than the watchdog, because only the watchdog's message names the ranks to blame.
+# While there is no watchdog yet, collectives time out a little later than one would: its message says more.
 GRACE_SECONDS = 60
+_WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
+_TRIES_TO_REACH, _TRY_SECONDS = 10, 1.0
 _REST_SECONDS, _QUIET_LOOKS, _LONGEST_REST_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -53,6 +55,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         # One process needs no port, and two such runs on one machine must not collide on one.
         options["store"] = dist.HashStore()
     else:
+        _reach_torchrun()
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
         gpu = None if gpus_are_shared() else gpu_id(device)
         start = agree_on_start(store, launch, options["timeout"], gpu)
@@ -70,6 +73,14 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         **options,
     )
     return is_restart
+
+
+def wait_without_limit() -> None:
+    """Let the collectives of all process groups wait for as long as it takes."""
+    # The older name is that of PyTorch up to 2.14.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_timeout(_WITHOUT_LIMIT, group)
 
 
 class Start(NamedTuple):
@@ -133,6 +144,26 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
 
 def _all_are(store: dist.Store, keys: list[str], value: str) -> bool:
     return bool(store.check(keys)) and all(found.decode() == value for found in store.multi_get(keys))
+
+
+def _reach_torchrun() -> None:
+    """Where torchrun holds what the processes meet through, it did so before it started them: if nobody answers there
+    it has ended, and nobody would meet until the timeout.
+
+    Raises:
+        ConnectionError: nobody answers.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    for left in reversed(range(_TRIES_TO_REACH)):  # a machine that is busy may refuse for a moment
+        try:
+            socket.create_connection((host, int(port)), timeout=_TRY_SECONDS).close()
+            return
+        except OSError as error:
+            if not left:
+                raise ConnectionError(f"torchrun has ended: nobody answers at {host}, port {port} ({error})") from None
+        time.sleep(_TRY_SECONDS)
 
 
 def _let_gloo_use(outside: str) -> None:

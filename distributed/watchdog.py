@@ -1,40 +1,39 @@
-"""Ends a job within a bounded time when a process died or stalls, and names its rank, update and activity.
+"""Ends a job soon when a process is lost or stalls, and names its rank, update and activity.
 
-A thread of every process writes heartbeats into a small store on the root: what its main thread is doing, and how many
-phases it has begun. The root alone reads and compares them, all in one request, and writes its verdict into the store,
-where the others read it. So the store answers two requests a second for each process, however many there are. If the
-root dies, the store dies with it, and the others notice.
+The main thread says what it begins (``mark``). A thread passes that on to the root (``liveness.py``), which decides who
+is lost or holds up the others, and tells everybody. It is this alone that ends a job: collectives wait without a limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from tandem.files.writing import say
+from tandem.files.exits import FAILED
+from tandem.files.writing import processor_time, tell
 
 from .errors import TrainingStopped, first_line
 from .launchers import Launch
+from .liveness import TICK_SECONDS, Liveness, to_line, watch_link
 
 if TYPE_CHECKING:
     import torch
 
     from .collectives import Communicator
 
-HEARTBEAT_SECONDS = 1.0
-DEAD_AFTER_SECONDS = 3.0  # without a heartbeat; launchers give survivors 5 s (horovodrun) or more
-_SILENT_AFTER_SECONDS = 2.5  # without a heartbeat, for those whose collective has failed
-_LOOKS_FOR_SILENT = 5  # the root looks once a second, so it may tell a little later than DEAD_AFTER_SECONDS
-SILENT_SECONDS = 60.0  # without a heartbeat while nothing failed: NCCL does not report a process that is gone
+_CONNECT_SECONDS = 30.0
+_VERDICT_SECONDS = 5.0  # after a collective has failed; launchers give survivors 5 s (horovodrun) or more
+_UNWINDING_SECONDS = 2.0  # after the verdict: the error of a collective that has failed too says more
+_LEAVING_TICKS = 30  # after the root has left on purpose, which all do at the same time
+_STILL_TICKS = 30  # a thread that writes and did not use the processor for so long, even in one fsync, hangs
 _LONGEST_TEXT = 200
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.25  # between two looks at who has arrived
-_LOOKS_PER_SECOND = 10_000  # at most, of all processes together: a store answers about 30,000 requests a second
 
 
 @dataclass
@@ -43,19 +42,10 @@ class _Mark:
     phase: str = "starting"
     update: int = 0
     collective: bool = False
+    writes: bool = False
 
 
 WAITS = ("data", "communication")  # what this process may wait for
-
-
-@dataclass
-class _Seen:
-    """When a rank last got further, and when it was last heard at all."""
-
-    progress_at: float
-    heard_at: float
-    count: int = -1
-    beats: int = -1
 
 
 class Watchdog:
@@ -63,7 +53,7 @@ class Watchdog:
 
     def __init__(self, comm: Communicator, device: torch.device, launch: Launch, timeout_minutes: float) -> None:
         self._rank, self._world_size = comm.rank, comm.world_size
-        self._timeout_seconds = timeout_minutes * 60
+        self._timeout_ticks = timeout_minutes * 60 / TICK_SECONDS
         self._mark = _Mark()
         #: Seconds in which this process waited, by what it waited for.
         self.waited = dict.fromkeys(WAITS, 0.0)
@@ -71,182 +61,225 @@ class Watchdog:
         self._marked_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._store: Any = None
-        self._server: Any = None
-        self._meetings, self._said_silent = 0, ""
+        self._liveness: Liveness | None = None
+        self._news, self._sending, self._telling = threading.Condition(), threading.Lock(), threading.Lock()
+        self._verdict, self._has_told = "", False
+        self._meetings = self._met = 0  # that this process has come to, and at which all were
+        self._used: int | None = 0
+        self._worked = 0
         if self._world_size > 1:
-            self._connect(comm, device, launch)
-            self._answered_at = time.monotonic()
-            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._connection = self._connect(comm, device, launch)
+            # A loader's worker that kept the connection open would hide the end of this process.
+            os.register_at_fork(after_in_child=self._connection.close)
+            self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
             self._thread.start()
-            if self._rank != 0:
-                threading.Thread(target=self._watch_the_root, args=(self._thread,), daemon=True).start()
 
     def mark(
         self, phase: str, *, update: int | None = None, collective: bool = False, waits_for_data: bool = False,
-        gathers: bool = False,
+        gathers: bool = False, writes: bool = False,
     ) -> None:  # fmt: skip
         """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase.
-        With ``gathers`` it may too, but hardly does, so the time counts as computing."""
+        With ``gathers`` it may too, but hardly does, so the time counts as computing. With ``writes`` it gets on as
+        long as it uses the processor now and then, which it does not while a disk hangs."""
         now = time.monotonic()
         if self._waiting:
             self.waited[self._waiting] += now - self._marked_at
         self._waiting = "communication" if collective and self._world_size > 1 else "data" if waits_for_data else None
         self._marked_at = now
         last = self._mark
-        self._mark = _Mark(last.count + 1, phase, last.update if update is None else update, collective or gathers)
+        self._mark = _Mark(
+            last.count + 1, phase, last.update if update is None else update, collective or gathers, writes
+        )
 
     def meet(self) -> None:
-        """Return when every process has called this. Unlike a collective it has no time limit: the others may
-        have hours of work, and as long as they make progress the watchdog ends nobody."""
-        if self._store is None:
+        """Return when every process has called this. The others may have hours of work: as long as they make progress
+        the watchdog ends nobody.
+
+        Raises:
+            TrainingStopped: the job ends, because a process is lost or stands still.
+        """
+        if self._thread is None:
             return
         self._meetings += 1
         self.mark("waiting for the other processes", collective=True)
-        everybody, shortest = self._meetings * self._world_size, self._world_size / _LOOKS_PER_SECOND
-        pause = max(_SHORTEST_PAUSE_SECONDS, shortest)
-        arrived = self._store.add("arrived", 1)
-        while arrived < everybody:
-            time.sleep(pause)
-            pause = max(min(2 * pause, _LONGEST_PAUSE_SECONDS), shortest)
-            arrived = self._store.add("arrived", 0)
+        self._send(to_line("met"))
+        with self._news:
+            self._news.wait_for(lambda: self._met >= self._meetings or self._verdict)
+        if self._met < self._meetings:
+            raise TrainingStopped(f"rank {self._rank}: {self._verdict}", alone=True)
 
-    def stop(self) -> None:
-        """End the heartbeats, because this process leaves on purpose."""
-        if self._thread is not None and not self._stopping.is_set():
-            self._stopping.set()
-            self._thread.join(timeout=DEAD_AFTER_SECONDS)  # it may hang if the root hangs
-            # Close the store now rather than while the interpreter shuts down.
-            self._store = self._server = None
+    def hear_signal(self, number: int) -> None:
+        """A signal has reached this process: if it asks the root to end, a process that is silent is lost."""
+        if self._liveness is not None:
+            self._liveness.hear_signal(number)
+
+    def verdict_within(self, seconds: float) -> bool:
+        """Whether it is known, now or in so many seconds, why the job ends."""
+        if self._thread is None:
+            return False
+        with self._news:
+            return bool(self._news.wait_for(lambda: self._verdict, seconds))
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
         """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process
         if ``error`` comes from a collective that failed because of the loss, and None otherwise."""
-        if isinstance(error, TrainingStopped):
-            return error
-        if self._thread is None or not isinstance(error, RuntimeError | ConnectionError):
-            return None
-        lost = self._find_lost()
-        return TrainingStopped(f"rank {self._rank}: {lost} ({_short(error)})", alone=True) if lost else None
+        stopped = error if isinstance(error, TrainingStopped) else None
+        if stopped is None and self._thread is not None and isinstance(error, RuntimeError | ConnectionError):
+            with self._news:
+                if self._news.wait_for(lambda: self._verdict, _VERDICT_SECONDS):
+                    text = f"rank {self._rank}: {self._verdict} ({_short(error)})"
+                    stopped = TrainingStopped(text, alone=True)
+        if stopped is not None and not self._has_told:
+            self._telling.acquire()  # for good: the other thread says nothing more, or is ending this process
+            self._has_told = True
+        return stopped
 
-    def _connect(self, comm: Communicator, device: torch.device, launch: Launch) -> None:
-        from torch.distributed import TCPStore
+    def stop(self, error: BaseException | None = None) -> None:
+        """This process leaves: on purpose, or because of its own ``error``, which the others are told."""
+        if self._thread is None or self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._send(to_line("left") if error is None or self._verdict else to_line("failed", _named(error)))
+        if self._liveness is not None:
+            self._liveness.stop()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=2 * TICK_SECONDS)
 
-        from .collectives import broadcast_object, gather_objects, sum_scalars
+    def _connect(self, comm: Communicator, device: torch.device, launch: Launch) -> socket.socket:
+        from .collectives import broadcast_object, gather_objects
 
         own_host = socket.gethostname()
-        hosts = gather_objects(own_host, comm, device)
-        timeout = timedelta(seconds=30)
-        address: tuple[str, int] | None = None
-        if self._rank == 0:
-            host = own_host if launch.master_port is None else launch.master_address
-            if len(set(hosts)) == 1:
-                host = "127.0.0.1"
-            self._server = TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=timeout)
-            address = (host, self._server.port)
-        host, port = broadcast_object(address, comm, device)
-        self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self._store.set(f"rank/{self._rank}", self._beat(0))
-        if self._rank == 0:
-            self._store.set("silent", "")
-        sum_scalars({"here": 1.0}, comm, device)  # from here on every key exists
-
-    # What the threads run.
-
-    def _run(self) -> None:
-        beats = 0
-        seen: dict[int, _Seen] = {}
-        while not self._stopping.wait(HEARTBEAT_SECONDS):
-            beats += 1
-            try:
-                self._store.set(f"rank/{self._rank}", self._beat(beats))
-                if self._rank == 0 and (verdict := self._judge(seen)):
-                    self._store.set("verdict", verdict)
-                if self._store.check(["verdict"]):
-                    verdict = self._store.get("verdict").decode()
-                    if self._rank == 0:  # the store ends with rank 0: let the others read the verdict first
-                        time.sleep(2 * HEARTBEAT_SECONDS)
-                    self._end(verdict)
-                self._answered_at = time.monotonic()
-            except Exception:
-                # Wait first: usually the main thread's next collective fails too, and its message says more.
-                if self._rank != 0 and not self._stopping.wait(3 * DEAD_AFTER_SECONDS):
-                    self._end(f"rank 0 is gone, at update {self._mark.update}")
-                return
-
-    def _watch_the_root(self, thread: threading.Thread) -> None:
-        """Ends this process if the root hangs or its machine is gone, because ``_run`` then waits for the root's store
-        for ever."""
-        patience = max(min(self._timeout_seconds, SILENT_SECONDS), 2 * DEAD_AFTER_SECONDS)
-        # Not by the clock: if this process itself was held up, the root may have answered in the meantime.
-        answered_at, unanswered = self._answered_at, 0.0
-        while thread.is_alive() and not self._stopping.wait(HEARTBEAT_SECONDS):
-            unanswered = unanswered + HEARTBEAT_SECONDS if answered_at == self._answered_at else 0.0
-            answered_at = self._answered_at
-            if unanswered >= patience:
-                self._end(f"rank 0 has not answered for {patience:.0f} seconds, at update {self._mark.update}")
-
-    def _judge(self, seen: dict[int, _Seen]) -> str | None:
-        """Run by the root: which ranks are dead, or made no progress for the whole timeout and hold up the others."""
-        now = time.monotonic()
-        beats = self._beats()
-        for rank, beat in beats.items():
-            last = seen.setdefault(rank, _Seen(now, now))
-            if last.count != beat["count"]:
-                last.count, last.progress_at = beat["count"], now
-            if last.beats != beat["beats"]:
-                last.beats, last.heard_at = beat["beats"], now
-        self._tell_who_is_silent([rank for rank in beats if now - seen[rank].heard_at > _SILENT_AFTER_SECONDS], beats)
-        dead = [rank for rank in beats if now - seen[rank].heard_at > SILENT_SECONDS]
-        if dead:
-            return _lost(dead, beats)
-        stalled = [rank for rank in beats if now - seen[rank].progress_at > self._timeout_seconds]
-        silent = [rank for rank in stalled if now - seen[rank].heard_at > DEAD_AFTER_SECONDS]
-        # A rank that waits for others in a collective is not to blame while a rank outside a collective stands still.
-        busy = [rank for rank in stalled if not beats[rank]["collective"]]
-        culprits = silent or busy
-        if not culprits and len(stalled) == self._world_size:
-            behind = min(beat["update"] for beat in beats.values())
-            culprits = [rank for rank in stalled if beats[rank]["update"] == behind]
-        named = "; ".join(f"rank {r} stands at update {beats[r]['update']} ({beats[r]['phase']})" for r in culprits)
-        return f"no progress for {self._timeout_seconds / 60:g} minutes: {named}" if culprits else None
-
-    def _tell_who_is_silent(self, ranks: list[int], beats: dict[int, dict[str, Any]]) -> None:
-        """Run by the root: let the others read which ranks have no heartbeat, in case that a collective fails."""
-        said = _lost(ranks, beats) if ranks else ""
-        if said != self._said_silent:
-            self._store.set("silent", said)
-            self._said_silent = said
-
-    def _find_lost(self) -> str | None:
-        """After a failed collective: the rank whose heartbeat has stopped, if there is one."""
-        if self._rank != 0 and time.monotonic() - self._answered_at > 2 * DEAD_AFTER_SECONDS:
-            return f"rank 0 does not answer, at update {self._mark.update}"
+        machines = gather_objects(_machine(), comm, device)
+        place, connection, problem = None, None, None
         try:
-            for pause in (DEAD_AFTER_SECONDS, *[_LONGEST_PAUSE_SECONDS] * _LOOKS_FOR_SILENT):
-                time.sleep(pause)
-                if said := self._store.get("silent").decode():
-                    return str(said)
-        except Exception:
-            return f"lost contact with rank 0 at update {self._mark.update}" if self._rank else None
+            if self._rank == 0:
+                host = own_host if launch.master_port is None else launch.master_address
+                is_one_machine = len(set(machines)) == 1
+                self._liveness = Liveness("127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks)
+                place = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
+        except OSError as error:
+            problem = f"rank 0 cannot listen: {first_line(error)}"
+        if place := broadcast_object(place, comm, device):
+            host, port, token = place
+            try:
+                connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+                connection.settimeout(TICK_SECONDS)
+                watch_link(connection)
+                connection.sendall(to_line("here", token, self._rank) + self._beat())
+            except OSError as error:
+                problem = f"rank {self._rank} cannot reach rank 0 at {host}, port {port}: {first_line(error)}"
+        # Nobody may go on without one of them: a collective would wait for it without an end.
+        problems = [found for found in gather_objects(problem, comm, device) if found]
+        if connection is None or problems:
+            if connection is not None:
+                connection.close()
+            if self._liveness is not None:
+                self._liveness.stop()
+            raise ConnectionError(problems[0])
+        return connection
+
+    def _send(self, line: bytes) -> None:
+        with self._sending, contextlib.suppress(OSError):  # the thread that listens notices it too
+            self._connection.sendall(line)
+
+    def _beat(self) -> bytes:
+        beat = asdict(self._mark)
+        if beat.pop("writes"):
+            used = processor_time(threading.main_thread())
+            self._worked += _has_worked(self._used, used)
+            self._used = used
+        beat["count"] += self._worked
+        return to_line("beat", beat)
+
+    # What the thread runs.
+
+    def _listen(self) -> None:
+        text, quiet = b"", 0
+        while not self._stopping.is_set():
+            try:
+                found = self._connection.recv(1 << 16)
+            except TimeoutError:
+                # By ticks, not by the clock: while this process is stopped, no time passes.
+                quiet += 1
+                if quiet > self._timeout_ticks:
+                    minutes = self._timeout_ticks * TICK_SECONDS / 60
+                    return self._pronounce(f"rank 0 has not answered for {minutes:g} minutes, {self._place()}")
+                continue
+            except OSError:
+                found = b""
+            if not found:
+                return self._pronounce(f"lost contact with rank 0 {self._place()}")
+            quiet = 0
+            *lines, text = (text + found).split(b"\n")
+            for line in lines:
+                kind, *values = json.loads(line)
+                if kind == "beat":
+                    self._send(self._beat())
+                elif kind == "met":
+                    with self._news:
+                        self._met += 1
+                        self._news.notify_all()
+                elif kind == "end":
+                    return self._pronounce(values[0])
+                elif kind == "left":
+                    return self._pronounce(f"rank 0 has ended, {self._place()}", _LEAVING_TICKS)
         return None
 
-    def _beats(self) -> dict[int, dict[str, Any]]:
-        found = self._store.multi_get([f"rank/{rank}" for rank in range(self._world_size)])
-        return {rank: json.loads(beat) for rank, beat in enumerate(found)}
+    def _place(self) -> str:
+        return f"at update {self._mark.update}"
 
-    def _beat(self, beats: int) -> str:
-        return json.dumps({"beats": beats, **asdict(self._mark)})
+    def _pronounce(self, verdict: str, patience_ticks: int = 0) -> None:
+        """The job ends. Let the main thread say so, which it does if it waits in a meeting or its collective fails;
+        else end this process: it may hang inside a collective."""
+        if any(self._stopping.wait(TICK_SECONDS) for _ in range(patience_ticks)):
+            return
+        with self._news:
+            self._verdict = verdict
+            self._news.notify_all()
+        if self._stopping.wait(_UNWINDING_SECONDS) or not self._telling.acquire(blocking=False):
+            return
+        tell(f"stopped: rank {self._rank}: {verdict}")
+        self.leave_alone()
 
-    def _end(self, verdict: str) -> None:
-        """End the whole process at once: its main thread may hang inside a collective."""
-        say(f"rank {self._rank}: stopped: {verdict}")
-        os._exit(1)
+    def leave_alone(self) -> NoReturn:
+        """End this process, which has told why, within a time: it waits for its own writes while they get on, and for
+        no other process, as the interpreter's own exit would do through Horovod or NCCL."""
+        _let_writes_end(self._timeout_ticks)
+        os._exit(FAILED)
 
 
-def _lost(ranks: list[int], beats: dict[int, dict[str, Any]]) -> str:
-    named = (f"rank {rank} at update {beats[rank]['update']} ({beats[rank]['phase']})" for rank in ranks)
-    return f"lost contact with {'; '.join(named)}"
+def _machine() -> str:
+    """What only the processes that share this one's loopback device have: machines may have equal names."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return " ".join(found)
+
+
+def _has_worked(before: int | None, now: int | None) -> bool:
+    """Whether a thread has used the processor since; taken for granted where the system does not say."""
+    return now is None or now != before
+
+
+def _let_writes_end(most_ticks: float) -> None:
+    """Wait for the threads for which the interpreter would wait too, such as that of a checkpoint, while they work."""
+    for thread in threading.enumerate():
+        if thread.daemon or thread is threading.main_thread():
+            continue
+        tell(f"waiting until what is being written is on the disk: {thread.name}")
+        ticks = still = 0
+        used = processor_time(thread)
+        while thread.is_alive() and ticks < most_ticks and still < _STILL_TICKS:
+            thread.join(TICK_SECONDS)
+            now = processor_time(thread)
+            ticks, still, used = ticks + 1, 0 if _has_worked(used, now) else still + 1, now
+
+
+def _named(error: BaseException) -> str:
+    """Type and first line of an error."""
+    text, kind = _short(error), type(error).__name__
+    return text if text == kind or isinstance(error, TrainingStopped) else f"{kind}: {text}"
 
 
 def _short(error: BaseException) -> str:

@@ -25,6 +25,11 @@ class DDPBackend(Backend):
         self.is_restart = init_process_group(self.launch, self.device, self.options.timeout_minutes)
         self.comm = TorchCommunicator()
 
+    def wait_without_limit(self) -> None:
+        from ..torch_comm import wait_without_limit
+
+        wait_without_limit()
+
     def disconnect(self, gracefully: bool) -> None:
         from ..torch_comm import leave_process_group
 

@@ -55,12 +55,15 @@ class HorovodBackend(Backend):
 
         # horovodrun finds the right network interface, but Horovod 0.28.1 forgets it for the second of its two meshes.
         if int(os.environ.get("HOROVOD_CROSS_SIZE", "1")) > 1 and (address := unreachable_own_address()):
-            raise RuntimeError(
+            raise ValueError(
                 f"the name of this machine, {socket.gethostname()}, leads to {address} on it, where the other machines "
                 "do not reach it; give the name the machine's address in /etc/hosts"
             )
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse
+        # Gloo's limit for an answer, 30 s by default, also ends a job that was frozen for so long, and Horovod does not
+        # change it later: the watchdog ends a job that does not get on.
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(60 * self.options.timeout_minutes) + 60))
         import horovod.torch as hvd
         import torch
 
@@ -69,14 +72,14 @@ class HorovodBackend(Backend):
 
         hvd.init()
         if hvd.size() != self.launch.world_size:
-            raise RuntimeError(
+            raise ValueError(
                 f"{self.launch.launcher} started {self.launch.world_size} processes, Horovod sees {hvd.size()}; "
                 "start the script with horovodrun"
             )
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
         self.device = local_device(self.local_rank, self.launch.launcher)
         if self.device.type == "cuda" and not hvd.nccl_built():
-            raise RuntimeError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
+            raise ValueError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
         self.comm = HorovodCommunicator(hvd)
         # Exchanged between the CPUs, because NCCL would fail where two processes share a GPU.
         if mistake := shared_gpu(gather_objects(gpu_id(self.device), self.comm, torch.device("cpu"))):

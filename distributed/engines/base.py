@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..errors import TrainingStopped, first_line, lacks_memory
 from ..options import Update
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
@@ -236,16 +237,34 @@ class Engine(ABC):
         """Collective: the full state on every process, whatever backend wrote it.
 
         Raises:
-            ValueError: a weight or a moment is missing, unexpected or of another shape.
+            UserMistake: on any process a weight or a moment is missing, unexpected or of another shape, or cannot be
+                read.
+            TrainingStopped: this process alone has too little memory to exchange the weights.
         """
-        self._backend.about_to_update()
-        self._write_state(state)
+        self._backend.finish_copies()
+        with self._backend.agreement():  # before the collectives: none waits in one for a process that has failed
+            try:
+                self._write_state(state)
+            except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+                raise ValueError(f"the state is not what was written: {type(error).__name__}: {error}") from error
+        try:
+            self._share_weights()
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            # The others wait in a collective: if this process waited for their agreement, nobody would go on.
+            text = f"rank {self._backend.rank}: not enough memory to exchange the weights: {first_line(error)}"
+            raise TrainingStopped(text, alone=True) from error
         self._updates = state["updates"]
         self._guard.total.fill_(state["skipped_updates"])
 
     @abstractmethod
     def _write_state(self, state: Mapping[str, Any]) -> None:
-        """Put ``weights``, ``optimizer`` and ``scaler`` in place."""
+        """Put ``weights``, ``optimizer`` and ``scaler`` in place, as far as this process holds them: no collectives."""
+
+    def _share_weights(self) -> None:
+        """After ``_write_state`` on all processes: what a process computes with and others hold. Collective."""
+        return
 
 
 def _without_weights(model: nn.Module) -> nn.Module:

@@ -12,9 +12,12 @@ import fcntl
 import itertools
 import os
 import re
+import select
+import shutil
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, beca
 
 _LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a machine that has crashed for 90 s, or as it is configured
+_TELLING_SECONDS = 1.0
 _LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
 
 
@@ -158,6 +162,23 @@ def move_aside(folder: Path) -> Path:
     return aside
 
 
+def free_name(path: Path) -> Path:
+    """`path` if nothing has this name, else the first that is free of those with -2, -3, ... behind it."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], others) if not os.path.lexists(name))
+
+
+def delete(path: Path) -> str | None:
+    """Delete a file, a link (not what it leads to), or a folder with all that it holds. Returns None if it is gone,
+    else why not, in words; as much of a folder as possible is gone then."""
+    try:
+        os.unlink(path) if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)  # the error has ended it at the first file
+        return str(error.strerror or error) if os.path.lexists(path) else None
+    return None
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or a folder's list of names, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -167,10 +188,43 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def processor_time(thread: threading.Thread) -> int | None:
+    """Nanoseconds of processor time that a thread has used: they grow while it writes, and do not while a disk hangs.
+    None if the thread has ended, or the system does not say."""
+    try:  # proc(5); the function of the C library may crash if the thread has ended
+        return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_bytes().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def open_standard_streams() -> None:
+    """Open the null device in the place of standard input, output and error where whoever started this process has
+    closed them. Otherwise the next file or socket that is opened gets the number of the closed one, such as 2, and C
+    code would write its messages into it; and Python has None for it."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            assert opened == descriptor, (opened, descriptor)
+            os.set_inheritable(opened, True)
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(opened, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+
+
 def say(text: str) -> None:
     """Print one line on stderr, after the program's name, if anybody is left to read it."""
     with contextlib.suppress(OSError):
         print(f"{program()}: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def tell(text: str) -> None:
+    """As `say`, for a thread beside the main one, which may be in a print, or in one that never ends because its
+    terminal is stopped. On a terminal the line stands below a progress bar."""
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], _TELLING_SECONDS)[1]:
+            below = "\n" if os.isatty(2) else ""
+            os.write(2, f"{below}{program()}: {printable(text)}\n".encode(errors="replace"))
 
 
 def _this_process() -> str:

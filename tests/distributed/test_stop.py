@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import signal
+import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +21,8 @@ from torch import Tensor, nn
 from distributed import Backend
 from distributed.collectives import Alone
 from distributed.engines.reducer import GradientReducer
-from distributed.stop import SIGNALS, StopRequest
+from distributed.signals import SIGNALS, Signals
+from distributed.stop import StopRequest
 
 OnRanks = Callable[..., list[Any]]
 
@@ -23,13 +30,15 @@ OnRanks = Callable[..., list[Any]]
 @pytest.fixture
 def request_() -> Iterator[StopRequest]:
     """Signals are caught while the test runs; the handlers from before come back."""
+    of_pytest = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored, as under nohup
     before = [signal.getsignal(number) for number in SIGNALS]
-    stop = StopRequest(Alone())
-    stop.install()
+    signals = Signals(lambda: False, is_root=True)
+    signals.begin()
     assert all(signal.getsignal(number) != handler for number, handler in zip(SIGNALS, before, strict=True))
-    yield stop
-    stop.restore()
+    yield StopRequest(Alone(), signals.received)
+    signals.close()
     assert [signal.getsignal(number) for number in SIGNALS] == before
+    signal.signal(signal.SIGHUP, of_pytest)
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
@@ -47,20 +56,33 @@ def test_a_backend_hears_them_while_it_is_entered(single: Callable[..., Backend]
     assert backend.stop_requested()
 
 
-def ended_with(*numbers: signal.Signals) -> int:
-    """Exit status of a process that gets these signals in turn; 7 if it survives them."""
+def ended_with(
+    *numbers: signal.Signals,
+    rank: int = 0,
+    ignored: tuple[signal.Signals, ...] = (),
+) -> tuple[int, str]:
+    """Exit status of a process that gets these signals in turn, 7 if it survives them and 8 if it is then asked to
+    stop; and what it says."""
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        stop = StopRequest(Alone())
-        stop.install()
+        os.dup2(writer, 2)
+        sys.stderr = open(2, "w")  # noqa: SIM115  (not what pytest has put there)
+        for number in SIGNALS:  # pytest itself may run under nohup
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        signals = Signals(lambda: False, is_root=rank == 0)
+        signals.begin()
         for number in numbers:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
-        os._exit(7)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        signals.close()  # hears what has come
+        os._exit(7 + StopRequest(Alone(), signals.received).agreed())
+    os.close(writer)
+    with open(reader) as said:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read()
 
 
-INTERRUPT, TERMINATE, USER = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+INTERRUPT, TERMINATE, USER, HANGUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
 @pytest.mark.parametrize(
@@ -69,14 +91,90 @@ INTERRUPT, TERMINATE, USER = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
         ([INTERRUPT, INTERRUPT], 130),
         ([TERMINATE, INTERRUPT, INTERRUPT], 130),
         ([INTERRUPT, TERMINATE, INTERRUPT], 130),
-        ([INTERRUPT, TERMINATE], 7),
-        ([INTERRUPT, USER], 7),
-        ([TERMINATE, TERMINATE, TERMINATE, USER, INTERRUPT], 7),
-        ([USER, USER, TERMINATE, USER, INTERRUPT], 7),
+        ([INTERRUPT, TERMINATE], 8),
+        ([INTERRUPT, USER], 8),
+        ([TERMINATE, TERMINATE, TERMINATE, USER, INTERRUPT], 8),
+        ([USER, USER, TERMINATE, USER, INTERRUPT, HANGUP], 8),
     ],
 )
 def test_a_second_interrupt_alone_ends_the_process_at_once(numbers: list[signal.Signals], status: int) -> None:
-    assert ended_with(*numbers) == status
+    code, said = ended_with(*numbers)
+    assert code == status
+    assert len(said.splitlines()) == 1 and numbers[0].name in said, "the root says at once that it was asked to stop"
+    assert ended_with(*numbers, rank=1) == (status, "")
+
+
+def test_a_closed_terminal_is_a_request_but_not_under_nohup() -> None:
+    assert ended_with(HANGUP)[0] == 8
+    assert ended_with(HANGUP, ignored=(HANGUP,)) == (7, "")
+    assert ended_with(HANGUP, TERMINATE, ignored=(HANGUP,))[0] == 8
+
+
+def test_signals_are_heard_at_once_although_the_main_thread_is_in_c() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 2)
+        sys.stderr = open(2, "w")  # noqa: SIM115  (not what pytest has put there)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        Signals(lambda: False, is_root=True).begin()
+        mutex, c = ctypes.create_string_buffer(128), ctypes.CDLL(None)
+        c.pthread_mutex_lock(mutex)
+        os.write(2, b"ready\n")
+        c.pthread_mutex_lock(mutex)  # waits for ever, and no signal interrupts it
+    os.close(writer)
+    with open(reader) as said:
+        assert said.readline() == "ready\n"
+        os.kill(child, signal.SIGINT)
+        assert "SIGINT" in said.readline()
+        os.kill(child, signal.SIGINT)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it(is_lost: bool) -> None:
+    """The watchdog is asked first whether a process is lost, because launchers then send SIGTERM to the others."""
+    begun = threading.Event()
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signals = Signals(lambda: False, is_root=True)
+
+    def verdict_within(seconds: float) -> bool:
+        assert begun.wait(60)
+        return is_lost
+
+    signals.watchdog = SimpleNamespace(hear_signal=int, verdict_within=verdict_within)  # type: ignore[assignment]
+    os.kill(os.getpid(), signal.SIGTERM)
+    signals.begin()
+    begun.set()
+    signals.close()
+    assert signals.received == {signal.SIGTERM}
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_closed_one_keeps_no_run_in_memory() -> None:
+    """It holds a method of the backend, which holds models and data."""
+    signals = Signals(lambda: False, is_root=True)
+    signals.close()
+    released = weakref.ref(signals)
+    del signals
+    gc.collect()
+    assert released() is None
+
+
+def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor_is_closed_twice() -> None:
+    signals = Signals(lambda: False, is_root=True)
+    signals.begin()
+    child = os.fork()
+    if child == 0:
+        is_default = all(signal.getsignal(number) == signal.SIG_DFL for number in SIGNALS)
+        reused = os.pipe()  # these have the numbers of the pipe that is closed here
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(sum(os.fstat(descriptor).st_size for descriptor in reused))
+        os._exit(os.waitpid(grandchild, 0)[1] or not is_default)
+    assert os.waitpid(child, 0)[1] == 0
+    signals.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -84,10 +182,11 @@ def test_all_ranks_stop_after_the_same_update_whoever_was_signalled_when(world_s
     """Rank r hears its signal before update 2 + 3 r; the others hear it from rank 0, one update later."""
 
     def work(comm: Any) -> list[bool]:
-        stop, answers = StopRequest(comm), []
+        received: set[int] = set()
+        stop, answers = StopRequest(comm, received), []
         for update in range(6):
             if update == 2 + 3 * comm.rank:
-                stop._receive(signal.SIGTERM, None)
+                received.add(signal.SIGTERM)
             answers.append(stop.agreed())
         assert stop._pending is not None
         stop.drain()  # waits for the sum under way
@@ -105,12 +204,13 @@ def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own
     """As above; a signal that arrives after the last bucket has left is heard of one update later."""
 
     def work(comm: Any) -> tuple[list[bool], list[str], list[Tensor]]:
-        stop, answers = StopRequest(comm), []
+        received: set[int] = set()
+        stop, answers = StopRequest(comm, received), []
         weight = nn.Parameter(torch.zeros(3))
         reducer = GradientReducer([weight], comm, "toy", passenger=stop)
         for update in range(6):
             if update == 2 + 3 * comm.rank:
-                stop._receive(signal.SIGTERM, None)
+                received.add(signal.SIGTERM)
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
             reducer.finish()
             answers.append(stop.agreed())

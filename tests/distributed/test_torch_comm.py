@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -101,6 +102,17 @@ def test_a_process_that_does_not_come_is_named(came: int) -> None:
         agree_on_start(store, Launch("torchrun", came, 0, 2), wait)
 
 
+def test_processes_whose_torchrun_was_killed_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
+        for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(torch_comm, "_TRY_SECONDS", 0.01)
+        with pytest.raises(ConnectionError, match="torchrun has ended: nobody answers at"):
+            torch_comm.init_process_group(Launch("torchrun", world_size=2), torch.device("cpu"), 60)
+
+
 def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(torch_comm, "_own_address", lambda master: master)
@@ -175,7 +187,7 @@ def test_gloo_gets_the_interface_towards_the_other_machines_unless_the_user_name
 def test_horovod_says_in_one_line_that_other_machines_do_not_reach_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_comm.socket, "gethostname", lambda: "localhost")
     monkeypatch.setenv("HOROVOD_CROSS_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"of this machine, localhost, leads to (127\.0\.0\.1|::1) on it"):
+    with pytest.raises(ValueError, match=r"of this machine, localhost, leads to (127\.0\.0\.1|::1) on it"):
         HorovodBackend.connect(Mock())
 
 
@@ -188,9 +200,10 @@ def test_horovod_says_in_one_line_that_two_processes_share_a_gpu(monkeypatch: py
     gather = Mock(side_effect=lambda gpu, comm, device: [gpu] * comm.world_size)
     monkeypatch.setattr("distributed.collectives.gather_objects", gather)
     monkeypatch.setenv("HOROVOD_CROSS_SIZE", "1")
-    for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"):
+    for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS"):
         monkeypatch.setenv(name, "0")  # so that it is restored
-    backend = Mock(spec=HorovodBackend, launch=Launch("horovodrun", 1, 1, 2), install_hint="")
+    place, options = Launch("horovodrun", 1, 1, 2), Mock(timeout_minutes=30)
+    backend = Mock(spec=HorovodBackend, launch=place, options=options, install_hint="")
     with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU, GPU-1; start one process per GPU"):
         HorovodBackend.connect(backend)
     assert gather.call_args.args[2] == torch.device("cpu"), "NCCL would fail"

@@ -1,49 +1,59 @@
-"""Which rank holds a job up: the root's verdict on simulated heartbeats, in simulated time."""
+"""Which rank holds a job up or is lost: verdicts on simulated processes, and the connections that tell of them."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import queue
+import signal
+import socket
+import sys
 import threading
-from collections.abc import Callable, Collection
-from functools import partial
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from distributed import Backend, Launch, TrainingStopped, watchdog
+from distributed import Backend, Launch, TrainingStopped, collectives, watchdog
 from distributed.collectives import Alone
-from distributed.watchdog import DEAD_AFTER_SECONDS, Watchdog
+from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
+from distributed.signals import Signals
+from distributed.watchdog import Watchdog
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_TICKS = 60
+PATIENCE_SECONDS = 60  # only ends a hang
 
 
 class Job:
-    """Ranks whose heartbeats the test writes, and the watchdog of the root."""
+    """Ranks whose words the test invents, and the judge of the root. ``watchdog`` is that of a process with company."""
 
     def __init__(self, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
-        self.watchdog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), TIMEOUT_SECONDS / 60)
-        self.watchdog._store, self.watchdog._world_size = HashStore(), world_size
-        self.watchdog._store.set("silent", "")
-        self.seen: dict[int, Any] = {}
+        self.watchdog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), TIMEOUT_TICKS / 60)
+        self.watchdog._world_size = world_size
+        self.judge = Judge(world_size, TIMEOUT_TICKS)
         self.ranks: list[dict[str, Any]] = [
-            {"beats": 0, "count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
+            {"count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
         ]
 
-    def pass_time(self, seconds: float, *, moving: set[int], silent: Collection[int] = ()) -> str | None:
-        """A heartbeat per second from all but ``silent``; ``moving`` ranks make progress. The last verdict."""
+    def pass_time(
+        self, ticks: int, *, moving: set[int], silent: Collection[int] = (), is_asked_to_end: bool = False
+    ) -> str | None:
+        """In each tick all but ``silent`` answer; ``moving`` ranks make progress. The last verdict."""
         verdict = None
-        for _ in range(int(seconds)):
-            self.now += 1
-            for rank, beat in enumerate(self.ranks):
-                beat["beats"] += rank not in silent
-                beat["count"] += rank in moving
-                self.watchdog._store.set(f"rank/{rank}", json.dumps(beat))
-            verdict = self.watchdog._judge(self.seen)
+        for _ in range(ticks):
+            for rank, mark in enumerate(self.ranks):
+                mark["count"] += rank in moving
+                if rank not in silent:
+                    self.judge.hear(rank, dict(mark))
+            verdict = self.judge.tick(is_asked_to_end)
         return verdict
 
 
@@ -83,7 +93,7 @@ NO_PROGRESS = "no progress for 1 minutes: "
 
 
 @pytest.mark.parametrize(
-    ("beats", "moving", "silent", "verdict"),
+    ("marks", "moving", "silent", "verdict"),
     [
         ({1: {"phase": "backward", "update": 7}}, {0, 2}, set(), "rank 1 stands at update 7 (backward)"),
         ({}, {0}, set(), "rank 1 stands at update 5 (forward); rank 2 stands at update 5 (forward)"),
@@ -93,136 +103,376 @@ NO_PROGRESS = "no progress for 1 minutes: "
         ({0: {**REDUCING, "update": 9}, 1: {**REDUCING, "update": 8}, 2: {**REDUCING, "update": 9}}, set(), set(),
          "rank 1 stands at update 8 (reducing gradients)"),
         # Rank 2's process is stopped; ranks 0 and 1 wait for it, and rank 1 happens to be outside the collective.
-        ({0: REDUCING, 2: {**REDUCING, "update": 4}}, set(), {2},
-         "lost contact with rank 2 at update 4 (reducing gradients)"),
+        ({0: REDUCING, 2: {**REDUCING, "update": 4}}, set(), {2}, "rank 2 stands at update 5 (forward)"),
     ],
 )  # fmt: skip
 def test_the_verdict_names_who_holds_the_job_up_after_the_timeout_and_not_before(
-    beats: dict[int, Any], moving: set[int], silent: set[int], verdict: str, job: Callable[[int], Job]
+    marks: dict[int, Any], moving: set[int], silent: set[int], verdict: str, job: Callable[[int], Job]
 ) -> None:
     three = job(3)
-    assert three.pass_time(5 * TIMEOUT_SECONDS, moving={0, 1, 2}) is None
-    for rank, beat in beats.items():
-        three.ranks[rank].update(beat)
-    assert three.pass_time(TIMEOUT_SECONDS, moving=moving, silent=silent) is None
-    expected = verdict if silent else NO_PROGRESS + verdict
-    assert three.pass_time(2, moving=moving, silent=silent) == expected
+    assert three.pass_time(5 * TIMEOUT_TICKS, moving={0, 1, 2}) is None
+    for rank, mark in marks.items():
+        three.ranks[rank].update(mark)
+    assert three.pass_time(TIMEOUT_TICKS - 1, moving=moving, silent=silent) is None
+    assert three.pass_time(2, moving=moving, silent=silent) == NO_PROGRESS + verdict
 
 
 def test_waiting_alone_blames_nobody_while_the_others_move(job: Callable[[int], Job]) -> None:
     """Rank 1 may wait in a barrier while rank 0 writes a long checkpoint and marks its progress."""
     two = job(2)
     two.ranks[1].update(phase="sum over the processes", collective=True)
-    assert two.pass_time(10 * TIMEOUT_SECONDS, moving={0}) is None
+    assert two.pass_time(10 * TIMEOUT_TICKS, moving={0}) is None
 
 
-def test_where_all_stand_still_the_one_without_heartbeat_is_named(job: Callable[[int], Job]) -> None:
+def test_where_all_stand_still_the_one_that_does_not_answer_is_named(job: Callable[[int], Job]) -> None:
     three = job(3)
-    three.pass_time(TIMEOUT_SECONDS - 10, moving=set())
+    three.pass_time(TIMEOUT_TICKS - 10, moving=set())
     verdict = three.pass_time(12, moving=set(), silent={2})
     assert verdict == f"{NO_PROGRESS}rank 2 stands at update 5 (forward)"
 
 
 @pytest.mark.parametrize("silent", [set(), {1}], ids=str)
-def test_progress_after_a_pause_or_a_short_silence_starts_the_clock_again(
+def test_progress_after_a_pause_or_a_silence_starts_the_clock_again(
     silent: set[int], job: Callable[[int], Job]
 ) -> None:
     two = job(2)
     two.pass_time(5, moving={0, 1})
-    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0}, silent=silent) is None
+    assert two.pass_time(TIMEOUT_TICKS - 1, moving={0}, silent=silent) is None
     assert two.pass_time(1, moving={0, 1}) is None
-    assert two.pass_time(TIMEOUT_SECONDS - 1, moving={0}) is None
+    assert two.pass_time(TIMEOUT_TICKS - 1, moving={0}) is None
     assert two.pass_time(10, moving={0}) is not None
 
 
-@pytest.mark.parametrize("silent", [set(), {2}], ids=str)
-def test_after_a_failed_collective_every_rank_reads_from_the_root_whose_heartbeat_stopped(
-    silent: set[int], job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those_that_left(
+    job: Callable[[int], Job],
+) -> None:
+    four = job(4)
+    four.pass_time(3, moving={0, 1, 2, 3})
+    four.judge.lose(1)
+    four.judge.leave(2)  # because its collective failed
+    four.judge.lose(2)
+    four.judge.lose(3, "KeyError: 'x'")
+    four.judge.lose(3)
+    lost = "lost contact with rank 1 at update 5 (forward); rank 3 at update 5 (forward): KeyError: 'x'"
+    assert four.judge.tick() == lost
+
+
+def test_a_silent_rank_for_which_another_waits_is_named_where_the_job_is_asked_to_end_and_given_time_else(
+    job: Callable[[int], Job],
 ) -> None:
     three = job(3)
-    three.pass_time(3, moving={0, 1, 2})
-    slept = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal slept
-        three.pass_time(int(slept + seconds) - int(slept), moving={0}, silent=silent)
-        slept += seconds
-
-    monkeypatch.setattr(watchdog.time, "sleep", sleep)
-    store = three.watchdog._store
-    other = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 1)
-    other._rank, other._store, other._answered_at = 1, Mock(get=Mock(side_effect=store.get)), three.now + 9
-    lost = other._find_lost()
-    assert lost == ("lost contact with rank 2 at update 5 (forward)" if silent else None)
-    assert slept == DEAD_AFTER_SECONDS if silent else slept <= DEAD_AFTER_SECONDS + 1.5
-    # It asked for that one answer, not for the heartbeats of all ranks.
-    assert {call.args for call in other._store.get.mock_calls} == {("silent",)}
-    three.pass_time(2, moving={0, 1, 2})
-    assert store.get("silent") == b""
+    three.ranks[0].update(REDUCING)
+    assert three.pass_time(SILENT_TICKS + 30, moving={1}, silent={2}) is None
+    assert three.pass_time(1, moving={1}, silent={2}, is_asked_to_end=True) == (
+        "no sign of life from rank 2 at update 0 (starting)"
+    )
+    assert job(3).pass_time(SILENT_TICKS, moving={0}, silent={2}, is_asked_to_end=True) is None
 
 
-@pytest.mark.parametrize(("rank", "requests"), [(0, ["set", "multi_get", "check"]), (7, ["set", "check"])])
-def test_a_rank_makes_two_requests_a_second_however_many_there_are_and_the_root_one_more(
-    rank: int, requests: list[str], job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mark", "moving"), [({}, {1}), (REDUCING, {0, 1})], ids=["no collective", "progress"])
+def test_a_silent_rank_that_nobody_waits_for_does_not_cut_off_the_save_of_a_job_that_is_asked_to_end(
+    mark: dict[str, Any], moving: set[int], job: Callable[[int], Job]
 ) -> None:
-    many = job(512)
-    many.pass_time(1, moving=set(range(512)))
-    dog, store, called = many.watchdog, many.watchdog._store, []
-
-    def call(name: str, *args: Any) -> Any:
-        called.append(name)
-        return getattr(store, name)(*args)
-
-    dog._rank = rank
-    dog._store = Mock(**{f"{name}.side_effect": partial(call, name) for name in ("set", "check", "multi_get", "get")})
-    monkeypatch.setattr(dog._stopping, "wait", Mock(side_effect=[False] * 3 + [True]))
-    dog._run()
-    assert called == requests * 3
+    three = job(3)
+    three.ranks[0].update(mark)
+    assert three.pass_time(TIMEOUT_TICKS - 1, moving=moving, silent={2}, is_asked_to_end=True) is None
 
 
-@pytest.mark.parametrize("world_size", [2, 512, 10_000])
-def test_ranks_that_wait_for_one_another_ask_the_store_at_a_bounded_rate(
-    world_size: int, job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_a_process_that_writes_gets_on_as_long_as_it_uses_the_processor(
+    is_at_work: bool, job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dog, asked, slept = job(world_size).watchdog, [], []
-    monkeypatch.setattr(watchdog.time, "sleep", slept.append)
-
-    def add(key: str, number: int) -> int:
-        asked.append(number)
-        return world_size if sum(slept) > 60 else 1
-
-    dog._store = Mock(add=add)
-    dog.meet()
-    assert asked == [1, *[0] * len(slept)]
-    assert max(world_size / pause for pause in slept) <= 10_000 and len(slept) <= 60 / 0.25 + 9
+    dog, used = job(1).watchdog, iter(range(10))
+    monkeypatch.setattr(watchdog, "processor_time", lambda thread: next(used) if is_at_work else 7)
+    dog.mark("writing the model", writes=True)
+    counts = [json.loads(dog._beat())[1]["count"] for _ in range(5)]
+    assert (len(set(counts[1:])) == 4) == is_at_work
+    dog.mark("computing")
+    assert json.loads(dog._beat())[1]["count"] == json.loads(dog._beat())[1]["count"]
 
 
-@pytest.mark.parametrize(("minutes", "seconds"), [(30, 60), (0.5, 30)])
-def test_a_root_that_does_not_answer_is_given_up_after_a_minute_or_the_timeout(
-    minutes: float, seconds: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("used", "ticks"), [(range(9), 6), ([7] * 9, 3), ([None] * 9, 6)], ids=str)
+def test_a_process_that_ends_waits_for_its_writes_while_they_get_on(
+    used: Sequence[int | None], ticks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), minutes)
-    dog._answered_at, waited, ended = 0.0, [], RuntimeError()
+    """At most for the timeout, here 6 ticks."""
+    joined: list[float] = []
+    write = SimpleNamespace(daemon=False, name="checkpoint", join=joined.append, is_alive=lambda: True)
+    monkeypatch.setattr(watchdog, "_STILL_TICKS", 3)
+    monkeypatch.setattr(watchdog, "processor_time", lambda thread: used[len(joined)])
+    monkeypatch.setattr(watchdog.threading, "enumerate", lambda: [threading.main_thread(), write])
+    watchdog._let_writes_end(6)
+    assert len(joined) == ticks
 
-    def wait(pause: float) -> bool:
-        waited.append(pause)
-        dog._answered_at = float(min(len(waited), 20))  # after that it is silent
-        return False
 
-    monkeypatch.setattr(dog._stopping, "wait", wait)
-    monkeypatch.setattr(dog, "_end", end := Mock(side_effect=ended))
-    with pytest.raises(RuntimeError) as raised:
-        dog._watch_the_root(Mock(is_alive=lambda: True))
-    assert raised.value is ended and sum(waited) == 20 + seconds
-    end.assert_called_once_with(f"rank 0 has not answered for {seconds} seconds, at update 0")
+def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
+    """As in a terminal that is stopped: the main thread hangs in a write to stderr, and holds its lock."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writing, 2)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 1)
+        threading.Thread(target=dog._pronounce, args=["the verdict"], daemon=True).start()
+        with contextlib.suppress(BaseException):
+            while True:
+                sys.stderr.write("x" * 100_000)
+        os._exit(99)
+    try:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.05)
+        assert ended[0] and os.waitstatus_to_exitcode(ended[1]) == 1
+    finally:
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_cannot_reach_the_root_ends_the_start_of_all_with_its_reason(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        port = closed.getsockname()[1]
+
+        def gathered(value: Any, *_: Any) -> list[Any]:
+            is_machine = isinstance(value, str) and socket.gethostname() in value
+            return [value, value] if is_machine or rank == 1 else [value, "rank 1 cannot reach rank 0"]
+
+        monkeypatch.setattr(collectives, "gather_objects", gathered)
+        monkeypatch.setattr(
+            collectives, "broadcast_object", lambda value, *_: value if rank == 0 else ["127.0.0.1", port, "token"]
+        )
+        comm: Any = SimpleNamespace(rank=rank, world_size=2)
+        before = set(threading.enumerate())
+        with pytest.raises(ConnectionError, match="rank 1 cannot reach rank 0"):
+            Watchdog(comm, torch.device("cpu"), Launch("python"), 1)
+    assert {thread.name for thread in set(threading.enumerate()) - before} == set()
+
+
+@pytest.mark.parametrize("differs", ["boot_id", "net"])
+def test_machines_with_equal_names_are_not_taken_for_one(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_text, readlink = Path.read_text, os.readlink
+
+    def gathered(value: Any, *_: Any) -> list[Any]:
+        if not isinstance(value, str):
+            return [value, value]
+        with monkeypatch.context() as other:
+            if differs == "boot_id":
+                other.setattr(Path, "read_text", lambda path: read_text(path)[::-1])
+            else:
+                other.setattr(os, "readlink", lambda path: readlink(path)[::-1])
+            return [value, watchdog._machine()]
+
+    told: list[Any] = []
+    monkeypatch.setattr(collectives, "gather_objects", gathered)
+    monkeypatch.setattr(collectives, "broadcast_object", lambda value, *_: told.append(value[0]) or value)
+    launch = Launch("torchrun", world_size=2, master_address="localhost", master_port=1)
+    comm: Any = SimpleNamespace(rank=0, world_size=2)
+    Watchdog(comm, torch.device("cpu"), launch, 1).stop()
+    assert told == ["localhost"]
+
+
+@pytest.fixture
+def liveness() -> Iterator[Liveness]:
+    """For two processes, of which none has connected yet."""
+    liveness = Liveness("127.0.0.1", 2, TIMEOUT_TICKS)
+    yield liveness
+    liveness.stop()
+
+
+class Member:
+    """A process as the root sees it."""
+
+    def __init__(self, liveness: Liveness, *hello: Any) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS)
+        self.connection.sendall(to_line(*hello))
+        self._file = self.connection.makefile("rb")
+
+    def say(self, *message: Any) -> None:
+        self.connection.sendall(to_line(*message))
+
+    def hears(self) -> list[Any]:
+        """The next message that is no question how it goes; [] at the end of the connection."""
+        with contextlib.suppress(ConnectionError):
+            while line := self._file.readline():
+                if (message := json.loads(line)) != ["beat"]:
+                    return list(message)
+                self.say("beat", {"count": 3, "phase": "forward", "update": 7, "collective": False})
+        return []
+
+
+def members(liveness: Liveness) -> list[Member]:
+    return [Member(liveness, "here", liveness.token, rank) for rank in range(2)]
+
+
+def test_all_are_told_at_once_when_all_have_come(liveness: Liveness) -> None:
+    first, second = members(liveness)
+    for _ in range(2):
+        first.say("met")
+        second.say("met")
+        assert first.hears() == second.hears() == ["met"]
+
+
+def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(liveness: Liveness) -> None:
+    first, second = members(liveness)
+    assert second._file.readline()  # it is known
+    second.connection.close()
+    second._file.close()
+    assert first.hears() == ["end", "lost contact with rank 1 at update 0 (starting)"]
+
+
+def test_a_rank_that_has_left_is_not_lost(liveness: Liveness) -> None:
+    first, second = members(liveness)
+    assert second._file.readline()  # it is known
+    second.say("left")
+    second.connection.shutdown(socket.SHUT_RDWR)
+    liveness.stop()
+    assert first.hears() == ["left"]
+
+
+def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Liveness._run
+
+    def run_late(liveness: Liveness) -> None:
+        liveness._rings.setblocking(True)
+        liveness._rings.recv(1, socket.MSG_PEEK)  # the thread gets no processor until the root leaves
+        liveness._rings.setblocking(False)
+        run(liveness)
+
+    monkeypatch.setattr(Liveness, "_run", run_late)
+    liveness = Liveness("127.0.0.1", 2, TIMEOUT_TICKS)
+    root, other = members(liveness)
+    root.say("failed", "KeyError: 'x'")
+    root.connection.shutdown(socket.SHUT_RDWR)
+    liveness.stop()
+    assert other.hears() == ["end", "lost contact with rank 0 at update 0 (starting): KeyError: 'x'"]
+
+
+def test_a_root_that_leaves_while_its_thread_has_just_noticed_it_leaves_quietly(
+    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bell = liveness._bell
+
+    def ring_late(text: bytes) -> int:
+        liveness._thread.join()  # it looks once in a tick by itself, and then closes the bell
+        return bell.send(text)
+
+    monkeypatch.setattr(liveness, "_bell", SimpleNamespace(send=ring_late, close=bell.close))
+    liveness.stop()
+
+
+def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> None:
+    for hello in (["here", "0123", 1], ["here", liveness.token, "x"], ["here", liveness.token, 2], ["met"], [],
+                  ["\0" * 100_000]):  # fmt: skip
+        assert Member(liveness, *hello).hears() == []
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n"):  # the second nests deeper than Python's stack
+        stranger = socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS)
+        stranger.sendall(text)
+        assert stranger.recv(1) == b""
+    first, second = members(liveness)
+    first.say("met")
+    second.say("met")
+    assert first.hears() == second.hears() == ["met"]
+    with pytest.raises(ConnectionRefusedError):  # all are there
+        Member(liveness)
+
+
+def test_who_does_not_say_which_process_it_is_is_sent_away(liveness: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
+    assert socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS).recv(1) == b""
+
+
+def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
+    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
+    tried, listener = [], liveness._listener
+
+    def accept() -> Any:
+        tried.append(liveness._judge.now)
+        if len(tried) <= 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return listener.accept()
+
+    monkeypatch.setattr(
+        liveness, "_listener", SimpleNamespace(accept=accept, fileno=listener.fileno, close=listener.close)
+    )
+    assert Member(liveness, "here", liveness.token, 0)._file.readline() == to_line("beat")
+    assert len(set(tried[:4])) == 4
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_other_machines_may_come_by_either_version_of_ip(address: str) -> None:
+    if address == "::1" and not (socket.has_dualstack_ipv6() and os.path.exists("/proc/net/if_inet6")):
+        pytest.skip("this machine has no IPv6")
+    liveness = Liveness("", 1, TIMEOUT_TICKS)
+    try:
+        with socket.create_connection((address, liveness.port), timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall(to_line("here", liveness.token, 0))
+            assert connection.makefile("rb").readline() == to_line("beat")
+    finally:
+        liveness.stop()
+
+
+def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: Liveness) -> None:
+    first, _ = members(liveness)
+    assert first._file.readline()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)  # as long as the parent has not written
+        os._exit(0)
+    try:
+        liveness.stop()
+        assert first.hears() == ["left"] and first.hears() == []
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(("number", "asks"), [(signal.SIGTERM, True), (signal.SIGCHLD, False)])
+def test_the_root_hears_that_the_job_is_asked_to_end(number: signal.Signals, asks: bool, liveness: Liveness) -> None:
+    liveness.hear_signal(number)
+    first, second = members(liveness)  # the bell was rung before
+    first.say("met")
+    second.say("met")
+    assert first.hears() == ["met"]
+    assert liveness._is_asked_to_end == asks
+
+
+def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
+    heard = queue.Queue[int]()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    signals = Signals(lambda: False, is_root=False)
+    try:
+        signals.watchdog = SimpleNamespace(hear_signal=heard.put)  # type: ignore[assignment]
+        signals.begin()  # otherwise it would end this process
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.get(timeout=PATIENCE_SECONDS) == signal.SIGTERM
+    finally:
+        signals.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_nothing_piles_up_at_a_process_that_is_stopped(liveness: Liveness) -> None:
+    first, second = members(liveness)
+    for _ in range(3):  # ticks
+        assert second._file.readline() == to_line("beat")
+        second.say("beat", {"count": 1, "phase": "x", "update": 1})
+    assert first.connection.recv(1000) == to_line("beat")
 
 
 def test_marks_count_and_keep_the_update_they_do_not_name(job: Callable[[int], Job]) -> None:
     dog = job(1).watchdog
     dog.mark("forward", update=3)
     dog.mark("sum over the processes", collective=True)
-    beat = json.loads(dog._beat(9))
-    assert beat == {"beats": 9, "count": 2, "phase": "sum over the processes", "update": 3, "collective": True}
+    kind, mark = json.loads(dog._beat())
+    assert (kind, mark) == ("beat", {"count": 2, "phase": "sum over the processes", "update": 3, "collective": True})
 
 
 def test_one_process_has_no_thread_and_explains_only_what_stops_training(single: Callable[..., Backend]) -> None:
@@ -242,11 +492,11 @@ GLOO = (  # PyTorch 2.15's, word for word
 
 
 def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources(
-    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+    job: Callable[[int], Job],
 ) -> None:
     dog = job(2).watchdog
     dog._thread = threading.Thread()
-    monkeypatch.setattr(dog, "_find_lost", lambda: "lost contact with rank 1 at update 5 (forward)")
+    dog._verdict = "lost contact with rank 1 at update 5 (forward)"
     told = str(dog.explain(RuntimeError(GLOO)))
     assert told.startswith("rank 0: lost contact with rank 1 at update 5 (forward) (Read error [127.0.0.1]:30598: Conn")
     assert ".cc" not in told

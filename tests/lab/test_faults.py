@@ -57,7 +57,7 @@ def train_alone(machine: Machine, lab: Lab, *more: str) -> Job:
 
 def updates(job: Job) -> int:
     """The number of updates that the root has completed."""
-    return len(re.findall(r"step \d+/", job.output))
+    return len(re.findall(r"update +\d+/", job.output))
 
 
 def wait_for_updates(job: Job, count: int = 3) -> None:
@@ -134,8 +134,7 @@ def test_a_machine_that_is_lost_is_named_and_another_one_goes_on_alone(
     wait_for_a_checkpoint(jobs[0], lab)
     fault(lab[victim])
     why = why_it_stopped(jobs[1 - victim])
-    named = "lost contact with rank 1 at update" if victim else "rank 0 (has not answered|is gone|at update)"
-    assert re.search(named, why), why
+    assert f"lost contact with rank {victim} at update" in why, why
     last = saved(lab)[-1]
     steps = int(last.name[-8:]) + 3
     assert_goes_on([train_alone(lab[1 - victim], lab, "--max_steps", str(steps))], lab, last, steps)
@@ -155,7 +154,9 @@ def test_every_launcher_ends_when_a_machine_is_lost(
     finished = finish(job)
     assert finished.returncode != 0
     # mpirun may notice first that its connection by ssh is gone, and then ends its processes.
-    assert launcher.name == "mpirun" or "stopped: lost contact with rank 1 at update" in finished.output, finished
+    assert launcher.name == "mpirun" or "stopped: rank 0: lost contact with rank 1 at update" in finished.output, (
+        finished
+    )
 
 
 @pytest.mark.long
@@ -168,8 +169,8 @@ def test_both_ends_of_a_cut_link_end_and_the_next_start_goes_on(moment: str, mak
         wait_until(jobs[0], lambda: any(saved(lab)[-1].parent.glob(".unfinished-*")), pause=0)
     lab[1].cut()
     whys = [why_it_stopped(job) for job in jobs]
-    assert "rank 0: stopped: lost contact with rank 1 at update" in whys[0], whys
-    assert "rank 1: stopped: rank 0 has not answered for 60 seconds, at update" in whys[1], whys
+    assert "stopped: rank 0: lost contact with rank 1 at update" in whys[0], whys
+    assert "stopped: rank 1: lost contact with rank 0 at update" in whys[1], whys
     lab[1].mend()
     last = saved(lab)[-1]
     steps = int(last.name[-8:]) + 3

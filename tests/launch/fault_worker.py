@@ -1,17 +1,45 @@
-"""A toy training in which rank 1 fails. With ``--fault nan``, its gradient is NaN in every update after the first two,
-although its loss is finite. With ``--fault drift``, its weights differ from the other ranks' after three updates."""
+"""A toy training in which something goes wrong, mostly on rank 1; ``--fault`` says what:
+
+nan            its gradient is NaN in every update after the first two, although its loss is finite
+drift          its weights differ from the other ranks' after three updates
+lost_in_meeting, lost_unnoticed, lost_at_end
+               it is killed while the others wait: in a meeting; in a collective that does not report it, as NCCL's
+               may not; for the last time, all work being done
+frozen         the whole job is stopped for longer than --timeout_minutes while a rank waits for the other
+slow_write, stuck_write
+               rank 0 writes a checkpoint for longer than --timeout_minutes, or on a disk that hangs
+stands_in_write
+               it stands still while rank 0 writes a checkpoint for longer than --timeout_minutes
+slow_listing, stuck_listing
+               it lists its samples for longer than --timeout_minutes, or on a disk that hangs
+load           the state that it loads lacks a weight
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import distributed
+import training.checkpoints.format
+from data.feed import Feed
+from data.images.sets import open_images
+from data.stream import collate_images
+from distributed import Backend, UserMistake, torch_comm
+from training.checkpoints.store import Checkpoints
+
+PAUSE_SECONDS = 0.2
 
 
 class NaNBackward(torch.autograd.Function):
@@ -32,25 +60,128 @@ class Model(nn.Sequential):
         return self[1](NaNBackward.apply(hidden) if self.spoil else hidden)
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose(backend: Backend, fault: str) -> None:
+    if fault == "lost_in_meeting":
+        with backend.agreement():
+            if backend.rank == 1:
+                die()
+    if backend.rank == 1:
+        die()
+    if fault == "lost_unnoticed":
+        backend.watchdog.mark("reducing gradients", update=3, collective=True)
+        threading.Event().wait()
+
+
+def freeze(backend: Backend, seconds: float) -> None:
+    """Stop all ranks while the others wait for rank 1, and have them go on."""
+    pids = backend.gather_objects(os.getpid())
+    if backend.rank == 1:
+        if os.fork() == 0:
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):  # the others must go on if one has ended
+                        os.kill(pid, number)
+                time.sleep(seconds)
+            os._exit(0)
+        before = now = time.monotonic()
+        while now - before < seconds:  # until this process was stopped, however late; the others have waited then
+            before, now = now, time.monotonic()
+            time.sleep(PAUSE_SECONDS)
+    backend.barrier()
+    print(f"rank {backend.rank} goes on", flush=True)
+
+
+def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
+    save_file = training.checkpoints.format.save_file
+
+    def save_slowly(*args: Any) -> None:
+        if fault == "stuck_write":
+            threading.Event().wait()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(PAUSE_SECONDS)
+        save_file(*args)
+
+    training.checkpoints.format.save_file = save_slowly
+    checkpoints = Checkpoints(folder, 1, backend)
+    checkpoints.save(1, {"part": {"weight": torch.ones(3)}}, {})
+    if fault == "stands_in_write":
+        backend.watchdog.mark("standing", collective=backend.is_root)
+        threading.Event().wait()
+    checkpoints.wait()
+
+
+def list_samples(backend: Backend, fault: str, seconds: float) -> None:
+    def open_samples() -> Any:
+        if backend.rank == 1 and fault == "stuck_listing":
+            threading.Event().wait()
+        end = time.monotonic() + (seconds if backend.rank == 1 else 0)
+        while time.monotonic() < end:
+            time.sleep(PAUSE_SECONDS)
+        return open_images("demo:shapes:100", image_size=8)
+
+    args = argparse.Namespace(
+        batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
+        on_bad_sample="replace",
+    )  # fmt: skip
+    Feed(open_samples, args, backend, split_seed=0, noun="image", source="samples", collate=collate_images)
+
+
+def load(engine: Any, backend: Backend) -> None:
+    engine.backward(engine(torch.ones(2, 3)).square().mean())
+    engine.step()
+    state = engine.state_dict()
+    if backend.rank == 1:
+        del state["weights"]["1.weight"]
+    try:
+        with backend.agreement():
+            engine.load_state_dict(state)
+    except UserMistake as mistake:
+        print(f"{mistake}\n", end="", flush=True)
+        sys.exit(2)
+
+
+def train(backend: Backend, fault: str) -> None:
+    torch.manual_seed(0)
+    model = Model(nn.Linear(3, 5, bias=False), nn.Linear(5, 2))
+    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), name="toy")
+    if fault == "load":
+        load(engine, backend)
+    for update in range(20):
+        model.spoil = fault == "nan" and update >= 2 and backend.rank == 1
+        if fault == "drift" and update == 3 and backend.rank == 1:
+            with torch.no_grad():
+                model[1].bias[0] += 1e-7
+        engine.backward(engine(torch.ones(2, 3)).square().mean())
+        engine.step()
+
+
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fault", choices=("nan", "drift"), required=True)
+    parser.add_argument("--fault", required=True)
+    parser.add_argument("--folder", type=Path, help="for a checkpoint")
     distributed.add_arguments(parser)
     parser.set_defaults(
-        batch_size=4, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=3, compile=False
+        batch_size=12, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=3, compile=False
     )
     args = parser.parse_args(argv)
+    torch_comm.GRACE_SECONDS = 0  # a collective's own limit, if it has one, is not later than the watchdog's
+    longer = 60 * args.timeout_minutes + 4
     with distributed.from_args(args) as backend:
-        torch.manual_seed(0)
-        model = Model(nn.Linear(3, 5, bias=False), nn.Linear(5, 2))
-        engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), name="toy")
-        for update in range(20):
-            model.spoil = args.fault == "nan" and update >= 2 and backend.rank == 1
-            if args.fault == "drift" and update == 3 and backend.rank == 1:
-                with torch.no_grad():
-                    model[1].bias[0] += 1e-7
-            engine.backward(engine(torch.ones(2, 3)).square().mean())
-            engine.step()
+        if args.fault.startswith("lost"):
+            lose(backend, args.fault)
+        elif args.fault == "frozen":
+            freeze(backend, longer)
+        elif args.fault.endswith("listing"):
+            list_samples(backend, args.fault, longer)
+        elif args.fault.endswith("write"):
+            write(backend, args.fault, args.folder, longer)
+        else:
+            train(backend, args.fault)
 
 
 if __name__ == "__main__":

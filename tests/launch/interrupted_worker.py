@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -57,13 +58,28 @@ def watch(backend: Backend, ids: Path | None, interruption: str, last_alone: boo
                 os.kill(pid, signal.Signals[name])
 
     data.feed.TrainingStream, Run.advance = Stream, advance_and_write  # type: ignore[misc, method-assign]
+    if at.startswith("batch") and backend.rank == backend.world_size - 1:
+        validation, batches = data.feed.Feed.validation, itertools.count(1)
+
+        def validation_that_interrupts(feed: Any) -> Iterator[Any]:
+            for batch in validation(feed):
+                if next(batches) == int(at.removeprefix("batch")):
+                    os.kill(os.getpid(), signal.Signals[name])
+                yield batch
+
+        data.feed.Feed.validation = validation_that_interrupts  # type: ignore[method-assign]
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--script", default="train_vae")
     parser.add_argument("--ids", type=Path)
-    parser.add_argument("--interrupt", default="", help="such as SIGKILL@9: after update 9, before it is saved")
+    parser.add_argument(
+        "--interrupt",
+        default="",
+        help="such as SIGKILL@9: after update 9, before it is saved; SIGTERM@batch9: "
+        "the last process alone, in its batch 9 of the validations",
+    )
     parser.add_argument("--last_alone", action="store_true", help="of the processes; the others find out")
     own, flags = parser.parse_known_args(argv)
     script = importlib.import_module(own.script)

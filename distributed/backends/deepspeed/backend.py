@@ -103,6 +103,11 @@ class DeepSpeedBackend(Backend):
         parent = os.getppid()
         return (parent, _parent_of(parent)) if self.launch.launcher == "deepspeed" else parent
 
+    def wait_without_limit(self) -> None:
+        from ...torch_comm import wait_without_limit
+
+        wait_without_limit()
+
     def disconnect(self, gracefully: bool) -> None:
         from ...torch_comm import leave_process_group
 

@@ -26,6 +26,7 @@ from .state import (
     held_part,
     held_weights,
     read_zero_optimizer,
+    share_weights,
     weight_readers,
     whole_weight,
     write_gradients,
@@ -247,6 +248,9 @@ class ZeroEngine(Engine):
         applied = state["updates"] - state["skipped_updates"]
         if self._scheduler is not None and applied:
             self._scheduler.step(applied - 1)  # it counts from 0; skipped updates did not advance it
+
+    def _share_weights(self) -> None:
+        share_weights(self._zero, self._stage)
 
 
 @contextmanager

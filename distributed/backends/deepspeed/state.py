@@ -140,7 +140,8 @@ def held_part(parameter: Any, whole: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mapping[str, Tensor]) -> None:
-    """Set the fp32 weights, then refresh the copies that the forward pass reads.
+    """Set the fp32 weights that this process holds; ``share_weights`` then refreshes the copies of the forward pass.
+    No collective, unlike the other functions.
 
     Raises:
         ValueError: a weight is missing, unexpected or of another shape.
@@ -159,6 +160,11 @@ def write_weights(module: nn.Module, optimizer: Any, stage: int, weights: Mappin
             tensor.data.copy_(value)
             if stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 safe_set_full_fp32_param(tensor, value.to(tensor.device).float())
+
+
+@torch.no_grad()
+def share_weights(optimizer: Any, stage: int) -> None:
+    """Refresh the copies that the forward pass reads from the fp32 weights."""
     if stage in (1, 2):
         optimizer.update_lp_params()
     elif stage == 3 and (kept_whole := optimizer.persistent_parameters):
@@ -190,7 +196,7 @@ def read_zero_optimizer(basic: torch.optim.Optimizer, optimizer: Any, module: nn
 def write_zero_optimizer(
     basic: torch.optim.Optimizer, optimizer: Any, module: nn.Module, stage: int, state: Mapping[str, Any]
 ) -> None:
-    """Create the moments as ZeRO does at its first step, then fill them.
+    """Create the moments as ZeRO does at its first step, then fill them. No collective.
 
     Raises:
         ValueError: a moment is missing, unexpected or of another shape.

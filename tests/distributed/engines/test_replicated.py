@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from distributed import Backend, Engine
 from distributed.engines.finite import SkipGuard
+from distributed.errors import TrainingStopped
 from distributed.stop import StopRequest
 
 BATCH = 12
@@ -407,6 +409,17 @@ def test_a_state_that_does_not_fit_is_refused_by_name(part: str, text: str, spoi
     what = "weight" if part == "weights" else f"optimizer moment {part}"
     with pytest.raises(ValueError, match=f"^{what} {text}"):
         engine.load_state_dict(state)
+
+
+def test_a_lack_of_memory_while_weights_are_shared_ends_this_process_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait in a collective, so this process must not wait for them where they agree on a load."""
+    engine = make("fused Adam")
+    monkeypatch.setattr(engine, "_share_weights", Mock(side_effect=MemoryError))
+    with pytest.raises(TrainingStopped, match="rank 0: not enough memory") as stopped, engine._backend.agreement():
+        engine.load_state_dict(engine.state_dict())
+    assert stopped.value.alone
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,16 @@ def test_a_holder_that_is_not_seen_to_run_on_this_machine_is_waited_for(said, he
     with pytest.raises(ValueError, match="is in use by"):
         hold(tmp_path / ".lock", lease_seconds=0.1)
     assert "waiting for up to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed_lead_to_the_null_device_and_no_file_takes_their_place(closed, tmp_path):
+    code = (
+        "import os, sys; from tandem.files.writing import open_standard_streams as mend, say; mend(); mend(); say('x');"
+        "print('x', file=sys.stdout, flush=True); sys.stdin.read();"
+        f"number = os.open(os.devnull, os.O_RDONLY); open({str(tmp_path / 'descriptor')!r}, 'w').write(str(number))"
+    )
+    script = f'exec "$@" </dev/null {closed}'
+    ended = subprocess.run(["sh", "-c", script, "sh", sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended
+    assert int((tmp_path / "descriptor").read_text()) >= 3

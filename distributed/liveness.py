@@ -1,0 +1,316 @@
+"""Who of a job is alive and gets on: a thread of the root, to which every process keeps a connection.
+
+The kernel closes the connections of a process that ends, however it ends, and gives up those to a machine that does not
+answer. So a loss is known at once, and nobody who is busy, slow or stopped is taken for lost. Time is counted in ticks
+of the judge: while the whole job is frozen (SIGSTOP, `docker pause`, `scontrol suspend`) its time stands still too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+TICK_SECONDS = 1.0
+LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
+SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
+_NO_ANSWER_TICKS = 3
+_STRANGER_TICKS = 30  # a connection that has not said for so long which process it is
+_LONGEST_LINE = 1 << 16  # bytes
+_ASK_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def watch_link(connection: socket.socket) -> None:
+    """Have the kernel give up a connection to a machine that is gone. It answers for processes that are stopped."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    values = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": LINK_SECONDS // 5, "USER_TIMEOUT": 1000 * LINK_SECONDS}
+    for name, value in values.items():
+        if option := getattr(socket, f"TCP_{name}", None):  # not every system has all
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    """Listen on a free port: of every address of this machine, IPv4 and IPv6, if ``host`` is empty."""
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server((host, 0), backlog=backlog)
+
+
+def to_line(*message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank; ``heard_at`` and ``moved_at`` are ticks: of its last answer, of its last progress."""
+
+    heard_at: int
+    moved_at: int
+    mark: dict[str, Any] = field(default_factory=lambda: {"count": 0, "phase": "starting", "update": 0})
+    lost: str | None = None  # "", or the error with which it ended
+    has_left: bool = False
+
+    @property
+    def place(self) -> str:
+        return f"at update {self.mark['update']} ({self.mark['phase']})"
+
+
+class Judge:
+    """Decides which rank a job has lost, or which one holds it up.
+
+    Args:
+        timeout_ticks: How long a rank may make no progress.
+    """
+
+    def __init__(self, world_size: int, timeout_ticks: float) -> None:
+        self.now, self._timeout_ticks = 0, timeout_ticks
+        self._ranks = [_Rank(0, 0) for _ in range(world_size)]
+
+    def hear(self, rank: int, mark: dict[str, Any]) -> None:
+        """A rank says what it is doing, and how many phases it has begun (``count``)."""
+        known = self._ranks[rank]
+        if known.mark["count"] != mark["count"]:
+            known.moved_at = self.now
+        known.mark, known.heard_at = mark, self.now
+
+    def leave(self, rank: int) -> None:
+        """A rank ends on purpose: it has done its work, or all end together, or another one is the reason."""
+        self._ranks[rank].has_left = True
+
+    def lose(self, rank: int, error: str = "") -> None:
+        """A rank has ended, with its own ``error`` or without a word."""
+        known = self._ranks[rank]
+        if not known.has_left and known.lost is None:
+            known.lost = error
+
+    def tick(self, is_asked_to_end: bool = False) -> str | None:
+        """The verdict, if there is one now. Those whose connections end within the same tick are lost together."""
+        self.now += 1
+        if any(known.lost is not None for known in self._ranks):
+            return self._naming("lost contact with ", lambda known: known.lost is not None)
+        # Before a job ends by itself nobody may need a rank that is silent, such as while the root saves.
+        if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._waits, self._ranks)):
+            return self._naming("no sign of life from ", self._is_silent)
+        return self._hold_up()
+
+    def _naming(self, words: str, is_meant: Any) -> str:
+        named = (
+            f"rank {rank} {known.place}{': ' if known.lost else ''}{known.lost or ''}"
+            for rank, known in enumerate(self._ranks)
+            if is_meant(known)
+        )
+        return words + "; ".join(named)
+
+    def _is_silent(self, known: _Rank, ticks: int = SILENT_TICKS) -> bool:
+        return not known.has_left and self.now - known.heard_at > ticks
+
+    def _waits(self, known: _Rank) -> bool:
+        """Whether a rank that answers has made no progress in a collective."""
+        is_there = not known.has_left and not self._is_silent(known)
+        return is_there and bool(known.mark.get("collective")) and self.now - known.moved_at > SILENT_TICKS
+
+    def _hold_up(self) -> str | None:
+        """Which ranks made no progress for the whole timeout and hold up the others."""
+        stalled = [
+            rank
+            for rank, known in enumerate(self._ranks)
+            if not known.has_left and self.now - known.moved_at > self._timeout_ticks
+        ]
+        silent = [rank for rank in stalled if self._is_silent(self._ranks[rank], _NO_ANSWER_TICKS)]
+        # A rank that waits for others in a collective is not to blame while a rank outside a collective stands still.
+        busy = [rank for rank in stalled if not self._ranks[rank].mark.get("collective")]
+        culprits = silent or busy
+        if not culprits and len(stalled) == len(self._ranks):
+            behind = min(known.mark["update"] for known in self._ranks)
+            culprits = [rank for rank in stalled if self._ranks[rank].mark["update"] == behind]
+        if not culprits:
+            return None
+        named = "; ".join(
+            f"rank {rank} stands at update {self._ranks[rank].mark['update']} ({self._ranks[rank].mark['phase']})"
+            for rank in culprits
+        )
+        return f"no progress for {self._timeout_ticks * TICK_SECONDS / 60:g} minutes: {named}"
+
+
+@dataclass
+class _Member:
+    """A connection to a process; its rank is -1 until it has said which one it is."""
+
+    connection: socket.socket
+    rank: int = -1
+    text: bytes = b""
+    ticks: int = 0  # in which its rank was not known
+    is_asked: bool = False  # and has not answered yet, so that nothing piles up at a process that is stopped
+
+    def send(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.send(line)
+
+
+class Liveness:
+    """Runs in a thread of the root. ``port`` and ``token`` are what a process needs to connect.
+
+    A process sends ["here", token, rank] first; then ["beat", mark] as the answer to ["beat"]; ["met"] when it has come
+    to a meeting, which everybody gets as soon as all have come; and at its end ["left"] or ["failed", error]. ["end",
+    verdict] tells it why the job ends, ["left"] that the root has left on purpose.
+    """
+
+    def __init__(self, host: str, world_size: int, timeout_ticks: float) -> None:
+        self._world_size, self._judge = world_size, Judge(world_size, timeout_ticks)
+        self._listener = _listen(host, world_size)
+        self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
+        self._members: list[_Member] = []
+        self._arrived, self._verdict = 0, ""
+        self._is_asked_to_end = self._is_stopping = False
+        self._is_listening = self._are_all_in = False
+        self._bell, self._rings = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for each in (self._listener, self._rings, self._bell):
+            each.setblocking(False)
+        self._selector.register(self._rings, selectors.EVENT_READ, self._hear_bell)
+        self._listen_again()
+        os.register_at_fork(after_in_child=self._forget)
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._thread.start()
+
+    def hear_signal(self, number: int) -> None:
+        """A signal has reached the root: called by a thread, because the main one may hang in a collective."""
+        with contextlib.suppress(OSError):
+            self._bell.send(bytes([number]))
+
+    def stop(self) -> None:
+        """Let the others know that the root leaves, and end the thread."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        with contextlib.suppress(OSError):  # the thread may notice by itself, and close the bell
+            self._bell.send(b"\0")
+        self._thread.join(timeout=2 * TICK_SECONDS)
+
+    def _run(self) -> None:
+        due = time.monotonic() + TICK_SECONDS
+        while not self._is_stopping:
+            self._look(max(due - time.monotonic(), 0.0))
+            if time.monotonic() >= due:
+                due = time.monotonic() + TICK_SECONDS
+                self._tick()
+        due = time.monotonic() + TICK_SECONDS
+        while self._look(0.0) and time.monotonic() < due:  # what the root itself has said last
+            pass
+        self._tick()
+        self._tell_all("left")
+        self._close()
+
+    def _close(self) -> None:
+        for each in (self._listener, self._bell, self._rings, *(member.connection for member in self._members)):
+            each.close()
+
+    def _forget(self) -> None:
+        """In a process that was forked, such as a loader's worker: the connections must end with the root."""
+        self._close()
+
+    def _look(self, seconds: float) -> bool:
+        """Hear who speaks now or within so many seconds; False if nobody did."""
+        found = self._selector.select(seconds)
+        for key, _ in found:
+            key.data()
+        return bool(found)
+
+    def _tick(self) -> None:
+        for member in list(self._members):
+            if member.rank < 0:
+                member.ticks += 1
+                if member.ticks > _STRANGER_TICKS:
+                    self._drop(member)
+            elif not member.is_asked:
+                member.is_asked = True
+                member.send(to_line("beat"))
+        self._listen_again()
+        if not self._verdict and (verdict := self._judge.tick(self._is_asked_to_end)):
+            self._verdict = verdict
+            self._tell_all("end", verdict)
+
+    def _tell_all(self, *message: Any) -> None:
+        for member in self._members:
+            if member.rank >= 0:
+                member.send(to_line(*message))
+
+    def _hear_bell(self) -> None:
+        self._is_asked_to_end |= any(number in _ASK_TO_END for number in self._rings.recv(4096))
+
+    def _listen_again(self) -> None:
+        if not self._is_listening and not self._are_all_in:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._welcome)
+            self._is_listening = True
+
+    def _listen_no_more(self) -> None:
+        if self._is_listening:
+            self._selector.unregister(self._listener)
+            self._is_listening = False
+
+    def _welcome(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # such as too many open files, which select would report again at once: wait for a tick
+            return self._listen_no_more()
+        with contextlib.suppress(OSError):
+            connection.setblocking(False)
+            watch_link(connection)
+            self._members.append(member := _Member(connection))
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(member))
+        return None
+
+    def _read(self, member: _Member) -> None:
+        try:
+            found = member.connection.recv(_LONGEST_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            found = b""
+        *lines, member.text = (member.text + found).split(b"\n")
+        try:
+            for line in lines:
+                self._hear(member, *json.loads(line))
+        except Exception:  # no process of this job: whatever it sends must not end this thread
+            found = b""
+        if not found or len(member.text) > _LONGEST_LINE:
+            self._drop(member)
+
+    def _drop(self, member: _Member) -> None:
+        self._selector.unregister(member.connection)
+        member.connection.close()
+        self._members.remove(member)
+        if member.rank >= 0:
+            self._judge.lose(member.rank)
+
+    def _hear(self, member: _Member, kind: str, *values: Any) -> None:
+        if member.rank < 0:
+            token, rank = values
+            if kind != "here" or token != self.token or rank not in range(self._world_size):
+                raise ValueError(kind)
+            member.rank = int(rank)
+            if {each.rank for each in self._members} >= set(range(self._world_size)):
+                self._are_all_in = True
+                self._listen_no_more()
+                self._listener.close()
+        elif kind == "beat":
+            member.is_asked = False
+            self._judge.hear(member.rank, *values)
+        elif kind == "met":
+            self._arrived += 1
+            if self._arrived % self._world_size == 0:
+                self._tell_all("met")
+        elif kind == "left":
+            self._judge.leave(member.rank)
+        elif kind == "failed":
+            self._judge.lose(member.rank, *values)

@@ -1,0 +1,154 @@
+"""Signals that ask this process to stop. A thread hears them too, at once: the main thread may wait in C++, for others
+that connect or list their data or in a collective, and Python runs its handlers there only afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tandem.files.exits import ASKED_TO_STOP
+from tandem.files.writing import say, tell
+
+if TYPE_CHECKING:
+    from .watchdog import Watchdog
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# The processes of deepspeed have its terminal; torchrun and horovodrun start theirs in sessions of their own.
+_THAT_PASS_ON = ("python", "deepspeed")
+_ENDED_BY_INTERRUPT = 128 + signal.SIGINT
+_WAKE_UP = b"\0"  # the number of no signal
+_LOOKS_FOR_LAUNCHER_SECONDS = 1.0
+_VERDICT_SECONDS = 3.0  # until the watchdog has told that a process is lost: launchers then ask the others to stop
+
+
+# Weak: functions that are registered for forks are never released, and would keep a whole run.
+_hearing: weakref.WeakSet[Signals] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for signals in list(_hearing):
+        signals.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class Signals:
+    """From the constructor until ``close`` it hears `SIGNALS`, but for SIGHUP where that is ignored, as under nohup.
+
+    Until ``begin`` one of them ends this process, because there is nothing to save, unless the watchdog tells of a
+    better reason. Later they stand in ``received``, the root says at once that it was asked, and a second SIGINT ends
+    the process. In processes that are forked meanwhile, such as those of a pool in a user's dataset, they have their
+    default effect.
+
+    Args:
+        is_orphan: Whether the launcher is gone, which before ``begin`` is taken for a signal.
+        is_root: Whether this process speaks for all.
+        launcher: That of `Launch`. Of those in ``_THAT_PASS_ON``, each Ctrl-C in the terminal reaches the processes.
+    """
+
+    def __init__(self, is_orphan: Callable[[], bool], *, is_root: bool, launcher: str = "python") -> None:
+        self._is_orphan, self._is_root, self._launcher = is_orphan, is_root, launcher
+        #: Those that ask the run to stop.
+        self.received: set[int] = set()
+        #: Set as soon as there is one; it hears the signals, too.
+        self.watchdog: Watchdog | None = None
+        self._has_begun = self._is_closed = self._has_told = False
+        self._interrupts = 0
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, self._note)
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
+        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        _hearing.add(self)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """From here on there is something to save."""
+        self._has_begun = True
+
+    def close(self) -> None:
+        """Hear what has come, and no more; signals have the effect that they had before."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            if handler is not None:  # Python cannot give back a handler that C has set
+                signal.signal(number, handler)
+        os.write(self._writing, _WAKE_UP)  # closing it would not do: forked processes may hold it
+        self._thread.join()
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _note(self, number: int, frame: Any = None) -> None:
+        if self._has_begun:
+            self.received.add(number)
+
+    # What the thread runs.
+
+    def _listen(self) -> None:
+        while True:
+            if select.select([self._reading], [], [], _LOOKS_FOR_LAUNCHER_SECONDS)[0]:
+                found = os.read(self._reading, 1)
+                if found == _WAKE_UP:
+                    return
+                if found[0] in self._before:
+                    self._hear(signal.Signals(found[0]))
+            elif not self._has_begun and self._is_orphan():
+                self._end_start_up("the launcher is gone")
+
+    def _hear(self, number: signal.Signals) -> None:
+        if self.watchdog:
+            self.watchdog.hear_signal(number)
+        if not self._has_begun:
+            self._end_start_up(number.name)
+        self._note(number)  # it may have begun meanwhile
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            os._exit(_ENDED_BY_INTERRUPT)
+        if self._has_begun and self._is_root and not self._has_told:
+            self._has_told = True
+            # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
+            if number != signal.SIGTERM or not self._is_explained():
+                self._tell(number)
+
+    def _is_explained(self) -> bool:
+        """Whether the watchdog says why the job ends."""
+        return self.watchdog is not None and self.watchdog.verdict_within(_VERDICT_SECONDS)
+
+    def _end_start_up(self, why: str) -> None:
+        if self._is_explained() or self._has_begun:
+            return
+        if self._is_root:
+            say(f"{why}: stopped before there was anything to save; the same command starts again")
+        os._exit(ASKED_TO_STOP)
+
+    def _tell(self, number: signal.Signals) -> None:
+        twice = "a second Ctrl-C ends it at once, without a save"
+        then = twice if self._launcher in _THAT_PASS_ON else f"{self._launcher} kills it if that takes too long"
+        tell(f"{number.name}: saving before it stops; {then}")
+
+    # What a forked process runs.
+
+    def forget(self) -> None:
+        """Close the descriptors, which are the parent's, and give signals their default effect."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        os.close(self._reading)
+        os.close(self._writing)
+        with contextlib.suppress(ValueError):  # another thread than the main one has forked
+            signal.set_wakeup_fd(-1)
+            for number in self._before:
+                signal.signal(number, signal.SIG_DFL)
