@@ -18,7 +18,7 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import fetch
@@ -30,9 +30,8 @@ from training.run.stages import Say, kernel_settings, run_stages
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from models import MuLaN, MusicLMMuLaN, ResidualQuantizer
-
-    Model = TypeVar("Model", MuLaN, MusicLMMuLaN, ResidualQuantizer)
+    from models import MuLaN, ResidualQuantizer
+    from trained import Trained
 # Flag -> flags that have no effect without it.
 NEEDS = {
     "audio": ("output", "files_per_shard", "max_clips", "on_bad_sample", "num_workers"),
@@ -83,31 +82,30 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def load(kind: type[Model], folder: str, backend: distributed.Backend) -> tuple[Model, dict[str, Any]]:
-    """A model on the device of the run, and the settings that identify it: its configuration and the checksum of its
-    weights. Raises ValueError if there is no such model."""
+def load_quantizer(folder: str, backend: distributed.Backend) -> tuple[ResidualQuantizer, dict[str, Any]]:
+    """A quantizer on the device of the run, and the settings that identify it: its configuration and the checksum of
+    its weights. Raises ValueError if there is no such model."""
     from data.stores.output import sha256_of
+    from models import ResidualQuantizer
     from models.files.pretrained import read_config, read_headers
 
-    model = kind.from_pretrained(folder).to(backend.device)
+    model = ResidualQuantizer.from_pretrained(folder).to(backend.device)
     name, arguments = read_config(Path(folder))
     sha256 = sha256_of(Path(folder) / file for file in sorted(read_headers(Path(folder))))
     return model, {"config": {"model": name, **arguments}, "weights_sha256": sha256}
 
 
-def load_mulan(path: str, backend: distributed.Backend) -> tuple[str, MuLaN, dict[str, Any]]:
-    """For what a user calls a MuLaN, of either --layout: its folder, and what `load` returns."""
-    from models import MuLaN, MusicLMMuLaN
-    from models.files.pretrained import read_config
-    from trained import model_folder
+def load_mulan(path: str, backend: distributed.Backend) -> Trained:
+    """What a user calls a MuLaN, of either --layout, on the device of the run."""
+    from trained import open_model
 
-    kinds: dict[str, type[MuLaN]] = {kind.__name__: kind for kind in (MuLaN, MusicLMMuLaN)}
-    folder = str(model_folder(path, *kinds))
-    return folder, *load(kinds[read_config(Path(folder))[0]], folder, backend)
+    trained = open_model(path, "MuLaN", "MusicLMMuLaN")
+    trained.model.to(backend.device)
+    return trained
 
 
 def embedders(
-    model: MuLaN, folder: str, backend: distributed.Backend
+    model: MuLaN, tokenizer: Path | None, backend: distributed.Backend
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[str], Tensor]]:
     """Two functions: waveforms (b, n) in [-1, 1] -> unit vectors (b, d), in the precision of the run; and a sentence ->
     its unit vector (d,). Each sentence is embedded in a batch of its own, so that its vector does not depend, to the
@@ -125,7 +123,7 @@ def embedders(
     @torch.no_grad()
     def of_text(text: str) -> Tensor:
         sizes = model.config["max_text_tokens"], model.config["vocab_size"]
-        tokens = tokens_of_query(text, Path(folder), *sizes, model.marks_texts).to(backend.device)
+        tokens = tokens_of_query(text, tokenizer, *sizes, model.marks_texts).to(backend.device)
         return model.encode_text(tokens, torch.tensor([tokens.shape[1]], device=backend.device))[0].float().cpu()
 
     return of_clips, of_text
@@ -141,18 +139,20 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
 
     fetch(args.model, backend)
     with backend.agreement():
-        folder, model, about = load_mulan(args.model, backend)
+        model, about, tokenizer = load_mulan(args.model, backend)
         require_room(f"a batch of {args.batch_size} clips", args.batch_size, model.clip_numbers)
         decoder = ClipDecoder(model.config["sample_rate"], model.clip_samples)
+        backend.working("listing the samples")
         sounds = open_long_sounds(args.audio, decoder, args.max_clips)
     settings = {
         "task": "embed", **about, "dim": model.config["dim_latent"], "max_clips": args.max_clips,
         "batch_size": args.batch_size, "precision": backend.options.precision, **kernel_settings(args, backend),
-        "files": len(sounds.names), "names_sha256": names_sha256(sounds.names), "files_per_shard": args.files_per_shard,
+        "files": len(sounds.names), "names_sha256": names_sha256([*sounds.names, *sounds.parts]),
+        "files_per_shard": args.files_per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     shards = embedding_shards(output, sounds.names)
-    embed, _ = embedders(model, folder, backend)
+    embed, _ = embedders(model, tokenizer, backend)
 
     def embeddings_of(todo: Sequence[int]) -> Iterator[Any]:
         clips = load_clips(sounds, [shards.items[shard] for shard in todo], num_workers=args.num_workers)
@@ -199,11 +199,10 @@ def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say
 
     from data.stores.embeddings import CODES, quantized_shards, read_embeddings
     from data.stores.output import OutputFolder
-    from models import ResidualQuantizer
 
     with backend.agreement():
         index = read_embeddings(args.index)
-        quantizer, about = load(ResidualQuantizer, args.quantizer, backend)
+        quantizer, about = load_quantizer(args.quantizer, backend)
     settings = {"task": "quantize", "index_sha256": index.sha256, **about, **kernel_settings(args, backend)}
     output = OutputFolder(index.folder / CODES, settings, backend, fresh=args.fresh, say=say)
     shards = quantized_shards(output, index.rows, quantizer.num_quantizers, quantizer.codebook_size)
@@ -226,24 +225,23 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
     from data.sounds.long_sounds import embed_file, is_sound
     from data.stores.embeddings import read_embeddings
     from data.stores.search import Answer, read_queries
-    from models import ResidualQuantizer
     from models.files.building import require_room
 
     fetch(args.model, backend)
     with backend.agreement():
         if backend.is_root:
             queries, index = read_queries(args.query or [], args.query_file), read_embeddings(args.index)
-            folder, model, about = load_mulan(args.model, backend)
+            model, about, tokenizer = load_mulan(args.model, backend)
             if not about.items() <= index.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
             decoder, how = ClipDecoder(model.config["sample_rate"], model.clip_samples), index.index
             require_room(f"a batch of {how['batch_size']} clips", how["batch_size"], model.clip_numbers)
             # Embed a sound with the settings of the index, so that a sound which is in the index has the cosine 1.
-            embed, embed_text = embedders(model, folder, backend)
+            embed, embed_text = embedders(model, tokenizer, backend)
             embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])
             vectors = torch.stack([(embed_sound if is_sound(query) else embed_text)(query) for query in queries])
             found = index.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
-            quantizer = load(ResidualQuantizer, args.quantizer, backend)[0] if args.quantizer else None
+            quantizer = load_quantizer(args.quantizer, backend)[0] if args.quantizer else None
             codes = quantizer.encode(vectors.to(backend.device)).tolist() if quantizer else [()] * len(queries)
             for answer in map(Answer, queries, found, codes):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)

@@ -75,35 +75,31 @@ class Tokenizer(NamedTuple):
 
 
 def load_tokenizer(path: str, backend: distributed.Backend) -> Tokenizer:
-    """Open a model (see `model_folder`). Raises ValueError, in one line, if there is no such model."""
+    """Open a model (see `open_model`). Raises ValueError, in one line, if there is no such model."""
     import torch
 
-    from data.stores.output import sha256_of
-    from models import VQGAN, DiscreteVAE
-    from models.files.pretrained import read_config, read_headers
-    from trained import model_folder
+    from trained import open_model
 
-    kinds: dict[str, type[VQGAN] | type[DiscreteVAE]] = {"DiscreteVAE": DiscreteVAE, "VQGAN": VQGAN}
-    folder = model_folder(path, *kinds)
-    name, arguments = read_config(folder)
-    sha256 = sha256_of(folder / file for file in sorted(read_headers(folder)))
-    model = kinds[name].from_pretrained(folder).to(backend.device)
+    model, about, _ = open_model(path, "DiscreteVAE", "VQGAN")
+    model.to(backend.device)
 
     @torch.no_grad()
     def encode(images: Tensor) -> Tensor:
         backend.mark("encoding")
         with backend.autocast():
-            return model.encode(images)
+            codes: Tensor = model.encode(images)
+            return codes
 
     @torch.no_grad()
     def decode(codes: Tensor) -> Tensor:
         backend.mark("decoding")
         codes = codes.to(backend.device)
         with backend.autocast():
-            return model.decode(codes)
+            images: Tensor = model.decode(codes)
+            return images
 
-    config = {"model": name, **arguments}
-    return Tokenizer(config, sha256, model.num_codes, model.image_size, model.channels, encode, decode)
+    sizes = model.num_codes, model.image_size, model.channels
+    return Tokenizer(about["config"], about["weights_sha256"], *sizes, encode, decode)
 
 
 def grid_of(args: argparse.Namespace, tokenizer: Tokenizer, image_size: int, backend: distributed.Backend) -> list[int]:
@@ -149,6 +145,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         tokenizer = load_tokenizer(args.model, backend)
         image_size = args.image_size or tokenizer.image_size
         grid = grid_of(args, tokenizer, image_size, backend)
+        backend.working("listing the samples")
         images = data.open_images(args.image_folder, image_size=image_size, channels=tokenizer.channels)
         names = [images.name(index) for index in range(len(images))]
     settings = {

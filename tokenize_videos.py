@@ -74,20 +74,14 @@ def build_parser() -> ArgumentParser:
 def load_tokenizer(args: argparse.Namespace, backend: distributed.Backend) -> tuple[VideoTokenizer, dict[str, Any]]:
     """The model on the device of the run, and the settings that codes depend on besides the videos. Raises ValueError,
     in one line, if there is no such model or it cannot code videos alone."""
-    from data.stores.output import sha256_of
-    from models import VideoTokenizer
-    from models.files.pretrained import read_config, read_headers
-    from trained import model_folder
+    from trained import open_model
 
-    folder = model_folder(args.model, "VideoTokenizer")
-    model = VideoTokenizer.from_pretrained(folder).to(backend.device)
+    model, about, _ = open_model(args.model, "VideoTokenizer")
+    model.to(backend.device)
     if model.channels != 3 or model.is_conditional:
         what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"
         raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
-    name, arguments = read_config(folder)
-    sha256 = sha256_of(folder / file for file in sorted(read_headers(folder)))
-    computation = {"precision": backend.options.precision, **kernel_settings(args, backend)}
-    return model, {"config": {"model": name, **arguments}, "weights_sha256": sha256, **computation}
+    return model, {**about, "precision": backend.options.precision, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
@@ -106,6 +100,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         speed = {"fps": args.fps, "frame_stride": args.frame_stride}
+        backend.working("listing the samples")
         videos: Any = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
         names, parts = names_of(videos)
     settings = {

@@ -10,8 +10,11 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 _LISTED = 20
+_NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
+_ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -44,24 +47,34 @@ class NotASample(ValueError):
 
 
 class _Marks:
-    """Some of n indices. A bit for each, because all samples may be among them: 125 bytes for a thousand."""
+    """Some of n indices. A bit for each, because all samples may be among them: 125 bytes for a thousand.
 
-    def __init__(self, n: int, indices: Iterable[int] = ()) -> None:
+    `bits` (uint8, the lowest bit first) are those of another such set; of one that was larger, what is beyond this set
+    is left out.
+    """
+
+    def __init__(self, n: int, bits: torch.Tensor | None = None) -> None:
         self._bits, self._n, self.count = np.zeros(n + 7 >> 3, np.uint8), n, 0
-        for index in indices:
-            self.add(index)
+        if bits is not None:
+            known = bits.numpy()[: len(self._bits)]
+            self._bits[: len(known)] = known
+            if n & 7:
+                self._bits[-1] &= (1 << (n & 7)) - 1
+            self.count = int(_ONES[self._bits].sum())
 
     def __contains__(self, index: int) -> bool:
-        return bool(self._bits[index >> 3] >> (index & 7) & 1)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.flatnonzero(np.unpackbits(self._bits, bitorder="little")).tolist())
+        return index < self._n and bool(self._bits[index >> 3] >> (index & 7) & 1)
 
     def add(self, index: int) -> None:
-        """Mark an index that is not marked; one beyond the set, which has become smaller, is left out."""
+        """Mark an index that is not marked; one beyond the set is left out."""
         if index < self._n:
             self._bits[index >> 3] |= np.uint8(1 << (index & 7))
             self.count += 1
+
+    @property
+    def bits(self) -> torch.Tensor:
+        """A copy of them, for the constructor."""
+        return torch.from_numpy(self._bits.copy())
 
 
 class BadSampleLog:
@@ -69,13 +82,13 @@ class BadSampleLog:
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
-        self._samples: dict[int, BadSample] = {}
-        self._incomplete, self._partial = _Marks(n_samples), _Marks(n_samples)
+        self._named: list[BadSample] = []  # the first bad samples
+        self._bad, self._incomplete, self._partial = (_Marks(n_samples) for _ in range(3))
 
     @property
     def count(self) -> int:
         """Number of different bad samples so far, without the incomplete ones and those that were accepted in part."""
-        return len(self._samples)
+        return self._bad.count
 
     @property
     def count_incomplete(self) -> int:
@@ -100,12 +113,13 @@ class BadSampleLog:
                 if sample.index in self._partial:
                     continue
                 self._partial.add(sample.index)
-            elif sample.index in self._samples or sample.index in self._incomplete:
+            elif sample.index in self._bad or sample.index in self._incomplete:
                 continue
             elif sample.is_incomplete:
                 self._incomplete.add(sample.index)
             else:
-                self._samples[sample.index] = sample
+                self._bad.add(sample.index)
+                self._named += [sample] if len(self._named) < _NAMED else []
             new.append(sample)
         return new
 
@@ -127,24 +141,26 @@ class BadSampleLog:
         """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
         if not self.are_too_many:
             return
-        listed = "; ".join(map(str, list(self._samples.values())[:_LISTED]))
+        listed = "; ".join(map(str, self._named[:_LISTED]))
         rest = f"; and {self.count - _LISTED} more" if self.count > _LISTED else ""
         raise ValueError(
             f"{self.count} of {self.n_samples} samples could not be read, more than the {int(self._tolerated)} that "
             f"are passed over; repair or remove them: {listed}{rest}"
         )
 
-    def state_dict(self) -> dict[str, list[Any]]:
-        """What a checkpoint keeps, as plain JSON."""
-        samples = [[sample.index, sample.path, sample.reason] for sample in self._samples.values()]
-        marked = {"incomplete": list(self._incomplete), "partial": list(self._partial)}
-        return {"samples": samples, **{kind: indices for kind, indices in marked.items() if indices}}
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: "samples", the index, path and reason of the first bad ones, and of each kind of
+        which there are some a bit for every sample of the set (uint8)."""
+        kinds = {"bad": self._bad, "incomplete": self._incomplete, "partial": self._partial}
+        samples = [[sample.index, sample.path, sample.reason] for sample in self._named]
+        return {"samples": samples, **{kind: marks.bits for kind, marks in kinds.items() if marks.count}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the known bad samples by those of `state`."""
-        self._samples = {index: BadSample(index, path, reason) for index, path, reason in state["samples"]}
-        self._incomplete = _Marks(self.n_samples, state.get("incomplete", []))
-        self._partial = _Marks(self.n_samples, state.get("partial", []))
+        self._named = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
+        self._bad, self._incomplete, self._partial = (
+            _Marks(self.n_samples, state.get(kind)) for kind in ("bad", "incomplete", "partial")
+        )
 
 
 #: What was wrong with files of which parts were returned; None: decoders raise, as outside of `accepting_parts`.

@@ -72,6 +72,7 @@ class Feed(Generic[BatchType]):
         self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
         self._valid_source = args.valid_folder if open_valid else ""
         with processes.agreement():
+            processes.working("listing the samples")
             first = open_samples()
             second = None if open_second is None else open_second()
             self.valid_samples = None if open_valid is None else open_valid()
@@ -100,6 +101,9 @@ class Feed(Generic[BatchType]):
                     every=second_every, batch_size=args.batch_size, offset=n,
                 )  # fmt: skip
         self.sees_whole_split = False
+        #: Called between the steps of an evaluation by all processes, after the same ones; it may raise to end it. Its
+        #: argument says whether the answer must not be late, see `Processes.stop_requested`.
+        self.ask: Callable[[bool], None] = lambda now: None
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
@@ -163,7 +167,9 @@ class Feed(Generic[BatchType]):
     def validation(self) -> Iterator[BatchType]:
         """This process's part of one pass over the `validated` part of the validation split."""
         stream = self._whole_validation if self.sees_whole_split else self._validation
-        return map(self._received, self._processes.each("validation data", stream))
+        for batch in self._processes.each("validation data", stream):
+            self.ask(False)
+            yield self._received(batch)
 
     @contextlib.contextmanager
     def whole_validation(self) -> Iterator[None]:

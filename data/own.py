@@ -84,13 +84,13 @@ class OwnDataset:
         return NotASample(f"--dataset: {self.describe(index)} is {shown(found)}; it has to be {expected}")
 
 
-def part_of(item: Any, *names: str, place: int = 0) -> Any:
-    """A part of an item: the first of these keys that a mapping has, or the entry of a tuple at a place; an item that
-    is neither is its part 0. None if there is no such part."""
+def part_of(item: Any, *names: str, place: int | None = 0) -> Any:
+    """A part of an item: the first of these keys that a mapping has, or the entry of a tuple at a place, if it has one
+    there; an item that is neither is its part 0. None if there is no such part."""
     if isinstance(item, Mapping):
         return next((item[name] for name in names if item.get(name) is not None), None)
     if isinstance(item, (tuple, list)):
-        return item[place] if len(item) > place else None
+        return None if place is None or len(item) <= place else item[place]
     return item if place == 0 else None
 
 

@@ -7,15 +7,19 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+from tandem.files.exits import CannotGoOn
 
 # A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.
 START_METHOD = "fork" if sys.platform == "linux" else None
@@ -29,8 +33,9 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 class Loader:
     """The result of `load` for each request, in the order of the requests. Every pass over a loader starts again.
 
-    `load` is pickled if workers are not forked; the main process raises its ValueErrors. `requests` may be endless.
-    With num_workers = 0, the main process loads. `keep_workers`: use the same workers for every pass.
+    `load` is pickled if workers are not forked; the main process raises its ValueErrors, and CannotGoOn if a worker has
+    died or lacks memory. `requests` may be endless. With num_workers = 0, the main process loads. `keep_workers`: use
+    the same workers for every pass.
     """
 
     def __init__(
@@ -57,8 +62,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         with _signals_held_back():
-            results = iter(self._loader)
-        return map(_raised, results)
+            results = _awaited(self._loader.__iter__)  # workers that are kept answer that they begin again
+        _leave_ends_to_the_next_result()
+        return map(_raised, _watched(results) if self._loader.num_workers else results)
 
 
 def load_groups(
@@ -72,8 +78,81 @@ def load_groups(
     return (itertools.islice(results, len(group)) for group in groups)
 
 
+#: PyTorch's handler of SIGCHLD, which raises an error if a worker has died; None: it has not been set yet.
+_of_torch: Callable[[int, Any], Any] | None = None
+_waits = False  # whether the main thread waits for a result
+
+
+def _leave_ends_to_the_next_result() -> None:
+    """Let PyTorch's handler raise its error only where a result is waited for: it interrupts the main thread wherever
+    that is, and so would end a run in a place that expects no such error."""
+    global _of_torch
+    handler = signal.getsignal(signal.SIGCHLD)
+    if callable(handler) and handler is not _on_end and threading.current_thread() is threading.main_thread():
+        _of_torch = handler
+        signal.signal(signal.SIGCHLD, _on_end)
+
+
+def _on_end(number: int, frame: Any) -> None:
+    if _waits and _of_torch is not None:
+        _of_torch(number, frame)
+
+
+def _watched(results: Iterator[Any]) -> Iterator[Any]:
+    """The results of workers."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield _awaited(results.__next__)
+
+
+def _awaited(wait: Callable[[], Any]) -> Any:
+    """What workers answer. Raises CannotGoOn, in one line, if a worker has died."""
+    global _waits
+    try:
+        _waits = True
+        _on_end(signal.SIGCHLD, None)
+        return wait()
+    except (RuntimeError, OSError, EOFError) as error:
+        # What a worker that is gone has sent cannot be read either, which raises other errors.
+        death = error if _OF_TORCH in str(error) else _death(error)
+        if death is None:
+            raise
+        raise CannotGoOn(_why(str(death))) from None
+    finally:
+        _waits = False
+
+
+_OF_TORCH = "DataLoader worker (pid"  # begins PyTorch's messages about workers that have died
+_DYING_SECONDS = 10.0  # a process closes its connections before it has given back its memory
+
+
+def _death(error: Exception) -> RuntimeError | None:
+    """PyTorch's error if a worker has died. After an error of a connection the worker may be dying yet."""
+    end = time.monotonic() + (_DYING_SECONDS if isinstance(error, OSError | EOFError) else 0.0)
+    while True:
+        try:
+            _on_end(signal.SIGCHLD, None)
+        except RuntimeError as death:
+            return death
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.05)
+
+
+def _why(said: str) -> str:
+    """What PyTorch says about a worker that has died, for a user."""
+    how = re.sub(rf".*{re.escape(_OF_TORCH)}[^ ]* [0-9, ]+\)", "", said.splitlines()[0]).strip(" .")
+    lower = "lower --num_workers or --batch_size"
+    if "shared memory" in said or "Bus error" in said:
+        return f"a loader process has died, because /dev/shm, its shared memory, is full: make it larger, or {lower}"
+    if "Killed" in how or how == "exited unexpectedly":
+        return f"a loader process was killed, as a system does that runs out of memory: {lower}, or ask for more memory"
+    return f"a loader process {how}: a library that reads the samples may be faulty; --num_workers 0 shows more"
+
+
 class _Requests(Dataset):
-    """Loads requests. Returns a ValueError as a value, because DataLoader would put its text inside a traceback."""
+    """Loads requests. Returns a ValueError, or a lack of memory, as a value, because DataLoader would put its text
+    inside a traceback."""
 
     def __init__(self, load: Callable[[Any], Any]) -> None:
         self._load = load
@@ -83,6 +162,8 @@ class _Requests(Dataset):
             return self._load(request)
         except ValueError as error:
             return error
+        except MemoryError as error:
+            return CannotGoOn(f"a loader process lacks memory ({error}): lower --num_workers or --batch_size")
 
 
 def _unchanged(result: Any) -> Any:
@@ -90,7 +171,7 @@ def _unchanged(result: Any) -> Any:
 
 
 def _raised(result: Any) -> Any:
-    if isinstance(result, ValueError):
+    if isinstance(result, ValueError | CannotGoOn):
         raise result
     return result
 

@@ -115,6 +115,14 @@ def test_a_manifest_and_the_demonstration_are_embedded_by_their_middles(model, s
     assert len(EMBED.rows(EMBED.fill(tmp_path / "8k", "demo:tones:5", tmp_path / "demo"))) == 5
 
 
+def test_an_index_does_not_go_on_with_other_parts_of_the_same_files(model, source, tmp_path, capsys):
+    manifest = tmp_path / "set.csv"
+    manifest.write_text(f"path,caption,start_seconds,end_seconds\n{source}/long.wav,one,0,1\n")
+    index = EMBED.fill(model, manifest, tmp_path / "index")
+    manifest.write_text(f"path,caption,start_seconds,end_seconds\n{source}/long.wav,one,2,3\n")
+    assert "names_sha256 was" in EMBED.refused(capsys, *EMBED.flags(model, manifest, index))
+
+
 @pytest.mark.parametrize("write", [save_to_disk, write_parquet])
 def test_a_folder_of_tables_is_embedded_by_the_middles_of_its_sounds(write, model, source, tmp_path):
     names = ["long.wav", "a.wav"]

@@ -72,7 +72,7 @@ def list_files(folder: str, endings: tuple[str, ...], what: str, demo: str, besi
 
 class _Tree:
     """What a folder holds. A list of one folder's names is sorted at a time, and no longer one than `_LONGEST_RUN`,
-    because sorting holds the interpreter: heartbeats would wait for it."""
+    because sorting holds the interpreter: the thread that tells the root what this process does would wait for it."""
 
     def __init__(self, folder: str, endings: tuple[str, ...]) -> None:
         self.watched, self.skipped = Watched(), collections.Counter[str]()

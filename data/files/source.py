@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from tandem.files.reading import open_regular
@@ -33,6 +33,12 @@ class Source(NamedTuple):
     def name(self) -> str:
         """The name of the file, by whose ending its kind is known."""
         return self.member or self.path
+
+
+def parts_of(sources: Iterable[Source]) -> list[str]:
+    """Which part of its file each source is, in seconds; empty if all are whole files."""
+    parts = [(source.start_seconds, source.end_seconds) for source in sources]
+    return [f"{begin} {end}" for begin, end in parts] if any(part != (0.0, math.inf) for part in parts) else []
 
 
 class Places(Protocol):

@@ -22,10 +22,12 @@ from ..bad_samples import BadSample, reason_of
 from ..files.find import Folder
 from ..files.opening import NothingFoundError, list_files
 from ..files.packed import Strings
+from ..files.source import parts_of
 from ..files.table_files import saved_files, tables_below
 from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders
+from .manifest import Manifest
 from .sets import Sounds, open_sounds
 from .sidecars import TEXT_ENDINGS, read_texts
 
@@ -43,6 +45,7 @@ class LongSounds(NamedTuple):
     """Numbered sounds, each represented by a few clips.
 
     names: the name of each sound in an index: its path relative to the folder.
+    parts: if a manifest asks for parts of files, which part each sound is; else empty.
     clips: index -> float32 (k, clip_samples) in [-1, 1], 1 <= k; raises OSError or ValueError, in one line, if the
         sound cannot be read.
     describe: index -> the name by which a user finds the sound: its path.
@@ -50,6 +53,7 @@ class LongSounds(NamedTuple):
     """
 
     names: list[str]
+    parts: list[str]
     clips: Callable[[int], Tensor]
     describe: Callable[[int], str]
     captions: Callable[[int], list[str]]
@@ -69,13 +73,15 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
             files = Folder(path, listed)
             clips = functools.partial(_clips_of, files, decoder, max_clips)
             return LongSounds(
-                list(listed), clips, files.describe, lambda index: _captions_beside(files.source(index).path)
+                list(listed), [], clips, files.describe, lambda index: _captions_beside(files.source(index).path)
             )
     seconds = decoder.clip_samples / decoder.sample_rate
     sounds = open_sounds(spec, sample_rate=decoder.sample_rate, clip_seconds=seconds)
-    names = [sounds.describe(index) for index in range(len(sounds))]
+    numbers = range(len(sounds))
+    names = [sounds.describe(index) for index in numbers]
+    parts = parts_of(map(sounds.source, numbers)) if isinstance(sounds, Manifest) else []
     return LongSounds(
-        names, functools.partial(_middle_of, sounds), sounds.describe, lambda index: _captions_of(sounds, index)
+        names, parts, functools.partial(_middle_of, sounds), sounds.describe, lambda index: _captions_of(sounds, index)
     )
 
 

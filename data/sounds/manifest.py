@@ -36,7 +36,8 @@ class Manifest:
 
     def __init__(self, path: str, clips: ClipDecoder) -> None:
         self._parts, self._clips = Parts(path, read_rows(path, _COLUMNS, _row), "sound"), clips
-        self.describe, self.fingerprint = self._parts.describe, self._parts.fingerprint
+        self.source, self.describe = self._parts.source, self._parts.describe
+        self.fingerprint = self._parts.fingerprint
         if not any(self._texts(index).captions for index in range(len(self))):
             raise ValueError(f"none of the {len(self)} rows of the manifest {path!r} has a caption")
 
@@ -44,7 +45,7 @@ class Manifest:
         return len(self._parts)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
-        return self._clips.load(self._parts.source(index), index, epoch, augment)
+        return self._clips.load(self.source(index), index, epoch, augment)
 
     def texts(self, index: int) -> Texts:
         texts = self._texts(index)

@@ -69,6 +69,8 @@ class OutputFolder:
         it, so that every process has the same number of rounds. After each round, it says how many shards are `done`
         (a word such as "encoded"). A signal ends the rounds after the current one; `shards_left` is then above 0."""
         self.shards_left = len(shards)
+        if self.processes.stop_requested(now=True):
+            return
         world = self.processes.world_size
         for first in range(0, len(shards), world):
             mine = first + self.processes.rank

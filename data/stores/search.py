@@ -14,7 +14,6 @@ from torch import Tensor
 from tandem.files.reading import read_bytes
 
 from ..bad_samples import reason_of
-from ..tokenizers import FILE as TOKENIZER_FILE
 from ..tokenizers import open_tokenizer
 
 _LONGEST_QUERIES = 1 << 26  # bytes
@@ -100,12 +99,11 @@ def read_queries(given: Sequence[str], path: str | None) -> list[str]:
     return queries
 
 
-def tokens_of_query(text: str, model_folder: Path, max_text_tokens: int, vocab_size: int, marks: bool = True) -> Tensor:
-    """The tokens (1, t) of a sentence, by the tokenizer.json in a model's folder, or by CLIP's (`marks`: see
-    `open_tokenizer`) if there is none. Raises ValueError, in one line, if it cannot be read, or its vocabulary has
+def tokens_of_query(text: str, file: Path | None, max_text_tokens: int, vocab_size: int, marks: bool = True) -> Tensor:
+    """The tokens (1, t) of a sentence, by the tokenizer in a file, or by CLIP's (`marks`: see `open_tokenizer`) if
+    there is none. Raises ValueError, in one line, if it cannot be read, or its vocabulary has
     another size."""
-    own = model_folder / TOKENIZER_FILE
-    tokenizer = open_tokenizer(str(own) if own.exists() else "clip", max_text_tokens, marks)
+    tokenizer = open_tokenizer("clip" if file is None else str(file), max_text_tokens, marks)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
             f"the model was trained on {vocab_size} tokens, but the tokenizer {tokenizer.name} has "

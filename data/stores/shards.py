@@ -96,8 +96,12 @@ class ShardWriter:
         """
         started = time.perf_counter()
         processes = self.output.processes
-        # Rank 0 finds the unfinished shards, which reads all existing files.
-        unfinished = [k for k in range(len(self)) if not self._is_finished(k)] if processes.rank == 0 else None
+        unfinished: list[int] = []
+        with processes.agreement():
+            if processes.rank == 0:  # this reads all existing files
+                for k in range(len(self)):
+                    processes.working("checking the shards")
+                    unfinished += [] if self._is_finished(k) else [k]
         todo = processes.broadcast_object(unfinished)
         if not todo:
             self.output.say(f"all {len(self)} shards were {done} before, nothing is left to do: {self.output.path}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..bad_samples import BadSample, reason_of
+from ..files.source import parts_of
 from .moving import FRAMES_PER_SECOND, Moving
 from .sets import VideoFiles
 
 DEMO_FRAMES = 41  # of a clip that is drawn
 PIECE_FRAMES = 16
-_WHOLE = (0.0, math.inf)
 
 
 class Piece(NamedTuple):
@@ -34,8 +33,7 @@ def names_of(videos: Moving | VideoFiles) -> tuple[list[str], list[str]]:
     names = [videos.name(index) for index in numbers]
     if isinstance(videos, Moving):
         return names, []
-    parts = [(source.start_seconds, source.end_seconds) for source in map(videos.source, numbers)]
-    return names, [f"{begin} {end}" for begin, end in parts] if any(part != _WHOLE for part in parts) else []
+    return names, parts_of(map(videos.source, numbers))
 
 
 def pieces(videos: Moving | VideoFiles, index: int) -> Iterator[Piece]:

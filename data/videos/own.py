@@ -53,7 +53,7 @@ class OwnVideos:
         """Which of n frames are those of a clip; fewer than num_frames if there are no more."""
         step = float(self.clips.frame_stride)
         if self.clips.fps:
-            fps = part_of(item, "fps", place=n + 1)
+            fps = part_of(item, "fps", place=None)
             if not (isinstance(fps, (int, float, np.number)) and 0 < float(fps) < math.inf):
                 raise self._items.refuse(index, item, 'for --fps, a mapping with a "video" and its "fps", above 0')
             step = float(fps) / self.clips.fps

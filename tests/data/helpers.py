@@ -63,6 +63,9 @@ class Process:
     def waiting_for(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def working(self, phase: str) -> None:
+        return
+
 
 def on_all(world_size: int, work: Callable[[Process], Any]) -> list[Any]:
     """What each process comes to, or its ValueError."""

@@ -284,7 +284,8 @@ def test_short_videos_are_repeated_held_or_left_out(own):
 def test_an_item_that_is_no_video_is_named(own):
     for item in ("x", planar(0), numbered(3).permute(0, 2, 3, 1), numbered(0), numbered(3).long()):
         assert one_line(seeing(own(lambda i, item=item: item)).load, 2).startswith("--dataset: own_items:make[2] is ")
-    assert 'and its "fps"' in one_line(seeing(own(lambda i: numbered(3)), fps=5.0).load, 2)
+    for item in (numbered(3), (numbered(1), "a label", 24.0), (numbered(1), 25, 30), [numbered(2), 0, 0, 25.0]):
+        assert 'and its "fps"' in one_line(seeing(own(lambda i, item=item: item), fps=5.0).load, 2)
 
 
 # Draws, fingerprints, errors.

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from data import open_images
+from data.workers import Loader
+from tandem.files.exits import CannotGoOn
 from tests.data.helpers import ROOT, stream
 
 
@@ -62,6 +64,17 @@ def test_worker_obeys_the_main_process_which_hears_its_signals_again():
     worker.terminate()
     worker.join(timeout=5)
     assert worker.exitcode == 0
+
+
+def test_a_worker_that_was_killed_between_two_passes_is_one_line():
+    others = set(multiprocessing.active_children())
+    loader = Loader(abs, range(4), num_workers=1, keep_workers=True)
+    assert list(loader) == [0, 1, 2, 3]
+    (worker,) = set(multiprocessing.active_children()) - others
+    worker.kill()
+    worker.join()
+    with pytest.raises(CannotGoOn, match="a loader process was killed"):
+        list(loader)
 
 
 PROGRAM = f"""
