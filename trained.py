@@ -4,16 +4,15 @@ on the Hugging Face Hub."""
 from __future__ import annotations
 
 import argparse
-import atexit
+import hashlib
 import importlib
+import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from training.run.starts import script_of
 
@@ -101,11 +100,24 @@ def find(path: Path) -> tuple[str, Path]:
     raise ValueError(f"{path}:{missing} expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
-def model_folder(path: str | Path, *kinds: str) -> Path:
-    """The model folder for what a user calls a model: a model folder, a run folder or a checkpoint of one, or a public
+class Trained(NamedTuple):
+    """A model as scripts use it.
+
+    model: In eval mode, on the CPU.
+    about: What identifies it: "config", its class as "model" and its constructor arguments, and "weights_sha256", of
+        the files of its weights, or of the file that they would be.
+    tokenizer: The file of its tokenizer; None for a model without one, or with that of CLIP.
+    """
+
+    model: Any
+    about: dict[str, Any]
+    tokenizer: Path | None
+
+
+def open_model(path: str | Path, *kinds: str) -> Trained:
+    """The model of what a user calls a model: a model folder, a run folder or a checkpoint of one, or a public
     package's file. Of a run folder it is model/, unless a later update has been saved; then it is best/ of MuLan, and
-    of others the newest checkpoint. A model that is in no such folder yet is written to a temporary one, which is
-    deleted when this process ends.
+    of others the newest checkpoint. Nothing is written.
 
     Args:
         kinds: Names of the classes that will do.
@@ -113,44 +125,73 @@ def model_folder(path: str | Path, *kinds: str) -> Path:
     Raises:
         ValueError: one line, if there is no model, or it is of another kind.
     """
+    from data.stores.output import sha256_of
+    from models.files.pretrained import read_config, read_headers
+
+    kind, where = _find_newest(Path(path))
+    if kind == "model":
+        name, arguments = read_config(where)
+        _require_kind(path, name, kinds)
+        about: dict[str, Any] = {"config": {"model": name, **arguments}}
+        about["weights_sha256"] = sha256_of(where / file for file in sorted(read_headers(where)))
+        model = load_model(where, "best")
+    else:
+        model = load_model(where, "best")
+        name = type(model).__name__
+        _require_kind(path, name, kinds)
+        about = {"config": {"model": name, **json.loads(json.dumps(model.config))}, "weights_sha256": _sha256_of(model)}
+    has_tokenizer = any(script.has_tokenizer for script in SCRIPTS if script.model == name)
+    return Trained(model.eval(), about, tokenizer_file(where) if has_tokenizer else None)
+
+
+def load_from(path: str, kind: str, load: Callable[[Any], None]) -> None:
+    """Call ``load`` with the folder of a model of this ``kind``, or with the model itself where there is none, for what
+    a user calls a model, see `open_model`. Errors name ``path``, and the flag of an argument that is on or off."""
     from models.files.pretrained import read_config
 
-    folder = _find_or_write_model(Path(path))
-    kind = read_config(folder)[0]
-    if kinds and kind not in kinds:
-        makers = {script.model: script.module for script in SCRIPTS}
-        of_script = f" of {makers[kind]}.py" if kind in makers else ""
-        raise ValueError(f"{path} holds a {kind[:80]}{of_script}, not a {' or a '.join(kinds)}")
-    return folder
-
-
-def load_from(path: str, kind: str, load: Callable[[Path], None]) -> None:
-    """Call ``load`` with the model folder of a ``kind`` for what a user calls a model, see `model_folder`. Errors name
-    ``path``, because the folder may be a temporary one."""
-    folder = model_folder(path, kind)
+    found, where = _find_newest(Path(path))
+    source: Any = where if found == "model" else load_model(where, "best")
+    _require_kind(path, read_config(where)[0] if found == "model" else type(source).__name__, (kind,))
     try:
-        load(folder)
+        load(source)
     except ValueError as error:
-        raise ValueError(str(error).replace(str(folder), path)) from None
+        before, needed, differing = str(error).replace(str(source), path).partition("; they need ")
+        flags = differing.replace("centred False", "--no-centred").replace("centred True", "--centred")
+        raise ValueError(before + needed + flags) from None
 
 
-def _find_or_write_model(path: Path) -> Path:
+def _require_kind(path: str | Path, found: str, kinds: Sequence[str]) -> None:
+    if kinds and found not in kinds:
+        makers = {script.model: script.module for script in SCRIPTS}
+        of_script = f" of {makers[found]}.py" if found in makers else ""
+        raise ValueError(f"{path} holds a {found[:80]}{of_script}, not a {' or a '.join(kinds)}")
+
+
+def _find_newest(path: Path) -> tuple[str, Path]:
+    """As `find`, but for a run folder the model folder in it that is as new as its newest checkpoint, if there is one,
+    and of a MuLaN best/."""
     from models.files.pretrained import CONFIG_FILE
     from tandem.files.reading import read_json_or_empty
 
     kind, where = find(path)
-    if kind == "model":
-        return where
+    if kind != "checkpoint":
+        return kind, where
     model, best = path / "model", path / "best"
     step = read_json_or_empty(model / "training.json").get("step")
     if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
-        return model
+        return "model", model
     if script_of(path) == "train_mulan.py" and (best / CONFIG_FILE).is_file():
-        return best
-    folder = Path(tempfile.mkdtemp(prefix="model-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    write_model(load_model(where, "best"), where, folder / where.name)
-    return folder / where.name
+        return "model", best
+    return kind, where
+
+
+def _sha256_of(model: Any) -> str:
+    """The checksum of the file that `save_pretrained` would write."""
+    from safetensors.torch import save
+
+    from models.files.writing import on_cpu
+
+    return hashlib.sha256(save(on_cpu(model.state_dict()))).hexdigest()
 
 
 def write_model(model: Any, source: Path, folder: Path) -> None:
@@ -239,10 +280,13 @@ def arguments_of(run: Path) -> tuple[Script, argparse.Namespace]:
         raise ValueError(f"the checkpoint's model is described by its run's config.yaml, but: {error}") from None
     for script in SCRIPTS:
         module = script.imported()
-        if isinstance(config, dict) and set(module.MODEL_ARGUMENTS) <= set(config):
+        before = getattr(module, "BEFORE", {})
+        if isinstance(config, dict) and set(module.MODEL_ARGUMENTS) <= {*before, *config}:
             parser = module.build_parser()
             parser.error = refuse
             args = parser.parse(["--config", str(path)])
+            for name in before.keys() - config.keys():
+                setattr(args, name, before[name])
             args.init_from = None  # the weights that the run started from may be gone
             return script, args
     raise ValueError(f"{path} is no config of {' or '.join(f'{script.module}.py' for script in SCRIPTS)}")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import train_mulan
 import train_tokenizer
 import train_vae
 import train_vqgan
+from data.stores.output import sha256_of
 from data.tokenizers import open_tokenizer
 from models import VQGAN, Decoder, DiscreteVAE, MuLaN, VideoTokenizer
 from models.files.dalle import HPARAMS
@@ -31,7 +33,7 @@ from tests.models.reference import tokenizers
 from tests.scripts import DECODER, MULAN, VIDEO_TOKENIZER, words
 from tests.scripts import TOKENIZER as TOKENIZER_FILE
 from tests.scripts import VQGAN as VQGAN_SCRIPT
-from trained import SCRIPTS, model_folder
+from trained import SCRIPTS, open_model
 from training.profiles import Profile, coefficients, exponent_of
 
 TINY = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--image_size", "16", "--num_layers", "2",
@@ -111,8 +113,14 @@ def model_of(run: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents(run / "model").items() if name != "training.json"}
 
 
-def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(run: Path, tmp_path: Path) -> None:
-    assert model_folder(run) == model_folder(run / "model") == run / "model"
+def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    whole = open_model(run / "model", "DiscreteVAE")
+    assert_same_bits(whole.model, load_file(run / "model" / "model.safetensors"))
+    assert whole.about["weights_sha256"] == sha256_of([run / "model" / "model.safetensors"])
     (unfinished := tmp_path / "unfinished").mkdir()
     for name in ("config.yaml", "checkpoints"):
         (unfinished / name).symlink_to(run / name)
@@ -122,12 +130,15 @@ def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(run
     for name in ("config.yaml", "checkpoints"):
         shutil.copytree(run / name, extended / name) if (run / name).is_dir() else shutil.copy(run / name, extended)
     (extended / "model" / "model.safetensors").write_bytes(b"of an earlier update")
-    for path in (checkpoint_of(run), unfinished, extended):
-        assert contents(model_folder(path)) == model_of(run)
-    model = DiscreteVAE.from_pretrained(model_folder(run / "vae-final.pt"))
-    assert_same_bits(model, DiscreteVAE.from_pretrained(run / "model"))
+    for path in (run, checkpoint_of(run), unfinished, extended, run / "vae-final.pt"):
+        found = open_model(path, "DiscreteVAE")
+        assert_same_bits(found.model, whole.model.state_dict())
+        assert not found.model.training
+        if path.is_dir():  # the file says less of how the model is trained
+            assert found.about == whole.about
+    assert not list((tmp_path / "temporary").iterdir()), "a killed process would leave it"
     with pytest.raises(ValueError, match="nowhere: it does not exist; expected a run folder"):
-        model_folder("nowhere")
+        open_model("nowhere")
     with pytest.raises(ValueError, match=f"is a run folder; its model is in {run / 'model'}"):
         DiscreteVAE.from_pretrained(run)
 
@@ -197,7 +208,7 @@ def test_a_pt_without_channels_goes_through_every_tool_and_comes_back_with_seven
     train_vae.main(["--config", str(run / "start.yaml"), *said])
     args = train_vae.build_parser().parse(["--config", str(run / "start.yaml"), "--init_from", str(old)])
     assert_same_bits(train_vae.build_model(args).state_dict(), tokenizers.state_of("vae"))
-    assert_same_bits(DiscreteVAE.from_pretrained(model_folder(old, "DiscreteVAE")), tokenizers.state_of("vae"))
+    assert_same_bits(open_model(old, "DiscreteVAE").model, tokenizers.state_of("vae"))
     for path in (old, run):
         converted("export", path, "--to", "dalle", tmp_path / "new.pt", "--force")
         content = torch.load(tmp_path / "new.pt", weights_only=True)
@@ -290,13 +301,14 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer
         name.removeprefix("weights/"): tensor for name, tensor in of_engine.items() if name.startswith("weights/")
     })  # fmt: skip
     assert inspected(early)["parts"]["engine"]["optimizer_step"] == 1
-    assert contents(model_folder(early, "MuLaN")).keys() == content.keys()
+    tokenizer = open_model(early, "MuLaN").tokenizer
+    assert (tokenizer.read_bytes() if tokenizer else None) == content.get("tokenizer.json")
     converted("import", early, new)
     settings = yaml.safe_load((new / "start.yaml").read_text())
     assert settings["tokenizer"] == (str(new / "init" / "tokenizer.json") if has_file else "clip")
     args = train_mulan.build_parser().parse(["--config", str(new / "start.yaml")])
     words = open_tokenizer(args.tokenizer, args.max_text_tokens)
-    assert_same_bits(train_mulan.build_model(args, words), MuLaN.from_pretrained(model_folder(early, "MuLaN")))
+    assert_same_bits(train_mulan.build_model(args, words), open_model(early, "MuLaN").model.state_dict())
     with pytest.raises(ValueError, match=f"in {early} was .* --tokenizer {own if has_file else 'clip'}$"):
         other = open_tokenizer("clip" if has_file else str(TOKENIZER_FILE), args.max_text_tokens)
         args.init_from = str(early)
@@ -348,7 +360,7 @@ def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_packag
 @pytest.fixture(scope="module")
 def vqgan_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two updates of a VQGAN that the public package may have, with a moving average. Tests only look at it."""
-    said = "--dim 16 --max_steps 2 --ema_decay 0.5 --save_every_n_steps 1"
+    said = "--dim 16 --no-centred --max_steps 2 --ema_decay 0.5 --save_every_n_steps 1"
     return VQGAN_SCRIPT.train(tmp_path_factory.mktemp("runs") / "vqgan", *said.split())
 
 
@@ -376,7 +388,7 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
     assert inspected(file)["discriminator"]["layers"] == 2
     converted("export", file, "--to", "model", tmp_path / "back")
     assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), average)
-    assert_same_bits(VQGAN.from_pretrained(model_folder(file, "VQGAN")), average)  # of tokenize_images.py
+    assert_same_bits(open_model(file, "VQGAN").model, average)  # of tokenize_images.py
 
 
 def test_a_training_starts_from_a_public_file_with_its_discriminator(

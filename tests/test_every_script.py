@@ -25,6 +25,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
+from distributed.engines.finite import SkipGuard
 from tests.data.files.tables import save_to_disk, table, write_parquet
 from tests.data.helpers import write_tar
 from tests.scripts import (
@@ -42,6 +43,7 @@ from tests.scripts import (
     metrics,
     write_images,
 )
+from training.measures import collapse
 from training.run import stopwatch
 from training.run.starts import starts
 
@@ -172,7 +174,7 @@ def test_seconds_add_up_over_all_starts_and_every_line_has_the_time_of_day(scrip
     assert times == sorted(times) and all(time.tzinfo is not None for time in times)
 
 
-def test_the_first_lines_say_model_and_data_and_the_last_one_what_there_is_and_what_to_do_next(
+def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_what_to_do_next(
     script: Script, tmp_path: Path
 ) -> None:
     said = script.output_of(tmp_path, "--max_steps", "1", "--valid_fraction", "0.02").splitlines()
@@ -186,13 +188,35 @@ def test_the_first_lines_say_model_and_data_and_the_last_one_what_there_is_and_w
     why = r"\(a batch is the least; --valid_fraction 0.02 alone is 2\)"
     split = rf"56 (\w+) to train on, 8 \1 to validate {why}; 1 updates"
     assert re.fullmatch(f"{script.data.demonstration}:64: {split}", of_data)
-    last = said[-1]
-    for path in ("model", "samples/step_00000001.png", "metrics.jsonl"):
-        assert str(tmp_path / path) in last and (tmp_path / path).exists()
-    _, _, command = last.partition("next: python ")
-    program, *flags = shlex.split(command)
+    last = dict(line.split(": ", 1) for line in said[-4:])
+    assert list(last) == ["model", "picture", "report", "next"]
+    for name, path in {"model": "model", "picture": "samples/step_00000001.png"}.items():
+        assert last[name].split(", ")[0] == str(tmp_path / path) and (tmp_path / path).exists()
+    assert shlex.split(last["report"]) == ["python", "report.py", str(tmp_path)]
+    python, program, *flags = shlex.split(last["next"])
     parser = importlib.import_module(program.removesuffix(".py")).build_parser()
-    assert parser.parse(flags).model == str(tmp_path / "model")
+    assert python == "python" and parser.parse(flags).model == str(tmp_path / "model")
+
+
+def test_the_terminal_shows_what_the_script_names_in_lines_of_a_hundred_characters(
+    script: Script, tmp_path: Path
+) -> None:
+    """A name that a script misspells would be shown nowhere, or as a column of dashes."""
+    flags = script.eight if "discr_layers" in script.tiny else []
+    said = script.output_of(tmp_path, *flags, "--max_steps", "6", "--validate_every_n_steps", "2").splitlines()
+    heading = next(n for n, line in enumerate(said) if "samples/s" in line)
+    table = [line for line in said[heading:] if line.startswith(("update", "valid", " "))]
+    assert max(map(len, table)) <= 100
+    lines, columns = metrics(tmp_path), said[heading].split()
+    assert columns[0] == "loss" and 2 <= len(columns[1:-2]) <= 4 and columns[-2:] == ["samples/s", "left"]
+    assert all(name in lines[-1] for name in columns[:-2])
+    rows = [line.split() for line in table if line.startswith("update")]
+    assert [row[1] for row in rows] == [f"{n}/6" for n in range(1, 7)] and "-" not in rows[-1]
+    validations = [line.split() for line in table if line.startswith("valid")]
+    assert [row[1] for row in validations] == ["2/6", "4/6", "6/6"]
+    main = validations[-1][2]
+    change = lines[5][f"valid/{main}"] - lines[3][f"valid/{main}"]
+    assert float(validations[-1][4].strip("()")) == pytest.approx(change, abs=0.01)
 
 
 def test_the_demonstration_is_announced_and_named_in_the_help(
@@ -249,6 +273,34 @@ def test_a_dry_run_says_what_the_run_takes_and_leaves_nothing(script: Script, co
     assert files(copied.parent) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("train_vae", "--kl_loss_weight"), ("train_vqgan", "--gan_weight_scale"),
+     ("train_tokenizer", "--gan_weight_scale")],
+)  # fmt: skip
+def test_a_collapsed_run_is_told_so_once_with_what_to_try_and_one_that_learns_is_not(
+    name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the validations find is given here, because where a run ends that is trained into a collapse depends on the
+    instructions of the CPU."""
+    script = SCRIPTS[name]
+    evaluate, given = script.module.evaluate, {"psnr": 9.0, "variance_kept": 0.7, "explained_variance": 0.5}
+
+    def found(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        measured = evaluate(*args, **kwargs)
+        assert measured.keys() >= given.keys()
+        return {**measured, **given}
+
+    monkeypatch.setattr(script.module, "evaluate", found)
+    monkeypatch.setattr(collapse, "_LEAST_UPDATES", 0)
+    monkeypatch.setattr(collapse, "_LEAST_SUM_OF_RATES", 0)
+    said = ["--max_steps", "4", "--validate_every_n_steps", "1"]
+    assert "warning" not in script.output_of(tmp_path / "learns", *said)
+    given |= {"variance_kept": 1e-4, "explained_variance": -1.0}
+    told = [line for line in script.output_of(tmp_path / "collapsed", *said).splitlines() if "warning" in line]
+    assert len(told) == 1 and "almost the same reconstruction" in told[0] and remedy in told[0]
+
+
 def test_the_weights_and_their_average_are_validated_where_asked(finished: Path) -> None:
     for line in metrics(finished):
         measured = {key for key in line if key.startswith("valid/")}
@@ -273,6 +325,33 @@ def test_a_checkpoint_holds_clock_moments_average_and_generators(finished: Path)
     for part in ("random: ", "ema: weights/", "exp_avg/", "exp_avg_sq/"):
         assert part in text, part
     assert '"samples": 64' in (finished / "checkpoints" / "step_00000008" / "state.json").read_text()
+
+
+def test_an_update_that_was_skipped_is_no_update_of_the_average(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first update of all models is skipped: after two, the average holds one."""
+    poison, skipped = SkipGuard.poison, set[int]()
+
+    def poisoned(guard: SkipGuard, *args: Any) -> torch.Tensor:
+        gradient = poison(guard, *args)
+        if id(guard) in skipped:
+            return gradient
+        skipped.add(id(guard))
+        return torch.full_like(gradient, torch.nan)
+
+    monkeypatch.setattr(SkipGuard, "poison", poisoned)
+    run = script.train(tmp_path, "--max_steps", "2", "--save_every_n_steps", "2", "--ema_decay", "0.99")
+    assert metrics(run)[-1]["skipped_updates"] == len(skipped) > 0
+    state = json.loads((run / "checkpoints" / "step_00000002" / "state.json").read_text())["parts"]
+    assert state["ema"]["updates"] == 1
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "train_vae"])  # it has no warm-up
+def test_a_run_shorter_than_its_warm_up_reaches_its_rate(name: str, tmp_path: Path) -> None:
+    said = ["--max_steps", "4", "--learning_rate", "1e-4", "--lr_warmup_steps", "1000"]
+    rates = [line["lr"] for line in metrics(SCRIPTS[name].train(tmp_path, *said))]
+    assert rates[:2] == pytest.approx([5e-5, 1e-4]) and max(rates) == pytest.approx(1e-4)
 
 
 def test_the_model_that_is_left_loads_and_is_the_average(script: Script, finished: Path) -> None:
@@ -444,14 +523,15 @@ def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp
 
 @pytest.mark.parametrize(
     ("interrupt", "step", "workers"),
-    [("killed", 1, 0), ("killed", 5, 2), ("stopped", 1, 2), ("stopped", 4, 0)],
+    [("killed", 1, 0), ("killed", 5, 2), ("stopped", 1, 2), ("stopped", 4, 0), ("stopped_in_validation", 3, 2)],
     ids=lambda value: str(value),
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     interrupt: str, step: int, workers: int, script: Script, finished: Path, tmp_path: Path
 ) -> None:
     """Weights, moments, averages, clock, generators, the best model and every line of the log. Before the first
-    checkpoint and after; asked to stop at an update with a validation (the second) and at one without (the fifth)."""
+    checkpoint and after; asked to stop at an update with a validation (the second) and at one without (the fifth),
+    and within a validation (after the fourth)."""
     getattr(script, f"train_{interrupt}")(step, tmp_path, *script.eight)
     said = script.output_of(tmp_path, *script.eight, "--num_workers", str(workers))
     assert ("resumed from" in said) == ((interrupt, step) != ("killed", 1))

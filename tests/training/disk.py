@@ -45,3 +45,15 @@ def failing(
         home = Path if name == "write_text" else os
         monkeypatch.setattr(home, name, of(getattr(home, name)))
     return failed
+
+
+def busy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Files of this name cannot be deleted, as on NFS those that a process holds open."""
+    unlink = os.unlink
+
+    def call(path: Any, **kwargs: Any) -> None:
+        if os.path.basename(path) == name:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        unlink(path, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", call)

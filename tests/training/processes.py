@@ -26,7 +26,8 @@ class OneProcess:
         self._description = {"backend": "single", "world_size": 1, "device": "cpu", **description}
         self.stop_after, self.made = stop_after, 0
         self.agreement, self.summary = nullcontext, lambda: "single: 1 process"
-        self.mark, self.gather = lambda phase: None, lambda tensor: tensor
+        self.mark = self.writing = lambda phase: None
+        self.gather = lambda tensor: tensor
         self.torchruns = list
 
     def barrier(self) -> None:
@@ -44,8 +45,12 @@ class OneProcess:
     def sum(self, value: Any) -> Any:
         return value
 
+    @property
+    def is_asked_here(self) -> bool:
+        return self.made == self.stop_after
+
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
-        return here or self.made == self.stop_after
+        return here or self.is_asked_here
 
     def broadcast_object(self, value: Any) -> Any:
         return json.loads(json.dumps(value))
@@ -59,6 +64,8 @@ class OneProcess:
 
 class Threads:
     """One of several threads that take part in collectives."""
+
+    is_asked_here = False
 
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, table: list[Any]) -> None:
         self.rank, self.world_size, self._barrier, self._table = rank, world_size, barrier, table

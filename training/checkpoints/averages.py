@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.files.reading import DAMAGES, parse_json
-from tandem.files.writing import replacing, sync
+from tandem.files.writing import delete, replacing, sync
 
 from ..profiles import Profile, coefficients, exponent_of
 from .format import Tree
@@ -49,7 +49,7 @@ class AverageFiles:
             states: JSON values of the parts; those whose averages are wanted are states of `PowerAverages`.
         """
         for part, state in states.items():
-            for length in state.get("powers", ()):
+            for length in state.get("powers", ()) if state.get("updates") else ():  # 0 if all were skipped so far
                 prefix = f"powers/{length}/weights/"
                 weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
                 name = f"step_{step:08d}_{part}_{length}.safetensors"
@@ -57,13 +57,16 @@ class AverageFiles:
         if self.folder.exists():
             sync(self.folder)
 
-    def cut_back(self, step: int) -> None:
+    def cut_back(self, step: int) -> list[str]:
         """Delete the files of later updates than `step`, which a run that goes on from there makes again, and those
-        that a killed run left unfinished."""
+        that a killed run left unfinished. Returns a line for each that could not be deleted."""
+        left = []
         for path in self.folder.glob("*"):
             found = _NAME.fullmatch(path.name)
-            if path.name.endswith(_UNFINISHED) or (found and int(found[1]) > step):
-                path.unlink()
+            is_unwanted = path.name.endswith(_UNFINISHED) or (found and int(found[1]) > step)
+            if is_unwanted and (reason := delete(path)):
+                left.append(f"cannot delete {path}: {reason}")
+        return left
 
     def newest(self, part: str) -> dict[str, Tensor]:
         """The weights of an average at the last save.

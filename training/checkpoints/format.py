@@ -18,7 +18,7 @@ from tandem.files.writing import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
 _CHUNK_BYTES = 1 << 24
-# state.json lists the samples that could not be read and those that are incomplete, 10 bytes for each of the latter.
+# state.json has numbers and the names of a thousand bad samples; a public tool may have made a longer one.
 LONGEST_STATE_BYTES, _LONGEST_SUMS_BYTES = 1 << 28, 1 << 20
 _LONGEST_HEADER_BYTES = 100_000_000  # safetensors reads no longer one
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,10 +86,9 @@ class Snapshot:
             self._to_copy = []
             self._finished.set()
 
-    def wait(self, mark: Callable[[], None] = lambda: None) -> None:
-        """Return when the state may change again; `mark` is called now and then during the wait."""
-        while not self._finished.wait(1.0):
-            mark()
+    def wait(self) -> None:
+        """Return when the state may change again."""
+        self._finished.wait()
 
 
 class _Memory:

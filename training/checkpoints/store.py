@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.files.writing import sync, write_atomically
+from tandem.files.writing import delete, free_name, processor_time, sync, write_atomically
 
 from ..contracts import Processes
 from .format import Tree, check_sums, damaged, read_checkpoint, write_folder
@@ -49,11 +48,15 @@ class Checkpoints:
         self.folder = folder
         #: Why the newest checkpoint is not on the disk, in one line; None if it is. Set on the root alone.
         self.failure: str | None = None
+        #: What could not be deleted, in one line each; the caller takes the lines out. Set on the root alone.
+        self.left: list[str] = []
         #: Step of the last call of `save`.
         self.requested_step: int | None = None
         #: Seconds of the longest write so far, from the copy to the rename.
         self.longest_seconds = 0.0
         self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
+        self._was_left: set[str] = set()  # names that `left` has told
+        self._is_protected: set[str] = set()  # names of checkpoints that no save tries to delete again
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
 
@@ -138,34 +141,40 @@ class Checkpoints:
 
     def _wait_for_copy(self) -> None:
         if self._snapshot is not None:
-            self._snapshot.wait(lambda: self._processes.mark("copying the state for a checkpoint"))
+            self._processes.mark("copying the state for a checkpoint")
+            self._snapshot.wait()
 
     def join(self) -> None:
         """Wait for this process's write; afterwards `failure` is up to date."""
+        used = None
         while self._thread is not None and self._thread.is_alive():
+            now = processor_time(self._thread)
+            if now is None or now != used:  # a write may take as long as it likes, but a disk that hangs ends the run
+                self._processes.mark("writing a checkpoint")
+            used = now
             self._thread.join(timeout=1.0)
-            self._processes.mark("writing a checkpoint")
         self._thread = None
 
     # Everything below runs in the thread that writes.
 
     def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], beside: Beside | None) -> None:
         began = time.monotonic()
-        path = self._path(step)
-        unfinished = self.folder / f"{_UNFINISHED}{path.name}"
+        path, unfinished = self._path(step), None
         try:
             snapshot.finish()
             self._check()
             self._make_room()
             if beside is not None:
                 beside(step, snapshot.tensors, snapshot.values)
+            unfinished = free_name(self.folder / f"{_UNFINISHED}{path.name}")
             write_folder(unfinished, snapshot.tensors, state)
             self._commit(unfinished, path)
         except Exception as error:  # training goes on after any error, because the next save may succeed
             reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
-            if not path.exists():  # if it exists, only the deletion of old checkpoints failed: the next save repeats it
+            if not path.exists():  # if it exists, only what follows the rename failed: the next save repeats it
                 self.failure = f"cannot write the checkpoint {path}: {' '.join(reason.split()) or type(error).__name__}"
-            shutil.rmtree(unfinished, ignore_errors=True)  # make room: the disk may be full
+            if unfinished is not None:
+                delete(unfinished)  # make room: the disk may be full
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
     def _commit(self, unfinished: Path, path: Path) -> None:
@@ -174,12 +183,12 @@ class Checkpoints:
         self._check()  # again, because writing took a while
         os.rename(unfinished, path)
         sync(self.folder)
-        write_atomically(self.folder / "latest", f"{path.name}\n".encode())
-        for old in _found(self.folder)[: -self._keep]:
-            # Rename first: a kill between two deletions must not leave a checkpoint without some of its files.
-            unwanted = self.folder / f"{_UNWANTED}{old.name}"
-            os.rename(old, unwanted)
-            shutil.rmtree(unwanted)
+        try:
+            write_atomically(self.folder / "latest", f"{path.name}\n".encode())
+        finally:
+            for old in _found(self.folder)[: -self._keep]:
+                if old.name not in self._is_protected:  # else each save would rename it, and a kill take its name
+                    self._delete_checkpoint(old)
 
     def _make_room(self) -> None:
         """Create the folder, and delete what killed saves left in it."""
@@ -188,7 +197,30 @@ class Checkpoints:
             sync(self.folder.parent)
         for prefix in (_UNFINISHED, _UNWANTED):
             for leftover in self.folder.glob(f"{prefix}*"):
-                leftover.unlink() if leftover.is_symlink() or leftover.is_file() else shutil.rmtree(leftover)
+                if reason := delete(leftover):
+                    self._leave(leftover, reason)
+
+    def _delete_checkpoint(self, path: Path) -> None:
+        # Rename first: a kill between two deletions must not leave a checkpoint without some of its files.
+        unwanted = free_name(self.folder / f"{_UNWANTED}{path.name}")
+        try:
+            os.rename(path, unwanted)
+        except OSError as error:
+            self._leave(path, error.strerror or str(error))
+            return
+        files = sorted(os.listdir(unwanted))
+        if reason := delete(unwanted):
+            is_whole = sorted(os.listdir(unwanted)) == files  # protected, perhaps in order to keep it
+            if is_whole:
+                self._is_protected.add(path.name)
+                os.rename(unwanted, path)
+            self._leave(path if is_whole else unwanted, reason)
+
+    def _leave(self, path: Path, reason: str) -> None:
+        """Note that something cannot be deleted, once for each name: it prevents no save."""
+        if path.name not in self._was_left:
+            self._was_left.add(path.name)
+            self.left.append(f"cannot delete {path}: {reason}")
 
 
 def _others(n: int) -> str:
@@ -213,9 +245,6 @@ def _found(folder: Path) -> list[Path]:
 
 def _set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint; it is not deleted, because somebody might repair it."""
-    number, target = 1, path.with_name(f"{_DAMAGED}{path.name}")
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{_DAMAGED}{path.name}-{number}")
+    target = free_name(path.with_name(f"{_DAMAGED}{path.name}"))
     os.rename(path, target)
     return target

@@ -8,7 +8,7 @@ from ..measures.directions import better
 
 COSTS = (
     "samples_per_second", "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb",
-    "peak_device_memory_gb", "flop_utilisation",
+    "peak_device_memory_gb",
 )  # fmt: skip
 _OF_OPTIMISATION = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
                     "bad_samples")  # fmt: skip

@@ -177,8 +177,6 @@ def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Ite
     for name, curve in curves.items():
         if name.startswith("peak_") and curve["high"]:
             yield f"peak {name[5:].replace('_gb', '').replace('_', ' ')}, GB", f"{curve['high'][0]:,.4g}"
-        if name == "flop_utilisation" and curve["last"]:
-            yield "part of the device's peak, last line", f"{curve['last'][0]:.1%}"
 
 
 def _best(path: Path) -> dict[str, str]:

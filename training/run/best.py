@@ -6,15 +6,15 @@ import contextlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.files.reading import read_json_or_empty
-from tandem.files.writing import sync
+from tandem.files.writing import delete, free_name, sync
 
 FACTS = "best.json"
+_UNFINISHED = ".best.unfinished"
 
 
 class BestModel:
@@ -22,7 +22,7 @@ class BestModel:
     {"step", "metric", "value"} of that validation. The state of this object is a part of the checkpoint.
 
     A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
-    next start renames the old model back.
+    next start renames the old model back. What cannot be deleted is left, and keeps no model from being written.
 
     Args:
         metric: Name of the value.
@@ -38,14 +38,17 @@ class BestModel:
         #: Value of the model in `path`, and its step; None before the first.
         self.value: float | None = None
         self.step: int | None = None
-        #: Why the last model could not be written, or that the checkpoint's best model is gone, in one line, or None.
-        #: The same on every process.
+        #: Why the last model could not be written, that the checkpoint's best model is gone, or what cannot be deleted,
+        #: in one line, or None. The same on every process.
         self.failure: str | None = None
+        self._left: dict[str, str] = {}  # what cannot be deleted, said once: lines by name
         self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
-        self._new, self._old = self.path.with_name(".best.unfinished"), self.path.with_name(".best.unwanted")
+        #: Whole as long as it has this name.
+        self._old = self.path.with_name(".best.unwanted")
         if is_root:
             try:
                 self._tidy()
+                self.failure = "; ".join(self._left.values()) or None
             except OSError as error:
                 self.failure = _reason(self.path, error)
         self.failure = broadcast(self.failure)
@@ -74,6 +77,7 @@ class BestModel:
             return False
         failure, written = None, False
         if self._is_root:
+            known = set(self._left)
             facts = {"step": step, "metric": self.metric, "value": value}
             try:
                 check()
@@ -83,6 +87,7 @@ class BestModel:
                 with contextlib.suppress(OSError):  # the next call, or the next start, tries again
                     check()
                     self._tidy()
+            failure = failure or "; ".join(line for name, line in self._left.items() if name not in known) or None
             written = self._facts() == facts  # the model may be in place although a later operation failed
         self.failure, written = self._broadcast((failure, written))
         if written:
@@ -107,11 +112,17 @@ class BestModel:
                 "is gone: the model of the next validation takes its place"
             )
 
-    def catch_up(self, step: int) -> None:
+    def catch_up(self, step: int, evaluated: float | None = None) -> None:
         """Take over the model in `path` if it is better than the checkpoint's and not later than `step`. Collective.
 
-        A run that is asked to stop saves before it validates, so `best/` may know of a later validation.
+        A run saves before it validates, so `best/` may know of a later validation than the checkpoint.
+
+        Args:
+            evaluated: The value of `step`, if its validation was made before the run ended: where a later model stands
+                in `path`, its update is made again, and only what was better than this value may replace it.
         """
+        if evaluated is not None and self.is_better(evaluated):
+            self.value, self.step = evaluated, step
         facts = self._broadcast(self._facts() if self._is_root else {})
         value, of_step = facts.get("value"), facts.get("step")
         if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
@@ -124,25 +135,32 @@ class BestModel:
 
     def _replace(self, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
         self._tidy()
-        self._new.mkdir()
-        write(self._new)
-        (self._new / FACTS).write_text(json.dumps(facts) + "\n")
-        for path in [*self._new.rglob("*"), self._new]:
+        new = self._free()
+        new.mkdir()
+        write(new)
+        (new / FACTS).write_text(json.dumps(facts) + "\n")
+        for path in [*new.rglob("*"), new]:
             sync(path)
         if self.path.exists():
             os.rename(self.path, self._old)
-        os.rename(self._new, self.path)
+        os.rename(new, self.path)
         sync(self.path.parent)
-        shutil.rmtree(self._old, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the model is in place
+            self._tidy()
 
     def _tidy(self) -> None:
-        """Undo a replacement that did not finish."""
-        if self._old.exists() and not self.path.exists():
-            os.rename(self._old, self.path)
-            sync(self.path.parent)
-        for leftover in (self._new, self._old):
-            if leftover.exists():
-                shutil.rmtree(leftover)
+        """Undo a replacement that did not finish, and delete what is left of others."""
+        if self._old.exists():
+            is_needed = not self.path.exists()
+            os.rename(self._old, self.path if is_needed else self._free())
+            if is_needed:
+                sync(self.path.parent)
+        for leftover in self.path.parent.glob(f"{_UNFINISHED}*"):
+            if (reason := delete(leftover)) and leftover.name not in self._left:
+                self._left[leftover.name] = f"cannot delete {leftover}: {reason}; it stays"
+
+    def _free(self) -> Path:
+        return free_name(self.path.with_name(_UNFINISHED))
 
 
 def _reason(path: Path, error: OSError) -> str:

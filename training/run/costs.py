@@ -1,4 +1,4 @@
-"""What a run costs besides its losses: time, waits, memory and, on devices whose peak is known, their utilisation."""
+"""What a run costs besides its losses: time, waits, memory; and the operations of an update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COSTS = (
     "samples_per_second", "seconds", "time", "data_seconds", "communication_seconds", "save_seconds",
-    "peak_host_memory_gb", "peak_device_memory_gb", "flop_utilisation",
+    "peak_host_memory_gb", "peak_device_memory_gb",
 )  # fmt: skip
 """The metrics that differ between two runs with the same numbers."""
 
@@ -27,9 +27,6 @@ _PEAKS = {
     "H100 80GB HBM3": (989.5, 494.5, 67.0), "H100 PCIe": (756.5, 378.0, 51.0),
     "A100": (312.0, 156.0, 19.5), "L40S": (362.0, 183.0, 91.6), "L4": (121.0, 60.0, 30.3), "A10": (125.0, 62.5, 31.2),
 }  # fmt: skip
-
-
-_COUNTED_EVERY = 1000  # updates: an adversary may begin in the middle of a run
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -48,25 +45,34 @@ def contains(words: list[str], name: list[str]) -> bool:
     return any(words[start : start + len(name)] == name for start in range(len(words)))
 
 
-class _Whole:
-    """Stands in for what divides the count by modules, whose hooks do not allow torch.autograd.grad (PyTorch 2.15)."""
+@contextlib.contextmanager
+def counted(operations: list[int]) -> Iterator[None]:
+    """Context that appends how many floating-point operations products, convolutions and attention took inside, by the
+    formulas of `torch.utils.flop_counter`. It may change how PyTorch rounds, so a run that is kept does without."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
 
-    parents = frozenset({"Global"})
+    class Counter(TorchDispatchMode):
+        total = 0
 
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if formula := flop_registry.get(func._overloadpacket):
+                self.total += formula(*args, **(kwargs or {}), out_val=out)
+            return out
+
+    with Counter() as counter:
+        yield
+    operations.append(counter.total)
 
 
 class Costs:
-    """What was waited for since the last line of metrics, outside evaluations, and how far the device is used."""
+    """What was waited for since the last line of metrics, outside evaluations."""
 
-    def __init__(self, processes: Processes, *, precision: str, compiled: bool) -> None:
+    def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._before = dict(processes.waited)
         self._saving = 0.0
-        # A compiled model would not be compiled under the counter.
-        self._peak = None if compiled else peak_flops(processes.device, precision)
-        self._flops: int | None = None  # of this process, for an update
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -82,22 +88,6 @@ class Costs:
         yield
         self._saving += time.monotonic() - began
 
-    @contextlib.contextmanager
-    def counting(self, step: int) -> Iterator[None]:
-        """Context for update number `step`, from 0: the operations of the first one and of every 1000th are counted, if
-        the device's peak is known. The counter changes no result."""
-        is_counted = self._flops is None or step % _COUNTED_EVERY == 0
-        if self._peak is None or not is_counted or not self._processes.is_root:
-            yield
-            return
-        from torch.utils.flop_counter import FlopCounterMode
-
-        counter = FlopCounterMode(display=False)
-        counter.mod_tracker = _Whole()  # type: ignore[assignment]
-        with counter:
-            yield
-        self._flops = counter.get_total_flops()
-
     def waits(self) -> dict[str, float]:
         """Seconds of this process since the last call, by metric."""
         waits = {**self._waited(), "save": self._saving}
@@ -105,12 +95,6 @@ class Costs:
             del waits["communication"]  # the host waits for all kernels, and those wait for other processes
         self._before, self._saving = dict(self._processes.waited), 0.0
         return {f"{name}_seconds": seconds for name, seconds in waits.items()}
-
-    def utilisation(self, updates_per_second: float) -> dict[str, float]:
-        """The fraction of the device's peak that forward and backward passes reach; empty if it is not known."""
-        if not self._flops or not self._peak:
-            return {}
-        return {"flop_utilisation": round(self._flops * updates_per_second / self._peak, 4)}
 
     def memory(self) -> dict[str, float]:
         """The most memory in GB that this process had since it started: of the host, and of its GPU."""

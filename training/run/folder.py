@@ -56,7 +56,7 @@ class RunFolder:
         #: Update whose weights model/ holds, or None.
         self.finished_step: int | None
         opened = None
-        with processes.agreement():  # in which the root may wait longer for a lock than a collective would
+        with processes.agreement():  # in which the root may wait for a lock
             if processes.is_root:
                 opened = self._explained(lambda: self._open(fresh))
         self.moved_to, self.finished, self.finished_step = processes.broadcast_object(opened)
@@ -118,9 +118,9 @@ class RunFolder:
                 raise ValueError(f"cannot resume: {path}: {reason}; restore it, or start over with --fresh") from None
             saved = saved if isinstance(saved, dict) else {}
             was, now = (_with_split_seed(resolve(settings)) for settings in (saved, config))
-            # Compare resolved values, but report the arguments as they were written.
+            # Compare resolved values, but report the arguments as they were written, if they were.
             differences = [
-                f"--{name} was {saved.get(name)} and is now {config[name]}"
+                f"--{name} was {saved.get(name, was.get(name))} and is now {config[name]}"
                 for name in (*model_arguments, *_OF_THE_RUN)
                 if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
             ]

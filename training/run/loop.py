@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from ..ema import Average
+from . import ASKED_TO_STOP
 from .rehearsal import rehearse
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from ..pictures.images import Sample
     from .best import BestModel
     from .run import Run
+
+
+class EvaluationStopped(Exception):
+    """All processes are asked to stop within an evaluation, which the next start makes."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +81,17 @@ def kept_model(models: Mapping[str, Any]) -> Any:
 
 def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
-    order: count the update, save and exit if the run is asked to stop, validate, report bad samples, write the line of
-    metrics, draw, save. After the last update the models are written. Yields nothing if the run is complete.
+    order: count the update, save and exit if the run is asked to stop, save, validate, draw, report bad samples, write
+    the line of metrics; without a validation or a picture, the line comes before the save. A stop is asked for within
+    an evaluation too: the save before it knows that it is to be made. After the last update the models are written.
+    Yields nothing if the run is complete.
 
     Raises:
         SystemExit: with code 75 after a stop request; with code 1 if the last checkpoint or model cannot be written.
     """
     for evaluation in evaluations:
         if evaluation.best:
-            evaluation.best.catch_up(run.progress.step)
+            evaluation.best.catch_up(run.progress.step, run.evaluated_before.get(evaluation.best.metric))
             run.warn(evaluation.best.failure)
     if run.is_complete:
         run.close()
@@ -93,15 +101,28 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         run.say(skipped)
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
+
+    def ask(now: bool) -> None:
+        if run.stop_requested(now):
+            raise EvaluationStopped
+
+    feed.ask = ask
     if run.args.dry_run:
-        yield from rehearse(
-            run, feed, evaluations, batch, partial(_validate, run, feed), partial(_draw, run, evaluations, shown)
-        )
+        try:
+            yield from rehearse(
+                run,
+                feed,
+                evaluations,
+                batch,
+                partial(_validate, run, feed),
+                partial(_draw, run, feed, evaluations, shown),
+            )
+        except EvaluationStopped:
+            sys.exit(ASKED_TO_STOP)
         return
-    if run.progress.unfinished_line is not None:  # the run was stopped between this update and its evaluation
-        run.deadline.update_done()  # so that the deadline knows how long the evaluation takes
+    if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
         with run.paused():
-            _evaluate(run, feed, evaluations, shown, run.progress.unfinished_line)
+            _evaluate_or_exit(run, feed, evaluations, shown)
     while not run.progress.finished:
         with run.an_update():
             yield run.progress.step, batch
@@ -110,13 +131,19 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         stop = run.stop_requested(now=is_evaluation_due)  # a stop request should not wait for an evaluation
         line = run.line()
         with run.paused():
-            if stop:
-                # Save first: the scheduler may kill the processes soon. The next start makes this update's evaluation.
+            if is_evaluation_due or stop:
                 feed.report_bad_samples(run.say)
-                run.save_and_exit(line, evaluation_is_due=is_evaluation_due)
-            _evaluate(run, feed, evaluations, shown, line)
+            if is_evaluation_due:
+                run.leave_evaluation(line)
+            else:
+                _write_line(run, feed, evaluations, line)
+            # Before the evaluation, which may take longer than a scheduler waits: the next start makes it then.
+            if stop:
+                run.save_and_exit()
             if run.due(run.args.save_every_n_steps):
                 run.save()
+            if is_evaluation_due:
+                _evaluate_or_exit(run, feed, evaluations, shown)
         if not run.progress.finished:
             batch = feed.next()
     for evaluation in evaluations:
@@ -131,9 +158,18 @@ def _validation_is_due(run: Run, feed: Feed, evaluations: Sequence[Evaluation]) 
     return len(feed.valid_set) > 0 and any(map(run.due, every))
 
 
-def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any, line: Mapping[str, Any]) -> None:
-    """Validation, the line of metrics and pictures, each if it is due after the newest update."""
-    line = dict(line)
+def _evaluate_or_exit(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any) -> None:
+    try:
+        _evaluate(run, feed, evaluations, shown)
+    except EvaluationStopped:
+        run.check_deadline()
+        run.save_and_exit()
+
+
+def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any) -> None:
+    """Validation and pictures, each if it is due after the newest update, and then the line of metrics: where there is
+    the line, nothing is left to do."""
+    line = dict(run.progress.unfinished_line or {})
     if _validation_is_due(run, feed, evaluations):
         with run.stopwatch.validating():
             for evaluation in evaluations:
@@ -143,6 +179,13 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
                 f"warning: validation takes {share:.0%} of the time; lower --valid_samples (it sees "
                 f"{len(feed.validated)} of {len(feed.valid_set)}) or raise --validate_every_n_steps"
             )
+    if run.due(run.args.sample_every_n_steps):
+        _draw(run, feed, evaluations, shown)
+    _write_line(run, feed, evaluations, line)
+    run.progress.unfinished_line = None
+
+
+def _write_line(run: Run, feed: Feed, evaluations: Sequence[Evaluation], line: Mapping[str, Any]) -> None:
     if line or run.due(run.args.save_every_n_steps):
         feed.report_bad_samples(run.say)
     if line:
@@ -150,13 +193,11 @@ def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: An
         for evaluation in evaluations:
             for warning in evaluation.watch(run.progress.step, line):
                 run.warn(warning)
-    run.progress.unfinished_line = None
-    if run.due(run.args.sample_every_n_steps):
-        _draw(run, evaluations, shown)
 
 
-def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
+def _draw(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any) -> None:
     for evaluation in evaluations:
+        feed.ask(True)
         with ExitStack() as stack, torch.no_grad():
             gathered = {"online": evaluation.engine.gathered, **evaluation.average.averages()}
             models = {name: stack.enter_context(whole()) for name, whole in gathered.items()}
@@ -174,7 +215,8 @@ def _validate(run: Run, feed: Feed, evaluation: Evaluation) -> dict[str, float]:
     if best := evaluation.best:
         (write, *_) = evaluation.write.values()
         with evaluation.average.kept(evaluation.engine.gathered)() as kept:
-            best.save_if_better(values[best.metric], run.progress.step, partial(write, kept), run.folder.check_is_here)
+            step, whole = run.progress.step, partial(run.writing, "the best model", partial(write, kept))
+            best.save_if_better(values[best.metric], step, whole, run.folder.check_is_here)
         run.warn(best.failure)
     if run.progress.finished and len(feed.validated) < len(feed.valid_set):
         with feed.whole_validation():

@@ -2,16 +2,21 @@
 
 import contextlib
 import math
+import shlex
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+from tandem.files.installed import command_of
 from tandem.files.reading import printable
 
-# Metrics that a progress line shows as step and epoch.
-_CLOCK_KEYS = {"step", "samples", "epoch", "seconds", "time"}
+from .table import MetricsTable
+
+_WIDTH = 100  # characters of a line of metrics, where the terminal has as many
 
 
 def total_samples_from(*, epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
@@ -102,49 +107,63 @@ class Progress:
 
 
 class ProgressDisplay:
-    """Shows the clock and short messages: on a terminal below a tqdm bar, elsewhere as plain lines with the time left.
-    Only the root prints. A terminal or pipe that is gone ends nothing: the run can still save."""
+    """Shows metrics and short messages: on a terminal above a tqdm bar, elsewhere as plain lines. Only the root prints.
+    A terminal or pipe that is gone ends nothing: the run can still save.
 
-    def __init__(self, progress: Progress, is_root: bool, stream: TextIO | None = None) -> None:
+    Args:
+        columns: See `MetricsTable`.
+    """
+
+    def __init__(
+        self, progress: Progress, is_root: bool, stream: TextIO | None = None, columns: Sequence[str] = ()
+    ) -> None:
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
-        self._first_samples, self._start_seconds = progress.samples, time.monotonic()
+        self._first_step, self._start_seconds = progress.step, time.monotonic()
         self._bar: Any = None
+        # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
+        self._columns = shutil.get_terminal_size().columns
         if is_root and self._stream.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=progress.total_samples,
-                initial=progress.samples,
-                unit=" samples",
-                # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
-                ncols=shutil.get_terminal_size().columns,
+                total=progress.total_steps,
+                initial=progress.step,
+                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed, {remaining} left",
+                smoothing=0,  # the time left is that of the table
+                ncols=self._columns,
                 file=self._stream,
             )
+        width = _WIDTH if self._bar is None else min(_WIDTH, self._columns)
+        self._table = MetricsTable(progress.total_steps, columns, width)
+        #: Take the values of a validation of an earlier start as those that the next one is compared with.
+        self.remember = self._table.remember
 
     def update(self) -> None:
         """Show that an update was counted."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
-                self._bar.update(self._progress.samples - self._bar.n)
+                self._bar.update(self._progress.step - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Print the clock and these values."""
-        values = (
-            f"  {name} {value:.4g}" if isinstance(value, float) else f"  {name} {value}"
-            for name, value in metrics.items()
-            if name not in _CLOCK_KEYS
-        )
-        clock = self._progress
-        line = f"step {clock.step}/{clock.total_steps}  epoch {clock.epoch:.2f}{''.join(values)}"
-        seen = clock.samples - self._first_samples
-        if seen > 0 and self._bar is None:
-            seconds_per_sample = (time.monotonic() - self._start_seconds) / seen
-            line += f"  {duration(seconds_per_sample * (clock.total_samples - clock.samples))} left"
-        self.say(line)
+        """Print these metrics of the newest update, as far as people need them."""
+        clock, left = self._progress, None
+        if (seen := clock.step - self._first_step) > 0:
+            left = (time.monotonic() - self._start_seconds) / seen * (clock.total_steps - clock.step)
+        if self._is_root:
+            for line in self._table.lines(clock.step, metrics, left):
+                self._print(printable(line))
 
-    def say(self, text: str) -> None:
-        """Print a line, which may quote a file."""
+    def say(self, text: str, *, whole: bool = False) -> None:
+        """Print a message, which may quote a file; on a terminal in lines that end between words, unless it is to be
+        copied `whole`."""
         text = printable(text)
+        if self._bar is not None and not whole:
+            text = textwrap.fill(
+                text, self._columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):
             if self._bar is not None:
                 self._bar.write(text, file=self._stream)
@@ -180,6 +199,18 @@ def described(part: Any) -> str:
         return ""
     codebook = getattr(part.module, "codebook_summary", "")
     return f"{part.name}: {count:,} parameters{f' ({codebook})' if codebook else ''}"
+
+
+def last_words(folder: Path, models: Sequence[str], picture: Path | None, use: Sequence[str]) -> Iterator[str]:
+    """What a finished run has written, and the commands that show it and use its model (`Evaluation.use`), a line
+    each."""
+    yield f"model: {', '.join(models)}"
+    if picture:
+        yield f"picture: {picture}"
+    yield f"report: {shlex.join([*command_of('report.py'), str(folder)])}"
+    if use:
+        script, *flags = use
+        yield f"next: {shlex.join([*command_of(script), '--model', models[0], *flags])}"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

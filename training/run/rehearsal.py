@@ -18,6 +18,7 @@ import torch
 from tandem.files.writing import hold, is_left_behind
 
 from . import ASKED_TO_STOP
+from .costs import counted, peak_flops
 from .progress import duration
 from .starts import starts
 
@@ -78,9 +79,12 @@ def rehearse(
     """Yields updates as `training.run.loop.updates`, then validates, draws and saves once, and prints what each takes
     and what the run would take with these flags."""
     seconds: list[float] = []
+    operations: list[int] = []
     total = run.progress.total_steps
-    for _ in range(min(_UPDATES, total)):
-        with _timed(seconds, run.device):
+    for update in range(min(_UPDATES, total)):
+        # Of the first one, which is slow anyway. A compiled model would not be compiled under the counter.
+        is_counted = run.is_root and update == 0 and not run.args.compile
+        with _timed(seconds, run.device), counted(operations) if is_counted else contextlib.nullcontext():
             yield run.progress.step, batch
             batch = feed.next()
         run.advance()
@@ -113,6 +117,10 @@ def rehearse(
     without = f" (but what is measured every {rarer[0]} updates besides)" if rarer else ""
     first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
+    if operations:
+        peak = peak_flops(run.device, run.args.precision)
+        of_peak = f", {operations[0] / per_update / peak:.1%} of what the device can do at most" if peak else ""
+        run.say(f"a process makes {operations[0]:.3g} operations in an update{of_peak}")
     run.say("; ".join(f"{name} {taken:.3g} s" for name, (taken, _) in times.items() if taken))
     run.say(f"memory, the most of a process: {run.peak_memory()}; a checkpoint has {n_bytes / 1e6:.3g} MB")
     takes = f"the whole run, {total} updates with all that{without}, would take {duration(whole)}"

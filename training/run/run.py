@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from PIL import Image
-
-from tandem.files.installed import command_of
 
 from ..contracts import Feed, Processes, Stateful
 from ..flags.public_names import batch_arithmetic
@@ -23,7 +20,7 @@ from .folder import RunFolder, check_apart
 from .loop import Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
-from .progress import Progress, ProgressDisplay, changes, described, plain, total_samples_from
+from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_samples_from
 from .random_state import RandomState
 from .rehearsal import folder_beside
 from .saves import Saves
@@ -31,7 +28,7 @@ from .starts import end_start, now
 from .stopwatch import Deadline, Stopwatch
 from .tracking import make_trackers
 
-_TIMES = ("samples_per_second", "seconds", "time", "flop_utilisation")
+_TIMES = ("samples_per_second", "seconds", "time")
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
@@ -42,6 +39,7 @@ class Run:
         args: The shared arguments (`add_run_arguments`).
         settings: Every argument by flag name, for config.yaml.
         model_arguments: Names of settings that a resumed run may not change.
+        columns: What the terminal shows of a line of metrics (`MetricsTable`).
         resolve: Gives settings one spelling per model, before they are compared with those of the saved run.
 
     Raises:
@@ -56,10 +54,11 @@ class Run:
         feed: Feed,
         *,
         model_arguments: Collection[str],
+        columns: Sequence[str] = (),
         resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
         self.args, self._settings, self._processes, self._feed = args, settings, processes, feed
-        self._model_arguments, self._resolve = model_arguments, resolve
+        self._model_arguments, self._columns, self._resolve = model_arguments, columns, resolve
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
         with processes.agreement():  # of its own, because links may differ between machines
@@ -85,10 +84,12 @@ class Run:
             seconds=lambda: self.stopwatch.seconds,
             say=lambda text: self.say(text),
         )
-        self.deadline = Deadline(args.save_before_minutes)
+        self.deadline, self._is_late = Deadline(args.save_before_minutes), False
+        #: Values of the checkpoint's own evaluation, if it was made before the run ended.
+        self.evaluated_before: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
-        self._costs = Costs(processes, precision=args.precision, compiled=args.compile)
+        self._costs = Costs(processes)
         histograms = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
         self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs, histograms)
         # For the updates of the scripts.
@@ -128,8 +129,13 @@ class Run:
         with here.agreement():
             if latest:
                 self._saves.restore(latest, states)
-            if self.folder.finished_step == self.progress.step:  # the model is written after the last evaluation
+        if self.progress.unfinished_line is not None:
+            with here.agreement():
+                self.evaluated_before = self._evaluated_line()
+            self.evaluated_before = here.broadcast_object(self.evaluated_before)
+            if self.evaluated_before:
                 self.progress.unfinished_line = None
+        self._resumed_step = self.progress.step
         with here.agreement():
             if not self.is_complete:  # a finished run keeps the record of how it was trained
                 changed = self.folder.changed(self._settings)
@@ -141,7 +147,8 @@ class Run:
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
             if here.is_root and not self.is_complete:
                 self._saves.cut_back(self.progress.step)
-        self.display = ProgressDisplay(self.progress, here.is_root)
+        self.display = ProgressDisplay(self.progress, here.is_root, columns=self._columns)
+        self.display.remember(self.tracker.last_validation)
         for line in news:
             self.say(line)
         self.warn(self.args.config_in_force)
@@ -164,6 +171,15 @@ class Run:
         self._logged_samples = self.progress.samples
         self.stopwatch = Stopwatch(self.progress.seconds)
 
+    def _evaluated_line(self) -> dict[str, Any]:
+        """On the root, the line of the evaluation that the checkpoint lacks, if that was made before the run ended and
+        need not be repeated, because it met no bad samples that the checkpoint does not know; else {}."""
+        line = self.tracker.line(self.progress.step) or {}
+        counts = self._feed.bad_samples.counts
+        is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
+        is_known = all(line.get(name, 0) == counts.get(name, 0) for name in ("bad_samples", "partial_samples"))
+        return line if is_finished or is_known else {}
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context for what is not training: validation, pictures and saves. Rate and waits leave it out."""
@@ -173,7 +189,7 @@ class Run:
     @contextmanager
     def an_update(self) -> Iterator[None]:
         """Context for the update that is made."""
-        with self._profiler.update(self.progress.step + 1), self._costs.counting(self.progress.step):
+        with self._profiler.update(self.progress.step + 1):
             yield
 
     @property
@@ -208,14 +224,24 @@ class Run:
         self.display.update()
         for name, picture in self._metrics.pictures():
             self.log_image(name, picture)
-        self.deadline.update_done()
 
     def stop_requested(self, now: bool) -> bool:
         """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
         are nearly over by the root's clock. With several processes a request may be answered one call
         late, on GPUs two, unless the answer is needed `now`."""
-        is_late = self.is_root and self.deadline.near(self._saves.longest_seconds)
-        return self._processes.stop_requested(is_late, now)
+        self.deadline.asked()
+        self._is_late = self.is_root and self.deadline.near(self._saves.longest_seconds)
+        return self._processes.stop_requested(self._is_late, now)
+
+    def check_deadline(self) -> None:
+        """Within an evaluation that is ended: raise UserMistake on all processes if it was the deadline that ended it,
+        in a start that made nothing else, so that each further start would end in the same place. Collective."""
+        with self._processes.agreement():
+            if self._is_late and self.progress.step == self._resumed_step:
+                raise ValueError(
+                    f"the evaluation of update {self.progress.step} alone takes longer than --save_before_minutes "
+                    f"{self.args.save_before_minutes:g} allows: raise that, or lower --valid_samples"
+                )
 
     def due(self, every_n_steps: int) -> bool:
         """Whether something that happens every n updates (0: only at the end) happens after this one."""
@@ -238,8 +264,7 @@ class Run:
         """Samples per second since the last call, seconds of all starts of the run, and the time of day."""
         rate = (self.progress.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
         self._logged_samples = self.progress.samples
-        times = dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3), now()), strict=False))
-        return times | self._costs.utilisation(rate / self.progress.batch_size)
+        return dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3), now()), strict=True))
 
     def log_image(self, name: str, image: Image.Image) -> None:
         """Log a picture to the trackers."""
@@ -283,16 +308,16 @@ class Run:
         most = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
         return ", ".join(f"{name.split('_')[1]} {peak:.3g} GB" for name, peak in most.items())
 
-    def save_and_exit(self, line: Mapping[str, Any], *, evaluation_is_due: bool) -> NoReturn:
+    def leave_evaluation(self, line: Mapping[str, Any]) -> None:
+        """From now on a checkpoint of this update says that its evaluation is still to be made, after which `line` is
+        logged, with the times of now."""
+        self.progress.unfinished_line = {**line, **self._times()} if line else {}
+
+    def save_and_exit(self) -> NoReturn:
         """Stop because the run was asked to: save a checkpoint of this update and exit with code 75, or with code 1 if
-        it cannot be written. The line of metrics is logged now; but if an evaluation is due, the next start evaluates
-        and then logs the line."""
+        it cannot be written."""
         step = self.progress.step
-        if evaluation_is_due:
-            self.progress.unfinished_line = {**line, **self._times()} if line else {}
         self.save()
-        if line and not evaluation_is_due:
-            self.write_line({**line, **self._feed.bad_samples.counts})
         if not self._saves.failure():
             again = "without --fresh" if self.args.fresh else "again"
             self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")
@@ -308,6 +333,11 @@ class Run:
         if not self._saves.write_model(write, path):
             self.close()
 
+    def writing(self, what: str, write: Callable[[Path], None], path: Path) -> None:
+        """Write something that may take long, on the root."""
+        self._processes.writing(what)
+        write(path)
+
     def close(self, use: Sequence[str] = ()) -> None:
         """Wait until everything is on the disk, and say what the run has written and how to use its model (see
         `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
@@ -322,7 +352,10 @@ class Run:
             with self._processes.agreement():
                 self.folder.mark_finished(self.progress.step)
             self._say_how_it_ended("finished")
-            self.say("; ".join(self._last_words(use)))
+            self.say(f"finished: {self.progress.total_steps} updates in {duration(self.stopwatch.seconds)}")
+            picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
+            for line in last_words(self.folder.path, self._saves.models, picture, use):
+                self.display.say(line, whole=True)
         self.display.close()
         # In this order: the newest artifact of a name is what people get who ask for no other.
         models = {"best": self.folder.path / "best", "final": Path(self._saves.models[0])} if self._saves.models else {}
@@ -337,13 +370,3 @@ class Run:
             with suppress(OSError):
                 self.folder.check_is_here()
                 end_start(self.folder.path, how, self.progress.step)
-
-    def _last_words(self, use: Sequence[str]) -> Iterator[str]:
-        """What the run has written, and the command that uses its model."""
-        yield f"finished: {', '.join(self._saves.models)}"
-        if picture := max(self.folder.samples_dir.glob("step_*.png"), default=None):
-            yield f"newest picture: {picture}"
-        yield f"metrics: {self.folder.metrics_file}"
-        if use:
-            script, *flags = use
-            yield f"next: {shlex.join([*command_of(script), '--model', self._saves.models[0], *flags])}"

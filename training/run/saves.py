@@ -90,20 +90,21 @@ class Saves:
         return None, {}, {}
 
     def restore(self, path: Path, states: Mapping[str, Any]) -> None:
-        """Set the parts to the states that were loaded from a checkpoint.
+        """Set the parts to the states that were loaded from a checkpoint. Collective.
 
         Raises:
-            ValueError: one line, if a state is not what its part wrote, or is of another update.
+            ValueError: one line, if a state is not what its part wrote, or is of another update; on all processes.
         """
         for name, state in states.items():
-            with explained(path, name):
+            # Each in its own agreement: the next part may wait for the others in a collective.
+            with self._processes.agreement(), explained(path, name):
                 self.parts[name].load_state_dict(state)
         if self._progress.step != step_of(path):
             raise damaged(path, f"it holds the state of update {self._progress.step}")
 
     def cut_back(self, step: int) -> None:
         """Delete the averages of later updates than `step`, at which the run goes on; on the root."""
-        self._averages.cut_back(step)
+        self._checkpoints.left += self._averages.cut_back(step)
 
     def is_requested(self) -> bool:
         """Whether this update is saved, or its save under way. Collective."""
@@ -125,11 +126,16 @@ class Saves:
         return failure
 
     def report_failure(self) -> None:
-        """Say once that a write failed; training goes on."""
+        """Say once that a write failed, or that something could not be deleted; training goes on."""
+        self._report_left()
         failure = self._checkpoints.failure
         if failure and failure != self._said_failure:
             self._say(f"{failure}; training goes on, and the next save tries again")
         self._said_failure = failure
+
+    def _report_left(self) -> None:
+        while self._checkpoints.left:
+            self._say(f"{self._checkpoints.left.pop(0)}; it stays")
 
     def newest_bytes(self) -> int:
         """The size of the newest checkpoint, on the root; 0 on others."""
@@ -142,6 +148,7 @@ class Saves:
         if self._processes.is_root:
             try:
                 self._folder.check_is_here()
+                self._processes.writing(path.name)
                 write(path)
             except OSError as error:
                 failure = " ".join(str(error).split())
@@ -154,6 +161,7 @@ class Saves:
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk, or could not be written. Collective."""
         self._checkpoints.wait()
+        self._report_left()
 
     def failures(self) -> list[str]:
         """What could not be written of models and of the newest checkpoint, on the root; call it after `wait`."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes, read_json_or_empty
-from tandem.files.writing import write_atomically
+from tandem.files.writing import delete, write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
@@ -29,7 +29,7 @@ def add_start(output_dir: Path, facts: Mapping[str, Any]) -> None:
     """Add a line to starts.jsonl: the time, `environment` and `facts` (JSON), and that it has not ended. Raises
     OSError."""
     _write(output_dir, [*starts(output_dir), {"time": now(), **environment(), **facts, "ended": None}])
-    (output_dir / _OLD_START).unlink(missing_ok=True)  # its content is the first line now
+    delete(output_dir / _OLD_START)  # its content is the first line now
 
 
 def end_start(output_dir: Path, how: str, step: int) -> None:

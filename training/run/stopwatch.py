@@ -26,7 +26,7 @@ def process_seconds() -> float:
 class Deadline:
     """When to stop, so that a last save is done `minutes` after the process was started.
 
-    Three updates and the save get twice the time of the longest so far; validation counts as part of an update.
+    Three updates, or steps of an evaluation, and the save get twice the time of the longest so far.
 
     Args:
         minutes: None for no limit.
@@ -36,20 +36,20 @@ class Deadline:
 
     def __init__(self, minutes: float | None) -> None:
         self._limit_seconds = math.inf if minutes is None else 60 * minutes
-        self._last_update: float | None = None
-        self._longest_update = 0.0
+        self._asked_at: float | None = None
+        self._longest_step = 0.0
 
-    def update_done(self) -> None:
-        """Note that an update was completed."""
+    def asked(self) -> None:
+        """Note that the processes ask whether to stop: after each update, and between the steps of an evaluation."""
         now = time.monotonic()
-        if self._last_update is not None:
-            self._longest_update = max(self._longest_update, now - self._last_update)
-        self._last_update = now
+        if self._asked_at is not None:
+            self._longest_step = max(self._longest_step, now - self._asked_at)
+        self._asked_at = now
 
     def near(self, save_seconds: float) -> bool:
         """Whether it is time to save; `save_seconds`: duration of the longest save so far, 0 if none."""
-        # Three updates: a stop request takes effect up to two updates late (`Backend.stop_requested`).
-        room = 2 * (3 * self._longest_update + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
+        # Three steps: a stop request takes effect up to two updates late (`Backend.stop_requested`).
+        room = 2 * (3 * self._longest_step + (save_seconds or self._UNKNOWN_SAVE_SECONDS))
         return process_seconds() + room >= self._limit_seconds
 
 

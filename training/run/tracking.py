@@ -37,6 +37,8 @@ class JsonlTracker:
         self.path, self._check = folder / "metrics.jsonl", check
         #: Why lines are waiting, in one line; None if none are.
         self.failure: str | None = None
+        #: The newest line with a validation that `cut_back` has found.
+        self.last_validation: Mapping[str, Any] = NOTHING
         self._last_step: float = -1
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._waiting: list[bytes] = []
@@ -45,15 +47,21 @@ class JsonlTracker:
         """Delete the lines after `step`, and a last line that is incomplete."""
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
-        self._size, self._last_step, is_changed = 0, -1, False
+        self._size, self._last_step, is_changed, newest = 0, -1, False, b"{}"
         for line in _lines_of(self.path):
             if (found := _step_of(line)) <= step:
                 self._size, self._last_step = self._size + len(line), max(self._last_step, found)
+                newest = line if b'"valid/' in line else newest
             else:
                 is_changed = True
+        self.last_validation = parse_json(newest)
         if is_changed:
             with replacing(self.path) as temporary, create(temporary) as file:
                 file.writelines(line for line in _lines_of(self.path) if _step_of(line) <= step)
+
+    def line(self, step: int) -> dict[str, Any] | None:
+        """The line of a step as it is on the disk; None if there is none."""
+        return next((parse_json(line) for line in _lines_of(self.path) if _step_of(line) == step), None)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a line."""
@@ -253,12 +261,21 @@ class Trackers:
         """Why lines of metrics.jsonl are not on the disk yet, in one line; None if all are."""
         return self._lines.failure if self._lines else None
 
+    @property
+    def last_validation(self) -> Mapping[str, Any]:
+        """The newest line of metrics.jsonl with a validation that `cut_back` has found."""
+        return self._lines.last_validation if self._lines else NOTHING
+
     def cut_back(self, step: int) -> None:
         """Delete what was logged after `step`, at which the run continues (0: a new run). Call it before the first
         log."""
         if self._lines:
             self._lines.cut_back(step)
         self._each("cut_back", step)
+
+    def line(self, step: int) -> dict[str, Any] | None:
+        """The line of a step in metrics.jsonl, on the root; None if there is none."""
+        return self._lines.line(step) if self._lines else None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log numbers by name, at most once per step."""

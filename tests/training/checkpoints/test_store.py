@@ -1,15 +1,18 @@
 """A checkpoint is whole or not there."""
 
+import errno
 import json
 import math
 import os
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tandem.files import writing
+from tests.training.disk import busy
 from tests.training.processes import OneProcess
 from training.checkpoints import store as checkpoint
 from training.checkpoints.format import check_sums, write_folder
@@ -107,6 +110,53 @@ def test_only_the_newest_are_kept(checkpoints):
     assert checkpoints.load(checkpoints.latest())[1] == {"step": 101}
 
 
+def test_what_cannot_be_deleted_is_told_once_and_prevents_no_save(tmp_path, monkeypatch):
+    held = ".nfs0001"
+    for start in range(2):  # the second one finds what the first one left
+        checkpoints = Checkpoints(tmp_path / "checkpoints", 2, OneProcess())
+        for step in range(3 * start + 1, 3 * start + 4):
+            save(checkpoints, step, {"model": parts()}, {})
+            assert checkpoints.failure is None and checkpoints.latest().name == f"step_{step:08d}"
+            if step == 1:
+                (checkpoints.latest() / held).touch()
+                (checkpoints.folder / ".unfinished-step_00000002").mkdir()  # of a save that was killed
+                (checkpoints.folder / ".unfinished-step_00000002" / held).touch()
+                busy(monkeypatch, held)
+        told = [line.split(": ")[0].removeprefix(f"cannot delete {checkpoints.folder}/") for line in checkpoints.left]
+        assert sorted(told) == [".unfinished-step_00000002", ".unwanted-step_00000001"]
+        newest = [f"step_{step - 1:08d}", f"step_{step:08d}"]
+        assert sorted(path.name for path in checkpoints.folder.iterdir()) == sorted([*told, "latest", *newest])
+    monkeypatch.undo()
+    save(checkpoints, 7, {"model": parts()}, {})
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step_00000006", "step_00000007"]
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+def test_a_checkpoint_that_is_protected_keeps_its_name_and_its_files(checkpoints, monkeypatch, call):
+    """Against a rename (`chattr +i` of the folder), or against the deletion of each of its files (`chmod a-w`)."""
+    save(checkpoints, 1, {"model": parts()}, {})
+    names, of_os = os.listdir(checkpoints.latest()), getattr(os, call)
+
+    def protected(path, *more, **kwargs):
+        if os.path.basename(path) in ([*names] if call == "unlink" else ["step_00000001"]):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return of_os(path, *more, **kwargs)
+
+    monkeypatch.setattr(os, call, protected)
+    for step in (2, 3, 4, 5):
+        save(checkpoints, step, {"model": parts()}, {})
+    assert checkpoints.failure is None and len(checkpoints.left) == (3 if call == "unlink" else 1)
+    checkpoints.load(checkpoints.folder / "step_00000001", ["model"])
+    check_sums(checkpoints.folder / "step_00000001")
+    # Each time that it is renamed, a kill before it is renamed back would take its name. A rename that was refused took
+    # nothing, and is tried again: the disk may only have failed for a moment.
+    monkeypatch.undo()
+    tries = []
+    monkeypatch.setattr(os, "rename", lambda path, to: tries.append(os.path.basename(path)) or os.replace(path, to))
+    save(checkpoints, 6, {"model": parts()}, {})
+    assert checkpoints.failure is None and ("step_00000001" in tries) == (call == "rename")
+
+
 def test_no_checkpoint_is_none(checkpoints):
     assert checkpoints.latest() is None
     checkpoints.folder.mkdir()
@@ -121,6 +171,18 @@ def test_off_the_root_nothing_is_written_and_every_process_waits(tmp_path):
     save(checkpoints, 1, {"model": {"sharded": lambda: fetched.append(1) or torch.zeros(1)}}, {})
     assert not checkpoints.folder.exists() and other.barriers == 1
     assert fetched == [1], "gathering is collective"
+
+
+@pytest.mark.parametrize(("used", "marks"), [([7, 8, 9, 10], 4), ([7, 7, 7, 7], 1), ([None] * 4, 4)])
+def test_who_waits_for_a_write_makes_progress_only_while_the_write_does(used, marks, tmp_path, monkeypatch):
+    made, alive = [], iter([True] * 4 + [False])
+    processes = OneProcess()
+    processes.mark = made.append
+    checkpoints = Checkpoints(tmp_path, 1, processes)
+    checkpoints._thread = Mock(is_alive=lambda: next(alive))
+    monkeypatch.setattr(checkpoint, "processor_time", Mock(side_effect=used))
+    checkpoints.join()
+    assert len(made) == marks
 
 
 def test_everything_is_synced_before_the_rename_and_the_rename_after_it(checkpoints, monkeypatch):

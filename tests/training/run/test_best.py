@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.disk import failing
+from tests.training.disk import busy, failing
 from training.run.best import BestModel
 
 METRIC = "valid/r10"
@@ -185,3 +185,27 @@ def test_a_model_of_the_checkpoints_own_update_counts_where_it_is_better_and_no_
     other = BestModel(tmp_path, is_root=True, metric="valid/ema/r10")  # which is not compared with it
     other.catch_up(4)
     assert other.value is None and names(tmp_path) == ["best"]
+
+
+def test_the_value_of_the_checkpoints_own_update_counts_although_a_later_model_took_its_place(tmp_path):
+    best = best_of(tmp_path)
+    assert save_all(best, {5: 8.0, 10: 10.0, 15: 12.0}) == [5, 10, 15]
+    again = best_of(tmp_path)
+    again.load_state_dict({"value": 8.0, "step": 5})  # the checkpoint of update 10 was saved before its validation
+    again.catch_up(10, evaluated=10.0)
+    assert save_all(again, {12: 9.0}) == [] and content(tmp_path) == (12.0, 15)
+    assert save_all(again, {15: 12.0}) == [15]
+
+
+def test_an_old_model_that_cannot_be_deleted_is_told_once_and_prevents_no_new_one(tmp_path, monkeypatch):
+    best, held = best_of(tmp_path), ".nfs0001"
+    assert save_all(best, {1: 1.0}) == [1]
+    (tmp_path / "best" / held).touch()
+    busy(monkeypatch, held)
+    assert best.save_if_better(2.0, 2, model(2.0)) and ".best.unfinished" in best.failure
+    assert save_all(best, {3: 3.0, 4: 4.0}) == [3, 4] and best.failure is None
+    again = best_of(tmp_path)
+    assert ".best.unfinished" in again.failure, "once in each start"
+    again.load_state_dict(best.state_dict())
+    assert save_all(again, {5: 5.0}) == [5] and again.failure is None
+    assert content(tmp_path) == (5.0, 5) and names(tmp_path) == [".best.unfinished", "best"]

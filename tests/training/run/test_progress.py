@@ -1,6 +1,7 @@
 """One clock, and what shows it."""
 
 import io
+import shutil
 
 import pytest
 
@@ -89,14 +90,15 @@ def test_plain_lines_show_clock_metrics_and_time_left(monkeypatch):
     progress = Progress(10, 100, 400)
     progress.samples = 100
     stream = io.StringIO()
-    display = ProgressDisplay(progress, True, stream)
-    display.log({"step": 10, "loss": 1.0})
+    display = ProgressDisplay(progress, True, stream, columns=["codes_used"])
+    display.log({"step": 10, "loss": 1.0, "samples_per_second": 3.0})
     progress.samples = 200
-    display.log({"step": 20, "samples": 200, "loss": 0.123456, "codes_used": 7})
+    display.log({"step": 20, "samples": 200, "loss": 0.123456, "codes_used": 7, "samples_per_second": 3.3333333})
     # 100 samples in 30 s since the resume leave 60 s for the other 200.
-    assert stream.getvalue().splitlines() == [
-        "step 10/40  epoch 1.00  loss 1",
-        "step 20/40  epoch 2.00  loss 0.1235  codes_used 7  1 min 00 s left",
+    assert [line.split() for line in stream.getvalue().splitlines()] == [
+        ["loss", "codes_used", "samples/s", "left"],
+        ["update", "10/40", "1.000", "-", "3.000", "-"],
+        ["update", "20/40", "0.1235", "7", "3.333", "1:00"],
     ]
 
 
@@ -108,12 +110,16 @@ def test_bar_starts_where_the_run_resumes_and_messages_do_not_break_it():
     progress.advance()
     display.update()
     display.log({"loss": 0.5})
-    display.say("checkpoint saved")
+    display.say("checkpoint saved " * 20)
+    display.say("a command " * 20, whole=True)
     display.close()
     text = terminal.getvalue()
-    assert "left" not in text
-    assert "200/400" in text and "210/400" in text
-    assert "step 21/40  epoch 2.10  loss 0.5\n" in text and "checkpoint saved\n" in text
+    assert "20/40" in text and "21/40" in text
+    lines = [line.rpartition("\r")[2] for line in text.splitlines()]
+    assert "a command " * 20 in lines
+    assert [line.split()[:3] for line in lines if "update 21/40" in line] == [["update", "21/40", "0.5000"]]
+    saved = [line for line in lines if "checkpoint" in line]
+    assert len(saved) > 1 and max(map(len, saved)) <= shutil.get_terminal_size().columns
 
 
 @pytest.mark.parametrize("isatty", [False, True])

@@ -131,11 +131,13 @@ def train(
     args, settings = parsed(folder, *flags)
     told = events if events is not None else []
     here = here or OneProcess()
-    run = Run(args, settings, here, Numbers(), model_arguments=("width",))
+    feed = Numbers()
+    run = Run(args, settings, here, feed, model_arguments=("width",))
     model = Weights()
 
     def validate(model, step):
         told.append(f"validate {step}")
+        feed.ask(False)
         return {"weight": model.weight[0].item(), "picture": Image.new("RGB", (4, 4))}
 
     def draw(models, shown, step):
@@ -274,6 +276,14 @@ def test_codes_are_counted_with_each_line_and_drawn_without_a_validation_split(t
         assert logged(tmp_path / str(n_valid), "codes_used") == [3, 3]
 
 
+def test_the_first_validation_after_a_resume_says_what_changed_since_the_one_before(tmp_path, capsys):
+    train(tmp_path, "--validate_every_n_steps", "2", stop_at=5)
+    assert capsys.readouterr().err.count("valid ") == 2
+    train(tmp_path, "--validate_every_n_steps", "2")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("valid "))
+    assert line.split()[:5] == ["valid", "6/6", "weight", "6.000", "(+2.000)"]
+
+
 def test_a_finished_run_says_so_and_can_be_extended(tmp_path, capsys):
     train(tmp_path)
     train(tmp_path)
@@ -405,7 +415,7 @@ def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
     monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now)
     deadline = Deadline(minutes=60)
     for _ in range(3):
-        deadline.update_done()
+        deadline.asked()
         now += 30.0
     now = 3600 - 2 * (3 * 30 + 20) - 1
     assert not deadline.near(save_seconds=20.0) and deadline.near(save_seconds=21.0)
@@ -619,8 +629,8 @@ def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
     train(tmp_path, *DUE, events=saves)
     validation = {step: [f"validate {step}"] * 2 for step in (1, 3, 5)}  # trained weights, then their average
     assert saves == [
-        "update 0", "update 1", *validation[1], "update 2", "draw 2", "update 3", *validation[3], "save 4", "update 4",
-        "update 5", *validation[5], "draw 5", "save 6",
+        "update 0", "update 1", *validation[1], "update 2", "draw 2", "update 3", "save 4", *validation[3], "update 4",
+        "update 5", "save 6", *validation[5], "draw 5",
     ]  # fmt: skip
     assert list(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])) == [
         "step", "samples", "epoch", "loss", "weight", "of/two", "lr", "grad_norm", "skipped_updates",
@@ -670,6 +680,79 @@ def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, save
         for name in ("run", "whole"):
             train(tmp_path / name, *DUE, *flags)
         assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
+
+
+class StoppedIn(OneProcess):
+    """A signal arrives while the newest event is this one."""
+
+    def __init__(self, event, events):
+        super().__init__()
+        self._event, self._events = event, events
+
+    def stop_requested(self, here=False, now=False):
+        return here or self._events[-1:] == [self._event]
+
+
+@pytest.mark.parametrize(("event", "is_due"), [("validate 1", False), ("validate 3", True), ("validate 5", True)])
+def test_a_run_that_is_stopped_in_an_evaluation_has_saved_and_the_next_start_makes_it(tmp_path, saves, event, is_due):
+    train(tmp_path / "whole", *DUE)
+    step = int(event[-1]) + 1
+    for _ in range(2):  # the start that makes it is stopped too
+        saves.clear()
+        with pytest.raises(SystemExit) as exit:
+            train(tmp_path / "run", *DUE, here=StoppedIn(event, saves), events=saves)
+        assert exit.value.code == 75 and logged(tmp_path / "run", "step") == list(range(1, step))
+        saved = f"save {step}"
+        if saves[0] == "update 0":
+            assert saves[-2:] == ([saved, event] if is_due else [event, saved]), "first, where a save is due as well"
+        else:
+            assert saves == [event, saved], "there is nothing to save any more"
+        assert (tmp_path / "run" / "checkpoints" / f"step_{step:08d}").is_dir()
+    train(tmp_path / "run", *DUE)
+    assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
+    for name in ("best/config.json", "model/config.json", "best/best.json"):
+        assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_an_evaluation_that_no_start_can_finish_before_its_deadline_ends_the_run_for_good(tmp_path, saves, monkeypatch):
+    monkeypatch.setattr(Deadline, "near", lambda *_: saves[-1:] == ["validate 1"])
+    flags = [*DUE, "--save_before_minutes", "60"]
+    with pytest.raises(SystemExit) as exit:
+        train(tmp_path, *flags, events=saves)
+    assert exit.value.code == 75, "an update was made"
+    with pytest.raises(ValueError, match="the evaluation of update 2 alone takes longer than --save_before_minutes 60"):
+        train(tmp_path, *flags, events=saves)
+
+
+def test_an_evaluation_after_whose_save_the_run_was_killed_is_repeated_only_if_it_did_not_end(
+    tmp_path, saves, monkeypatch
+):
+    """Or if it met samples that could not be read, which the checkpoint does not know then."""
+    train(tmp_path / "whole", *DUE)
+    advance = Run.advance
+
+    def killed_in_update_5(run):
+        if run.progress.step == 4:
+            run._saves.wait()  # its thread outlives this start
+            raise Killed
+        advance(run)
+
+    monkeypatch.setattr(Run, "advance", killed_in_update_5)
+    for repeats, bad in ((False, '"bad_samples": 0'), (True, '"bad_samples": 1'),
+                         (True, '"bad_samples": 0, "partial_samples": 1')):  # fmt: skip
+        folder = tmp_path / f"{len(bad)} {bad[15]}"
+        with pytest.raises(Killed):
+            train(folder, *DUE)
+        metrics = (folder / "metrics.jsonl").read_text()
+        assert '"valid/weight": 4.0' in metrics
+        (folder / "metrics.jsonl").write_text(metrics.replace('"bad_samples": 0', bad))
+        saves.clear()
+        with monkeypatch.context() as unharmed:
+            unharmed.setattr(Run, "advance", advance)
+            train(folder, *DUE, events=saves)
+        assert saves[0] == ("validate 3" if repeats else "update 4")
+        lines, expected = without_clocks(folder), without_clocks(tmp_path / "whole")
+        assert lines[3:] == expected[3:] and len(lines) == len(expected)
 
 
 def test_a_start_that_is_killed_in_its_evaluation_is_made_up_for_by_the_next(tmp_path, monkeypatch):
@@ -822,7 +905,7 @@ def test_what_is_watched_is_the_line_of_all_processes_and_a_warning_is_printed_o
     said = capsys.readouterr().err.splitlines()
     warnings = [line for line in said if "warning" in line]
     assert warnings == ["warning: one at 2", "warning: another at 2"]
-    assert said.index(warnings[0]) > max(n for n, line in enumerate(said) if line.startswith("step 2/2"))
+    assert said.index(warnings[0]) > max(n for n, line in enumerate(said) if line.startswith("update 2/2"))
 
 
 def test_a_folder_that_another_process_does_not_see_is_told_before_a_resume_needs_it(tmp_path, capsys):
