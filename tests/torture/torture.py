@@ -6,8 +6,10 @@
 
 Trials alternate. In the first kind backend and processes stay, and every metric of every update, the final weights and
 the last checkpoint must equal an uninterrupted run's bit for bit. In the second kind each start has another backend and
-number of processes, and the losses must agree with one process's. After every kill all checkpoints are verified with
-none of the product's code. Ends with exit code 1 if anything was lost, and keeps the folder of that trial.
+number of processes, and the losses must agree with one process's. Among the kills are other faults: requests to stop,
+also in a validation; a job that is frozen for some seconds, and an old checkpoint that cannot be deleted, neither
+of which may end a run; a loader's worker that is killed; a port that is taken. After every fault all checkpoints are
+verified with none of the product's code. Ends with exit code 1 if anything was lost, and keeps that trial's folder.
 
 With --machines 2, each start of a trial has another launcher, on one machine or two. Machines die, links between them
 are cut, and processes are killed, stopped and asked to stop. With --batch_parts the result must equal one process's bit
@@ -19,9 +21,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import random
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,7 +59,7 @@ from torture_checks import (
     verified_files,
 )
 from torture_machines import TOOLS, SpreadJob
-from torture_plan import MOMENTS, Blow, Plan, Spread, draw_plan, draw_plan_over_machines
+from torture_plan import MOMENTS, VALIDATE_EVERY, Blow, Plan, Spread, draw_plan, draw_plan_over_machines
 from torture_tally import Start, Tally
 
 # The 20 updates for which tests/launch/test_parity.py allows a relative 1e-5: rounding alone gives about 1e-7, and a
@@ -65,7 +70,8 @@ SCRIPT = "train_vae.py"
 FLAGS = ["--image_size", "64", "--num_layers", "2", "--num_tokens", "64", "--hidden_dim", "16", "--emb_dim", "16",
          "--num_resnet_blocks", "1", "--learning_rate", "3e-4", "--image_folder", "demo:shapes:64", "--random_flip",
          "--ema_decay", "0.9", "--batch_size", "12", "--max_steps", str(UPDATES), "--epochs", "100",
-         "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0"]  # fmt: skip
+         "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps",
+         str(VALIDATE_EVERY)]  # fmt: skip
 # 4 parts are the same on 1, 2 and 4 processes. A start that lacks a process ends after 2 minutes and one of grace.
 OVER_MACHINES = ["--batch_parts", "4", "--timeout_minutes", "2", "--sample_every_n_steps", "7"]
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
@@ -85,6 +91,8 @@ def wait_for_moment(
         return []
     ranks = job.ranks()
     until = UPDATES if blow.moment == "end" else min(newest + blow.after, UPDATES)
+    if blow.moment == "validation":
+        until = min(until // VALIDATE_EVERY * VALIDATE_EVERY + VALIDATE_EVERY, UPDATES) - 1
     if not poll(job, lambda: max(trained_steps(job.output), default=0) >= until, pause=0.003):
         return []
     saved = checkpoint_steps(run)
@@ -112,17 +120,50 @@ def poll(job: Job | SpreadJob, condition: Callable[[], bool], pause: float = 0.0
     return True
 
 
-def strike(job: Job | SpreadJob, blow: Blow, ranks: Sequence[psutil.Process]) -> None:
+def strike(job: Job | SpreadJob, blow: Blow, ranks: Sequence[psutil.Process], run: Path) -> bool:
+    """Returns False if there is nothing to strike."""
     if isinstance(job, SpreadJob):
         job.strike(blow, ranks)
-        return
-    victims = {"root": ranks[:1], "last": ranks[-1:], "launcher": [psutil.Process(job.process.pid)]}
-    send(victims.get(blow.victims, ranks), blow.signal)
-    if blow.victims == "everything":
-        job.kill()
-    if blow.killed_after is not None:
-        time.sleep(blow.killed_after)
-        send(ranks, signal.SIGKILL)
+    elif blow.victims == "checkpoint":
+        return protect(checkpoint_path(run, checkpoint_steps(run)[0]))
+    elif blow.is_harmless:
+        frozen = job.everything()
+        send(frozen, blow.signal)
+        time.sleep(blow.restored_after or 0)
+        send(frozen, signal.SIGCONT)
+    elif blow.victims == "worker":
+        workers = [child for rank in ranks for child in rank.children() if child.cmdline() == rank.cmdline()]
+        send(workers[-1:], blow.signal)
+        return bool(workers)
+    else:
+        victims = {"root": ranks[:1], "last": ranks[-1:], "launcher": [psutil.Process(job.process.pid)]}
+        send(victims.get(blow.victims, ranks), blow.signal)
+        if blow.victims == "everything":
+            job.kill()
+        if blow.killed_after is not None:
+            time.sleep(blow.killed_after)
+            send(ranks, signal.SIGKILL)
+    return True
+
+
+def protect(folder: Path, on: bool = True) -> bool:
+    """Make that nothing in a folder can be deleted. False where this file system or user cannot."""
+    if os.geteuid() != 0:
+        folder.chmod(0o555 if on else 0o755)
+        return True
+    flag = "+i" if on else "-i"  # root deletes what is only write-protected
+    command = ["chattr", *([] if on else ["-R"]), flag, *(map(str, folder.iterdir()) if on else [str(folder)])]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+    return False
+
+
+def taken(port: int) -> socket.socket:
+    """A socket that listens on a port."""
+    listener = socket.socket()
+    listener.bind(("", port))
+    listener.listen()
+    return listener
 
 
 class Torture:
@@ -131,11 +172,12 @@ class Torture:
         self.tally = Tally()
         self._references: dict[Launcher, tuple[Path, float]] = {}  # run folders, with the seconds that the runs took
         self._commands: list[str] = []  # commands of the present trial
+        self._fault = ""  # the newest fault of the present trial
 
     def trial(self, number: int, plan: Plan) -> None:
         folder = self.folder / f"trial-{number}"
         folder.mkdir()
-        self._commands, kills = [], self.tally.kills
+        self._commands, blows = [], self.tally.struck
         mode = f"{plan.last}, bit for bit" if plan.stays else "each start on another backend"
         mode += ", bit for bit" if plan.in_parts else ""
         say(f"trial {number}: {mode}; {' '.join(plan.flags)}")
@@ -146,12 +188,19 @@ class Torture:
                 if self._start(folder / "run", folder / f"start-{index}.log", blow, plan):
                     break
             self._check_result(folder / "run", reference, plan)
+            self._unprotect(folder)
             shutil.rmtree(folder)
         except Lost as loss:
+            self._unprotect(folder)
+            self.tally.lost_after[self._fault] += 1
             self.tally.lost.append(f"trial {number}: {str(loss).splitlines()[0]}")
             say("\n    ".join([f"LOST in trial {number}: {loss}", *self._commands, f"its files: {folder}"]))
         self.tally.trials += 1
-        self.tally.trials_with_kills += self.tally.kills > kills
+        self.tally.trials_with_blows += self.tally.struck > blows
+
+    def _unprotect(self, folder: Path) -> None:
+        for checkpoint in (folder / "run" / "checkpoints").glob("*step_*"):
+            protect(checkpoint, on=False)
 
     def _reference(self, launcher: Launcher) -> tuple[Path, float]:
         """Run folder of an uninterrupted run, which saves only at its end, and the seconds that it took."""
@@ -164,40 +213,46 @@ class Torture:
         return self._references[launcher]
 
     @contextlib.contextmanager
-    def _job(self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path) -> Iterator[Job | SpreadJob]:
+    def _job(
+        self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path, blow: Blow | None = None
+    ) -> Iterator[Job | SpreadJob]:
         flags = [*self._flags, *flags, "--output_dir", str(run)]
         job: Job | SpreadJob
-        if isinstance(launcher, Spread):
-            job = SpreadJob(launcher, SCRIPT, flags, log)
-        else:
-            # Put temporary files beside the log: those of killed processes are then deleted together with its folder.
-            job = Job(launcher.command(SCRIPT, flags), SCRIPT, log, TMPDIR=str(log.parent))
-        self._commands.append(" ".join(job.command))
-        try:
+        with contextlib.ExitStack() as stack:
+            if isinstance(launcher, Spread):
+                job = SpreadJob(launcher, SCRIPT, flags, log)
+            else:
+                command = launcher.command(SCRIPT, flags)
+                if blow and blow.victims == "port":
+                    stack.enter_context(taken(int(command[command.index("--master_port") + 1])))
+                # Temporary files lie beside the log: those of killed processes are deleted together with its folder.
+                job = Job(command, SCRIPT, log, TMPDIR=str(log.parent))
+            stack.callback(job.kill)
+            self._commands.append(" ".join(job.command))
             yield job
-        finally:
-            job.kill()
 
     def _start(self, run: Path, log: Path, blow: Blow | None, plan: Plan) -> bool:
         """Start the run once, strike if that is planned, check what is left. Returns whether the run is finished."""
         launcher = blow.launcher if blow else plan.last
         newest, saves, updates = max(checkpoint_steps(run), default=None), unfinished_saves(run), len(read_metrics(run))
         first = next_line(run)
-        with self._job(launcher, run, plan.flags, log) as job:
+        self._fault = blow.fault if blow else "no fault"
+        with self._job(launcher, run, plan.flags, log, blow) as job:
             start = self._strike(job, run, blow, newest or 0)
+        trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
+        start.left_validation = bool(start.code) and next_line(run) in checkpoint_steps(run)
+        self.tally.count(launcher, start, trained, in_save, updates)
         reference, _ = self._reference(ONE_PROCESS)
         check_checkpoints(run, start.before, plan.keep, verified_files(checkpoint_path(reference, UPDATES)))
         check_continuation(start.log, newest, first, run)
         read_metrics(run)
-        trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
         check_kept_up(run, trained, plan.save_every)
         check_last_words(start.log, SCRIPT)
-        self.tally.count(launcher, start, trained, in_save, updates)
         said = f"updates {trained[0]} to {trained[-1]}" if trained else "no update"
         ended = f"{start.blow}, {start.blow.moment}" if start.blow else f"exit code {start.code}"
         why = f"; {start.seconds:.0f} s, {last_words(start.log)[:2]}" if plan.in_parts else ""
         say(f"  {launcher}: {said}; {ended}{', inside a save' if in_save else ''}{why}")
-        if start.blow is None and start.code:
+        if start.code and (start.blow is None or start.blow.is_harmless):
             raise Lost(f"it failed by itself with exit code {start.code}:\n{start.log[-3000:]}")
         if start.blow and start.blow.is_polite and trained:
             # deepspeed first ends pdsh, through which its processes on other machines speak.
@@ -214,11 +269,13 @@ class Torture:
             Lost: the job does not end.
         """
         fell, before, since = None, checkpoint_steps(run), time.monotonic()
-        if blow:
+        if blow and blow.victims == "port":
+            fell = blow
+        elif blow:
             _, startup = self._references.get(blow.launcher, self._reference(ONE_PROCESS))
             if ranks := wait_for_moment(job, blow, run, newest, startup):
-                fell, before, since = blow, [*before, *checkpoint_steps(run)], time.monotonic()
-                strike(job, blow, ranks)
+                before, since = [*before, *checkpoint_steps(run)], time.monotonic()
+                fell = blow if strike(job, blow, ranks, run) else None
         code = job.wait()
         if code is None:
             raise Lost(f"it does not end{f' after {fell}' if fell else ''}:\n{job.stacks()}")
@@ -249,8 +306,10 @@ def say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="no new trial after this (default: 10)")
-    parser.add_argument("--trials", type=int, default=sys.maxsize, help="stop after so many in which a run was killed")
-    parser.add_argument("--kills", type=int, default=4, help="in a trial (default: 4)")
+    parser.add_argument(
+        "--trials", type=int, default=sys.maxsize, help="stop after so many in which something happened to a run"
+    )
+    parser.add_argument("--kills", type=int, default=4, help="kills and other faults in a trial (default: 4)")
     parser.add_argument("--machines", type=int, choices=[1, 2], default=1, help="2: see above; needs root and iproute2")
     parser.add_argument("--seed", type=int, help="of the plan (default: drawn, and printed)")
     parser.add_argument("--only", type=int, metavar="TRIAL", help="this trial alone")
@@ -274,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + 60 * args.minutes
     try:
         for trial in itertools.count() if args.only is None else [args.only]:
-            if time.monotonic() > deadline or torture.tally.trials_with_kills >= args.trials:
+            if time.monotonic() > deadline or torture.tally.trials_with_blows >= args.trials:
                 break
             torture.trial(trial, draw(seed, trial, launchers, args.kills))
     finally:

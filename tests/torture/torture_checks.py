@@ -101,16 +101,17 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def trained_steps(log: str) -> list[int]:
     """Updates that a start has completed, as its log shows them."""
-    return [int(step) for step in re.findall(r"step (\d+)/", log)]
+    return [int(step) for step in re.findall(r"update +(\d+)/", log)]
 
 
 def next_line(run: Path) -> int:
     """The update whose line the next start must log first: the one after the newest checkpoint, or the checkpoint's own
-    update if the run was asked to stop before the evaluation of that update."""
+    update if the run ended between its save and the line, which follows the evaluation of that update."""
     if not (steps := checkpoint_steps(run)):
         return 1
     progress = json.loads((checkpoint_path(run, steps[-1]) / "state.json").read_text())["parts"]["progress"]
-    return steps[-1] if "unfinished_line" in progress else steps[-1] + 1
+    is_left = "unfinished_line" in progress and len(read_metrics(run)) < steps[-1]
+    return steps[-1] if is_left else steps[-1] + 1
 
 
 def check_continuation(log: str, newest: int | None, first: int, run: Path) -> None:

@@ -11,8 +11,11 @@ from launching import CHOSEN_ON_TWO, Launcher
 
 # For each moment, the relative frequency of drawing it ("end" is drawn only for the last blow of a trial), and the
 # longest delay of the blow after it in seconds (for "start-up", as a fraction of the duration of a start).
-MOMENTS = {"start-up": (2, 1.1), "update": (2, 0.06), "save": (5, 0.03), "saved": (2, 0.02), "end": (5, 0.3)}
-POLITE = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+# A "validation" is struck after the update before it was logged.
+MOMENTS = {"start-up": (2, 1.1), "update": (2, 0.06), "save": (5, 0.03), "saved": (2, 0.02), "validation": (3, 0.15),
+           "end": (5, 0.3)}  # fmt: skip
+VALIDATE_EVERY = 4
+POLITE = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 # Blows over machines, with their relative frequencies.
 _OVER_MACHINES = [
     (2, "root", signal.SIGKILL), (2, "last", signal.SIGKILL), (3, "launcher", signal.SIGKILL),
@@ -41,8 +44,9 @@ class Blow:
     after: int  # updates after the newest checkpoint that must have been completed
     delay: float  # fraction in [0, 1] of the longest delay in MOMENTS
     signal: signal.Signals
-    # "root", "last" or "all" ranks, "launcher" alone, or "everything": loader workers too; over machines also all
-    # processes of a "machine", its "power", or its "link"
+    # "root", "last" or "all" ranks, "launcher" alone, or "everything": loader workers too; a loader's "worker", the
+    # oldest "checkpoint", which can be deleted no more, or the "port" of the launcher, which is taken. Over machines
+    # also all processes of a "machine", its "power", or its "link"
     victims: str
     killed_after: float | None = None  # seconds after a polite signal; None: the run may take its time
     machine: int = 0  # index of the machine that is struck, or of the one whose launcher is
@@ -54,8 +58,23 @@ class Blow:
         """Whether the run may finish its update and save."""
         return self.signal in POLITE and self.killed_after is None
 
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the run must go on to its end all the same."""
+        return self.victims == "checkpoint" or (self.victims, self.signal) == ("everything", signal.SIGSTOP)
+
+    @property
+    def is_kill(self) -> bool:
+        return not (self.is_polite or self.is_harmless or self.victims == "port")
+
+    @property
+    def fault(self) -> str:
+        """What it is, for the tally."""
+        return f"{self}, in a validation" if self.moment == "validation" else str(self)
+
     def __str__(self) -> str:
         what = f"{self.victims} cut" if self.victims in ("link", "power") else f"{self.signal.name} to {self.victims}"
+        what = {"checkpoint": "a protected checkpoint", "port": "a taken port"}.get(self.victims, what)
         then = "" if self.killed_after is None else ", then SIGKILL"
         return f"{what}{then}{'' if self.restored_after is None else ' for a moment'}"
 
@@ -98,6 +117,8 @@ def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
         start, after, delay = launcher(), draw.randint(1, 4), draw.random()
         victims = ["root", "last", "all"] if start.processes > 1 else ["root"]
         if draw.random() < 0.25:
+            return _other_fault(draw, start, after, delay)
+        if draw.random() < 0.3 or moment == "validation":
             killed_after = draw.uniform(0, 0.2) if draw.random() < 0.4 else None
             return Blow(start, moment, after, delay, draw.choice(POLITE), draw.choice(victims), killed_after)
         if moment == "save":
@@ -107,7 +128,21 @@ def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
         return Blow(start, moment, after, delay, signal.SIGKILL, draw.choice(victims), None)
 
     save_every, keep, num_workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
-    return Plan(stays, save_every, keep, num_workers, [blow(i == kills - 1) for i in range(kills)], launcher())
+    blows = [blow(i == kills - 1) for i in range(kills)]
+    num_workers = max(num_workers, int(any(blow.victims == "worker" for blow in blows)))
+    return Plan(stays, save_every, keep, num_workers, blows, launcher())
+
+
+def _other_fault(draw: random.Random, start: Launcher, after: int, delay: float) -> Blow:
+    """Something else than a signal at a process."""
+    has_port = start.name in ("torchrun", "deepspeed")
+    victims = draw.choice(["frozen", "checkpoint", "worker", *(["port"] if has_port else [])])
+    if victims == "frozen":
+        moment = draw.choice(["start-up", "update", "save", "validation"])
+        seconds = draw.uniform(65, 75) if draw.random() < 0.25 else draw.uniform(1, 8)
+        return Blow(start, moment, after, delay, signal.SIGSTOP, "everything", restored_after=seconds)
+    moment = {"checkpoint": "saved", "worker": "update", "port": "start-up"}[victims]
+    return Blow(start, moment, after, delay, signal.SIGKILL, victims)
 
 
 def draw_plan_over_machines(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
@@ -122,7 +157,8 @@ def draw_plan_over_machines(seed: int, trial: int, names: Sequence[str], kills: 
         return Spread(how.name, how.processes, how.zero_stage, how.backend, machines)
 
     def blow(is_last: bool) -> Blow:
-        weights = [weight if moment != "end" or is_last else 0 for moment, (weight, _) in MOMENTS.items()]
+        left_out = {"validation", *([] if is_last else ["end"])}
+        weights = [0 if moment in left_out else weight for moment, (weight, _) in MOMENTS.items()]
         (moment,) = draw.choices(list(MOMENTS), weights)
         start, after, delay, machine = launcher(), draw.randint(1, 4), draw.random(), draw.randrange(2)
         blows = [each for each in _OVER_MACHINES if start.machines > 1 or each[1] in ("root", "last", "launcher")]
