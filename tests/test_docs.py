@@ -33,6 +33,7 @@ FLAGS_OF_OTHERS = {
     "--master_addr", "--max-restarts", "--module", "--nnodes", "--no-deps", "--node_rank", "--nproc_per_node",
     "--open-mode",
     "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue", "--signal",
+    "--signals_to_handle",
 }  # fmt: skip
 FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"
 WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json", "benchmarks/results/gpu.json"}
