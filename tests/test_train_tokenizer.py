@@ -174,7 +174,7 @@ def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the
 
     flags = [*ALTERNATING, "--max_steps", "7", "--save_every_n_steps", "1", "--weight_decay", "0"]
     VIDEO_TOKENIZER.train_stopped(1, tmp_path / "run", *flags)  # before an update on images
-    VIDEO_TOKENIZER.train_stopped(2, tmp_path / "run", *flags)  # after it
+    VIDEO_TOKENIZER.train_killed(3, tmp_path / "run", *flags)  # after it
     VIDEO_TOKENIZER.train(tmp_path / "run", *flags)
     assert [(u.shape, u.ids, u.lr) for u in updates] == [(u.shape, u.ids, u.lr) for u in expected]
     assert_same_run(tmp_path / "run", whole)

@@ -27,9 +27,11 @@ PATIENCE_SECONDS = 20
 
 @pytest.fixture(autouse=True)
 def started_with_python_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables in the environment, and no GPU, because expected numbers are those of CPUs."""
+    """No launcher's variables in the environment, whatever a test leaves there, and no GPU, because expected numbers
+    are those of CPUs."""
     for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # a variable that is only deleted is not taken away again when a test has set it
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

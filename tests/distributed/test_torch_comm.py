@@ -138,8 +138,6 @@ def test_a_shared_gpu_ends_the_start_in_one_line_that_all_processes_raise(
     agree = Mock(return_value=Start(1, False, None, "ranks 0 and 1 share one GPU"))
     monkeypatch.setattr(torch_comm, "agree_on_start", agree)
     monkeypatch.setattr(torch_comm.dist, "init_process_group", start := Mock())
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")  # so that it is restored
     with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU"):
         torch_comm.init_process_group(Launch("mpirun", 1, 1, 2), torch.device(device), 1.0)
     assert agree.call_args.args[-1] == f"id of {device}" and not start.called
@@ -162,8 +160,6 @@ def test_processes_that_may_share_a_gpu_communicate_through_gloo_alone(
     monkeypatch.setattr(torch_comm, "agree_on_start", agree := Mock(return_value=Start(1, False)))
     monkeypatch.setattr(torch_comm.dist, "init_process_group", start := Mock())
     monkeypatch.setenv("TANDEM_SHARE_GPU", share)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")  # so that it is restored
     torch_comm.init_process_group(Launch("torchrun", 1, 1, 2), torch.device(device), 1.0)
     assert agree.call_args.args[-1] == gpu, "otherwise all processes would refuse to share it"
     assert start.call_args.args == (through,) and ("device_id" in start.call_args.kwargs) == binds
