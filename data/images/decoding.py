@@ -36,7 +36,7 @@ FORMATS = {
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
-_switching = threading.Lock()  # held while Pillow's switch for damaged files is on
+_switching = threading.Lock()  # held while parts are accepted and Pillow's switch for damaged files may go on
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -119,23 +119,23 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
 
 def _decode_or_accept(decode: Callable[[], Image.Image]) -> Image.Image:
     """What `decode` returns, of a damaged file too if parts are accepted."""
-    try:
+    if not parts_are_accepted():
         return decode()
-    except (Incomplete, UnidentifiedImageError):
-        raise
-    except Exception as error:
-        if not parts_are_accepted():
+    # Pillow has one switch, for the whole process. Meanwhile no other thread decodes, which would take a damaged file
+    # for a whole one.
+    with _switching:
+        try:
+            return decode()
+        except (Incomplete, UnidentifiedImageError):
             raise
-        # Pillow has one switch, for the whole process. It is on for this second decoding alone, so that no other reader
-        # takes a damaged file for a whole one; and whole files never get here.
-        with _switching:
+        except Exception as error:
             before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
             try:
                 image = decode()
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = before
-        accept_part(error)
-        return image
+            accept_part(error)
+            return image
 
 
 def _decode(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:

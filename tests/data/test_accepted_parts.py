@@ -102,6 +102,27 @@ def test_other_threads_refuse_damaged_files_meanwhile():
     assert len(said) == 1 and reasons == []
 
 
+def test_a_part_that_is_read_while_another_thread_reads_one_is_noticed_too(monkeypatch):
+    short, noticed, others, load = cut(encoded("PNG")), [], [], ImageFile.ImageFile.load
+
+    def read() -> None:
+        with accepting_parts() as reasons:
+            decode_image_file(io.BytesIO(short), SIDE, 3)
+        noticed.extend(reasons)
+
+    def load_beside_another(image: ImageFile.ImageFile) -> object:
+        if ImageFile.LOAD_TRUNCATED_IMAGES and not others:
+            others.append(threading.Thread(target=read))
+            others[0].start()
+            others[0].join(0.5)  # it ends within this time only if it may read while the switch is on
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load_beside_another)
+    read()
+    others[0].join()
+    assert len(noticed) == 2
+
+
 def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, monkeypatch):
     write_tar(tmp_path / "0.tar", {"a": {"jpg": encoded("JPEG")}})
     images = open_images(str(tmp_path / "0.tar"), image_size=SIDE)
