@@ -36,7 +36,7 @@ FORMATS = {
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
-_switching = threading.Lock()  # held while parts are accepted and Pillow's switch for damaged files may go on
+_switching = threading.Lock()  # held by a thread that may turn on Pillow's switch for damaged files
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -121,8 +121,8 @@ def _decode_or_accept(decode: Callable[[], Image.Image]) -> Image.Image:
     """What `decode` returns, of a damaged file too if parts are accepted."""
     if not parts_are_accepted():
         return decode()
-    # Pillow has one switch, for the whole process. Meanwhile no other thread decodes, which would take a damaged file
-    # for a whole one.
+    # Pillow has one switch, for the whole process: while one thread has it on, a damaged file that another one decodes
+    # would look whole to that one. So only one of the threads that accept parts decodes at a time.
     with _switching:
         try:
             return decode()
