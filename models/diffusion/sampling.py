@@ -27,7 +27,8 @@ from .schedule import Schedule
 
 SAMPLERS = ("ddpm", "ddim", "dpmpp_2m", "heun")
 SPACINGS = ("auto", "uniform", "karras")
-_KARRAS_WITH_DPMPP = ("linear", "jsd")  # schedules
+# With a smaller log SNR at a twentieth of the levels, these samplers lose less with "karras": see `best_spacing`.
+_LEAST_FOR_UNIFORM = {"dpmpp_2m": 4.2, "ddim": 2.8, "heun": 2.8}
 
 Draw = Callable[[str, int], Tensor]
 """(name of the noise, number of the step) -> standard normal noise like x, from keys of the pictures alone."""
@@ -112,13 +113,18 @@ def sampling_levels(schedule: Schedule, steps: int, *, spacing: str = "uniform")
 
 
 def best_spacing(schedule: Schedule, sampler: str) -> str:
-    """The spacing with which pictures of little contrast keep it in 20 steps.
+    """The spacing with which pictures of little contrast keep it in 20 steps: "karras" where the last of uniform steps
+    would begin in too much noise.
 
     Of pictures of normal pixels with a deviation of 0.25, dpmpp_2m with uniform steps draws 0.225 on "linear" and 0.211
     on "jsd", whose low noise levels lie close together, and 0.256 and 0.250 with "karras". On the other schedules it
-    draws 0.244 to 0.251 with uniform steps, and ddim and heun are better with these for deviations of 0.5 and more.
+    draws 0.244 to 0.251 with uniform steps, and ddim and heun are better with these for deviations of 0.5 and more. If
+    "cosine" is shifted for pictures of four times the side, it is 0.177, 0.151 and 0.300 with uniform steps, and 0.252,
+    0.212 and 0.262 with "karras" (dpmpp_2m, ddim, heun).
     """
-    return "karras" if sampler == "dpmpp_2m" and schedule.name in _KARRAS_WITH_DPMPP else "uniform"
+    least = _LEAST_FOR_UNIFORM.get(sampler)
+    is_noisy = least is not None and schedule.log_snr[schedule.timesteps // 20].item() < least
+    return "karras" if is_noisy else "uniform"
 
 
 def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:

@@ -79,18 +79,18 @@ class Schedule:
                 alpha = (log_signal / 2).exp()
                 log_signal = 2 * ((alpha - alpha[-1]) * (alpha[0] / (alpha[0] - alpha[-1]))).log()
             log_snr = log_signal - (-torch.expm1(log_signal)).log()
-        self._set(name, log_snr + log_snr_shift, is_flow=name == FLOW)
+        self._set(log_snr + log_snr_shift, is_flow=name == FLOW)
 
     @classmethod
     def from_log_snr(cls, log_snr: Tensor, *, flow: bool = False) -> Schedule:
         """A schedule of the given log SNRs (T,), which fall strictly."""
         assert log_snr.ndim == 1 and len(log_snr) > 1 and bool((log_snr[1:] < log_snr[:-1]).all())
         schedule = cls.__new__(cls)
-        schedule._set("", log_snr.double(), is_flow=flow)
+        schedule._set(log_snr.double(), is_flow=flow)
         return schedule
 
-    def _set(self, name: str, log_snr: Tensor, is_flow: bool) -> None:
-        self.name, self.is_flow = name, is_flow
+    def _set(self, log_snr: Tensor, is_flow: bool) -> None:
+        self.is_flow = is_flow
         self.log_snr = log_snr
         if is_flow:
             self.alpha, self.sigma = (log_snr / 2).sigmoid(), (-log_snr / 2).sigmoid()

@@ -137,7 +137,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps of the sampler, one number or one for each Unet")
     add("--spacing", type=str.lower, choices=("auto", "uniform", "karras"), default="auto",
         help="noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise and "
-        "near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, uniform otherwise")
+        "near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, and but for ddpm "
+        "after a large --noise_shift; uniform otherwise")
     add("--cond_scale", type=non_negative_float, nargs="+", default=[1.0], metavar="SCALE",
         help="guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet")
     add("--guidance_interval", type=non_negative_float, nargs=2, metavar=("LOW", "HIGH"),
