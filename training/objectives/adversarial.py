@@ -121,12 +121,14 @@ class LeCam(nn.Module):
         return torch.stack(of_heads).sum()
 
     @torch.no_grad()
-    def update(self, real_mean: Tensor, fake_mean: Tensor) -> None:
+    def update(self, real_mean: Tensor, fake_mean: Tensor, skipped: Tensor | None = None) -> None:
         """Add mean D(real) and mean D(fake) over the *global* batch, 0-d or (heads,); once per update. If a mean of a
-        head is not finite, as NaN for a head that took no part, this head's averages stay. Does not wait for the
-        device."""
+        head is not finite, as NaN for a head that took no part, this head's averages stay, and those of all heads if
+        the optimizer skipped the update (0-d bool). Does not wait for the device."""
         real_mean, fake_mean = (mean.reshape(self.mass.shape) for mean in (real_mean, fake_mean))
         usable = real_mean.isfinite() & fake_mean.isfinite()
+        if skipped is not None:
+            usable = usable & ~skipped
         for average, value in ((self.real, real_mean), (self.fake, fake_mean), (self.mass, torch.ones_like(self.mass))):
             average.copy_(torch.where(usable, average.lerp(value.to(average), 1 - self.decay), average))
 

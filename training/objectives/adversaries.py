@@ -203,9 +203,11 @@ class AdversarialTraining:
                 self._log(gradient_penalty=penalty)
                 loss = loss + self._weights.penalty_weight * penalty
             self.discriminator.backward(loss)
+        update = self.discriminator.step()
         if self._weights.lecam_weight:
-            self.lecam.update(*self._processes.mean(logit_means))
-        return self.discriminator.step()
+            real_means, fake_means = self._processes.mean(logit_means)
+            self.lecam.update(real_means, fake_means, update.skipped)
+        return update
 
     def _penalty(self, images: Tensor, fake: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         with self.discriminator.twice_differentiable():

@@ -101,6 +101,16 @@ def test_lecam_leaves_out_means_that_are_not_finite(bad: float) -> None:
         assert torch.equal(lecam.state_dict()[name], tensor)
 
 
+def test_lecam_leaves_out_the_means_of_a_skipped_update() -> None:
+    lecam, untouched = LeCam(0.9), LeCam(0.9)
+    for one in (lecam, untouched):
+        one.update(torch.tensor(1.0), torch.tensor(-2.0), torch.tensor(False))
+    lecam.update(torch.tensor(3.0), torch.tensor(4.0), torch.tensor(True))
+    assert untouched.mass > 0 and torch.equal(lecam(REAL, FAKE), untouched(REAL, FAKE))
+    for name, average in untouched.state_dict().items():
+        assert torch.equal(lecam.state_dict()[name], average)
+
+
 def test_lecam_that_was_saved_and_loaded_continues_as_if_never_stopped() -> None:
     lecam, resumed = LeCam(0.9), LeCam(0.9)
     lecam.update(torch.tensor(1.0), torch.tensor(-2.0))

@@ -285,3 +285,17 @@ def test_an_update_that_is_skipped_leaves_the_codebook_alone(backend: Backend) -
     update, _, _ = generator_step(game, broken, is_adversarial=False, step=1)
     assert bool(update.skipped)
     torch.testing.assert_close(dict(generator.state_dict()), before, rtol=0, atol=0)
+
+
+def test_an_update_that_is_skipped_leaves_the_averages_of_lecam_alone(backend: Backend) -> None:
+    """Its logits are finite: with fp16, gradients alone overflow while the scale of the loss is searched for."""
+    generator, discriminator = models()
+    game = make_game(backend, generator, discriminator, lecam_weight=0.3)
+    play(game, torch.rand(BATCH, 3, 16, 16))
+    before = {name: average.clone() for name, average in game.lecam.state_dict().items()}
+    discriminator.to_logits[0].weight.register_hook(lambda gradient: gradient * torch.inf)
+    images = {"x": torch.rand(BATCH, 3, 16, 16)}
+    _, fakes, _ = generator_step(game, images["x"], is_adversarial=True, step=1)
+    assert bool(game.discriminator_step(images, fakes, 1, with_penalty=False).skipped)
+    assert before["mass"] > 0
+    torch.testing.assert_close(dict(game.lecam.state_dict()), before, rtol=0, atol=0)
