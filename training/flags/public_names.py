@@ -110,7 +110,8 @@ _MUSE = Public(
         Argument("ema_beta", 0.995, "ema_decay", "had no effect there, where 0.9999 ran"),
         Argument("ema_update_after_step", 0, None, _NO_WAIT),
         Argument("ema_update_every", 1, None, _EVERY),
-        Argument("apply_grad_penalty_every", 4, "apply_grad_penalty_every"),
+        Argument("apply_grad_penalty_every", 4, "apply_grad_penalty_every",
+                 "had no effect there, where the penalty came in every update"),
         Argument("accelerate_kwargs", {}, None, _BACKENDS),
     ),
 )  # fmt: skip
