@@ -398,7 +398,8 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(
     converted("export", vqgan_run, "--to", "muse", tmp_path / "vae.pt")
     converted("import", tmp_path / "vae.pt", tmp_path / "new")
     settings = yaml.safe_load((tmp_path / "new" / "start.yaml").read_text())
-    assert {"image_size": 256, "discr_dim": 16, "discr_layers": 2, "diversity_gamma": 4.0}.items() <= settings.items()
+    expected = {"image_size": 256, "discr_dim": 16, "discr_layers": 2, "diversity_gamma": 4.0, "inv_temperature": 100.0}
+    assert expected.items() <= settings.items()
     of_file = ["--config", str(tmp_path / "new" / "start.yaml"), "--init_from", str(tmp_path / "vae.pt")]
     for said in (of_file[:2], of_file):
         args = train_vqgan.build_parser().parse(said)

@@ -182,8 +182,8 @@ def _translated(state: Mapping[str, Tensor]) -> _Found:
     arguments = {
         "image_size": max(256, 2**layers),  # any will do: the file does not say it
         "dim": widths[0], "channels": channels, "num_layers": layers, "num_resnet_blocks": blocks, "quantizer": "lfq",
-        "codebook_size": 2**bits, "diversity_gamma": 4.0,  # that of the public package
-        "centred": False,
+        "codebook_size": 2**bits, "centred": False,
+        "diversity_gamma": 4.0, "inv_temperature": 100.0,  # those of the public package
     }  # fmt: skip
     if not discriminator:
         return _Found(arguments, weights, None)
