@@ -41,13 +41,14 @@ ALTERNATING = ["--image_folder", "demo:shapes:64", "--image_every", "3"]
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "expected"), [("lfq", (1.0, 0.1)), ("bsq", (0.0, 0.1)), ("ibq", (1.0, 0.05)), ("fsq", (1.0, 0.1))]
+    ("quantizer", "expected"),
+    [("lfq", (1.0, 0.1, 2.5)), ("bsq", (0.0, 0.1, 1.0)), ("ibq", (1.0, 0.05, 1.0)), ("fsq", (1.0, 0.1, 2.5))],
 )
 def test_the_recipe_leaves_the_weights_of_the_codes_losses_to_the_quantizer(quantizer: str, expected: tuple) -> None:
     args = train_tokenizer.build_parser().parse(
         ["--config", "configs/tokenizer/base.yaml", "--perceptual", "none", "--quantizer", quantizer]
     )
-    assert (args.commitment_loss_weight, args.entropy_loss_weight) == expected
+    assert (args.commitment_loss_weight, args.entropy_loss_weight, args.diversity_gamma) == expected
 
 
 def test_the_learning_rate_warms_up_and_stays_or_falls_along_a_cosine_to_0() -> None:

@@ -170,6 +170,14 @@ def test_the_inverse_temperature_in_force_is_a_setting() -> None:
     assert parser.parse(["--quantizer", "bsq", "--inv_temperature", "3"]).inv_temperature == 3
 
 
+@pytest.mark.parametrize(("quantizer", "expected"), [("lfq", 10.0), ("bsq", 1.0)])
+def test_the_public_configuration_leaves_the_inverse_temperature_to_the_quantizer(
+    quantizer: str, expected: float
+) -> None:
+    args = VQGAN.parsed("--config", str(VQGAN.configs / "base.yaml"), "--quantizer", quantizer)
+    assert args.inv_temperature == expected
+
+
 def test_each_model_has_its_betas(tmp_path: Path) -> None:
     said = ["--max_steps", "1", "--discr_start_step", "0", "--betas", "0.5,0.9", "--discr_betas", "0.25,0.75"]
     found = checkpoint(VQGAN.train(tmp_path, *said), 1)

@@ -20,8 +20,8 @@ from .parser import ArgumentParser
 # What a quantizer is trained with by its authors, and lfq by what was measured, where it differs from the others.
 _USUAL_OF = {
     "lfq": {"inv_temperature": 10.0},
-    "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0},
-    "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05},
+    "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
+    "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
 
 _MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
@@ -39,7 +39,9 @@ def add_quantizer_arguments(
 ) -> None:
     """Add the flags of every script whose model has a quantizer, one of `quantizers`: names, and what they are in a few
     words. The other parameters are defaults, but for quantizers whose authors train them with others."""
-    usual = {"commitment_loss_weight": commitment_loss_weight, "entropy_loss_weight": 0.1}
+    usual = {
+        "commitment_loss_weight": commitment_loss_weight, "entropy_loss_weight": 0.1, "diversity_gamma": diversity_gamma
+    }
 
     def settle(args: argparse.Namespace) -> None:
         for name, value in (usual | _USUAL_OF.get(args.quantizer, {})).items():
@@ -47,7 +49,8 @@ def add_quantizer_arguments(
                 setattr(args, name, value)
 
     def defaults(name: str) -> str:
-        others = (f"; {quantizer}: {own[name]:g}" for quantizer, own in _USUAL_OF.items() if name in own)
+        values = ((quantizer, own.get(name, usual[name])) for quantizer, own in _USUAL_OF.items())
+        others = (f"; {quantizer}: {value:g}" for quantizer, value in values if value != usual[name])
         return f"(default: {usual[name]:g}{''.join(others)})"
 
     parser.add_consequence(settle)
@@ -67,8 +70,8 @@ def add_quantizer_arguments(
     add("--entropy_loss_weight", type=non_negative_float, metavar="WEIGHT",
         help="weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) (lfq, bsq, ibq) "
         f"{defaults('entropy_loss_weight')}")
-    add("--diversity_gamma", type=non_negative_float, default=diversity_gamma, metavar="GAMMA",
-        help="gamma in the formula of --entropy_loss_weight")
+    add("--diversity_gamma", type=non_negative_float, metavar="GAMMA",
+        help=f"gamma in the formula of --entropy_loss_weight {defaults('diversity_gamma')}")
     add("--inv_temperature", type=positive_float, metavar="X",
         help="inverse temperature of the soft codes in the entropy loss (lfq, bsq) (default: 10; bsq: 1)")
     add("--entropy_anneal_factor", type=positive_float, default=1.0, metavar="FACTOR",
