@@ -130,6 +130,7 @@ class ProgressDisplay:
                 initial=progress.step,
                 bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed, {remaining} left",
                 smoothing=0,  # the time left is that of the table
+                leave=False,  # the last words of a run are its last lines
                 ncols=self._columns,
                 file=self._stream,
             )
@@ -171,7 +172,7 @@ class ProgressDisplay:
                 print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the cursor below the bar."""
+        """Take the bar away."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.close()

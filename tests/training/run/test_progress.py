@@ -122,6 +122,17 @@ def test_bar_starts_where_the_run_resumes_and_messages_do_not_break_it():
     assert len(saved) > 1 and max(map(len, saved)) <= shutil.get_terminal_size().columns
 
 
+def test_the_last_words_of_a_run_are_the_last_lines_of_the_terminal():
+    """A bar at 100% below them says nothing more, and that of a finished run which is started again `? left`."""
+    terminal = Terminal()
+    display = ProgressDisplay(Progress(10, 100, 400), True, terminal)
+    display.say("report: python report.py runs/vae")
+    assert "updates" in terminal.getvalue().rpartition("\n")[2]
+    display.close()
+    *_, drawn, end = terminal.getvalue().rpartition("\n")[2].split("\r")
+    assert drawn.strip() == end == ""
+
+
 @pytest.mark.parametrize("isatty", [False, True])
 def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
     stream, progress = Terminal(), Progress(4, 16, 16)
