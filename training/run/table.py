@@ -7,6 +7,7 @@ from typing import Any
 
 _ROWS = 20  # of the table between two headings
 _CELL = 9  # characters of most numbers
+_VALUE = 20  # of " 0.09475 (-0.00428)", a value of a validation and how it has changed
 _FAULTS = ("skipped_updates", "bad_samples", "partial_samples")  # counts that are not shown as long as they are 0
 
 
@@ -82,7 +83,7 @@ class MetricsTable:
                 cell, before = f"{name} {number(of[name])}", self._before.get(f"{prefix}/{name}")
                 if before is not None:
                     cell += f" ({difference(of[name], before)})"
-                yield f"{cell:<{len(name) + 2 * _CELL}}"
+                yield f"{cell:<{len(name) + _VALUE}}"
 
     def _fitted(self, line: str, cells: Sequence[str]) -> str:
         for n, cell in enumerate(cells):
@@ -106,12 +107,14 @@ def number(value: Any) -> str:
 
 
 def difference(value: float, before: float) -> str:
-    """How a metric has changed, with its decimals: +1.20, -0.00512, +3."""
+    """How a metric has changed, with its decimals but no more than four significant digits: +1.20, -0.00512, +3."""
     change = value - before
     if isinstance(change, int) or not math.isfinite(change):
         return f"{change:+}"
     rounded = float(f"{value:.3e}")
-    return f"{change:+.2e}" if rounded and abs(rounded) < 1e-4 else f"{change:+.{_decimals(rounded)}f}"
+    if rounded and not 1e-4 <= abs(rounded) < 1e6:
+        return f"{change:+.1e}"
+    return f"{change:+.{min(_decimals(rounded), _decimals(float(f'{change:.3e}')))}f}"
 
 
 def _decimals(value: float) -> int:

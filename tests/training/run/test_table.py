@@ -80,6 +80,17 @@ def test_a_validation_is_a_line_of_its_own_with_what_changed():
     assert whole.split() == ["whole", "500/1400", "psnr", "22.00"]
 
 
+def test_columns_of_validations_stay_in_place_whatever_the_values():
+    """A loss that falls below 0.1 has a digit more, and so has its change."""
+    table, lines = MetricsTable(100000, ("valid/loss", "valid/psnr", "valid/codes_used"), 100), []
+    values = [12345.678, 0.36, 0.1032, 0.09903, 0.09475, 8.8e-5, 8.7e-5, 1e-7, 0.0, math.nan, math.inf, 2e6, 1.0]
+    for step, value in enumerate(values):
+        metrics = {"valid/loss": value, "valid/psnr": 15.0 + step, "valid/codes_used": 250 + step}
+        lines += table.lines(step, metrics, None)
+    assert len({line.index("psnr") for line in lines}) == len({line.index("codes_used") for line in lines}) == 1
+    assert max(map(len, lines)) <= 100
+
+
 def test_a_measure_of_the_average_alone_is_shown_and_compared_with_its_last_one():
     """As what is measured of the pictures that a decoder has drawn, rarely, with the model that is kept."""
     table = MetricsTable(10, ("valid/loss", "valid/fid"), 100)
@@ -108,10 +119,10 @@ def test_numbers_have_four_significant_digits(value, text):
 
 @pytest.mark.parametrize(
     ("value", "before", "text"),
-    [(18.25, 17.0, "+1.25"), (0.06431, 0.07, "-0.00569"), (7, 4, "+3"), (3e-5, 4e-5, "-1.00e-05"), (0.0, 1.0, "-1.000"),
-     (math.nan, 1.0, "+nan")],
+    [(18.25, 17.0, "+1.25"), (0.06431, 0.07, "-0.00569"), (7, 4, "+3"), (3e-5, 4e-5, "-1.0e-05"), (0.0, 1.0, "-1.000"),
+     (0.06431, 12.5, "-12.44"), (0.5, 12345.678, "-12345"), (1e-3, 1.00095, "-1.000"), (math.nan, 1.0, "+nan")],
 )  # fmt: skip
-def test_a_change_has_the_decimals_of_its_value(value, before, text):
+def test_a_change_has_the_decimals_of_its_value_but_no_more_than_four_digits(value, before, text):
     assert difference(value, before) == text
 
 
