@@ -145,6 +145,13 @@ def test_the_penalty_comes_first_and_then_as_often_as_asked(finished: Path, tmp_
     assert [line["step"] for line in metrics(run) if "gradient_penalty" in line] == [1, 3]
 
 
+def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_a_whole_one_is_said(tmp_path: Path) -> None:
+    assert VIDEO_TOKENIZER.parsed().gan_weight_scale == 0.1
+    assert VIDEO_TOKENIZER.parsed("--perceptual", "vgg").gan_weight_scale == 1.0
+    said = VIDEO_TOKENIZER.output_of(tmp_path, "--max_steps", "1", "--gan_weight_scale", "1")
+    assert "no perceptual loss" in said and "--gan_weight_scale 1 is for a run with one" in said
+
+
 def test_weights_decay_and_biases_and_scales_do_not(tmp_path: Path) -> None:
     """A decay that leaves nothing of a weight but the optimizer's first step, which is the learning rate."""
     run = VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "1", "--lr_warmup_steps", "0", "--weight_decay", "1000",

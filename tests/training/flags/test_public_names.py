@@ -129,6 +129,7 @@ FACTS: dict[str, dict[str, tuple[Any, str]]] = {
         "dim": (256, MUSE + "README"),
         **dict.fromkeys(("num_layers", "discr_layers"), (4, MUSE + "VQGanVAE.__init__")),
         "num_resnet_blocks": ((1,), MUSE + "ResnetEncDec.__init__"),
+        "centred": (False, MUSE + "VQGanVAE.forward"),
         "l2_recon_loss": (False, MUSE + "VQGanVAE.__init__"),
         "gan_loss": ("hinge", MUSE + "VQGanVAE.__init__, use_hinge_loss"),
         "quantizer": ("lfq", MUSE + "VQGanVAE.__init__, lookup_free_quantization"),
