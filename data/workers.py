@@ -113,6 +113,7 @@ def _awaited(wait: Callable[[], Any]) -> Any:
         _on_end(signal.SIGCHLD, None)
         return wait()
     except (RuntimeError, OSError, EOFError) as error:
+        _waits = False  # what follows asks by itself, and must not be interrupted
         # What a worker that is gone has sent cannot be read either, which raises other errors.
         death = error if _OF_TORCH in str(error) else _death(error)
         if death is None:
@@ -129,14 +130,15 @@ _DYING_SECONDS = 10.0  # a process closes its connections before it has given ba
 def _death(error: Exception) -> RuntimeError | None:
     """PyTorch's error if a worker has died. After an error of a connection the worker may be dying yet."""
     end = time.monotonic() + (_DYING_SECONDS if isinstance(error, OSError | EOFError) else 0.0)
-    while True:
+    while _of_torch is not None:
         try:
-            _on_end(signal.SIGCHLD, None)
+            _of_torch(signal.SIGCHLD, None)
         except RuntimeError as death:
             return death
         if time.monotonic() >= end:
-            return None
+            break
         time.sleep(0.05)
+    return None
 
 
 def _why(said: str) -> str:
