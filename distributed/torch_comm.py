@@ -29,7 +29,7 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
-_TRIES_TO_REACH, _TRY_SECONDS = 10, 1.0
+_TRY_SECONDS, _PATIENCE_WITH_TORCHRUN = 1.0, 10  # tries
 _REST_SECONDS, _QUIET_LOOKS, _LONGEST_REST_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -55,7 +55,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         # One process needs no port, and two such runs on one machine must not collide on one.
         options["store"] = dist.HashStore()
     else:
-        _reach_torchrun()
+        _reach_store(launch, options["timeout"])
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
         gpu = None if gpus_are_shared() else gpu_id(device)
         start = agree_on_start(store, launch, options["timeout"], gpu)
@@ -146,23 +146,29 @@ def _all_are(store: dist.Store, keys: list[str], value: str) -> bool:
     return bool(store.check(keys)) and all(found.decode() == value for found in store.multi_get(keys))
 
 
-def _reach_torchrun() -> None:
-    """Where torchrun holds what the processes meet through, it did so before it started them: if nobody answers there
-    it has ended, and nobody would meet until the timeout.
+def _reach_store(launch: Launch, timeout: timedelta) -> None:
+    """Wait until somebody answers where the processes meet: PyTorch's own wait lasts three times as long, and prints
+    more than a line. torchrun was there before it started the processes: if nobody answers it has ended.
 
     Raises:
         ConnectionError: nobody answers.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launch.is_root and not is_torchruns:  # it holds the store itself
         return
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    for left in reversed(range(_TRIES_TO_REACH)):  # a machine that is busy may refuse for a moment
+    # A machine that is busy may refuse for a moment, another one may be slow to start.
+    end = time.monotonic() + (_PATIENCE_WITH_TORCHRUN * _TRY_SECONDS if is_torchruns else timeout.total_seconds())
+    while True:
         try:
             socket.create_connection((host, int(port)), timeout=_TRY_SECONDS).close()
             return
         except OSError as error:
-            if not left:
-                raise ConnectionError(f"torchrun has ended: nobody answers at {host}, port {port} ({error})") from None
+            if time.monotonic() > end:
+                absent = "torchrun has ended"
+                if not is_torchruns:
+                    absent = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"
+                raise ConnectionError(f"{absent}: nobody answers at {host}, port {port} ({error})") from None
         time.sleep(_TRY_SECONDS)
 
 

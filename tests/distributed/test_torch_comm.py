@@ -113,6 +113,21 @@ def test_processes_whose_torchrun_was_killed_do_not_wait_for_one_another(monkeyp
             torch_comm.init_process_group(Launch("torchrun", world_size=2), torch.device("cpu"), 60)
 
 
+def test_a_machine_whose_root_does_not_come_ends_with_its_address_after_the_timeout_and_not_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(closed.getsockname()[1]))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        monkeypatch.setattr(torch_comm, "_TRY_SECONDS", 0.01)
+        said = "^rank 0 did not come within 0.001 minutes: nobody answers at 127.0.0.1, port"
+        with pytest.raises(ConnectionError, match=said):
+            torch_comm._reach_store(Launch("slurm", 1, 0, 2), timedelta(minutes=0.001))
+        torch_comm._reach_store(Launch("slurm", 0, 0, 2), timedelta(minutes=0.001))  # it will answer there itself
+
+
 def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(torch_comm, "_own_address", lambda master: master)
@@ -139,7 +154,7 @@ def test_a_shared_gpu_ends_the_start_in_one_line_that_all_processes_raise(
     monkeypatch.setattr(torch_comm, "agree_on_start", agree)
     monkeypatch.setattr(torch_comm.dist, "init_process_group", start := Mock())
     with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU"):
-        torch_comm.init_process_group(Launch("mpirun", 1, 1, 2), torch.device(device), 1.0)
+        torch_comm.init_process_group(Launch("mpirun", 0, 0, 2), torch.device(device), 1.0)
     assert agree.call_args.args[-1] == f"id of {device}" and not start.called
 
 
@@ -160,7 +175,7 @@ def test_processes_that_may_share_a_gpu_communicate_through_gloo_alone(
     monkeypatch.setattr(torch_comm, "agree_on_start", agree := Mock(return_value=Start(1, False)))
     monkeypatch.setattr(torch_comm.dist, "init_process_group", start := Mock())
     monkeypatch.setenv("TANDEM_SHARE_GPU", share)
-    torch_comm.init_process_group(Launch("torchrun", 1, 1, 2), torch.device(device), 1.0)
+    torch_comm.init_process_group(Launch("torchrun", 0, 0, 2), torch.device(device), 1.0)
     assert agree.call_args.args[-1] == gpu, "otherwise all processes would refuse to share it"
     assert start.call_args.args == (through,) and ("device_id" in start.call_args.kwargs) == binds
 
