@@ -168,15 +168,17 @@ class Backend(Processes, ABC):
         is_done = error is None or isinstance(error, SystemExit)
         # All processes raise these errors together, so a graceful disconnect cannot hang.
         is_mutual = isinstance(error, UserMistake) or (isinstance(error, TrainingStopped) and not error.alone)
-        is_graceful = (is_done and self._all_are_done()) or is_mutual
-        stopped = None
+        stopped, is_graceful = None, False
         try:
             stopped = self.watchdog.explain(error)
             if stopped is not None and (self.is_root or stopped.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stopped}")
+            is_graceful = (is_done or is_mutual) and self._all_are_done()
         finally:
             self.watchdog.stop(None if is_done or is_mutual else error)
+            # Before signals have their effect again: launchers send SIGTERM as soon as a process has ended.
+            self.watchdog.let_writes_end()
             self._signals.close()
             self.disconnect(is_graceful)
         if stopped is not None:
@@ -190,7 +192,9 @@ class Backend(Processes, ABC):
             work()
 
     def _all_are_done(self) -> bool:
-        """Wait until no other process needs this one. False if one was lost, which this one, done too, only says."""
+        """Wait until no other process needs this one, nor its end would have a launcher cut off another's write. False
+        if one was lost, which this one, done too, only says."""
+        self.watchdog.let_writes_end()
         try:
             self.stop.drain()
             self.watchdog.meet()
@@ -295,7 +299,10 @@ class Backend(Processes, ABC):
         self._signals.begin()
         # Stop if the launcher died: another one may start the same run again, in the same folder.
         with self._in_collective("asking whether to stop"):
-            return self.stop.agreed(here or self._is_orphan(), now)
+            answer = self.stop.agreed(here or self._is_orphan(), now)
+        if answer and not here:
+            self._signals.all_stop()
+        return answer
 
     def about_to_update(self) -> None:
         """For engines: an update is about to change weights and moments, and from now on there is something to save."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The processes of deepspeed have its terminal; torchrun and horovodrun start theirs in sessions of their own.
 _THAT_PASS_ON = ("python", "deepspeed")
+_ASKED_OF_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # mostly through the launcher
 _ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 _WAKE_UP = b"\0"  # the number of no signal
 _LOOKS_FOR_LAUNCHER_SECONDS = 1.0
@@ -60,6 +61,7 @@ class Signals:
         #: Set as soon as there is one; it hears the signals, too.
         self.watchdog: Watchdog | None = None
         self._has_begun = self._is_closed = self._has_told = False
+        self._telling = threading.Lock()
         self._interrupts = 0
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
@@ -76,6 +78,10 @@ class Signals:
     def begin(self) -> None:
         """From here on there is something to save."""
         self._has_begun = True
+
+    def all_stop(self) -> None:
+        """All processes have agreed to stop, so none is lost: tell it now, before the run says that it has saved."""
+        self._tell_once(min(self.received, default=None))
 
     def close(self) -> None:
         """Hear what has come, and no more; signals have the effect that they had before."""
@@ -117,15 +123,14 @@ class Signals:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             os._exit(_ENDED_BY_INTERRUPT)
-        if self._has_begun and self._is_root and not self._has_told:
-            self._has_told = True
-            # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
-            if number != signal.SIGTERM or not self._is_explained():
-                self._tell(number)
+        # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
+        patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
+        if self._has_begun and self._is_root and not self._has_told and not self._is_explained(patience):
+            self._tell_once(number)
 
-    def _is_explained(self) -> bool:
-        """Whether the watchdog says why the job ends."""
-        return self.watchdog is not None and self.watchdog.verdict_within(_VERDICT_SECONDS)
+    def _is_explained(self, seconds: float = _VERDICT_SECONDS) -> bool:
+        """Whether the watchdog says, now or in so many seconds, why the job ends."""
+        return self.watchdog is not None and self.watchdog.verdict_within(seconds)
 
     def _end_start_up(self, why: str) -> None:
         if self._is_explained() or self._has_begun:
@@ -134,10 +139,18 @@ class Signals:
             say(f"{why}: stopped before there was anything to save; the same command starts again")
         os._exit(ASKED_TO_STOP)
 
-    def _tell(self, number: signal.Signals) -> None:
-        twice = "a second Ctrl-C ends it at once, without a save"
-        then = twice if self._launcher in _THAT_PASS_ON else f"{self._launcher} kills it if that takes too long"
-        tell(f"{number.name}: saving before it stops; {then}")
+    def _tell_once(self, number: int | None) -> None:
+        """The root says that it was asked to stop. ``number`` is None if another process heard the signal alone."""
+        with self._telling:
+            if not self._is_root or self._has_told:
+                return
+            self._has_told = True
+            then = ""
+            if number in _ASKED_OF_ALL:
+                then = "; a second Ctrl-C ends it at once, without a save"
+                if self._launcher not in _THAT_PASS_ON:
+                    then = f"; {self._launcher} kills it if that takes too long"
+            tell(f"{'asked to stop' if number is None else signal.Signals(number).name}: saving before it stops{then}")
 
     # What a forked process runs.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tandem.files.exits import FAILED
-from tandem.files.writing import processor_time, tell
+from tandem.files.writing import WRITER, processor_time, tell
 
 from .errors import TrainingStopped, first_line
 from .launchers import Launch
@@ -114,11 +114,12 @@ class Watchdog:
             self._liveness.hear_signal(number)
 
     def verdict_within(self, seconds: float) -> bool:
-        """Whether it is known, now or in so many seconds, why the job ends."""
-        if self._thread is None:
-            return False
+        """Whether it is known, now or in so many seconds, why the job ends, or this process leaves anyway."""
         with self._news:
-            return bool(self._news.wait_for(lambda: self._verdict, seconds))
+            return bool(self._news.wait_for(self._is_over, seconds if self._thread else 0))
+
+    def _is_over(self) -> bool:
+        return bool(self._verdict) or self._stopping.is_set()
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
         """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process
@@ -136,9 +137,13 @@ class Watchdog:
 
     def stop(self, error: BaseException | None = None) -> None:
         """This process leaves: on purpose, or because of its own ``error``, which the others are told."""
-        if self._thread is None or self._stopping.is_set():
+        if self._stopping.is_set():
             return
-        self._stopping.set()
+        with self._news:
+            self._stopping.set()
+            self._news.notify_all()
+        if self._thread is None:
+            return
         self._send(to_line("left") if error is None or self._verdict else to_line("failed", _named(error)))
         if self._liveness is not None:
             self._liveness.stop()
@@ -242,10 +247,23 @@ class Watchdog:
         tell(f"stopped: rank {self._rank}: {verdict}")
         self.leave_alone()
 
+    def let_writes_end(self) -> None:
+        """Wait for what this process writes, such as a checkpoint, while that gets on, at most for the timeout."""
+        for thread in threading.enumerate():
+            if thread.name != WRITER:
+                continue
+            tell(f"waiting until what is being written is on the disk: {thread.name}")
+            ticks = still = 0
+            used = processor_time(thread)
+            while thread.is_alive() and ticks < self._timeout_ticks and still < _STILL_TICKS:
+                thread.join(TICK_SECONDS)
+                now = processor_time(thread)
+                ticks, still, used = ticks + 1, 0 if _has_worked(used, now) else still + 1, now
+
     def leave_alone(self) -> NoReturn:
-        """End this process, which has told why, within a time: it waits for its own writes while they get on, and for
-        no other process, as the interpreter's own exit would do through Horovod or NCCL."""
-        _let_writes_end(self._timeout_ticks)
+        """End this process, which has told why, within a time: it waits for its own writes, and for no other process,
+        as the interpreter's own exit would do through Horovod or NCCL."""
+        self.let_writes_end()
         os._exit(FAILED)
 
 
@@ -260,20 +278,6 @@ def _machine() -> str:
 def _has_worked(before: int | None, now: int | None) -> bool:
     """Whether a thread has used the processor since; taken for granted where the system does not say."""
     return now is None or now != before
-
-
-def _let_writes_end(most_ticks: float) -> None:
-    """Wait for the threads for which the interpreter would wait too, such as that of a checkpoint, while they work."""
-    for thread in threading.enumerate():
-        if thread.daemon or thread is threading.main_thread():
-            continue
-        tell(f"waiting until what is being written is on the disk: {thread.name}")
-        ticks = still = 0
-        used = processor_time(thread)
-        while thread.is_alive() and ticks < most_ticks and still < _STILL_TICKS:
-            thread.join(TICK_SECONDS)
-            now = processor_time(thread)
-            ticks, still, used = ticks + 1, 0 if _has_worked(used, now) else still + 1, now
 
 
 def _named(error: BaseException) -> str:

@@ -30,6 +30,9 @@ _UMASK = os.umask(0)
 os.umask(_UMASK)
 NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, because os.umask() is not safe in a thread
 
+#: The name of a thread that writes, for which a process waits before it ends.
+WRITER = "checkpoint"
+
 _LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a machine that has crashed for 90 s, or as it is configured
 _TELLING_SECONDS = 1.0

@@ -152,6 +152,35 @@ def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it(is_lost: 
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "told"), [([signal.SIGTERM], "SIGTERM: saving before it stops; a"), ([], "asked to stop: saving")]
+)
+def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_on(
+    numbers: list[signal.Signals], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM is not told at once: the watchdog is asked first whether a process is lost."""
+    before, asked, saved = signal.signal(signal.SIGTERM, signal.SIG_DFL), threading.Event(), threading.Event()
+
+    def verdict_within(seconds: float) -> bool:
+        asked.set()
+        assert saved.wait(60)
+        return False
+
+    signals = Signals(lambda: False, is_root=True)
+    signals.watchdog = SimpleNamespace(hear_signal=int, verdict_within=verdict_within)  # type: ignore[assignment]
+    signals.begin()
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        assert asked.wait(60)
+    signals.all_stop()
+    os.write(2, b"saved\n")
+    saved.set()
+    signals.close()
+    signal.signal(signal.SIGTERM, before)
+    first, last = capfd.readouterr().err.splitlines()
+    assert told in first and last == "saved"
+
+
 def test_a_closed_one_keeps_no_run_in_memory() -> None:
     """It holds a method of the backend, which holds models and data."""
     signals = Signals(lambda: False, is_root=True)

@@ -195,13 +195,15 @@ def test_a_process_that_writes_gets_on_as_long_as_it_uses_the_processor(
 def test_a_process_that_ends_waits_for_its_writes_while_they_get_on(
     used: Sequence[int | None], ticks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most for the timeout, here 6 ticks."""
+    """At most for the timeout, here 6 ticks. Nobody waits for the idle threads of a pool."""
     joined: list[float] = []
-    write = SimpleNamespace(daemon=False, name="checkpoint", join=joined.append, is_alive=lambda: True)
+    write = SimpleNamespace(name="checkpoint", join=joined.append, is_alive=lambda: True)
+    idle = SimpleNamespace(name="ThreadPoolExecutor-0_0")
+    dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 6 / 60)
     monkeypatch.setattr(watchdog, "_STILL_TICKS", 3)
     monkeypatch.setattr(watchdog, "processor_time", lambda thread: used[len(joined)])
-    monkeypatch.setattr(watchdog.threading, "enumerate", lambda: [threading.main_thread(), write])
-    watchdog._let_writes_end(6)
+    monkeypatch.setattr(watchdog.threading, "enumerate", lambda: [threading.main_thread(), idle, write])
+    dog.let_writes_end()
     assert len(joined) == ticks
 
 
@@ -473,6 +475,20 @@ def test_marks_count_and_keep_the_update_they_do_not_name(job: Callable[[int], J
     dog.mark("sum over the processes", collective=True)
     kind, mark = json.loads(dog._beat())
     assert (kind, mark) == ("beat", {"count": 2, "phase": "sum over the processes", "update": 3, "collective": True})
+
+
+def test_who_waits_to_hear_why_the_job_ends_waits_no_longer_when_this_process_leaves(job: Callable[[int], Job]) -> None:
+    dog, answers = job(2).watchdog, queue.Queue[bool]()
+    dog._connection, root = socket.socketpair()
+    dog._connection.settimeout(1)
+    dog._thread = threading.Thread(target=dog._listen)
+    dog._thread.start()
+    waiting = threading.Thread(target=lambda: answers.put(dog.verdict_within(PATIENCE_SECONDS)))
+    waiting.start()
+    dog.stop()
+    assert answers.get(timeout=PATIENCE_SECONDS / 2)
+    waiting.join()
+    root.close()
 
 
 def test_one_process_has_no_thread_and_explains_only_what_stops_training(single: Callable[..., Backend]) -> None:

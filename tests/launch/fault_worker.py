@@ -10,6 +10,8 @@ slow_write, stuck_write
                rank 0 writes a checkpoint for longer than --timeout_minutes, or on a disk that hangs
 stands_in_write
                it stands still while rank 0 writes a checkpoint for longer than --timeout_minutes
+fails_in_write, ends_in_write
+               an error on rank 0, or on all, while rank 0 writes a checkpoint for some seconds
 slow_listing, stuck_listing
                it lists its samples for longer than --timeout_minutes, or on a disk that hangs
 load           the state that it loads lacks a weight
@@ -36,7 +38,7 @@ import training.checkpoints.format
 from data.feed import Feed
 from data.images.sets import open_images
 from data.stream import collate_images
-from distributed import Backend, UserMistake, torch_comm
+from distributed import Backend, TrainingStopped, UserMistake, torch_comm
 from training.checkpoints.store import Checkpoints
 
 PAUSE_SECONDS = 0.2
@@ -112,6 +114,10 @@ def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
     if fault == "stands_in_write":
         backend.watchdog.mark("standing", collective=backend.is_root)
         threading.Event().wait()
+    if fault == "ends_in_write":
+        raise TrainingStopped("enough")
+    if fault == "fails_in_write" and backend.is_root:
+        raise KeyError("x")
     checkpoints.wait()
 
 
@@ -179,7 +185,8 @@ def main(argv: Sequence[str]) -> None:
         elif args.fault.endswith("listing"):
             list_samples(backend, args.fault, longer)
         elif args.fault.endswith("write"):
-            write(backend, args.fault, args.folder, longer)
+            seconds = 5 if args.fault in ("fails_in_write", "ends_in_write") else longer
+            write(backend, args.fault, args.folder, seconds)
         else:
             train(backend, args.fault)
 

@@ -161,6 +161,17 @@ def test_a_write_may_last_longer_than_the_timeout_and_is_finished_before_a_job_e
     patiently(check)
 
 
+@pytest.mark.parametrize("fault", ["fails_in_write", "ends_in_write"])
+def test_a_write_is_finished_although_the_launcher_asks_its_process_to_end_because_another_one_has(
+    fault: str, tmp_path: Path
+) -> None:
+    command = Launcher("torchrun", 2).command(WORKER, ["--fault", fault, "--folder", str(tmp_path / "run")])
+    finished = finish(Job(command, WORKER))
+    assert finished.returncode != 0
+    assert (tmp_path / "run" / "step_00000001").is_dir(), finished.output
+    assert "KeyError: 'x'" in finished.output if fault == "fails_in_write" else "stopped: enough" in finished.output
+
+
 def assert_stopped(ranks: list[Finished], codes: list[int], said: str) -> None:
     """Assert the exit codes, and that each process which failed says why, by the regular expression ``said``."""
     assert [rank.returncode for rank in ranks] == codes, ranks[0].output

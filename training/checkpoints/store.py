@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.files.writing import delete, free_name, processor_time, sync, write_atomically
+from tandem.files.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
 
 from ..contracts import Processes
 from .format import Tree, check_sums, damaged, read_checkpoint, write_folder
@@ -81,7 +81,7 @@ class Checkpoints:
         self._snapshot, self.failure = snapshot, None
         state = {"step": step, "meta": json.loads(json.dumps(meta)), "parts": snapshot.values}
         # Not a daemon thread: the interpreter then waits for the write, however the main thread ends.
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state, beside), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state, beside), name=WRITER)
         self._thread.start()
         self._processes.before_update(self._wait_for_copy)
 
