@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ SILENT_TICKS = 10  # without an answer, for a process that holds up a job which 
 _NO_ANSWER_TICKS = 3
 _STRANGER_TICKS = 30  # a connection that has not said for so long which process it is
 _LONGEST_LINE = 1 << 16  # bytes
+_NAMED = 8  # ranks in a verdict, which is one line and goes out in one piece: machines may hold hundreds
 _ASK_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -104,12 +106,11 @@ class Judge:
         return self._hold_up()
 
     def _naming(self, words: str, is_meant: Any) -> str:
-        named = (
+        return words + _listed(
             f"rank {rank} {known.place}{': ' if known.lost else ''}{known.lost or ''}"
             for rank, known in enumerate(self._ranks)
             if is_meant(known)
         )
-        return words + "; ".join(named)
 
     def _is_silent(self, known: _Rank, ticks: int = SILENT_TICKS) -> bool:
         return not known.has_left and self.now - known.heard_at > ticks
@@ -135,11 +136,17 @@ class Judge:
             culprits = [rank for rank in stalled if self._ranks[rank].mark["update"] == behind]
         if not culprits:
             return None
-        named = "; ".join(
+        named = _listed(
             f"rank {rank} stands at update {self._ranks[rank].mark['update']} ({self._ranks[rank].mark['phase']})"
             for rank in culprits
         )
         return f"no progress for {self._timeout_ticks * TICK_SECONDS / 60:g} minutes: {named}"
+
+
+def _listed(found: Iterable[str]) -> str:
+    named = list(found)
+    more = [f"and {len(named) - _NAMED} more ranks"] if len(named) > _NAMED else []
+    return "; ".join([*named[:_NAMED], *more])
 
 
 @dataclass

@@ -157,6 +157,18 @@ def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those
     assert four.judge.tick() == lost
 
 
+def test_a_verdict_on_hundreds_of_ranks_names_a_few_and_counts_the_others(job: Callable[[int], Job]) -> None:
+    many = job(500)
+    many.pass_time(1, moving=set(range(500)))
+    for rank in range(400):
+        many.judge.lose(rank, "E" * 200)
+    verdict = many.judge.tick()
+    assert verdict is not None and verdict.endswith("; and 392 more ranks") and verdict.count("rank ") == 8
+    many = job(500)
+    verdict = many.pass_time(TIMEOUT_TICKS + 1, moving=set(range(8)))
+    assert verdict is not None and verdict.endswith("; and 484 more ranks") and len(verdict) < 1000
+
+
 def test_a_silent_rank_for_which_another_waits_is_named_where_the_job_is_asked_to_end_and_given_time_else(
     job: Callable[[int], Job],
 ) -> None:
