@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.processes import OneProcess
+from tests.processes import Process
 from training.checkpoints.store import Checkpoints
 
 # Names of the C functions and methods that change the disk.
@@ -31,7 +31,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", 2, OneProcess())
+    return Checkpoints(tmp_path / "checkpoints", 2, Process())
 
 
 def _in_a_child(action: Callable[[], None]) -> int:

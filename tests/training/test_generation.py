@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,35 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.processes import OneProcess, on_processes
+from tests.processes import Process, Root, on_processes
 from training.generation import CHUNK, CHUNK_SHOWN, Generation
 
 
-class Recorded(OneProcess):
-    """The first of two processes; remembers what is done in which order."""
+class Recorded(Root):
+    """Of the first of two processes; notes its collectives."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.world_size, self.events = 2, list[str]()
-        self.agreement, self.gather = self._agreement, self._gather  # type: ignore[assignment]
+        super().__init__(2)
+        self.events: list[str] = []
 
-    @contextmanager
-    def _agreement(self) -> Iterator[None]:
-        yield
-        self.events.append("meets the others")
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        yield
-
-    def _gather(self, tensor: Tensor) -> Tensor:
-        """As if the other process had drawn the same."""
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.events.append("collective")
-        return torch.cat([tensor, tensor])
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self.events.append("collective")
-        return [value, value]
+        return super().all_gather(tensor)
 
 
 class Judge:
@@ -56,14 +40,16 @@ class Judge:
 
 def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_collective() -> None:
     """Drawing lasts longer on one process than a collective waits."""
-    processes, sizes = Recorded(), list[int]()
+    comm, sizes = Recorded(), list[int]()
+    processes, events = Process(comm), comm.events
+    processes.watchdog.meet = lambda: events.append("meets the others")  # type: ignore[method-assign]
 
     class Decoder:
         image_sizes = (2, 4)
 
         def sample(self, *given: Any, batch: int, on_pictures: Any = None, **how: Any) -> Tensor:
             sizes.append(batch)
-            processes.events.append("draws")
+            events.append("draws")
             for side in self.image_sizes:
                 (on_pictures or (lambda pictures: None))(torch.zeros(batch, 3, side, side))
             return torch.zeros(batch, 3, 4, 4)
@@ -79,17 +65,17 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
     n = 2 * CHUNK_SHOWN
     generation.draw(Decoder(), {"images": torch.zeros(n, 3, 4, 4), "captions": [""] * n})
     assert sizes == [CHUNK_SHOWN]
-    assert processes.events[:2] == ["draws", "meets the others"] and set(processes.events[2:]) == {"collective"}
+    assert events[:2] == ["draws", "meets the others"] and set(events[2:]) == {"collective"}
 
-    processes.events.clear()
-    judge = Judge(processes.events)
+    events.clear()
+    judge = Judge(events)
     assert generation.judge(Decoder(), 3 * CHUNK - 1, lambda only_reads: judge) == {"shape": 1.0}
     assert judge.numbers == [*range(CHUNK), *range(2 * CHUNK, 3 * CHUNK - 1)], "every second chunk"
-    assert processes.events == ["draws", "meets the others", "draws", "meets the others", "collective"]
+    assert events == ["draws", "meets the others", "draws", "meets the others", "collective"]
 
-    processes.events.clear()
+    events.clear()
     generation._feed.sees_whole_split = True
-    assert generation.judge(Decoder(), CHUNK, lambda only_reads: judge) == {} and processes.events == [], "as before it"
+    assert generation.judge(Decoder(), CHUNK, lambda only_reads: judge) == {} and events == [], "as before it"
 
 
 class Stopped(Exception):
@@ -100,7 +86,7 @@ def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_tha
     """Rank 1 gets a signal while it makes step 3 of 10 of its second chunk; the third one is then nobody's."""
     conditions = {"images": torch.zeros(6 * CHUNK_SHOWN, 3, 4, 4), "captions": [""] * 6 * CHUNK_SHOWN}
 
-    def work(threads: Any) -> list[int]:
+    def work(process: Process) -> list[int]:
         steps: list[int] = []
 
         class Decoder:
@@ -110,18 +96,17 @@ def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_tha
                 steps.append(0)
                 for step in range(10):
                     steps[-1] += 1
-                    threads.is_asked_here = (threads.rank, len(steps), step) == (1, 2, 2)
+                    if (process.rank, len(steps), step) == (1, 2, 2):
+                        process.received.add(signal.SIGTERM)
                     on_step(step, 10)
                 on_pictures(torch.zeros(batch, 3, 4, 4))
 
         def ask(now: bool) -> None:
-            if any(threads.gather_objects(threads.is_asked_here)):
+            if process.any(process.is_asked_here):
                 raise Stopped
 
-        threads.agreement = threads.autocast = nullcontext
-        threads.mark, threads.device = lambda phase: None, torch.device("cpu")
         with pytest.raises(Stopped):
-            Generation(SimpleNamespace(ask=ask), lambda batch: {}, None, threads, 0).draw(Decoder(), conditions)
+            Generation(SimpleNamespace(ask=ask), lambda batch: {}, None, process, 0).draw(Decoder(), conditions)
         return steps
 
     assert on_processes(2, work) == [[10, 10], [10, 3]]

@@ -17,7 +17,7 @@ from models.files.musiclm import describe_public_mulan, is_public_mulan, load_pu
 from models.files.public import format_of
 from tests.models.helpers import Call, assert_same_bits, one_line_of
 from tests.models.reference import musiclm
-from tests.training.processes import alone
+from tests.processes import Process
 from training.objectives.contrastive import Contrastive
 
 State = dict[str, Tensor]
@@ -59,7 +59,7 @@ def test_public_weights_give_the_public_embeddings_similarities_and_losses(case:
         assert out.audio.shape[1] == 1
     is_decoupled = options.get("decoupled_contrastive_learning", True)
     kind = "sigmoid" if model.config["sigmoid_contrastive_loss"] else "decoupled" if is_decoupled else "softmax"
-    loss = Contrastive(kind, alone(), mask_duplicates=False)
+    loss = Contrastive(kind, Process(), mask_duplicates=False)
     found = loss.value_and_gradients(*out, torch.arange(musiclm.PAIRS)).loss
     torch.testing.assert_close(found, expected["loss"], rtol=1e-5, atol=0)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import Process
 from tests.training.disk import failing
-from tests.training.processes import OneProcess
 from training.checkpoints.store import Checkpoints
 
 
@@ -46,7 +46,7 @@ def with_one_saved(tmp_path: Path) -> Callable[[int], Checkpoints]:
     """Checkpoints in a new folder that hold step 1."""
 
     def make(stage: int) -> Checkpoints:
-        checkpoints = Checkpoints(tmp_path / str(stage), 1, OneProcess())
+        checkpoints = Checkpoints(tmp_path / str(stage), 1, Process())
         save(checkpoints, 1)
         return checkpoints
 

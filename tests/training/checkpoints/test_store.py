@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.files import writing
+from tests.processes import Process, on_processes
 from tests.training.disk import busy
-from tests.training.processes import OneProcess
 from training.checkpoints import store as checkpoint
 from training.checkpoints.format import check_sums, write_folder
 from training.checkpoints.store import Checkpoints, read_checkpoint
@@ -113,7 +113,7 @@ def test_only_the_newest_are_kept(checkpoints):
 def test_what_cannot_be_deleted_is_told_once_and_prevents_no_save(tmp_path, monkeypatch):
     held = ".nfs0001"
     for start in range(2):  # the second one finds what the first one left
-        checkpoints = Checkpoints(tmp_path / "checkpoints", 2, OneProcess())
+        checkpoints = Checkpoints(tmp_path / "checkpoints", 2, Process())
         for step in range(3 * start + 1, 3 * start + 4):
             save(checkpoints, step, {"model": parts()}, {})
             assert checkpoints.failure is None and checkpoints.latest().name == f"step_{step:08d}"
@@ -166,17 +166,21 @@ def test_no_checkpoint_is_none(checkpoints):
 
 
 def test_off_the_root_nothing_is_written_and_every_process_waits(tmp_path):
-    other, fetched = OneProcess(is_root=False), []
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, other)
-    save(checkpoints, 1, {"model": {"sharded": lambda: fetched.append(1) or torch.zeros(1)}}, {})
-    assert not checkpoints.folder.exists() and other.barriers == 1
+    def work(process):
+        checkpoints, fetched = Checkpoints(tmp_path / str(process.rank), 1, process), []
+        save(checkpoints, 1, {"model": {"sharded": lambda: fetched.append(1) or torch.zeros(1)}}, {})
+        return checkpoints.folder.exists(), fetched, process.comm.calls
+
+    (is_written, fetched, calls), of_the_other = on_processes(2, work)
+    assert is_written and of_the_other == (False, fetched, calls)
     assert fetched == [1], "gathering is collective"
+    assert calls, "they wait for one another"
 
 
 @pytest.mark.parametrize(("used", "marks"), [([7, 8, 9, 10], 4), ([7, 7, 7, 7], 1), ([None] * 4, 4)])
 def test_who_waits_for_a_write_makes_progress_only_while_the_write_does(used, marks, tmp_path, monkeypatch):
     made, alive = [], iter([True] * 4 + [False])
-    processes = OneProcess()
+    processes = Process()
     processes.mark = made.append
     checkpoints = Checkpoints(tmp_path, 1, processes)
     checkpoints._thread = Mock(is_alive=lambda: next(alive))

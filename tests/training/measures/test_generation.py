@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.metric_kid import kid_features_to_metric
 
-from tests.training.processes import on_processes
+from tests.processes import on_processes
 from training.measures.fid import ReconstructionFID
 from training.measures.generation import GenerationQuality, InceptionScore, KernelDistance, left_out, squared_mmd
 

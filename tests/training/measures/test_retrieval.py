@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.processes import Threads, alone, on_processes
+from tests.processes import Process, on_processes
 from training.measures import retrieval
 from training.measures.retrieval import RetrievalQuality, class_embeddings, prompts, text_id, zero_shot_hits
 
-ALONE = alone()
+ALONE = Process()
 
 
 def split(seed: int, clips: int, dim: int = 6, texts: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor], list]:
@@ -101,7 +101,7 @@ def test_clips_spread_raggedly_over_any_number_of_processes_give_the_very_same_v
     data = split(4, 23)
     places = torch.randint(0, max(1, world_size - 1), (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
-    def measure(processes: Threads) -> dict[str, float]:
+    def measure(processes: Process) -> dict[str, float]:
         quality = RetrievalQuality()  # the last of several processes has no clips
         own = [row for row in range(23) if places[row] == processes.rank]
         for rows in (own[:4], own[4:]):
@@ -147,7 +147,7 @@ def test_worked_example_with_two_captions():
 def test_a_collapsed_model_finds_nothing_because_ties_count_against_it(world_size, dim):
     vector = torch.nn.functional.normalize(torch.randn(dim, generator=torch.Generator().manual_seed(1)), dim=0)
 
-    def measure(processes: Threads) -> dict[str, float]:
+    def measure(processes: Process) -> dict[str, float]:
         quality = RetrievalQuality()
         names = [[f"{processes.rank} {number}"] for number in range(37)]
         quality.add(vector.expand(37, dim), vector.expand(37, dim), names)
@@ -200,7 +200,7 @@ def test_a_shared_caption_is_the_mean_of_what_several_batches_made_of_it(world_s
     turns = torch.tensor([0.0, 80.0, 41.0, 39.0]).deg2rad()
     vectors = torch.stack([turns.cos(), turns.sin()], 1)
 
-    def measure(processes: Threads) -> dict[str, float]:
+    def measure(processes: Process) -> dict[str, float]:
         quality = RetrievalQuality()
         # The text came out at 0 and at 80 degrees; its clips are at 39 and 41, others at 0 and 80.
         for place in range(processes.rank, 2, world_size):
@@ -267,7 +267,7 @@ def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
     labels = [["dog", None, "cat"], [None], ["owl", "owl", "dog"]]
     audio = [classes[[1, 0, 1]], classes[[2]], classes[[2, 0, 1]]]  # right, -, wrong; -; right, wrong, right
 
-    def measure(processes: Threads) -> tuple[list[str], dict[str, float]]:
+    def measure(processes: Process) -> tuple[list[str], dict[str, float]]:
         quality = RetrievalQuality()
         own, captions = labels[processes.rank], [["x"]] * len(labels[processes.rank])
         quality.add(audio[processes.rank][:1], torch.ones(1, 3), captions[:1], own[:1])
@@ -279,10 +279,10 @@ def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
 
 
 def test_a_label_that_is_no_class_is_an_error_on_every_process():
-    def measure(processes: Threads) -> None:
+    def measure(processes: Process) -> None:
         quality = RetrievalQuality()
         quality.add(torch.eye(2)[:1], torch.eye(2)[:1], [["a"]], ["dog" if processes.rank else "zebra"])
         quality.zero_shot(processes, ["dog"], torch.ones(1, 2))
 
-    errors = on_processes(2, measure)
+    errors = on_processes(2, measure, catches=ValueError)
     assert [str(error) for error in errors] == ["the label 'zebra' is none of the 1 classes: name all of them"] * 2

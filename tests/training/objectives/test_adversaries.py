@@ -15,7 +15,7 @@ from torch.nn.grad import conv3d_weight
 
 from distributed import Backend
 from models import VQGAN, Discriminator, VideoDiscriminator
-from tests.training.processes import open_backend
+from tests.processes import single
 from training.objectives.adversarial import (
     LeCam,
     gradient_penalty,
@@ -32,7 +32,7 @@ RATE = 1e-2
 
 @pytest.fixture(params=[1, 4], ids=["whole", "accumulation 4"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    with open_backend(BATCH, "--grad_accum_steps", str(request.param)) as backend:
+    with single(batch_size=BATCH, grad_accum_steps=request.param) as backend:
         yield backend
 
 
@@ -270,7 +270,7 @@ def test_in_low_precision_the_penalty_is_that_of_fp32() -> None:
     generator, discriminator = models()
     images = torch.rand(BATCH, 3, 16, 16)
     expected = gradient_penalty(copy.deepcopy(discriminator), images)
-    with open_backend(BATCH, "--precision", "bf16") as backend:
+    with single(batch_size=BATCH, precision="bf16") as backend:
         means = play(make_game(backend, generator, discriminator), images)
     torch.testing.assert_close(means["gradient_penalty"].float(), expected.detach(), rtol=1e-6, atol=0)
 

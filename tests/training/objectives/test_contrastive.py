@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.training.processes import Threads, alone, on_processes
+from tests.processes import Process, on_processes
 from training.objectives import contrastive
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 
@@ -69,7 +69,7 @@ def shared(kind: str, inputs: list[Tensor], sizes: list[int], **options: Any) ->
     audio, text, scale, bias, captions = inputs
     bounds = list(itertools.accumulate(sizes, initial=0))
 
-    def work(processes: Threads) -> ContrastiveResult:
+    def work(processes: Process) -> ContrastiveResult:
         own = slice(bounds[processes.rank], bounds[processes.rank + 1])
         loss = Contrastive(kind, processes, **options)
         return loss.value_and_gradients(audio[own], text[own], scale, bias, captions[own])
@@ -154,7 +154,7 @@ def test_even_parts_give_the_same_result_without_an_exchange_of_their_sizes(kind
     inputs = make(6)
     asked = shared(kind, inputs, [2, 2, 2], whole=whole)
 
-    def work(processes: Threads) -> ContrastiveResult:
+    def work(processes: Process) -> ContrastiveResult:
         gather = processes.gather
 
         def watched(tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
@@ -231,7 +231,7 @@ def test_low_precision_in_and_around_it_is_computed_in_fp32(kind: str) -> None:
     high = [tensor.double() for tensor in low[:4]]
     (plain,) = shared(kind, low, [9])
     with torch.autocast("cpu", dtype=torch.bfloat16):  # threads of their own would not see it
-        around = Contrastive(kind, alone()).value_and_gradients(*low)
+        around = Contrastive(kind, Process()).value_and_gradients(*low)
     assert plain.loss.dtype == plain.audio_gradient.dtype == torch.float32
     assert all(torch.equal(a, b) for a, b in zip(plain, around, strict=True))
     assert_equal([t.double() for t in joined([plain])], expected(kind, [*high, inputs[4]]), tolerance=2e-6)
@@ -264,11 +264,11 @@ def test_a_nan_on_one_process_reaches_every_process(kind: str) -> None:
 def test_mistakes_are_named() -> None:
     audio, text, scale, bias, captions = make()
     with pytest.raises(ValueError, match="'triplet'; choose one of: softmax, decoupled, sigmoid"):
-        Contrastive("triplet", alone())
+        Contrastive("triplet", Process())
     for wrong, expected in (
         ((audio, text[:8], scale, bias, captions), r"audio \(9, 2, 3\) and text \(8, 2, 3\)"),
         ((audio, text, scale[:1], bias, captions), "one number per head"),
         ((audio, text, scale, bias, captions[:8]), "each of the 9 pairs"),
     ):
         with pytest.raises(ValueError, match=expected):
-            Contrastive("softmax", alone()).value_and_gradients(*wrong)
+            Contrastive("softmax", Process()).value_and_gradients(*wrong)

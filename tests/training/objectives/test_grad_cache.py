@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed import Backend
-from tests.training.processes import open_backend
+from tests.processes import single
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 from training.objectives.grad_cache import contrastive_update
 
@@ -80,12 +80,11 @@ def in_one_graph(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
     return loss.detach(), dict(zip(names, gradients, strict=True))
 
 
-@pytest.fixture(params=["1", "2", "4", "12", "parts"])
+@pytest.fixture(params=[{"grad_accum_steps": n} for n in (1, 2, 4, 12)] + [{"batch_parts": 4}], ids=str)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """With so many micro-batches."""
     monkeypatch.setenv("MKL_CBWR", "AUTO,STRICT")  # --batch_parts would leave it behind
-    flags = ["--batch_parts", "4"] if request.param == "parts" else ["--grad_accum_steps", request.param]
-    with open_backend(BATCH, *flags) as backend:
+    with single(batch_size=BATCH, **request.param) as backend:
         yield backend
     torch.use_deterministic_algorithms(False)
 
@@ -121,14 +120,14 @@ def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, b
     assert model.calls == (1 if parts == 1 and not whole else 2 * parts)
 
 
-@pytest.mark.parametrize("accumulation", ["1", "4"])
+@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.01)])
 def test_low_precision_and_its_loss_scale_leave_the_gradients_as_they_are(
-    precision: str, tolerance: float, kind: str, accumulation: str
+    precision: str, tolerance: float, kind: str, accumulation: int
 ) -> None:
     """Within what 8 and 11 bits leave of the towers' products."""
-    with open_backend(BATCH, "--precision", precision, "--grad_accum_steps", accumulation) as backend:
+    with single(batch_size=BATCH, precision=precision, grad_accum_steps=accumulation) as backend:
         result, gradients = update(backend, Towers(torch.float32), kind, torch.float32)
     loss, wanted = in_one_graph(kind)
     torch.testing.assert_close(result.loss, loss.float(), rtol=tolerance, atol=0)
@@ -141,8 +140,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(capfd: pytest.C
     model, batch = Towers(), make_batch()
     batch["sounds"][7] = torch.nan
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    flags = ["--grad_accum_steps", "4", "--max_skipped_updates", "1"]
-    with pytest.raises(SystemExit), open_backend(BATCH, *flags) as backend:
+    with pytest.raises(SystemExit), single(batch_size=BATCH, grad_accum_steps=4, max_skipped_updates=1) as backend:
         engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         contrastive_update(engine, backend, Contrastive("decoupled", backend), batch, inputs)
         engine.step()

@@ -7,21 +7,21 @@ import time
 import pytest
 import torch
 
-from tests.training.processes import OneProcess
+from tests.processes import Process
 from training.run.costs import Costs, counted, peak_flops
 
 
 @pytest.fixture
-def process() -> OneProcess:
-    return OneProcess()
+def process() -> Process:
+    return Process()
 
 
 def test_waits_are_those_since_the_last_line_without_evaluations(process):
     measured = Costs(process)
-    process.waited = {"data": 2.0, "communication": 1.0}
+    process.watchdog.waited = {"data": 2.0, "communication": 1.0}
     with measured.paused():
-        process.waited = {"data": 7.0, "communication": 4.0}
-    process.waited = {"data": 7.5, "communication": 4.0}
+        process.watchdog.waited = {"data": 7.0, "communication": 4.0}
+    process.watchdog.waited = {"data": 7.5, "communication": 4.0}
     assert measured.waits() == {"data_seconds": 2.5, "communication_seconds": 1.0, "save_seconds": 0.0}
     assert set(measured.waits().values()) == {0.0}
 

@@ -1,7 +1,6 @@
 """The run folder: made, refused, moved away, compared."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ import pytest
 import yaml
 
 from tandem.files import writing
-from tests.training.processes import OneProcess
+from tests.processes import Process, on_processes
 from training.run.folder import RunFolder, check_apart
 from training.run.starts import last_start, starts
 
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 def opened(path: Path | str, *, fresh: bool = False, **of_processes: Any) -> RunFolder:
     """The run folder of a process; what is named is that of another kind of process."""
-    here = OneProcess()
+    here = Process()
     vars(here).update(of_processes)
     return RunFolder(path, here, fresh=fresh)
 
@@ -310,23 +309,20 @@ def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content)
 
 
 def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
-    sent: list[str] = []  # as JSON, because that is what goes over the wire
-    send = lambda found: (sent.append(json.dumps(found)), found)[1]  # noqa: E731
-    receive = lambda _: json.loads(sent.pop(0))  # noqa: E731
     begun(tmp_path / "vae")
-    root = opened(tmp_path / "vae", fresh=True, broadcast_object=send)
-    other = opened(tmp_path / "elsewhere", is_root=False, fresh=True, broadcast_object=receive)
-    assert root.moved_to == other.moved_to and not (tmp_path / "elsewhere").exists()
 
-    root.write_config({})
-    other.write_config({})
-    shutil.rmtree(root.path)
-    messages = []
-    for folder in (root, other):
+    def work(process):
+        folder = RunFolder(tmp_path / ("elsewhere" if process.rank else "vae"), process, fresh=True)
+        folder.write_config({})
+        process.barrier()
+        if process.is_root:
+            shutil.rmtree(folder.path)
         with pytest.raises(ValueError, match="cannot write the run folder") as error:
             folder.write_config({})
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
+        return folder.moved_to, str(error.value)
+
+    root, other = on_processes(2, work)
+    assert root == other and root[0] and not (tmp_path / "elsewhere").exists()
 
 
 def test_the_root_opens_the_folder_in_an_agreement_in_which_it_may_wait_for_another_process(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.training.processes import OneProcess
+from tests.processes import Process
 from training.run import rehearsal
 from training.run.rehearsal import folder_beside
 from training.run.starts import add_start
@@ -20,7 +20,7 @@ def at_exit(monkeypatch):
 
 
 def killed_dry_run(output_dir) -> None:
-    folder_beside(str(output_dir), OneProcess())
+    folder_beside(str(output_dir), Process())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -31,12 +31,12 @@ def only_one(folder, besides=()):
 
 def test_folders_that_were_made_for_a_dry_run_are_deleted_when_it_ends_and_no_others(tmp_path, at_exit):
     (tmp_path / "runs").mkdir()
-    made = folder_beside(str(tmp_path / "runs" / "new" / "newer" / "vae"), OneProcess())
+    made = folder_beside(str(tmp_path / "runs" / "new" / "newer" / "vae"), Process())
     assert os.path.dirname(made) == str(tmp_path / "runs" / "new" / "newer")
     ((delete, *args),) = at_exit
     delete(*args)
     assert os.listdir(tmp_path) == ["runs"] and not os.listdir(tmp_path / "runs")
-    made = folder_beside(str(tmp_path / "runs" / "new" / "vae"), OneProcess())
+    made = folder_beside(str(tmp_path / "runs" / "new" / "vae"), Process())
     (tmp_path / "runs" / "new" / "notes.txt").touch()
     delete, *args = at_exit[-1]
     delete(*args)
@@ -48,7 +48,7 @@ def test_a_dry_run_deletes_what_one_that_was_killed_left(tmp_path, at_exit, in_a
     left = only_one(tmp_path)
     add_start(left, {"command": ["train_vae.py", "--dry_run"]})
     (left / "checkpoints").mkdir()
-    made = folder_beside(str(tmp_path / "vae"), OneProcess())
+    made = folder_beside(str(tmp_path / "vae"), Process())
     assert not left.exists() and [str(path) for path in tmp_path.iterdir()] == [made]
 
 
@@ -67,19 +67,19 @@ def test_a_dry_run_leaves_every_folder_that_it_does_not_know_as_left_by_one(tmp_
     in_it, answer = os.pipe()
     if (other := os.fork()) == 0:
         try:
-            os.write(answer, folder_beside(str(tmp_path / "vae"), OneProcess()).encode())
+            os.write(answer, folder_beside(str(tmp_path / "vae"), Process()).encode())
             signal.pause()
         finally:
             os._exit(1)
     os.close(answer)
     try:
         begun = os.read(in_it, 4096).decode()
-        made = folder_beside(str(tmp_path / "vae"), OneProcess())
+        made = folder_beside(str(tmp_path / "vae"), Process())
         assert {str(path) for path in {*tmp_path.iterdir()} - before} == {begun, made}
         assert before <= {*tmp_path.rglob("*")}
     finally:
         os.kill(other, signal.SIGKILL)
         os.waitpid(other, 0)
         os.close(in_it)
-    folder_beside(str(tmp_path / "vae"), OneProcess())
+    folder_beside(str(tmp_path / "vae"), Process())
     assert not os.path.exists(begun)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,8 +21,8 @@ import torch
 import yaml
 from PIL import Image
 
+from tests.processes import Process, Root, on_processes
 from tests.training.disk import failing
-from tests.training.processes import OneProcess, on_processes
 from training.checkpoints import store
 from training.checkpoints.store import Checkpoints
 from training.flags.converters import positive_int
@@ -125,12 +126,18 @@ def parsed(folder, *flags: str):
 
 
 def train(
-    folder, *flags: str, stop_at: int | None = None, here: OneProcess | None = None, events: list | None = None
+    folder,
+    *flags: str,
+    stop_at: int | None = None,
+    stop_after: int | None = None,
+    here: Process | None = None,
+    events: list | None = None,
 ) -> Weights:
-    """Train for --max_steps updates of 4 samples, or be killed after `stop_at` of them."""
+    """Train for --max_steps updates of 4 samples, or be killed after `stop_at` of them; a signal arrives in update
+    `stop_after` of this start."""
     args, settings = parsed(folder, *flags)
     told = events if events is not None else []
-    here = here or OneProcess()
+    here = here or Process()
     feed = Numbers()
     run = Run(args, settings, here, feed, model_arguments=("width",))
     model = Weights()
@@ -147,10 +154,12 @@ def train(
     best = BestModel(run.folder.path, True, metric="valid/ema/weight")
     evaluation = Evaluation(model, model, validate, draw, write={"model": write_model}, best=best)
     run.resume(model=model, best=best)
-    for step, batch in run.updates(evaluation, preview=2):
+    for made, (step, batch) in enumerate(run.updates(evaluation, preview=2), 1):
         assert batch == 4 * step
         told.append(f"update {step}")
-        here.made += 1
+        if made == stop_after:
+            here.received.add(signal.SIGTERM)
+        here.about_to_update()  # as engines do
         update = model.step()
         run.add(loss=torch.tensor(1.0 / (step + 1)))
         run.log(update, weight=model.weight[0], **{"of/two": 2.0})
@@ -177,7 +186,7 @@ def test_a_run_leaves_its_settings_environment_metrics_and_checkpoints(tmp_path)
     train(tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["max_steps"] == 6
     (start,) = starts(tmp_path)
-    assert (start["backend"], start["script"], start["step"], start["changed"]) == ("single", "toy.py", 0, {})
+    assert (start["backend"], start["script"], start["step"], start["changed"]) == ("threads", "toy.py", 0, {})
     assert logged(tmp_path, "samples") == [4, 8, 12, 16, 20, 24]
     assert logged(tmp_path, "epoch") == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
     names = ["latest", "step_00000002", "step_00000004", "step_00000006"]
@@ -263,7 +272,7 @@ def test_codes_are_counted_with_each_line_and_drawn_without_a_validation_split(t
         feed = Numbers()
         feed.valid_set = feed.validated = range(n_valid)
         args, settings = parsed(tmp_path / str(n_valid), "--validate_every_n_steps", "3", "--log_every_n_steps", "4")
-        run, model, was_due = Run(args, settings, OneProcess(), feed, model_arguments=()), Weights(), []
+        run, model, was_due = Run(args, settings, Process(), feed, model_arguments=()), Weights(), []
         evaluation = Evaluation(model, model, lambda model, step: {}, lambda *_: Image.new("RGB", (4, 4)))
         run.resume(model=model)
         for step, _ in run.updates(evaluation, preview=1):
@@ -362,12 +371,14 @@ def test_generators_of_another_number_of_processes_are_left_as_they_were_seeded(
 
 
 def test_a_new_place_and_precision_are_named_with_what_they_mean(tmp_path, capsys):
-    train(tmp_path, stop_at=2, here=OneProcess(precision="fp32"))
+    train(tmp_path, stop_at=2, here=Process(precision="fp32"))
     capsys.readouterr()
     new = {"backend": "deepspeed", "world_size": 4, "device": "cuda:0", "zero_stage": 3, "precision": "bf16"}
-    train(tmp_path, here=OneProcess(**new))
+    here = Process()
+    here.describe = lambda: new
+    train(tmp_path, here=here)
     said = capsys.readouterr().err
-    assert "it was written by single on 1 x cpu and goes on with deepspeed on 4 x cuda, ZeRO 3" in said
+    assert "it was written by threads on 1 x cpu and goes on with deepspeed on 4 x cuda, ZeRO 3" in said
     assert "it was trained in fp32 and goes on in bf16" in said
 
 
@@ -383,13 +394,13 @@ def test_a_run_that_is_nearly_out_of_time_saves_and_exits_with_75(tmp_path, caps
 @pytest.mark.parametrize(("flags", "hint"), [([], "command again to go on"), (["--fresh"], "without --fresh to go on")])
 def test_a_stopped_run_says_which_command_goes_on(tmp_path, capsys, flags, hint):
     with pytest.raises(SystemExit):
-        train(tmp_path, *flags, here=OneProcess(stop_after=1))
+        train(tmp_path, *flags, stop_after=1)
     assert hint in capsys.readouterr().err
 
 
 def test_each_start_says_how_it_ended(tmp_path):
     with pytest.raises(SystemExit):
-        train(tmp_path, here=OneProcess(stop_after=1))
+        train(tmp_path, stop_after=1)
     assert starts(tmp_path)[-1]["ended"] == "asked to stop at update 1"
     train(tmp_path, stop_at=2)  # killed
     train(tmp_path)
@@ -642,20 +653,10 @@ def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
     assert json.loads((tmp_path / "model" / "config.json").read_text()) == [6.0, 6.0]
 
 
-class Late(OneProcess):
-    """Several processes: a request is known one call after it was made."""
-
-    asked = False
-
-    def stop_requested(self, here=False, now=False):
-        known, self.asked = self.asked, self.asked or super().stop_requested(here)
-        return self.asked if now else known
-
-
 @pytest.mark.parametrize(("stop_after", "stopped_at"), [(1, 2), (2, 2), (3, 3), (4, 4)])
 def test_a_request_that_is_known_late_does_not_wait_for_an_evaluation(tmp_path, saves, stop_after, stopped_at):
     with pytest.raises(SystemExit):
-        train(tmp_path, *DUE, here=Late(stop_after=stop_after), events=saves)
+        train(tmp_path, *DUE, here=Process(Root(2)), stop_after=stop_after, events=saves)
     assert saves[-2:] == [f"update {stopped_at - 1}", f"save {stopped_at}"]
 
 
@@ -664,7 +665,7 @@ def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, save
     train(tmp_path / "whole", *DUE)
     saves.clear()
     with pytest.raises(SystemExit) as exit:
-        train(tmp_path / "run", *DUE, here=OneProcess(stop_after=stop_after), events=saves)
+        train(tmp_path / "run", *DUE, stop_after=stop_after, events=saves)
     assert exit.value.code == 75 and f"asked to stop: saved update {stop_after}" in capsys.readouterr().err
     assert saves[-2:] == [f"update {stop_after - 1}", f"save {stop_after}"], "nothing comes before the save, or after"
     is_evaluation_due = stop_after != 1
@@ -682,7 +683,7 @@ def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, save
         assert without_clocks(tmp_path / "run") == without_clocks(tmp_path / "whole")
 
 
-class StoppedIn(OneProcess):
+class StoppedIn(Process):
     """A signal arrives while the newest event is this one."""
 
     def __init__(self, event, events):
@@ -758,7 +759,7 @@ def test_an_evaluation_after_whose_save_the_run_was_killed_is_repeated_only_if_i
 def test_a_start_that_is_killed_in_its_evaluation_is_made_up_for_by_the_next(tmp_path, monkeypatch):
     train(tmp_path / "whole", *DUE)
     with pytest.raises(SystemExit):
-        train(tmp_path / "run", *DUE, here=OneProcess(stop_after=2))
+        train(tmp_path / "run", *DUE, stop_after=2)
     write_line = Run.write_line
     for is_line_written in (False, True):
         with monkeypatch.context() as killer:
@@ -778,7 +779,7 @@ def test_a_start_that_is_killed_in_its_evaluation_is_made_up_for_by_the_next(tmp
 
 def test_several_models_have_metrics_and_pictures_of_their_own(tmp_path):
     args, settings = parsed(tmp_path, "--max_steps", "1")
-    run = Run(args, settings, OneProcess(), Numbers(), model_arguments=())
+    run = Run(args, settings, Process(), Numbers(), model_arguments=())
     small, large = Weights(), Weights()
     draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
     evaluations = [
@@ -806,8 +807,7 @@ def test_losses_are_means_over_micro_batches_and_cost_nothing_where_no_line_is_d
             raise AssertionError("no line is due")
 
     args, settings = parsed(tmp_path, "--log_every_n_steps", "2", "--max_steps", "3")
-    here = OneProcess()
-    here.grad_accum_steps = 3
+    here = Process(batch_size=3, grad_accum_steps=3)
     run = Run(args, settings, here, Numbers(), model_arguments=())
     run.resume()
     assert not run.line_due
@@ -825,7 +825,7 @@ def test_losses_are_means_over_micro_batches_and_cost_nothing_where_no_line_is_d
 
 def test_films_stand_beside_their_picture_and_a_full_disk_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
     args, settings = parsed(tmp_path, "--max_steps", "2", "--sample_every_n_steps", "1")
-    run, model = Run(args, settings, OneProcess(), Numbers(), model_arguments=()), Weights()
+    run, model = Run(args, settings, Process(), Numbers(), model_arguments=()), Weights()
     sample = Sample(Image.new("RGB", (4, 4)), {"gif": b"film", "mp4": b"better film"})
     run.resume(model=model)
     for step, _ in run.updates(Evaluation(model, model, lambda *_: {}, lambda *_: sample), preview=1):
@@ -843,7 +843,7 @@ def test_a_picture_is_written_by_the_root_alone_and_drawn_by_it_or_by_all(tmp_pa
     """The public VQGAN trainer had every rank write the same file at once."""
     train(tmp_path, "--max_steps", "1")
     shutil.rmtree(tmp_path / "samples")
-    here, events = OneProcess(), []
+    here, events = Process(), []
     args, settings = parsed(tmp_path, "--max_steps", "2")
     run = Run(args, settings, here, Numbers(), model_arguments=())
     model = Weights()
@@ -851,7 +851,7 @@ def test_a_picture_is_written_by_the_root_alone_and_drawn_by_it_or_by_all(tmp_pa
     evaluation = Evaluation(model, model, lambda *_: {}, draw, drawn_together=drawn_together)
     run.resume(model=model, best=BestModel(run.folder.path, True, metric="valid/ema/weight"))
     for _ in run.updates(evaluation, preview=1):
-        here.is_root = is_root
+        here.rank = int(not is_root)
     assert events == [["online", "ema"]] * (is_root or drawn_together)
     assert (tmp_path / "samples").exists() == is_root
 
@@ -859,15 +859,13 @@ def test_a_picture_is_written_by_the_root_alone_and_drawn_by_it_or_by_all(tmp_pa
 def test_a_picture_that_is_drawn_together_may_hold_collectives(tmp_path):
     """Each of two processes draws its part, and the root writes the whole."""
 
-    def work(threads):
-        here = OneProcess(is_root=threads.rank == 0)
-        here.broadcast_object = lambda value: threads.gather_objects(value)[0]
+    def work(process):
         args, settings = parsed(tmp_path, "--max_steps", "1")
-        run = Run(args, settings, here, Numbers(), model_arguments=())
+        run = Run(args, settings, process, Numbers(), model_arguments=())
         model = Weights()
 
         def draw(models, shown, step):
-            rows = threads.gather(torch.full((2, 4, 3), 100 * (threads.rank + 1), dtype=torch.uint8))
+            rows = process.gather(torch.full((2, 4, 3), 100 * (process.rank + 1), dtype=torch.uint8))
             return Image.fromarray(rows.numpy())
 
         run.resume(model=model)
@@ -882,13 +880,9 @@ def test_a_picture_that_is_drawn_together_may_hold_collectives(tmp_path):
 def test_what_is_watched_is_the_line_of_all_processes_and_a_warning_is_printed_once_by_the_root(tmp_path, capsys):
     """Each of two processes sees the mean of their losses and what the validation gave."""
 
-    def work(threads):
-        here = OneProcess(is_root=threads.rank == 0)
-        here.broadcast_object = lambda value: threads.gather_objects(value)[0]
-        mean = lambda sums: sum(float(each["loss"]) for each in threads.gather_objects(sums)) / 2  # noqa: E731
-        here.mean = lambda sums: {"loss": mean(sums)}
+    def work(process):
         args, settings = parsed(tmp_path, "--max_steps", "2", "--validate_every_n_steps", "2")
-        run = Run(args, settings, here, Numbers(), model_arguments=())
+        run = Run(args, settings, process, Numbers(), model_arguments=())
         model, seen = Weights(), []
 
         def watch(step, line):
@@ -898,7 +892,7 @@ def test_what_is_watched_is_the_line_of_all_processes_and_a_warning_is_printed_o
         run.resume(model=model)
         draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
         for _ in run.updates(Evaluation(model, model, lambda *_: {"psnr": 9.0}, draw, watch=watch), preview=1):
-            run.add(loss=torch.tensor(1.0 + 2 * threads.rank))
+            run.add(loss=torch.tensor(1.0 + 2 * process.rank))
         return seen
 
     assert on_processes(2, work) == [[(1, 2.0, None), (2, 2.0, 9.0)]] * 2
@@ -912,52 +906,37 @@ def test_a_folder_that_another_process_does_not_see_is_told_before_a_resume_need
     """Each of two machines has its own disk."""
     draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
 
-    def start(threads, max_steps):
-        here = OneProcess(is_root=threads.rank == 0)
-        here.broadcast_object = lambda value: threads.gather_objects(value)[0]
-        here.gather_objects = threads.gather_objects
-        args, settings = parsed(tmp_path / f"disk{threads.rank}", "--max_steps", str(max_steps))
-        run = Run(args, settings, here, Numbers(), model_arguments=())
+    def start(process, max_steps):
+        args, settings = parsed(tmp_path / f"disk{process.rank}", "--max_steps", str(max_steps))
+        run = Run(args, settings, process, Numbers(), model_arguments=())
         model = Weights()
         run.resume(model=model)
         for _ in run.updates(Evaluation(model, model, lambda *_: {}, draw), preview=1):
             model.step()
 
-    on_processes(2, lambda threads: start(threads, 2))
+    on_processes(2, lambda process: start(process, 2))
     advice = f"rank 1 does not see {tmp_path}/disk0; put --output_dir on a disk that all machines see"
     assert advice in capsys.readouterr().err
 
-    def resume(threads):
+    def resume(process):
         with pytest.raises(ValueError, match="rank 1 does not see") as raised:
-            start(threads, 4)
+            start(process, 4)
         return str(raised.value).partition("; ")[0]
 
     refused = f"cannot resume: rank 1 does not see {tmp_path}/disk"
-    assert on_processes(2, resume) == [f"{refused}0", f"{refused}1"]  # the root's message is the one that is printed
+    assert on_processes(2, resume) == [f"{refused}0"] * 2
 
 
 def test_a_run_that_is_in_its_samples_on_one_machine_alone_is_refused_on_all(tmp_path):
     (tmp_path / "photos").mkdir()
 
-    def start(threads):
-        @contextlib.contextmanager
-        def agreement():
-            mistake = None
-            try:
-                yield
-            except ValueError as error:
-                mistake = str(error)
-            for text in threads.gather_objects(mistake):
-                if text is not None:
-                    raise ValueError(text)
-
-        here = OneProcess(is_root=threads.rank == 0)
-        here.broadcast_object, here.agreement = lambda value: threads.gather_objects(value)[0], agreement
-        args, settings = parsed(tmp_path / ("photos/run" if threads.rank else "run"))
+    def start(process):
+        args, settings = parsed(tmp_path / ("photos/run" if process.rank else "run"))
         args.image_folder = str(tmp_path / "photos")
-        Run(args, settings, here, Numbers(), model_arguments=())
+        Run(args, settings, process, Numbers(), model_arguments=())
 
-    assert ["would become samples" in str(error) for error in on_processes(2, start)] == [True, True]
+    errors = on_processes(2, start, catches=ValueError)
+    assert all("would become samples" in str(error) for error in errors)
 
 
 def test_start_says_which_files_are_skipped(tmp_path, capsys):

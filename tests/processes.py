@@ -1,0 +1,197 @@
+"""Several processes as threads of a test, and one process as scripts have it: the only stand-ins for processes.
+
+    assert on_processes(3, lambda process: process.sum({"one": 1})) == [{"one": 3.0}] * 3
+
+A `Process` is the product's own backend; only the three primitives through which it meets the others are a test's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+from torch import Tensor
+
+import distributed
+from distributed import Backend, Launch, collectives, plan_batches
+from distributed.collectives import Alone, Communicator
+from distributed.options import Options
+from distributed.stop import StopRequest
+from distributed.watchdog import Watchdog
+
+OF_A_SCRIPT: dict[str, Any] = {
+    "batch_size": 12, "grad_accum_steps": 1, "precision": "fp32", "max_grad_norm": 0.0, "max_skipped_updates": 20,
+    "compile": False, "learning_rate": 1e-3, "explicit": frozenset(),
+}  # fmt: skip
+
+
+def parsed(*flags: str, **values: Any) -> argparse.Namespace:
+    """Arguments as a script has them; ``values`` are those of its own flags."""
+    parser = argparse.ArgumentParser()
+    distributed.add_arguments(parser)
+    return argparse.Namespace(**{**OF_A_SCRIPT, **vars(parser.parse_args(flags)), **values})
+
+
+def single(**values: Any) -> Backend:
+    """The real backend of one process, to be entered."""
+    return distributed.from_args(parsed(distributed_backend="single", **values))
+
+
+class Process(Backend):
+    """One of several processes, or the only one; it is connected, and hears the signals in ``received``.
+
+    Args:
+        comm: What it meets the others through, e.g. ``Root(512)``.
+        values: Of the flags of ``Options`` and of the batch.
+    """
+
+    name, launch_order = "threads", 0
+
+    def __init__(self, comm: Communicator | None = None, **values: Any) -> None:
+        self.comm, self.device = comm or Alone(), torch.device("cpu")
+        world_size = self.comm.world_size
+        batch_size = values.get("batch_size", world_size)
+        plan = plan_batches(
+            batch_size, values.get("grad_accum_steps", 1), world_size, batch_parts=values.get("batch_parts", 0)
+        )
+        known = {field.name for field in fields(Options)}
+        options = Options(plan, **{name: value for name, value in values.items() if name in known})
+        super().__init__(Launch("python", self.comm.rank, 0, world_size), options, argparse.Namespace())
+        # What it means to enter a backend, but for handlers of signals, which the main thread alone may set.
+        self._collectives, self._signals = collectives, Mock()
+        self.watchdog = Watchdog(Alone(), self.device, self.launch, 1.0)
+        self.received: set[int] = set()
+        self.stop = StopRequest(self.comm, self.received)
+
+    @classmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        return False
+
+    def connect(self) -> None:
+        """It is connected."""
+
+    def disconnect(self, gracefully: bool) -> None:
+        """Nothing is left."""
+
+
+def on_processes(
+    world_size: int, work: Callable[[Any], Any], *, catches: type[Exception] | tuple[()] = (), **values: Any
+) -> list[Any]:
+    """What the work returns on each process, by rank, or an error that it ``catches``; any other error is raised. A
+    single process is the calling thread."""
+    meeting = _Meeting(world_size)
+
+    def main(rank: int) -> Any:
+        try:
+            return work(Process(Threads(rank, meeting) if world_size > 1 else Alone(), **values))
+        except catches as error:
+            return error
+        finally:
+            meeting.leave(rank)
+
+    if world_size == 1:
+        return [main(0)]
+    with ThreadPoolExecutor(world_size) as threads:
+        ranks = [threads.submit(main, rank) for rank in range(world_size)]
+    if errors := [error for rank in ranks if (error := rank.exception())]:
+        raise min(errors, key=lambda error: isinstance(error, InVainError))
+    return [rank.result() for rank in ranks]
+
+
+class InVainError(AssertionError):
+    """A process waits for one that has ended, or that calls another collective: real ones would hang."""
+
+
+class Threads:
+    """The primitives between threads. A sum adds the tensors as they were at the call, in the order of ranks; it
+    appears when its handle is waited for, and until then the tensor holds NaN or -77. The n-th calls of all ranks must
+    have the same name.
+
+    Attributes:
+        calls, sent: The names of this rank's collectives, and what it handed in.
+    """
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.world_size, self._meeting = rank, meeting.world_size, meeting
+        self.calls: list[str] = []
+        self.sent: list[Tensor] = []
+
+    def all_reduce_(self, tensor: Tensor, name: str) -> _Sum:
+        number = self._hand_in(tensor, name)
+        tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -77)
+        return _Sum(tensor, lambda: self._meeting.wait_for(number))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [part.clone() for part in self._meeting.wait_for(self._hand_in(tensor, "all_gather"))]
+
+    def shift(self, tensor: Tensor, rows: int) -> Tensor:
+        arrived = self._meeting.wait_for(self._hand_in(tensor, "shift"))[self.rank - 1]
+        assert len(arrived) == rows, f"{len(arrived)} rows came to rank {self.rank} instead of {rows}"
+        return arrived.clone()
+
+    def _hand_in(self, tensor: Tensor, name: str) -> int:
+        self.calls.append(name)
+        self.sent.append(tensor.detach().clone())
+        return self._meeting.hand_in(self.rank, name, self.sent[-1])
+
+
+class _Sum:
+    def __init__(self, tensor: Tensor, parts: Callable[[], list[Tensor]]) -> None:
+        self._tensor, self._parts, self._done = tensor, parts, False
+
+    def wait(self) -> None:
+        if not self._done:
+            first, *others = self._parts()
+            self._tensor.copy_(sum(others, start=first))
+            self._done = True
+
+
+class _Meeting:
+    """What each rank has handed in so far, and which ranks have ended."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self._changed = world_size, threading.Condition()
+        self._calls: list[list[tuple[str, Tensor]]] = [[] for _ in range(world_size)]
+        self._has_left = [False] * world_size
+
+    def hand_in(self, rank: int, name: str, tensor: Tensor) -> int:
+        with self._changed:
+            number = len(self._calls[rank])
+            for other, calls in enumerate(self._calls):
+                if number < len(calls) and calls[number][0] != name:
+                    raise InVainError(f"call {number} is {name} on rank {rank} and {calls[number][0]} on rank {other}")
+            self._calls[rank].append((name, tensor))
+            self._changed.notify_all()
+            return number
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._has_left[rank] = True
+            self._changed.notify_all()
+
+    def wait_for(self, number: int) -> list[Tensor]:
+        """The tensors of the n-th call of all ranks."""
+        with self._changed:
+            for rank, calls in enumerate(self._calls):
+                while len(calls) <= number:
+                    if self._has_left[rank]:
+                        raise InVainError(f"rank {rank} has ended without call {number}")
+                    self._changed.wait()
+            return [calls[number][1] for calls in self._calls]
+
+
+class Root(Alone):
+    """The communicator of the root of so many processes, of which the others are not there: they have nothing to add to
+    a sum, and hold what the root holds."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.world_size
