@@ -1,13 +1,10 @@
-"""What the tests of data/ share: processes that are threads, streams of all ranks put together, errors of one line."""
+"""What the tests of data/ share: streams of all ranks put together, errors of one line."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import tarfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,66 +16,7 @@ from torch import Tensor
 from data import TrainingStream, split
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 30  # for a process that does not enter what the others do
 WORLDS_AND_WORKERS = [(1, 0), (2, 0), (4, 0), (1, 2), (2, 2), (4, 1)]
-
-
-class Process:
-    """One of several processes, as the scripts' backends present it; without arguments the only one."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank: int = 0, barrier: threading.Barrier | None = None, values: list | None = None) -> None:
-        self.rank, self._barrier, self._values = rank, barrier or threading.Barrier(1), values or [None]
-        self.world_size, self.rows_sent = self._barrier.parties, 0
-
-    @contextlib.contextmanager
-    def agreement(self) -> Iterator[None]:
-        failure = None
-        try:
-            yield
-        except ValueError as error:
-            failure = error
-        if failures := [error for error in self.gather_objects(failure) if error]:
-            raise failures[0]
-
-    def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
-        return iter(items)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        self.rows_sent += len(tensor)
-        return torch.cat(self.gather_objects(tensor))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait(PATIENCE_SECONDS)
-        values = list(self._values)
-        self._barrier.wait(PATIENCE_SECONDS)
-        return values
-
-    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        of_all = self.gather_objects(values)
-        return {name: sum(of_one[name] for of_one in of_all) for name in values}
-
-    def waiting_for(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def working(self, phase: str) -> None:
-        return
-
-
-def on_all(world_size: int, work: Callable[[Process], Any]) -> list[Any]:
-    """What each process comes to, or its ValueError."""
-    barrier, values = threading.Barrier(world_size), [None] * world_size
-
-    def caught(rank: int) -> Any:
-        try:
-            return work(Process(rank, barrier, values))
-        except ValueError as error:
-            return error
-
-    with ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(caught, range(world_size)))
 
 
 def unpack(path: Path, folder: Path) -> None:

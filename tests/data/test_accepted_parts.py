@@ -21,9 +21,10 @@ from data.files.source import Source
 from data.images.decoding import decode_image, decode_image_file
 from data.sounds.decoding import ClipDecoder as SoundDecoder
 from data.videos.decoding import ClipDecoder as VideoDecoder
-from tests.data.helpers import Process, on_all, one_line, write_tar
+from tests.data.helpers import one_line, write_tar
 from tests.data.test_feed import arguments
 from tests.data.videos.files import numbers, write_video
+from tests.processes import Process, on_processes
 
 SIDE = 48
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end, WebP is read as a whole.
@@ -170,7 +171,7 @@ def test_accepted_parts_are_trained_on_counted_once_and_said_and_other_bad_files
         shown = [batch["images"][batch["ids"].index(5)] for batch in batches if 5 in batch["ids"]]
         return {index for batch in batches for index in batch["ids"]}, said, {**feed.bad_samples.counts, **known}, shown
 
-    found = on_all(world_size, train)
+    found = on_processes(world_size, train)
     assert set().union(*(ids for ids, *_ in found)) == set(range(40)) - {7}
     for _, said, counts, _ in found:
         assert (counts["bad_samples"], counts["partial_samples"], counts["partial"]) == (1, 2, [5, 9])

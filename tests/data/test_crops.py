@@ -21,9 +21,10 @@ from data.images.captioned import open_captioned
 from data.images.decoding import decode_image
 from data.videos.decoding import ClipDecoder
 from data.videos.sets import VideoFiles, open_videos
-from tests.data.helpers import Process, assert_same, global_batches
+from tests.data.helpers import assert_same, global_batches
 from tests.data.test_feed import arguments
 from tests.data.videos.files import write_video
+from tests.processes import Process
 from training.flags.converters import area_range
 
 N = 4000

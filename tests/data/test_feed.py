@@ -19,8 +19,9 @@ from torch import Tensor
 from data import image_feed, open_images, open_sounds, open_videos, to_unit_range, video_feed
 from data.images.captioned import open_captioned
 from data.images.conditioned import open_conditioned
-from tests.data.helpers import Process, on_all, write_tar
+from tests.data.helpers import write_tar
 from tests.data.videos.test_feed import arguments as video_arguments
+from tests.processes import Process, on_processes
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
@@ -41,7 +42,7 @@ def previews(world_size: int, count: int, start: int = 0, **changed: Any) -> lis
         assert shown["positions"] == list(range(len(shown["images"]))), "lists come from all processes as tensors do"
         return to_unit_range(shown["images"])
 
-    return on_all(world_size, preview)
+    return on_processes(world_size, preview, catches=ValueError)
 
 
 def split_of(args: argparse.Namespace) -> list[int]:
@@ -85,14 +86,15 @@ def test_preview_without_validation_is_the_beginning_of_the_first_batch(world_si
 
 @pytest.mark.parametrize(("count", "n_read"), [(1, 6), (6, 6), (7, 13), (8, 13), (13, 13), (14, 19), (100, 26)])
 def test_preview_reads_no_step_and_sends_no_image_more_than_needed(count, n_read, monkeypatch):
-    read, process = [], Process()
+    read, sent, process = [], [], Process()
+    process.gather = lambda tensor: (sent.append(len(tensor)), tensor)[1]
     feed = image_feed(arguments(), process)
     load, valid = feed.samples.load, set(feed.valid_set)
     monkeypatch.setattr(feed.samples, "load", lambda index, *rest: (read.append(index), load(index, *rest))[1])
     feed.start(0)
     feed.preview(count)
     assert sum(index in valid for index in read) == n_read
-    assert process.rows_sent == min(count, 26)
+    assert sum(sent) == min(count, 26)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -119,7 +121,7 @@ def test_a_validation_sees_the_same_few_samples_on_any_number_of_processes_and_t
         assert again == some and len(feed.validated) == 10
         return some, everything, len(feed.preview(4)["ids"])
 
-    some, everything, n_shown = zip(*on_all(world_size, validated), strict=True)
+    some, everything, n_shown = zip(*on_processes(world_size, validated), strict=True)
     assert sorted(itertools.chain(*some)) == sorted(split_of(arguments())[:10])
     assert sorted(itertools.chain(*everything)) == sorted(split_of(arguments())) and set(n_shown) == {4}
 
@@ -144,7 +146,7 @@ def test_a_bad_image_in_a_preview_is_replaced_as_in_validation_and_told(world_si
         feed.report_bad_samples(said.append)
         return shown, said, feed.bad_samples.count
 
-    for shown, said, count in on_all(world_size, preview):
+    for shown, said, count in on_processes(world_size, preview):
         assert torch.equal(shown, loaded(args, [*order[:9], order[10], *order[10:12]]))
         assert len(said) == count == 1 and bad in said[0]
 
@@ -163,7 +165,7 @@ def views(*folders: Path, **changed: Any) -> list[Any]:
     def look(process: Process) -> int:
         return len(image_feed(arguments(image_folder=str(folders[process.rank]), **changed), process).train_set)
 
-    return on_all(len(folders), look)
+    return on_processes(len(folders), look, catches=ValueError)
 
 
 def folder_of(path: Path, names: Iterable[str]) -> Path:
@@ -253,5 +255,5 @@ def test_the_second_set_is_compared_too(tmp_path):
     def look(process: Process) -> Any:
         return video_feed(video_arguments(image_folder=str(folders[process.rank])), process)
 
-    errors = on_all(2, look)
+    errors = on_processes(2, look, catches=ValueError)
     assert all("rank 1 (on " in str(error) and "sees 41 clips in demo:moving:40 and " in str(error) for error in errors)

@@ -22,8 +22,9 @@ from data.bad_samples import NotASample, accepting_parts
 from data.crops import Crop
 from data.images.conditioned import open_conditioned
 from data.own import OwnData, OwnDataset, data_of
-from tests.data.helpers import WORLDS_AND_WORKERS, Process, assert_same, global_batches, one_line
+from tests.data.helpers import WORLDS_AND_WORKERS, assert_same, global_batches, one_line
 from tests.data.test_feed import arguments
+from tests.processes import Process
 
 N = 12
 

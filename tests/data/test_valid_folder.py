@@ -12,11 +12,12 @@ import pytest
 
 from data import decoder_feed, image_feed, open_tokenizer, sound_feed, video_feed
 from data.feed import Feed
-from tests.data.helpers import Process, on_all, one_line
+from tests.data.helpers import one_line
 from tests.data.images.conditions import arguments as conditioned_arguments
 from tests.data.images.conditions import write_tars
 from tests.data.test_feed import arguments as image_arguments
 from tests.data.videos.test_feed import arguments as video_arguments
+from tests.processes import Process, on_processes
 from tests.scripts import TOKENIZER, write_captioned, write_images, write_sounds, write_videos
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments
@@ -85,7 +86,7 @@ def passes(feed: Feed) -> tuple[list[int], list[int], list[int]]:
 def test_all_of_the_first_set_is_trained_on_and_all_of_the_second_is_validated(kind, folders, world_size):
     train, valid = folders
     flags = {"valid_folder": str(valid), "valid_fraction": 0.0, "valid_samples": 0}
-    found = on_all(world_size, lambda process: passes(kind.open(train, process, **flags)))
+    found = on_processes(world_size, lambda process: passes(kind.open(train, process, **flags)))
     trained, validated, _ = ([index for ids in part for index in ids] for part in zip(*found, strict=True))
     assert sorted(trained) == sorted([*range(N), *range(N)])
     assert sorted(validated) == list(range(N, N + N_VALID)), "their indices follow those to train on"
@@ -121,8 +122,10 @@ def test_every_process_has_to_see_the_same_set_to_validate(kind, folders, tmp_pa
     other = kind.write(tmp_path / "other", N_VALID)
     for path in other.glob("00.*"):
         path.rename(path.with_name(path.name.replace("00", "99")))
-    errors = on_all(
-        2, lambda p: kind.open(train, p, valid_folder=str((valid, other)[p.rank]), valid_fraction=0.0).summary()
+    errors = on_processes(
+        2,
+        lambda p: kind.open(train, p, valid_folder=str((valid, other)[p.rank]), valid_fraction=0.0),
+        catches=ValueError,
     )
     assert all("rank 1 (on " in str(error) and "of other names" in str(error) for error in errors), errors
 
@@ -130,8 +133,10 @@ def test_every_process_has_to_see_the_same_set_to_validate(kind, folders, tmp_pa
 def test_fewer_samples_than_a_batch_are_refused_on_any_number_of_processes(kind, folders, tmp_path):
     few = kind.write(tmp_path / "few", BATCH - 1)
     for world_size in (1, 2):
-        errors = on_all(
-            world_size, lambda process: kind.open(folders[0], process, valid_folder=str(few), valid_fraction=0.0)
+        errors = on_processes(
+            world_size,
+            lambda process: kind.open(folders[0], process, valid_folder=str(few), valid_fraction=0.0),
+            catches=ValueError,
         )
         assert all("--valid_folder holds 3 samples" in str(e) and "one batch of 4" in str(e) for e in errors), errors
 

@@ -26,7 +26,8 @@ from data.files.cache import Lists, Watched, kept_lists
 from data.files.packed import PackedStrings, StoredStrings
 from data.images.captioned import open_captioned
 from data.images.embeddings import KINDS
-from tests.data.helpers import on_all, one_line
+from tests.data.helpers import one_line
+from tests.processes import on_processes
 
 # Also names whose order is another one with the slash than without, and some that other programs take for two.
 NAMES = ["a/1.png", "a/deep/er/2.png", "a-b/1.png", "a.png", "ab.png", "B.jpg", "new\nline.png", " .png", "ü/ß.webp"]
@@ -439,7 +440,7 @@ def test_a_lock_of_another_user_is_not_waited_for(tmp_path, monkeypatch):
 
 def test_threads_may_list_one_folder_at_once(tmp_path):
     folder = folder_of(tmp_path / "set")
-    assert on_all(3, lambda process: names_in(folder)) == [sorted(NAMES)] * 3
+    assert on_processes(3, lambda process: names_in(folder)) == [sorted(NAMES)] * 3
     assert threading.active_count() >= 1
 
 

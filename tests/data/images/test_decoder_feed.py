@@ -15,7 +15,7 @@ import train_decoder
 from data import decoder_feed
 from data.feed import Feed
 from data.images.scenes import is_held_out, triples_of
-from tests.data.helpers import Process, assert_same, ids, joined, on_all, one_line
+from tests.data.helpers import assert_same, ids, joined, one_line
 from tests.data.images.conditions import (
     WIDTH,
     arguments,
@@ -27,6 +27,7 @@ from tests.data.images.conditions import (
     write_rows,
     write_tars,
 )
+from tests.processes import Process, on_processes
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_conditioned_image_arguments
@@ -59,8 +60,7 @@ def taken(spec: Path | str, world_size: int = 1, n: int = 4, start: int = 0, **c
         passes = {"train": batches, "valid": list(feed.validation()), "test": list(feed.test())}
         return {name: [{**batch, "bad": []} for batch in found] for name, found in passes.items()}
 
-    of_ranks = on_all(world_size, take) if world_size > 1 else [take(Process())]
-    assert all(isinstance(found, dict) for found in of_ranks), of_ranks
+    of_ranks = on_processes(world_size, take)
     passes = {name: [joined(parts) for parts in zip(*(o[name] for o in of_ranks), strict=True)] for name in of_ranks[0]}
     return {**passes, **{name: [in_order(joined(passes[name]))] for name in ("valid", "test")}}
 

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from data import image_feed, open_images, video_feed
-from tests.data.helpers import Process, one_line, write_tar
+from tests.data.helpers import one_line, write_tar
 from tests.data.test_feed import arguments as image_arguments
 from tests.data.videos.test_feed import arguments as video_arguments
+from tests.processes import Process
 
 ENDINGS = ("jpg", "png", "webp")
 

@@ -18,7 +18,8 @@ from data import Feed, SoundBatch, TrainingStream, ValidationStream, open_sounds
 from data.order import TrainingOrder
 from data.sounds.captioned import CaptionedSounds, caption_id
 from data.stream import collate_entries
-from tests.data.helpers import WORLDS_AND_WORKERS, Process, assert_same, global_batches, joined, one_line
+from tests.data.helpers import WORLDS_AND_WORKERS, assert_same, global_batches, joined, one_line
+from tests.processes import Process
 
 RATE = 8000
 TOKENIZER = open_tokenizer("clip", 24)

@@ -10,8 +10,9 @@ import torch
 
 import train_tokenizer
 from data import open_images, open_videos, video_feed
-from tests.data.helpers import Process, assert_same, joined, on_all, one_line
+from tests.data.helpers import assert_same, joined, one_line
 from tests.data.videos.files import write_video
+from tests.processes import Process, on_processes
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments, add_video_arguments
 
@@ -40,9 +41,7 @@ def batches(n: int, world_size: int = 1, start: int = 0, **changed: Any) -> list
         first = feed.start(start)
         return [{**batch, "bad": []} for batch in (first, *(feed.next() for _ in range(n - 1)))]
 
-    # Workers are forked, which threads must not do.
-    of_ranks = on_all(world_size, take) if world_size > 1 else [take(Process())]
-    return [joined(parts) for parts in zip(*of_ranks, strict=True)]
+    return [joined(parts) for parts in zip(*on_processes(world_size, take), strict=True)]
 
 
 @pytest.mark.parametrize("world_size, workers", [(1, 0), (2, 0), (4, 0), (1, 2)])
