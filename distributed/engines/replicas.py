@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from ..errors import TrainingStopped
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _ROW = 1024
+_LARGEST_ROWS = 2**21
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -33,10 +34,12 @@ def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     whole = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
     rest = F.pad(bits[whole.numel() :], (0, _ROW - bits.numel() % _ROW))
-    # Sums over rows and over columns, each weighted by its index: few numbers, exact modulo 2^64, two passes.
+    # Sums over rows and over columns, each weighted by its index: few numbers, exact modulo 2^64, two passes. A
+    # number's weight is (2 row + 1) + 2^22 (2 column + 1): another one for each of 2^31 places. Weights are odd, and no
+    # difference of two is a multiple of 2^33, so that no difference of two numbers of 32 bits times it is one of 2^64.
     rows = torch.cat([whole.sum(1, dtype=torch.int64), rest.sum(dtype=torch.int64)[None]])
     columns = whole.sum(0, dtype=torch.int64) + rest
-    return _weighted(rows) + 3 * _weighted(columns)
+    return _weighted(rows) + 2 * _LARGEST_ROWS * _weighted(columns)
 
 
 def _weighted(sums: Tensor) -> Tensor:
