@@ -81,7 +81,11 @@ class Process(Backend):
 
 
 def on_processes(
-    world_size: int, work: Callable[[Any], Any], *, catches: type[Exception] | tuple[()] = (), **values: Any
+    world_size: int,
+    work: Callable[[Any], Any],
+    *,
+    catches: type[Exception] | tuple[type[Exception], ...] = (),
+    **values: Any,
 ) -> list[Any]:
     """What the work returns on each process, by rank, or an error that it ``catches``; any other error is raised. A
     single process is the calling thread."""

@@ -4,109 +4,92 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from distributed import Backend, TrainingStopped
-from distributed.engines.finite import SkipGuard
+from tests.processes import Process, on_processes
 
-GOOD, BAD = torch.tensor(True), torch.tensor(False)
-
-
-def guard(limit: int, others: Any = (), model: nn.Module | None = None) -> SkipGuard:
-    """Of the last rank; ``others`` is what the ranks before it found."""
-    return SkipGuard(
-        (model or nn.Linear(2, 1)).named_parameters, limit, torch.device("cpu"), lambda value: [*others, value]
-    )
+ONES = torch.ones(1, 2)
 
 
-def backward(skip_guard: SkipGuard, loss: Tensor) -> None:
-    torch.autograd.backward(loss, skip_guard.poison(loss, 1.0))
+def trained(process: Backend, spoil: Callable[[nn.Module], Tensor | None], updates: int) -> list[float]:
+    """The weight after each update of a layer, whose losses are what `spoil` makes of it."""
+    model, seen = nn.Linear(2, 1), []
+    nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+    engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(updates):
+        loss = spoil(model)
+        engine.backward(model(ONES).sum() if loss is None else loss)
+        engine.step()
+        seen.append(model.weight[0, 0].item())
+    assert engine.skipped_updates == updates - len({1.0, *seen}) + 1
+    return seen
+
+
+def in_turn(*good: bool) -> Callable[[nn.Module], Tensor | None]:
+    turns = iter(good)
+    return lambda model: None if next(turns) else model(ONES).sum() * math.nan
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 5])
-def test_the_run_stops_at_the_limit_in_a_row_and_not_before(limit: int) -> None:
-    counting, last = guard(limit), max(limit, 1)  # 0 means the first
-    for update in range(1, last):
-        counting.after_update(BAD, update)
-    with pytest.raises(TrainingStopped, match=rf"^{last} updates in a row were skipped .* the last at update {last}:"):
-        counting.after_update(BAD, last)
+def test_the_run_stops_at_the_limit_in_a_row_and_not_before_with_the_last_good_weights(limit: int) -> None:
+    most = max(limit, 1)  # 0 means the first
+    process = Process(max_skipped_updates=limit)
+    if most > 1:  # a good update in between starts the count again
+        turns = [True, *[False] * (most - 1), True, *[False] * (most - 1)]
+        seen = trained(process, in_turn(*turns), len(turns))
+        assert len(set(seen)) == 2
+    with pytest.raises(TrainingStopped, match=rf"^{most} updates .* update {most + 1}: rank 0: the loss is nan"):
+        trained(process, in_turn(True, *[False] * most), most + 1)
 
 
-def test_a_finite_update_in_between_starts_the_count_again() -> None:
-    counting = guard(3)
-    for update, finite in enumerate([BAD, BAD, GOOD, BAD, BAD, GOOD, BAD, BAD]):
-        counting.after_update(finite, update)
-    assert int(counting.total) == 6
-
-
-@pytest.mark.parametrize(("loss", "expected"), [(1.0, 0.25), (math.nan, math.nan), (math.inf, math.nan)])
-@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
-def test_a_non_finite_loss_poisons_its_gradient(loss: float, expected: float, factor: Any) -> None:
-    start = guard(5).poison(torch.tensor(loss), factor)
-    assert float(start) == pytest.approx(expected, nan_ok=True)
+SPOILED: dict[str, Callable[[nn.Linear], Tensor]] = {
+    "the loss is nan": lambda model: model(ONES).sum() * math.nan,
+    "the loss is inf": lambda model: model(ONES).sum() + math.inf,
+    # sqrt has an infinite slope at 0
+    "the gradient of weight holds nan": lambda model: (0 * model.weight).sum().sqrt() + model.bias.sum(),
+    "the gradient of bias holds inf": lambda model: (model.bias - model.bias.detach()).sum().sqrt(),
+}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("spoil", "found"),
-    [
-        (lambda model: model(torch.ones(1, 2)).sum() * math.nan, "rank 0: the loss is nan"),
-        (lambda model: model(torch.ones(1, 2)).sum() + math.inf, "rank 0: the loss is inf"),
-        # sqrt has an infinite slope at 0
-        (lambda model: (0 * model.weight).sum().sqrt() + model.bias.sum(), "rank 0: the gradient of weight holds nan"),
-        (lambda model: (model.bias - model.bias.detach()).sum().sqrt(), "rank 0: the gradient of bias holds inf"),
-        (lambda model: model(torch.ones(1, 2)).sum(), "only the sum over the processes is not finite"),
-    ],
-)
-def test_the_message_names_rank_and_tensor(spoil: Callable[[nn.Linear], Tensor], found: str, limit: int) -> None:
-    model = nn.Linear(2, 1)
-    watching = guard(limit, model=model)
-    with pytest.raises(TrainingStopped) as raised:
-        for update in range(1, limit + 1):
-            backward(watching, spoil(model))
-            watching.after_update(BAD, update)
-    text = str(raised.value)
-    assert f"the last at update {limit}: {found}. The weights are those of the last good update" in text
-    assert "\n" not in text
+@pytest.mark.parametrize("found", SPOILED)
+def test_the_message_names_the_rank_and_the_tensor_on_all(found: str, limit: int) -> None:
+    def work(process: Process) -> None:
+        trained(process, SPOILED[found] if process.rank == 1 else lambda model: None, limit)
+
+    errors = on_processes(3, work, catches=TrainingStopped, max_skipped_updates=limit)
+    for said in map(str, errors):
+        assert f"update {limit}: rank 1: {found}. " in said and "\n" not in said
+        assert "rank 0" not in said and "rank 2" not in said
 
 
-def test_the_message_names_only_the_ranks_that_found_something() -> None:
-    with pytest.raises(TrainingStopped, match=r"update 7: rank 1: the gradient of 0.bias holds inf\. The weights"):
-        guard(1, [[], ["the gradient of 0.bias holds inf"], []]).after_update(BAD, 7)
+def test_where_the_sum_alone_is_not_finite_no_rank_is_blamed_nor_for_what_was_found_before() -> None:
+    def work(process: Process) -> None:
+        updates = iter(range(1, 4))
 
+        def spoil(model: nn.Linear) -> Tensor:
+            if next(updates) < 3:
+                return model(ONES).sum() * math.nan
+            zero = (model.bias - model.bias.detach()).sum()
+            return sum(zero * torch.finfo(torch.float32).max for _ in range(2))
 
-def test_findings_of_an_update_that_was_made_are_forgotten() -> None:
-    model = nn.Linear(2, 1)
-    watching = guard(1, model=model)
-    backward(watching, model(torch.ones(1, 2)).sum() * math.nan)
-    watching.after_update(GOOD, 1)
-    with pytest.raises(TrainingStopped, match="only the sum"):
-        watching.after_update(BAD, 2)
+        trained(process, spoil, 3)
+
+    # A third of twice the largest number there is comes from each of three processes.
+    errors = on_processes(3, work, catches=TrainingStopped, max_skipped_updates=3)
+    assert all("update 3: only the sum over the processes" in str(error) for error in errors), errors
 
 
 def test_gradients_are_looked_at_only_while_there_is_trouble() -> None:
-    model = nn.Linear(2, 1)
-    watching, hooks = guard(5, model=model), []
-    for finite in (GOOD, BAD, GOOD):
-        watching.after_update(finite, 1)
+    hooks: list[int] = []
+
+    def count(model: nn.Module) -> Tensor | None:
         hooks.append(sum(len(parameter._backward_hooks or {}) for parameter in model.parameters()))
-    assert hooks == [0, 2, 0]
+        return model(ONES).sum() * math.nan if len(hooks) == 2 else None
 
-
-def test_an_engine_counts_skips_stops_and_keeps_the_last_good_weights(single: Callable[..., Backend]) -> None:
-    backend = single(batch_size=2, max_skipped_updates=3)
-    model = nn.Linear(2, 1)
-    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=0.1))
-    x = torch.ones(2, 2)
-    engine.backward(engine(x).sum())
-    assert not bool(engine.step().skipped)
-    good = model.weight.detach().clone()
-    with pytest.raises(TrainingStopped, match=r"3 updates in a row .* update 4: rank 0: the loss is nan"):
-        for _ in range(3):
-            engine.backward(engine(x).sum() * math.nan)
-            assert bool(engine.step().skipped)
-    assert engine.skipped_updates == 3 and torch.equal(model.weight, good)
+    trained(Process(max_skipped_updates=5), count, 4)
+    assert hooks == [0, 0, 2, 0]

@@ -6,16 +6,14 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend, Engine
-from distributed.engines.finite import SkipGuard
-from distributed.errors import TrainingStopped
-from distributed.stop import StopRequest
+from distributed import Backend, Engine, TrainingStopped, UserMistake
+from tests.processes import Process, on_processes
 
 BATCH = 12
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -95,14 +93,16 @@ def engine_loop(engine: Engine, updates: range, accumulate: int = 1) -> tuple[li
 
 @pytest.fixture
 def make(single: Callable[..., Backend]) -> Callable[..., Engine]:
-    """``make("SGD", seed=1, name="two", precision="bf16")``: an engine on a backend of one process."""
+    """``make("SGD", seed=1, name="two", precision="bf16")``: an engine on a backend of one process; ``own`` is its
+    own limit of the gradients' norm."""
 
     def make_engine(
-        optimizer: str | Callable[[Any], torch.optim.Optimizer], seed: int = 0, name: str = "model", **options: Any
-    ) -> Engine:
+        optimizer: str | Callable[[Any], torch.optim.Optimizer], seed: int = 0, name: str = "model",
+        own: float | None = None, **options: Any,
+    ) -> Engine:  # fmt: skip
         model = Model(seed)
-        make_optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else lambda _: optimizer(model)
-        return single(batch_size=BATCH, **options).wrap(model, make_optimizer(model.parameters()), name=name)
+        chosen = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer(model)
+        return single(batch_size=BATCH, **options).wrap(model, chosen, name=name, max_grad_norm=own)
 
     return make_engine
 
@@ -130,26 +130,11 @@ def test_a_plain_loop_gives_the_same_bits_and_with_clip_grad_norm_the_same_numbe
         assert norms == pytest.approx(expected_norms, rel=1e-6)  # the engine's is summed in fp64
 
 
-def test_a_clipped_update_has_exactly_the_length_that_was_asked_for(make: Make) -> None:
-    """SGD with learning rate 1 moves the weights by the clipped gradient itself."""
-    engine = make(lambda model: torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=0.1)
-    before = weights(engine.module)
-    ((_,), (norm,)) = engine_loop(engine, range(1))
-    moved = torch.cat([(new - before[name]).flatten() for name, new in weights(engine.module).items()])
-    assert norm > 0.1 and moved.norm().item() == pytest.approx(0.1, rel=1e-4)
-
-
-def test_max_grad_norm_of_an_engine_wins_over_the_runs_and_does_nothing_above_the_norm(
-    make: Make, single: Callable[..., Backend]
-) -> None:
-    free = make("fused Adam")
-    expected = engine_loop(free, range(3))
-    for max_grad_norm in (0.0, 1e6):
-        model = Model()
-        optimizer = OPTIMIZERS["fused Adam"](model.parameters())
-        engine = single(batch_size=BATCH, max_grad_norm=0.01).wrap(model, optimizer, max_grad_norm=max_grad_norm)
-        assert engine_loop(engine, range(3)) == expected
-        assert bits(weights(engine.module)) == bits(weights(free.module))
+@pytest.mark.parametrize("own", [0.0, 1e6])
+def test_max_grad_norm_of_an_engine_wins_over_the_runs_and_does_nothing_above_the_norm(own: float, make: Make) -> None:
+    free, engine = make("fused Adam"), make("fused Adam", max_grad_norm=0.01, own=own)
+    assert engine_loop(engine, range(3)) == engine_loop(free, range(3))
+    assert bits(weights(engine.module)) == bits(weights(free.module))
 
 
 def test_any_number_of_backward_calls_adds_up(make: Make) -> None:
@@ -169,38 +154,45 @@ def test_any_number_of_backward_calls_adds_up(make: Make) -> None:
     torch.testing.assert_close(weights(engine.module), weights(plain), rtol=1e-5, atol=1e-7)
 
 
-def test_losses_weighed_by_items_give_the_mean_over_all_items(make: Make) -> None:
+def test_losses_weighed_by_items_give_the_mean_over_all_items_and_a_part_without_items_nothing(make: Make) -> None:
     engine, plain = make("SGD", grad_accum_steps=2), Model()
     x = batch(0)
     engine.backward(engine(x[:5]).square().mean(), items=5, total=12)
     engine.backward(engine(x[5:]).square().mean(), items=torch.tensor(7), total=torch.tensor(12.0))
+    engine.backward(engine(x[:0]).square().mean(), items=0, total=12)  # its mean is NaN
     with pytest.raises(ValueError, match="both or neither"):
         engine.backward(engine(x).mean(), items=3)
-    engine.step()
+    assert not bool(engine.step().skipped)
     plain_loop(plain, OPTIMIZERS["SGD"](plain.parameters()), range(1))
     torch.testing.assert_close(weights(engine.module), weights(plain), rtol=1e-5, atol=1e-7)
-
-
-def test_a_part_without_items_contributes_nothing_though_its_mean_is_nan(make: Make) -> None:
-    engine, without_it = make("SGD"), make("SGD")
-    x = batch(0)
-    for each in (engine, without_it):
-        each.backward(each(x).square().mean(), items=12, total=12)
-    engine.backward(engine(x[:0]).square().mean(), items=0, total=12)
-    assert not bool(engine.step().skipped) and not bool(without_it.step().skipped)
-    assert bits(weights(engine.module)) == bits(weights(without_it.module))
 
 
 def test_micro_batches_are_consecutive_parts_of_tensors_and_lists(make: Make) -> None:
     engine = make("SGD", grad_accum_steps=3)
     given: dict[str, Any] = {"x": torch.arange(12), "positions": list("abcdefghijkl"), "epoch": 7}
-    parts = list(engine.micro_batches(given))
-    assert [part["x"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert [part["positions"] for part in parts] == [list("abcd"), list("efgh"), list("ijkl")]
-    assert [part["epoch"] for part in parts] == [7, 7, 7]
+    parts = [{**part, "x": part["x"].tolist()} for part in engine.micro_batches(given)]
+    assert parts == [
+        {"x": [*range(start, start + 4)], "positions": [*"abcdefghijkl"[start : start + 4]], "epoch": 7}
+        for start in (0, 4, 8)
+    ]
     for key in ("x", "positions"):
-        with pytest.raises(ValueError, match=rf"{key}.* holds 5 samples, this process was to get 12"):
+        with pytest.raises(ValueError, match=rf"{key}.* 5 .* 12"):
             list(engine.micro_batches({**given, key: given[key][:5]}))
+
+
+def test_only_the_last_micro_batch_sends_its_gradients_while_it_computes() -> None:
+    def work(process: Process) -> list[int]:
+        model, sent = nn.Linear(2, 2), []
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = len(process.comm.calls)
+        for part in engine.micro_batches({"x": torch.ones(6, 2)}):
+            engine.backward(engine(part["x"]).sum())
+            sent.append(len(process.comm.calls) - before)
+        engine.backward(engine(torch.ones(1, 2)).sum())  # outside the loop: more may come
+        return [*sent, len(process.comm.calls) - before]
+
+    assert on_processes(2, work, batch_size=12, grad_accum_steps=3) == [[0, 0, 1, 1]] * 2
 
 
 # Low precision.
@@ -227,18 +219,16 @@ def test_fp16_overflow_at_the_start_is_skipped_until_the_scale_fits(optimizer: s
             assert bits(weights(engine.module)) == bits(before)
     n = skipped.index(False)
     assert n >= 1 and skipped == [True] * n + [False] * (12 - n)
-    assert engine.skipped_updates == n
     state = engine.state_dict()
     assert state["scaler"] == {"scale": 2.0 ** (16 - n), "finite_in_a_row": 12 - n}
-    assert state["optimizer"]["step"] == 12 - n and state["updates"] == 12
+    assert (state["optimizer"]["step"], state["updates"], engine.skipped_updates) == (12 - n, 12, n)
     second = make(optimizer, seed=99, precision="fp16")
     second.load_state_dict(state)
-    assert second.skipped_updates == n
-    assert bits(second.state_dict()) == bits(state)
+    assert second.skipped_updates == n and bits(second.state_dict()) == bits(state)
 
 
 def test_fp16_scales_the_gradient_and_nothing_that_is_reported(make: Make) -> None:
-    half, full = (make("SGD", precision=precision) for precision in ("fp16", "fp32"))
+    half, full = (make("SGD", precision=precision, max_grad_norm=0.02) for precision in ("fp16", "fp32"))
     (expected_loss,), (expected_norm,) = engine_loop(full, range(1))
     norm = math.inf
     while not math.isfinite(norm):  # the scale is still too large
@@ -258,24 +248,6 @@ def test_fp16_scales_a_backward_alike_however_many_share_the_update(accumulate: 
     assert arriving == [2.0**16 / 16]
 
 
-def test_what_may_wait_for_the_reduction_is_marked_so(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
-    engine, waits = make("SGD"), []
-
-    def note(method: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any) -> Any:
-            waits.append((method.__name__, engine._backend.watchdog._mark.collective))
-            return method(*args)
-
-        return noting
-
-    monkeypatch.setattr(SkipGuard, "after_update", note(SkipGuard.after_update))
-    monkeypatch.setattr(StopRequest, "agreed", note(StopRequest.agreed))
-    engine_loop(engine, range(1))
-    assert not engine._backend.stop_requested()
-    assert waits == [("after_update", True), ("agreed", True)]
-    assert not engine._backend.watchdog._mark.collective
-
-
 @pytest.mark.parametrize("optimizer", ["Adam", "fused Adam", "SGD with momentum", "fused SGD with momentum"])
 def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it(optimizer: str, make: Make) -> None:
     engine, undisturbed = make(optimizer), make(optimizer)
@@ -290,8 +262,39 @@ def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it
             assert not bool(each.step().skipped)
     ours, expected = engine.state_dict(), undisturbed.state_dict()
     assert (ours["updates"], ours["skipped_updates"]) == (5, 1)
-    ours["weights"].pop("calls"), expected["weights"].pop("calls")
-    assert bits([ours["weights"], ours["optimizer"]]) == bits([expected["weights"], expected["optimizer"]])
+    assert bits(weights(engine.module)) == bits(weights(undisturbed.module))
+    assert bits(ours["optimizer"]) == bits(expected["optimizer"])
+
+
+# What an update waits for.
+
+
+def test_where_an_update_may_wait_for_others_the_watchdog_knows_it(single: Callable[..., Backend]) -> None:
+    backend, model = single(), nn.Linear(1, 1)
+    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with patch.object(backend.watchdog, "mark") as mark:
+        engine.step()
+        assert not backend.stop_requested()
+    marks = [(call.args[0].split()[0], call.kwargs.get("collective", False)) for call in mark.call_args_list]
+    assert marks == [
+        ("reducing", True), ("updating", False), ("waiting", True), ("computing", False), ("asking", True),
+        ("computing", False),
+    ]  # fmt: skip
+
+
+def test_copies_of_the_state_are_finished_before_an_update_or_a_load_changes_it() -> None:
+    process, model = Process(), nn.Linear(1, 1)
+    engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    state, seen = engine.state_dict(), []
+    for change in (engine.step, lambda: engine.load_state_dict(state)):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        before = bits(model.state_dict())
+        for _ in range(2):
+            process.before_update(lambda before=before: seen.append(bits(model.state_dict()) == before))
+        change()
+        assert bits(model.state_dict()) != before
+        engine.step()
+    assert seen == [True] * 4, "each once"
 
 
 # The learning rate, freezing.
@@ -315,25 +318,24 @@ def test_the_learning_rate_is_that_of_every_group_and_the_one_used(make: Make) -
     assert bits(weights(engine.module)) == bits(weights(plain))
 
 
-def test_a_frozen_model_passes_gradients_on_and_keeps_none(single: Callable[..., Backend]) -> None:
-    model = Model()
-    model.linear.bias.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    engine = single(batch_size=BATCH).wrap(model, optimizer)
-    before, x = weights(model), batch(0).requires_grad_()
-    with engine.frozen():
-        assert not any(p.requires_grad for p in model.parameters())
-        engine.module(x).square().mean().backward()
+def test_a_frozen_model_passes_gradients_on_and_keeps_none(make: Make) -> None:
+    def without_a_bias(model: Model) -> torch.optim.Optimizer:
+        model.linear.bias.requires_grad_(False)
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    engine = make(without_a_bias)
+    model, x = engine.module, batch(0).requires_grad_()
+    before = bits(weights(model))
+    frozen = lambda: [name for name, p in model.named_parameters() if not p.requires_grad]  # noqa: E731
+    with pytest.raises(ZeroDivisionError), engine.frozen():
+        assert len(frozen()) == len(list(model.parameters()))
+        model(x).square().mean().backward()
         for misuse in (lambda: engine(x), lambda: engine.backward(x.sum())):
             with pytest.raises(RuntimeError, match="frozen"):
                 misuse()
-    assert x.grad is not None and bool(x.grad.any())
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["linear.bias"]
-    assert engine.step().grad_norm.item() == 0.0
-    assert bits(weights(model)) == bits(before)
-    with pytest.raises(ZeroDivisionError), engine.frozen():
         raise ZeroDivisionError
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["linear.bias"]
+    assert x.grad is not None and bool(x.grad.any()) and frozen() == ["linear.bias"]
+    assert engine.step().grad_norm.item() == 0.0 and bits(weights(model)) == before
     with engine.gathered() as full:  # every process has the model whole
         assert full is model
     engine_loop(engine, range(1))
@@ -357,22 +359,17 @@ def test_a_fresh_engine_with_the_state_goes_on_to_the_same_bits(optimizer: str, 
     assert bits(second.state_dict()) == bits(whole.state_dict())
 
 
-def test_the_state_is_neutral_complete_and_a_copy(make: Make) -> None:
+def test_the_state_is_neutral_and_complete(make: Make) -> None:
     engine = make("fused Adam")
     assert engine.state_dict()["optimizer"] == {"type": "Adam", "step": 0, "slots": [], "moments": {}}
     engine_loop(engine, range(2))
-    state = engine.state_dict()
+    state, trained = engine.state_dict(), {name: p.shape for name, p in engine.module.named_parameters()}
     assert set(state) == {"weights", "optimizer", "scaler", "updates", "skipped_updates"}
-    assert state["optimizer"]["step"] == state["updates"] == 2 and state["scaler"] == {}
-    trained = {name: p.shape for name, p in engine.module.named_parameters()}
+    assert (state["optimizer"]["step"], state["updates"], state["scaler"]) == (2, 2, {})
+    assert set(state["weights"]) == {*trained, "calls"}
     assert set(state["optimizer"]["moments"]) == {"exp_avg", "exp_avg_sq"}
     for moments in state["optimizer"]["moments"].values():
         assert {name: tensor.shape for name, tensor in moments.items()} == trained
-        assert all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in moments.values())
-    assert set(state["weights"]) == {*trained, "calls"}
-    kept = bits(state)
-    engine_loop(engine, range(2, 4))
-    assert bits(state) == kept
 
 
 def test_parameters_that_the_optimizer_holds_but_nobody_trains_are_no_obstacle(make: Make) -> None:
@@ -388,36 +385,44 @@ def test_parameters_that_the_optimizer_holds_but_nobody_trains_are_no_obstacle(m
     assert engine_loop(first, range(2, 4)) == engine_loop(second, range(2, 4))
 
 
-NAME = "linear.weight"
-
-
 @pytest.mark.parametrize(
     ("text", "spoil"),
     [
-        ("of linear.weight is missing", lambda tensors: tensors.pop(NAME)),
-        ("of linear.weight2 belongs to no parameter", lambda tensors: tensors.update({f"{NAME}2": torch.ones(1)})),
-        (r"of linear.weight has shape \(1, 5\), the model has \(2, 5\)",
-         lambda tensors: tensors.update({NAME: tensors[NAME][:1]})),
+        ("linear.weight is missing", lambda tensors: tensors.pop("linear.weight")),
+        ("linear.weight2 ", lambda tensors: tensors.update({"linear.weight2": torch.ones(1)})),
+        (r"linear.weight .*\(1, 5\).*\(2, 5\)", lambda tensors: tensors.update({"linear.weight": torch.ones(1, 5)})),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("part", ["weights", "exp_avg", "exp_avg_sq"])
 def test_a_state_that_does_not_fit_is_refused_by_name(part: str, text: str, spoil: Any, make: Make) -> None:
     engine = make("fused Adam")
     engine_loop(engine, range(1))
     state = engine.state_dict()
     spoil(state["weights"] if part == "weights" else state["optimizer"]["moments"][part])
-    what = "weight" if part == "weights" else f"optimizer moment {part}"
-    with pytest.raises(ValueError, match=f"^{what} {text}"):
+    with pytest.raises(ValueError, match=f"{part.removesuffix('s')} of {text}"):
         engine.load_state_dict(state)
 
 
-def test_a_lack_of_memory_while_weights_are_shared_ends_this_process_alone(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_one_process_refuses_is_refused_by_all() -> None:
+    def load(process: Process) -> None:
+        model = nn.Linear(1, 1)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        state = engine.state_dict()
+        if process.rank == 1:
+            del state["weights"]["bias"]
+        engine.load_state_dict(state)
+
+    errors = on_processes(2, load, catches=UserMistake)
+    assert all("bias is missing" in str(error) and "rank 1" in str(error) for error in errors)
+
+
+def test_a_lack_of_memory_while_weights_are_shared_ends_this_process_alone(make: Make) -> None:
     """The others wait in a collective, so this process must not wait for them where they agree on a load."""
     engine = make("fused Adam")
-    monkeypatch.setattr(engine, "_share_weights", Mock(side_effect=MemoryError))
-    with pytest.raises(TrainingStopped, match="rank 0: not enough memory") as stopped, engine._backend.agreement():
+    # Nothing is shared on this backend, so what other backends do here has to be replaced.
+    shares = patch.object(engine, "_share_weights", Mock(side_effect=MemoryError))
+    with shares, pytest.raises(TrainingStopped, match="rank 0: not enough memory") as stopped:
         engine.load_state_dict(engine.state_dict())
     assert stopped.value.alone
 
@@ -425,18 +430,19 @@ def test_a_lack_of_memory_while_weights_are_shared_ends_this_process_alone(
 @pytest.mark.parametrize(
     ("saved", "now", "lost", "text"),
     [
-        ("fused Adam", "fused Adam", {"exp_avg", "exp_avg_sq"}, "moment"),
-        ("fused Adam", "fused Adam", {"exp_avg_sq"}, "moment"),
-        ("SGD with momentum", "fused Adam", set(), "optimizer"),
-        ("fused Adam", "SGD with momentum", set(), "optimizer"),
+        ("fused Adam", "fused Adam", ["exp_avg", "exp_avg_sq"], "moment"),
+        ("fused Adam", "fused Adam", ["exp_avg_sq"], "moment"),
+        ("SGD with momentum", "fused Adam", [], "optimizer"),
+        ("fused Adam", "SGD with momentum", [], "optimizer"),
     ],
 )
 def test_lost_moments_and_those_of_another_optimizer_are_refused(
-    saved: str, now: str, lost: set[str], text: str, make: Make
+    saved: str, now: str, lost: list[str], text: str, make: Make
 ) -> None:
     first = make(saved)
     engine_loop(first, range(1))
     state = first.state_dict()
+
     for slot in lost:
         state["optimizer"]["moments"].pop(slot)
     with pytest.raises(ValueError, match=text):
@@ -457,14 +463,13 @@ def _any_kernels() -> Iterator[None]:
 @pytest.mark.parametrize("options", [{}, {"batch_parts": 2}], ids=str)
 def test_two_engines_update_their_own_model_each(options: dict[str, int], make: Make) -> None:
     one, two = make("fused Adam", seed=1, name="one", **options), make("SGD", seed=2, name="two", **options)
-    before = weights(two.module)
+    before = bits(weights(two.module))
     engine_loop(one, range(2))
-    assert bits(weights(two.module)) == bits(before)
+    assert bits(weights(two.module)) == before
     one.backward(one(batch(5)).mean() + two(batch(5)).mean())
     assert one.step().grad_norm.item() > 0
     assert (two.step().grad_norm.item() == 0) == bool(options)  # with parts no gradient reaches another engine
-    assert (bits(weights(two.module)) == bits(before)) == bool(options)
-    assert (one.state_dict()["updates"], two.state_dict()["updates"]) == (3, 1)
+    assert (bits(weights(two.module)) == before) == bool(options)
 
 
 @pytest.mark.usefixtures("_any_kernels")

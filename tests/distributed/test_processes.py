@@ -1,0 +1,73 @@
+"""What processes agree on: errors of one of them, and what they do before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distributed import TrainingStopped, UserMistake
+from tandem.files.exits import CannotGoOn
+from tests.processes import Process, on_processes
+
+
+def failing(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ValueError("seven\nlines"), UserMistake, "seven"),
+        (OSError(28, "No space left"), UserMistake, "No space left"),
+        (MemoryError("of 7 bytes"), UserMistake, "not enough memory: of 7 bytes"),
+        (RuntimeError("can't allocate memory: 7"), UserMistake, "not enough memory: can't allocate memory: 7"),
+        (CannotGoOn("a worker was killed"), TrainingStopped, "a worker was killed"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_fails_on_one_process_is_the_same_error_of_one_line_on_all(
+    rank: int, error: Exception, kind: type[Exception], said: str
+) -> None:
+    def work(process: Process) -> None:
+        with process.agreement():
+            if process.rank == rank:
+                raise error
+
+    found = on_processes(3, work, catches=(UserMistake, TrainingStopped))
+    assert [type(each) for each in found] == [kind] * 3
+    assert len(set(map(str, found))) == 1 and said in str(found[0]) and "\n" not in str(found[0])
+    assert ("rank 2" in str(found[0])) == (rank == 2)
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), RuntimeError("a bug"), TrainingStopped("the end")], ids=repr)
+def test_another_error_is_not_agreed_on(error: Exception) -> None:
+    def work(process: Process) -> None:
+        with process.agreement():
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        work(Process())
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("wait", [
+    lambda process, error: list(process.each("data", map(failing, [error]))),
+    lambda process, error: list(process.each("data", Fails(error))),
+])  # fmt: skip
+@pytest.mark.parametrize("error", [ValueError("broken"), CannotGoOn("broken")], ids=repr)
+def test_data_that_one_process_cannot_get_ends_that_process_alone(wait: Callable[..., Any], error: Exception) -> None:
+    with pytest.raises(TrainingStopped, match=r"^rank 0: broken$") as stopped:
+        wait(Process(), error)
+    assert stopped.value.alone
+    assert list(Process().each("data", "ab")) == ["a", "b"]
+
+
+class Fails:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> Any:
+        raise self._error
