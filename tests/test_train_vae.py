@@ -12,7 +12,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from functools import cache
-from math import exp
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ import data
 import distributed
 import train_vae
 from models import DiscreteVAE
+from reference.vae import Settings, schedule
 from tests.scripts import (
     ROOT,
     VAE,
@@ -53,20 +54,6 @@ def from_model_folder(run: Path) -> DiscreteVAE:
     return DiscreteVAE.from_pretrained(run / "model")
 
 
-# The schedules, against the recurrences of the specification.
-
-
-def recurrence(args: argparse.Namespace, n_steps: int) -> tuple[list[float], list[float]]:
-    """Temperature and learning rate of every update; both change after the updates 0, 100, 200, ..."""
-    temperatures, rates = [args.starting_temp], [args.learning_rate]
-    for step in range(n_steps - 1):
-        changes = step % 100 == 0
-        lower = max(temperatures[-1] * exp(-args.anneal_rate * step), args.temp_min)
-        temperatures.append(lower if changes else temperatures[-1])
-        rates.append(rates[-1] * args.lr_decay_rate if changes else rates[-1])
-    return temperatures, rates
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -79,9 +66,10 @@ def recurrence(args: argparse.Namespace, n_steps: int) -> tuple[list[float], lis
 )
 def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) -> None:
     args = VAE.parsed(*said)
-    temperatures, rates = recurrence(args, 13_000)
-    np.testing.assert_allclose([train_vae.gumbel_temperature(n, args) for n in range(13_000)], temperatures, rtol=1e-12)
-    np.testing.assert_allclose([train_vae.learning_rate(n, args) for n in range(13_000)], rates, rtol=1e-12)
+    names = ("learning_rate", "lr_decay_rate", "starting_temp", "temp_min", "anneal_rate")
+    recurrence = schedule(Settings(**{name: getattr(args, name) for name in names}))
+    ours = [(train_vae.learning_rate(n, args), train_vae.gumbel_temperature(n, args)) for n in range(13_000)]
+    np.testing.assert_allclose(ours, list(islice(recurrence, 13_000)), rtol=1e-12)
 
 
 def test_with_the_defaults_the_temperature_reaches_its_floor_near_step_11_800() -> None:

@@ -1,0 +1,382 @@
+"""A causal tokenizer of videos after MAGVIT-2 (Yu et al. 2024): clips to grids of codes and back, in one file.
+
+    python reference/tokenizer.py clips/  # writes tokenizer.safetensors and tokenizer.png, frames above reconstructions
+    python reference/tokenizer.py clips/ --image_size 32 --num_frames 9 --init_dim 16 --discr_layers 2 --max_steps 500
+
+No code depends on a later frame: convolutions in time are padded in front alone, and 1 + 2n frames become 1 + n. So the
+first grid of codes is that of an image. A code is the signs of d numbers (LFQ). Discriminators judge frames and motion.
+train_tokenizer.py trains the same, with more to choose from; tests/test_references.py compares the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image, ImageOps
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyper-parameters: names and defaults are those of the flags of train_tokenizer.py."""
+
+    image_size: int = 128  # side of a frame in pixels
+    num_frames: int = 17  # of a clip
+    layers: str = (  # of the encoder, from pixels to codes; the decoder mirrors them
+        "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
+        "compress_space,consecutive_residual:2,attend_space,compress_time,consecutive_residual:2,compress_time,"
+        "consecutive_residual:2,attend_time"
+    )
+    init_dim: int = 64  # channels at full resolution, of generator and discriminators
+    input_kernel: int = 7
+    codebook_size: int = 1024  # 2^d
+    inv_temperature: float = 10.0  # of the soft choice of a code, whose entropies are in the loss
+    diversity_gamma: float = 2.5  # weight of the entropy of all choices, over that of each
+    entropy_loss_weight: float = 0.1
+    commitment_loss_weight: float = 1.0
+    discr_layers: int = 4  # halvings of the side in the discriminators
+    gan_weight_scale: float = 0.1
+    penalty_weight: float = 10.0
+    apply_grad_penalty_every: int = 4
+    learning_rate: float = 1e-5
+    lr_warmup_steps: int = 1000
+    weight_decay: float = 0.01
+    batch_size: int = 8
+    max_steps: int = 20_000
+    seed: int = 0
+
+
+class CausalConv3d(nn.Conv3d):
+    """Zeros before the clip, as many as the kernel has frames beyond one: output j sees frames up to stride x j."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (0, 0, 0, 0, self.kernel_size[0] - 1, 0)))
+
+
+class Up(nn.Module):
+    """Twice the height and width; or 1 + 2n frames of 1 + n, of which frame f is made from ceil(f / 2)."""
+
+    def __init__(self, fan_in: int, fan_out: int, in_time: bool) -> None:
+        super().__init__()
+        self.in_time, parts = in_time, 2 if in_time else 4
+        self.expand = nn.Conv3d(fan_in, parts * fan_out, 1)
+        one = nn.init.kaiming_uniform_(torch.empty(fan_out, fan_in, 1, 1, 1))
+        self.expand.weight.data = one.repeat_interleave(parts, dim=0)  # the parts begin equal: no checkerboard
+        nn.init.zeros_(self.expand.get_parameter("bias"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.expand(x))
+        if self.in_time:
+            return rearrange(x, "b (c p) f h w -> b c (f p) h w", p=2)[:, :, 1:]
+        return rearrange(x, "b (c p q) f h w -> b c f (h p) (w q)", p=2, q=2)
+
+
+class ResidualUnit(nn.Module):
+    """x + y times gates in (0, 2) for each channel and frame, from a weighted mean over the frame (global context, Cao
+    et al. 2020). Gates begin as 1: almost shut, as those of the public code, they would take too long to open."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv, self.mix = CausalConv3d(dim, dim, 3, padding=(0, 1, 1)), nn.Conv3d(dim, dim, 1)
+        squeeze, excite = nn.Linear(dim, max(16, dim // 2)), nn.Linear(max(16, dim // 2), dim)
+        self.gate = nn.ModuleDict({"to_weights": nn.Conv3d(dim, 1, 1), "squeeze": squeeze, "excite": excite})
+        excite.weight.data.zero_(), excite.bias.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.elu(self.mix(F.elu(self.conv(x))))
+        weights = self.gate["to_weights"](y).flatten(3).softmax(dim=-1)  # (b, 1, f, h w)
+        mean = rearrange((y.flatten(3) * weights).sum(dim=-1), "b c f -> b f c")
+        gates = 2 * torch.sigmoid(self.gate["excite"](F.leaky_relu(self.gate["squeeze"](mean), 0.1)))
+        return x + y * rearrange(gates, "b f c -> b c f 1 1")
+
+
+class RMSNorm(nn.Module):
+    """Over the channels of each position by itself: a norm over frames would see the future."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt() * self.gain[:, None, None, None]
+
+
+class Attention(nn.Module):
+    """Tokens (n, t, dim) -> (n, t, dim). In softmax attention, each also sees four learned ones, the memory. Along time
+    none sees those after it, and a learned gain weighs what those before it add. In linear attention, exp(s) of a score
+    s = q.k is replaced by 1 + s + s^2 / 2, a product of features of q and of k (Arora et al. 2024, "Based")."""
+
+    def __init__(self, dim: int, kind: str) -> None:
+        super().__init__()
+        self.kind, (self.heads, width) = kind, (16, 8) if kind == "linear_attend_space" else (8, 32)
+        self.to_qkv = nn.Linear(dim, 3 * self.heads * width, bias=False)
+        self.to_out = nn.Linear(self.heads * width, dim, bias=False)
+        if kind != "linear_attend_space":
+            self.memory = nn.Parameter(torch.randn(2, self.heads, 4, width))
+        if kind == "attend_time":
+            self.past_gain = nn.Parameter(torch.ones(self.heads))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, *kv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
+        if self.kind == "linear_attend_space":
+            q, k = taylor_features(q / math.sqrt(q.shape[-1])), taylor_features(kv[0])
+            out = q @ (k.mT @ kv[1]) / (q @ k.sum(dim=2).unsqueeze(-1))
+        else:
+            k, v = (torch.cat([m.expand(len(x), -1, -1, -1), x], dim=2) for m, x in zip(self.memory, kv, strict=True))
+            if self.kind == "attend_space":
+                out = F.scaled_dot_product_attention(q, k, v)
+            else:
+                every = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+                masks = [F.pad(seen, (4, 0), value=True) for seen in (every.tril().triu(), every.tril())]
+                alone, out = (F.scaled_dot_product_attention(q, k, v, attn_mask=mask) for mask in masks)
+                out = alone + self.past_gain[:, None, None] * (out - alone)
+        return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
+
+
+def taylor_features(x: Tensor) -> Tensor:
+    squares = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2) / math.sqrt(2)
+    return torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1)
+
+
+class Attend(nn.Module):
+    """Attention and a feed-forward (GEGLU, Shazeer 2020), each beside a skip. Along time, both see half of the channels
+    as they were a frame before, times a learned gain."""
+
+    def __init__(self, dim: int, kind: str) -> None:
+        super().__init__()
+        self.tokens = "(b h w) f c" if kind == "attend_time" else "(b f) (h w) c"
+        self.norm, self.attention, inner = RMSNorm(dim), Attention(dim, kind), 8 * dim // 3
+        layers = {"norm": RMSNorm(dim), "expand": nn.Conv3d(dim, 2 * inner, 1), "contract": nn.Conv3d(inner, dim, 1)}
+        self.feed_forward = nn.ModuleDict(layers)
+        gains = [
+            nn.ParameterDict({"past_gain": torch.ones(dim // 2)}) for _ in range(2 if kind == "attend_time" else 0)
+        ]
+        self.shifts = nn.ModuleList(gains)
+
+    def shifted(self, x: Tensor, index: int) -> Tensor:
+        if not self.shifts:
+            return x
+        here, past = x.chunk(2, dim=1)
+        past = F.pad(past, (0, 0, 0, 0, 1, 0))[:, :, :-1]
+        return torch.cat([here, past * self.shifts[index].get_parameter("past_gain")[:, None, None, None]], dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = dict(zip("bfhw", (len(x), *x.shape[2:]), strict=True))
+        tokens = rearrange(self.norm(self.shifted(x, 0)), f"b c f h w -> {self.tokens}")
+        x = x + rearrange(self.attention(tokens), f"{self.tokens} -> b c f h w", **sizes)
+        y = self.feed_forward["expand"](self.feed_forward["norm"](self.shifted(x, 1)))
+        values, gates = y.chunk(2, dim=1)
+        return x + self.feed_forward["contract"](values * F.gelu(gates))
+
+
+class VideoTokenizer(nn.Module):
+    """The generator: clips (b, 3, f, h, w) in [0, 1] -> latents (b, d, f', h', w') -> signs -> clips."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        dim, bits, side = settings.init_dim, settings.codebook_size.bit_length() - 1, settings.input_kernel
+        encoder: list[nn.Module] = []
+        decoder: list[nn.Module] = []
+        conv_in = CausalConv3d(3, dim, side, padding=(0, side // 2, side // 2))
+        conv_out = CausalConv3d(dim, 3, 3, padding=(0, 1, 1))
+        for name, _, number in (layer.partition(":") for layer in settings.layers.split(",")):
+            if name.startswith("compress"):  # to so many channels, or twice as many
+                wide, in_time = int(number or 2 * dim), name == "compress_time"
+                kernel, stride, padding = ((3, 1, 1), (2, 1, 1), 0) if in_time else ((1, 3, 3), (1, 2, 2), (0, 1, 1))
+                encoder.append(CausalConv3d(dim, wide, kernel, stride, padding))
+                decoder.append(Up(wide, dim, in_time))
+                dim = wide
+                continue
+            for _ in range(int(number or 1)):
+                for half in (encoder, decoder):
+                    half.append(Attend(dim, name) if "attend" in name else ResidualUnit(dim))
+        self.encoder = nn.Sequential(OrderedDict(
+            conv_in=nn.Sequential(OrderedDict(conv=conv_in)), layers=nn.Sequential(*encoder),
+            norm=RMSNorm(dim), to_latents=nn.Conv3d(dim, bits, 1),
+        ))  # fmt: skip
+        self.decoder = nn.Sequential(OrderedDict(
+            from_latents=nn.Conv3d(bits, dim, 1), layers=nn.Sequential(*decoder[::-1]),
+            conv_out=nn.Sequential(OrderedDict(conv=conv_out)),
+        ))  # fmt: skip
+
+    def encode(self, clips: Tensor) -> Tensor:
+        """The layers see and make frames in [-1, 1]. The clamp is soft, and keeps entropies from vanishing."""
+        return 10 * torch.tanh(self.encoder(2 * clips - 1) / 10)
+
+    def decode(self, signs: Tensor) -> Tensor:
+        return (self.decoder(signs) + 1) / 2
+
+
+class VideoDiscriminator(nn.Module):
+    """Three discriminators of overlapping patches: of one frame of each clip, of all frames, and of every second one.
+    Logits are positive where a patch looks real; a loss is a sum over the three."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.frame_head = self.head_of_frames(settings.init_dim, settings.discr_layers)
+        self.clip_heads = nn.ModuleList(self.head_of_clips(settings.init_dim, settings.discr_layers) for _ in range(2))
+
+    @staticmethod
+    def head_of_frames(dim: int, halvings: int) -> nn.Module:
+        layers = nn.Sequential(nn.Sequential(nn.Conv2d(3, dim, 5, padding=2), nn.LeakyReLU(0.1)))
+        for i, o in itertools.pairwise([dim] + [dim * 2**level for level in range(halvings)]):
+            norm = nn.GroupNorm(math.gcd(16, o), o)
+            layers.append(nn.Sequential(nn.Conv2d(i, o, 4, stride=2, padding=1), norm, nn.LeakyReLU(0.1)))
+        to_logits = nn.Sequential(nn.Conv2d(o, o, 1), nn.LeakyReLU(0.1), nn.Conv2d(o, 1, 4))
+        return nn.Sequential(OrderedDict(layers=layers, to_logits=to_logits))
+
+    @staticmethod
+    def head_of_clips(dim: int, halvings: int) -> nn.Module:
+        layers = nn.Sequential()
+        for level, (i, o) in enumerate(itertools.pairwise([3] + [dim * 2**level for level in range(halvings)])):
+            conv = nn.Conv3d(i, o, (3, 4, 4), stride=(2 if level in (1, 2) else 1, 2, 2), padding=1)
+            norm = nn.GroupNorm(math.gcd(16, o), o) if level else nn.Identity()
+            layers.append(nn.Sequential(conv, norm, nn.LeakyReLU(0.1)))
+        to_logits = nn.Sequential(nn.Conv3d(o, o, 1), nn.LeakyReLU(0.1), nn.Conv3d(o, 1, (1, 4, 4)))
+        return nn.Sequential(OrderedDict(layers=layers, to_logits=to_logits))
+
+    def forward(self, clips: Tensor, frames: Tensor) -> list[Tensor]:
+        """frames: int64 (b,), the one of each clip that the first discriminator sees."""
+        shown = clips[torch.arange(len(clips), device=clips.device), :, frames]
+        return [self.frame_head(shown), self.clip_heads[0](clips), self.clip_heads[1](clips[:, :, ::2])]
+
+
+def quantize(z: Tensor) -> Tensor:
+    """Latents -> their signs, 1 above 0 and else -1, with the gradient of the latents, which goes straight through."""
+    return torch.where(z > 0, 1.0, -1.0) + (z - z.detach())
+
+
+def entropy_loss(z: Tensor, settings: Settings) -> Tensor:
+    """E H(p) - gamma H(E p) over all latents z, in nats: each shall choose a code clearly, and all of them all codes. p
+    is the softmax of -t |z - c|^2, or of 2 t <z, c>, over the 2^d codes c; t is the inverse temperature. For large
+    codebooks, vqgan.py shows how to do without a table of all latents x 2^d codes."""
+    corners = torch.tensor([*itertools.product((-1.0, 1.0), repeat=z.shape[1])], device=z.device)
+    log_p = (2 * settings.inv_temperature * z.movedim(1, -1).flatten(0, -2) @ corners.T).log_softmax(dim=1)
+    mean = log_p.exp().mean(dim=0)
+    of_each = -(log_p.exp() * log_p).sum(dim=1).mean()
+    return of_each + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
+
+
+def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, last: Tensor) -> Tensor:
+    """The weight that gives both losses gradients of one norm at the last layer (Esser et al. 2021, equation 7)."""
+    norms = [torch.autograd.grad(loss, last, retain_graph=True)[0].norm() for loss in (reconstruction, adversarial)]
+    return (norms[0] / norms[1].clamp_min(1e-4)).clamp_max(1e4)
+
+
+def gradient_penalty(discriminator: VideoDiscriminator, clips: Tensor, frames: Tensor) -> Tensor:
+    """E |grad_x D(x)|^2, D(x) the mean logit of a clip, summed over the heads (Mescheder et al. 2018, R1 and R2)."""
+    x = clips.detach().requires_grad_()
+    means = [logits.flatten(1).mean(dim=1).sum() for logits in discriminator(x, frames)]
+    gradients = [torch.autograd.grad(mean, x, create_graph=True)[0] for mean in means]
+    return torch.stack([gradient.flatten(1).square().sum(dim=1).mean() for gradient in gradients]).sum()
+
+
+def adam_of(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Matrices and kernels decay; gains, biases and what else has one dimension above 1 do not."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[sum(size > 1 for size in parameter.shape) > 1].append(parameter)
+    decays = {True: settings.weight_decay, False: 0.0}
+    return torch.optim.AdamW([{"params": groups[k], "weight_decay": decays[k]} for k in groups], betas=(0.9, 0.99))
+
+
+def train(
+    generator: VideoTokenizer, discriminator: VideoDiscriminator, batches: Iterable[Tensor],
+    noise: Callable[[int, int], Tensor], settings: Settings,
+) -> Iterator[dict[str, float]]:  # fmt: skip
+    """Train on uint8 clips (b, 3, f, h, w); yields what an update was like, after each.
+
+    noise: (number of the update, b) -> uniform in [0, 1), (b,): which frame of each clip is judged by itself."""
+    last, models = generator.get_parameter("decoder.conv_out.conv.weight"), (generator, discriminator)
+    adams, warmup = [adam_of(m, settings) for m in models], min(settings.lr_warmup_steps, settings.max_steps // 2)
+    for step, batch in enumerate(batches):
+        clips = batch.to(last.device).float() / 255
+        frames = (noise(step, len(clips)) * clips.shape[2]).long().to(last.device)
+        for group in (*adams[0].param_groups, *adams[1].param_groups):
+            group["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(warmup, 1))
+
+        # The generator: rebuild the clips, stay near the codes, and deceive the discriminator, which stays as it is.
+        discriminator.requires_grad_(False)
+        z = generator.encode(clips)
+        fake = generator.decode(quantize(z))
+        error = F.mse_loss(fake, clips)
+        deceit = -torch.stack([logits.mean() for logits in discriminator(fake, frames)]).sum()
+        loss = error + settings.gan_weight_scale * adaptive_weight(error, deceit, last) * deceit
+        loss = loss + settings.commitment_loss_weight * F.mse_loss(z, quantize(z).detach())
+        loss = loss + settings.entropy_loss_weight * entropy_loss(z, settings)
+        adams[0].zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(generator.parameters(), math.inf)
+        adams[0].step()
+
+        # The discriminator: tell the same clips from what the generator made of them.
+        discriminator.requires_grad_(True)
+        fake = fake.detach()
+        logits = zip(discriminator(clips, frames), discriminator(fake, frames), strict=True)
+        hinge = torch.stack(
+            [F.relu(1 - of_real).mean() + F.relu(1 + of_fake).mean() for of_real, of_fake in logits]
+        ).sum()
+        discr_loss = hinge
+        if step % settings.apply_grad_penalty_every == 0:
+            penalty = gradient_penalty(discriminator, clips, frames) + gradient_penalty(discriminator, fake, frames)
+            discr_loss = hinge + settings.penalty_weight * penalty
+        adams[1].zero_grad()
+        discr_loss.backward()
+        discr_grad_norm = nn.utils.clip_grad_norm_(discriminator.parameters(), math.inf)
+        adams[1].step()
+        values = {"loss": loss, "grad_norm": grad_norm, "discr_loss": hinge, "discr_grad_norm": discr_grad_norm}
+        yield {name: value.item() for name, value in values.items()}
+
+
+def clips_of(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:
+    """Clips from random places of the videos below a folder, uint8 (3, num_frames, side, side), without end."""
+    endings = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
+    paths = [path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in endings]
+    while paths:
+        for index in torch.randperm(len(paths)).tolist():
+            with av.open(str(paths[index])) as file:
+                file.seek(int(float(torch.rand(())) * (file.duration or 0)))  # to the key frame before
+                frames = [frame.to_image() for frame in itertools.islice(file.decode(video=0), num_frames)]
+            squares = [np.array(ImageOps.fit(frame, (side, side))) for frame in frames]
+            clip = [squares[min(i, len(squares) - 1)] for i in range(num_frames)]  # near the end the last frame stays
+            yield torch.from_numpy(np.stack(clip)).permute(3, 0, 1, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="videos to train on")
+    for field in fields(Settings):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    flags = vars(parser.parse_args())
+    folder, settings = flags.pop("folder"), Settings(**flags)
+    torch.manual_seed(settings.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator, discriminator = VideoTokenizer(settings).to(device), VideoDiscriminator(settings).to(device)
+    clips = clips_of(folder, settings.image_size, settings.num_frames)
+    batches = (torch.stack([*itertools.islice(clips, settings.batch_size)]) for _ in range(settings.max_steps))
+    updates = train(generator, discriminator, batches, lambda step, n: torch.rand(n), settings)
+    for step, update in enumerate(updates):
+        if step % 10 == 0:
+            print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
+    save_file(generator.state_dict(), "tokenizer.safetensors")
+    shown = next(clips)[None].to(device).float() / 255
+    with torch.no_grad():
+        rows = torch.cat([shown, generator.decode(quantize(generator.encode(shown)))])  # frames above reconstructions
+    pixels = rearrange(rows.clamp(0, 1), "row c f h w -> (row h) (f w) c")
+    Image.fromarray((255 * pixels).byte().cpu().numpy()).save("tokenizer.png")
+
+
+if __name__ == "__main__":
+    main()

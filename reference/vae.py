@@ -1,0 +1,213 @@
+"""The discrete VAE of DALL-E (Ramesh et al. 2021, section 2.1): images to a grid of codes and back, in one file.
+
+    python reference/vae.py photos/     # writes vae.safetensors and vae.png, originals above reconstructions
+    python reference/vae.py photos/ --image_size 64 --num_tokens 256 --hidden_dim 64 --max_steps 500
+
+A convolutional encoder gives every place of a grid logits over K codes, and a decoder makes an image of the codebook's
+vectors at the chosen codes. A choice has no gradient. So while the model trains, Gumbel noise and a softmax of
+temperature T choose a mixture of all vectors (Jang et al. 2017, Maddison et al. 2017); as T falls, the mixture comes
+closer to a single one.
+
+This is what train_vae.py trains, on one process and without what surrounds a run; tests/test_references.py holds the
+two against each other. As in DALLE-pytorch, whose names the weights have, the error is the squared one instead of the
+paper's logit-Laplace likelihood. Of the script's options, RGBA and ReinMax are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyper-parameters: names and defaults are those of the flags of train_vae.py."""
+
+    image_size: int = 128  # side of the images in pixels
+    num_tokens: int = 8192  # K
+    num_layers: int = 3  # halvings of the side: a code stands for 2^num_layers x 2^num_layers pixels
+    num_resnet_blocks: int = 2  # on the coarsest grid, in the encoder and in the decoder; at least 1 here
+    emb_dim: int = 512  # width of a codebook vector
+    hidden_dim: int = 256  # channels of the convolutions
+    smooth_l1_loss: bool = False  # instead of the squared error
+    kl_loss_weight: float = 0.0
+    straight_through: bool = False  # decode the likeliest code alone, with the gradient of the mixture
+    starting_temp: float = 1.0
+    temp_min: float = 0.5
+    anneal_rate: float = 1e-6
+    learning_rate: float = 1e-3
+    lr_decay_rate: float = 0.98
+    max_grad_norm: float = 0.0  # clip the gradient to this norm; 0: do not clip
+    batch_size: int = 8
+    max_steps: int = 20_000
+    seed: int = 0
+
+
+class ResBlock(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(dim, dim, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(dim, dim, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(dim, dim, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(x)
+
+
+class DiscreteVAE(nn.Module):
+    """Images (b, 3, H, W) in [-1, 1] -> logits (b, K, h, w) over the codes -> images; h = H / 2^num_layers."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        dim, halvings = settings.hidden_dim, settings.num_layers
+
+        def blocks() -> list[nn.Module]:
+            return [ResBlock(dim) for _ in range(settings.num_resnet_blocks)]
+
+        def down(fan_in: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(fan_in, dim, 4, stride=2, padding=1), nn.ReLU())
+
+        def up() -> nn.Module:
+            return nn.Sequential(nn.ConvTranspose2d(dim, dim, 4, stride=2, padding=1), nn.ReLU())
+
+        self.encoder = nn.Sequential(
+            down(3), *[down(dim) for _ in range(halvings - 1)], *blocks(), nn.Conv2d(dim, settings.num_tokens, 1)
+        )
+        self.codebook = nn.Embedding(settings.num_tokens, settings.emb_dim)
+        self.decoder = nn.Sequential(
+            nn.Conv2d(settings.emb_dim, dim, 1), *blocks(), *[up() for _ in range(halvings)], nn.Conv2d(dim, 3, 1)
+        )
+
+    def decode(self, weights: Tensor) -> Tensor:
+        """Weights (b, K, h, w) of the codes, which sum to 1 -> images (b, 3, H, W)."""
+        return self.decoder(torch.einsum("bkhw,kd->bdhw", weights, self.codebook.weight))
+
+    @torch.no_grad()
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """Images -> images, through the likeliest code at every place: what the model is used for."""
+        return self.decode(one_hot(self.encoder(x)))
+
+
+def one_hot(logits: Tensor) -> Tensor:
+    """(b, K, ...) -> the same shape: 1 where the logit is the largest, 0 elsewhere."""
+    return torch.zeros_like(logits).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
+
+
+def relaxed_choice(logits: Tensor, gumbel: Tensor, temperature: float, straight_through: bool) -> Tensor:
+    """Logits and standard Gumbel noise (b, K, h, w) -> weights of the codes. argmax(logits + gumbel) would be a sample
+    of softmax(logits); the softmax in place of the argmax has a gradient, which grows more noisy as T falls."""
+    soft = ((logits + gumbel) / temperature).softmax(dim=1)
+    if not straight_through:
+        return soft
+    return one_hot(soft) + (soft - soft.detach())  # the parenthesis is exactly 0, and has the gradient of `soft`
+
+
+def loss_of(model: DiscreteVAE, images: Tensor, gumbel: Tensor, temperature: float, settings: Settings) -> Tensor:
+    """Images (b, 3, H, W) in [0, 1] -> 0-d: what stands for the likelihood, and the KL of the evidence lower bound."""
+    x = 2 * images - 1
+    logits = model.encoder(x)
+    out = model.decode(relaxed_choice(logits, gumbel, temperature, settings.straight_through))
+    error = F.smooth_l1_loss(out, x) if settings.smooth_l1_loss else F.mse_loss(out, x)
+    # KL(q || uniform) = sum_k q log(q K), in nats, averaged over images and places. It keeps codes from dying out. The
+    # temperature has no part in it: q is what the encoder says, not what is decoded.
+    log_q = logits.log_softmax(dim=1)
+    kl = (log_q.exp() * (log_q + math.log(settings.num_tokens))).sum(dim=1).mean()
+    return error + settings.kl_loss_weight * kl
+
+
+def schedule(settings: Settings) -> Iterator[tuple[float, float]]:
+    """Learning rate and temperature of the updates 0, 1, 2, ...; both change after the updates 0, 100, 200, ... only.
+    The exponent has the number of all updates so far, so the temperature falls like exp(-rate x n^2 / 200)."""
+    rate, temperature = settings.learning_rate, settings.starting_temp
+    for step in itertools.count():
+        yield rate, temperature
+        if step % 100 == 0:
+            rate *= settings.lr_decay_rate
+            temperature = max(temperature * math.exp(-settings.anneal_rate * step), settings.temp_min)
+
+
+def train(
+    model: DiscreteVAE, batches: Iterable[Tensor], noise: Callable[[int, int], Tensor], settings: Settings
+) -> Iterator[dict[str, float]]:
+    """Train on uint8 images (b, 3, H, W); yields what an update was like, after each.
+
+    noise: (number of the update, b) -> standard Gumbel noise (b, K, h, w).
+    """
+    device = model.codebook.weight.device
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, (batch, (rate, temperature)) in enumerate(zip(batches, schedule(settings), strict=False)):
+        images = batch.to(device).float() / 255
+        gumbel = noise(step, len(images)).to(device)
+        loss = loss_of(model, images, gumbel, temperature, settings)
+        optimizer.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        yield {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": rate, "temperature": temperature}
+
+
+def images_of(folder: str, side: int) -> Iterator[Tensor]:
+    """Images of a folder and its subfolders, uint8 (3, side, side), in a new order in every pass, without end."""
+    endings = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in endings)
+    if not paths:
+        raise SystemExit(f"no images in {folder}")
+    while True:
+        for index in torch.randperm(len(paths)).tolist():
+            with Image.open(paths[index]) as file:
+                square = ImageOps.fit(ImageOps.exif_transpose(file).convert("RGB"), (side, side))
+            yield torch.from_numpy(np.array(square)).permute(2, 0, 1)
+
+
+def write_picture(path: str, *rows: Tensor) -> None:
+    """Rows of images (n, 3, H, W) in [0, 1], one below the other."""
+    pixels = torch.cat([torch.cat(list(row), dim=2) for row in rows], dim=1)
+    Image.fromarray((255 * pixels.clamp(0, 1)).round().byte().permute(1, 2, 0).cpu().numpy()).save(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="images to train on")
+    for field in fields(Settings):
+        if isinstance(field.default, bool):
+            parser.add_argument(f"--{field.name}", action="store_true")
+        else:
+            parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    flags = vars(parser.parse_args())
+    folder, settings = flags.pop("folder"), Settings(**flags)
+
+    torch.manual_seed(settings.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = DiscreteVAE(settings).to(device)
+    images = images_of(folder, settings.image_size)
+    batches = (torch.stack([*itertools.islice(images, settings.batch_size)]) for _ in range(settings.max_steps))
+    side = settings.image_size // 2**settings.num_layers
+
+    def gumbel(step: int, n: int) -> Tensor:
+        return -torch.empty(n, settings.num_tokens, side, side, device=device).exponential_().log()
+
+    for step, update in enumerate(train(model, batches, gumbel, settings)):
+        if step % 10 == 0:
+            print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
+
+    save_file(model.state_dict(), "vae.safetensors")
+    shown = torch.stack([*itertools.islice(images, 4)]).to(device).float() / 255
+    write_picture("vae.png", shown, (model.reconstruct(2 * shown - 1) + 1) / 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The scripts against the one-file implementations of reference/, which share no code with them: given the same initial
+weights, batches and noise, twenty updates have the same losses and gradients.
+
+A new reference is one more entry of `REFERENCES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import data
+import train_tokenizer
+import train_vae
+import train_vqgan
+from benchmarks.jobs import one_process
+from tests.scripts import ROOT, VAE, VIDEO_TOKENIZER, VQGAN, Script, final_weights, metrics, words
+from training.noise import Noise
+
+UPDATES = 20
+# With this seed no latent of the quantizing models comes closer to 0 than 1.8e-5, so that rounding flips none of their
+# signs. A flipped one is another reconstruction: 3e-3 of the loss, 6e-2 of a gradient.
+SEED = 3
+
+# The initial weights times 1 +- 2^-23, drawn two to six times, change the losses of a reference within 20 updates by
+# 2e-7 and norms by 4e-7 (VAE), by 1e-6 and 2e-5 (VQGAN), by 4e-5 and 4e-4 (video tokenizer); those of a discriminator
+# by 3e-7 and 1e-6. But a ReLU whose input is about 0 may open for one of two orders of a sum alone: with AVX2, it made
+# 3e-3 of a norm and 6e-5 of a loss of the VQGAN. The bounds leave room for some of these.
+RELAXED = {"loss": 1e-5, "grad_norm": 1e-3}
+ADVERSARIAL = {"loss": 1e-3, "grad_norm": 2e-2, "discr_loss": 1e-4, "discr_grad_norm": 1e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A file of reference/, and a run of its script that it can follow.
+
+    Args:
+        name: Of the case.
+        module: Of reference/.
+        script: The script, with its tiny model.
+        flags: More flags of the run.
+        classes: The models in reference/ that `train` takes, in order; each is made of the settings.
+        build: The script's arguments -> its models with their initial weights, in the same order.
+        feed: The script's arguments and a backend -> its feed.
+        batch: A batch of the feed -> what the reference takes.
+        bounds: The largest relative difference of each metric over the updates; others have to be equal.
+        noise: The script's arguments -> what the reference takes for noise; empty if it takes none.
+        kept: Which of the models the run writes to model/; None: none of them.
+        discriminator: What the run takes in place of the script's `build_discriminator`.
+    """
+
+    name: str
+    module: str
+    script: Script
+    flags: Mapping[str, Any]
+    classes: Sequence[str]
+    build: Callable[[argparse.Namespace], Sequence[nn.Module]]
+    feed: Callable[[argparse.Namespace, Any], Any]
+    batch: Callable[[Mapping[str, Any]], Any]
+    bounds: Mapping[str, float]
+    noise: Callable[[argparse.Namespace], Sequence[Callable[[int, int], Any]]] = lambda args: ()
+    kept: int | None = 0
+    discriminator: Callable[[argparse.Namespace], nn.Module] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def of_file(self) -> Any:
+        return importlib.import_module(f"reference.{self.module}")
+
+    def settings(self, args: argparse.Namespace) -> Any:
+        """The reference's settings: the script's arguments of the same names. A list of one number is that number."""
+
+        def value(name: str) -> Any:
+            said = getattr(args, name)
+            return said[0] if isinstance(said, (list, tuple)) and len(said) == 1 else said
+
+        names = [each.name for each in fields(self.of_file.Settings)]
+        return self.of_file.Settings(**{name: value(name) for name in names if getattr(args, name) is not None})
+
+    def models(self, args: argparse.Namespace, folder: Path) -> list[Any]:
+        """The reference's models with the script's initial weights, which pass through a file."""
+        models = [getattr(self.of_file, name)(self.settings(args)) for name in self.classes]
+        for number, (ours, theirs) in enumerate(zip(models, self.build(args), strict=True)):
+            save_file(theirs.state_dict(), folder / f"initial{number}.safetensors")
+            ours.load_state_dict(load_file(folder / f"initial{number}.safetensors"), strict=True)
+        return models
+
+    def updates(self, args: argparse.Namespace, models: Sequence[Any]) -> Iterator[dict[str, float]]:
+        """What the reference says of each update, on the batches of the script's feed."""
+        with one_process(args.batch_size) as backend:
+            feed = self.feed(args, backend)
+            batches = [self.batch(feed.start(0)), *(self.batch(feed.next()) for _ in range(UPDATES - 1))]
+        yield from self.of_file.train(*models, batches, *self.noise(args), self.settings(args))
+
+
+def gumbel(args: argparse.Namespace) -> list[Callable[[int, int], Tensor]]:
+    shape = train_vae.build_model(args).noise_shape
+    return [lambda step, n: Noise(args.seed, "gumbel").gumbel(step, range(n), shape)]
+
+
+def of_vae(name: str, **flags: Any) -> Reference:
+    return Reference(
+        name, "vae", VAE, flags, ["DiscreteVAE"], lambda args: [train_vae.build_model(args)],
+        data.image_feed, lambda batch: batch["images"], RELAXED, gumbel,
+    )  # fmt: skip
+
+
+def images_or_clips(feed: Callable[[argparse.Namespace, Any], Any], args: argparse.Namespace) -> Tensor:
+    """The first batch of a feed, in [0, 1]."""
+    with one_process(args.batch_size) as backend:
+        batch = feed(args, backend).start(0)
+    return data.to_unit_range(batch["videos" if "videos" in batch else "images"])
+
+
+@torch.no_grad()
+def bend(heads: Sequence[Any], logits: Sequence[Tensor]) -> None:
+    """Scale and shift the heads of a discriminator, so that these logits get the mean 1/2 and the deviation 1.
+
+    Fresh ones lie between -1 and 1, where the hinge loss is linear: nothing would show that it bends there, and the
+    last biases would have gradients of 0 but for rounding, of each of which Adam makes a whole step."""
+    for head, given in zip(heads, logits, strict=True):
+        last = head.to_logits[-1]
+        last.weight /= given.std()
+        last.bias.sub_(given.mean()).div_(given.std()).add_(0.5)
+
+
+def discriminator_of_vqgan(args: argparse.Namespace) -> nn.Module:
+    discriminator = BUILD_DISCRIMINATOR["train_vqgan"](args)
+    bend([discriminator], [discriminator(images_or_clips(data.image_feed, args))])
+    return discriminator
+
+
+def models_of_vqgan(args: argparse.Namespace) -> list[nn.Module]:
+    generator = train_vqgan.build_model(args)
+    return [generator, discriminator_of_vqgan(args), copy.deepcopy(generator)]
+
+
+def discriminator_of_tokenizer(args: argparse.Namespace) -> nn.Module:
+    discriminator = BUILD_DISCRIMINATOR["train_tokenizer"](args)
+    clips = images_or_clips(data.video_feed, args)
+    logits = discriminator(clips, torch.zeros(len(clips), dtype=torch.int64))
+    bend([discriminator.frame_head, *discriminator.clip_heads], logits)
+    return discriminator
+
+
+def models_of_tokenizer(args: argparse.Namespace) -> list[nn.Module]:
+    return [train_tokenizer.build_model(args), discriminator_of_tokenizer(args)]
+
+
+BUILD_DISCRIMINATOR: dict[str, Any] = {m.__name__: m.build_discriminator for m in (train_vqgan, train_tokenizer)}
+
+REFERENCES = (
+    of_vae("vae", kl_loss_weight=0.01, max_grad_norm=0.05),
+    of_vae("vae, straight through", straight_through=None, smooth_l1_loss=None),
+    Reference(
+        "vqgan", "vqgan", VQGAN,
+        {"image_size": 32, "num_layers": 3, "codebook_size": 16, "discr_start_step": 3, "lecam_weight": 0.3,
+         "ema_decay": 0.9, "lr_warmup_steps": 4, "max_grad_norm": 1.0, "penalty_weight": 1e-3},
+        ["VQGAN", "Discriminator", "VQGAN"], models_of_vqgan, data.image_feed, lambda batch: batch["images"],
+        ADVERSARIAL, kept=2, discriminator=discriminator_of_vqgan,
+    ),
+    Reference(
+        "tokenizer", "tokenizer", VIDEO_TOKENIZER,
+        {"layers": "compress_space,residual,compress_space:8,linear_attend_space,attend_space,compress_time:12,"
+                   "consecutive_residual:2,attend_time", "batch_size": 4, "codebook_size": 16, "penalty_weight": 0.1},
+        ["VideoTokenizer", "VideoDiscriminator"], models_of_tokenizer, data.video_feed,
+        lambda batch: batch["videos"], ADVERSARIAL,
+        lambda args: [lambda step, n: Noise(args.seed, "frame").uniform(step, range(n), ())],
+        discriminator=discriminator_of_tokenizer,
+    ),
+)  # fmt: skip
+
+
+def largest_differences(ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each metric that both have, relative to theirs; but to its median where it is smaller: a loss may cross 0."""
+    found = {}
+    for name in (name for name in ours[-1] if name in theirs[-1]):
+        a, b = (np.array([line[name] for line in lines if name in line]) for lines in (ours, theirs))
+        found[name] = float((abs(a - b) / np.maximum(abs(b), np.median(abs(b)))).max())
+    return found
+
+
+def kernels(state: Mapping[str, Tensor]) -> Tensor:
+    """All weights but vectors, of which those before a norm have no effect and are moved by rounding alone."""
+    return torch.cat([state[name].flatten() for name in sorted(state) if state[name].dim() > 1])
+
+
+@pytest.mark.parametrize("case", REFERENCES, ids=str)
+def test_twenty_updates_of_a_script_are_those_of_its_reference(
+    case: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.discriminator is not None:
+        monkeypatch.setattr(case.script.module, "build_discriminator", case.discriminator)
+    flags = {"max_steps": UPDATES, "seed": SEED, **case.flags}
+    theirs = metrics(run := case.script.train(tmp_path / "run", *words(flags)))
+    args = case.script.arguments_of(run)
+    models = case.models(args, tmp_path)
+    start = None if case.kept is None else kernels(models[case.kept].state_dict())
+    ours = list(case.updates(args, models))
+    assert len(ours) == UPDATES and set(ours[0]) <= set(ours[-1]) <= set(theirs[-1])
+    differences = largest_differences(ours, theirs)
+    assert {name: value for name, value in differences.items() if value > case.bounds.get(name, 1e-12)} == {}
+    if case.kept is not None and start is not None:
+        mine, trained = kernels(models[case.kept].state_dict()), kernels(final_weights(run))
+        assert (mine - trained).norm() < 1e-2 * (trained - start).norm()
+
+
+@pytest.mark.parametrize("case", REFERENCES, ids=str)
+def test_a_reference_is_a_program_of_its_own(
+    case: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It imports nothing of this project, learns from a folder, and writes its weights and a picture."""
+    folder = case.script.data.write(tmp_path / "data", 8)
+    known = {each.name for each in fields(case.of_file.Settings)}
+    tiny = {name: value for name, value in case.script.tiny.items() if name in known}
+    monkeypatch.setattr(sys, "argv", ["reference", str(folder), *words({**tiny, "batch_size": 4, "max_steps": 12})])
+    monkeypatch.chdir(tmp_path)
+    case.of_file.main()
+    assert "loss" in capsys.readouterr().out
+    (weights,), (picture,) = tmp_path.glob("*.safetensors"), tmp_path.glob("*.png")
+    assert load_file(weights) and Image.open(picture).size[0] >= 16
+    imported = re.findall(r"^(?:from|import) (\w+)", Path(case.of_file.__file__).read_text(), re.MULTILINE)
+    assert not [name for name in imported if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()]
