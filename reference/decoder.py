@@ -71,9 +71,8 @@ class Attention(nn.Module):  # of the places of a map to tokens; or to one anoth
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         places = self.norm(x.flatten(2).mT)
         q = self.to_q(places).unflatten(2, (-1, self.dim_head)).transpose(1, 2)  # (b, heads, places, d)
-        kv = (
-            self.to_kv(places if tokens is None else tokens).unflatten(2, (2, -1, self.dim_head)).permute(2, 0, 3, 1, 4)
-        )
+        kv = self.to_kv(places if tokens is None else tokens).unflatten(2, (2, -1, self.dim_head))  # keys and values
+        kv = kv.permute(2, 0, 3, 1, 4)
         null = self.null_kv[:, None, None, None].expand(-1, *kv.shape[1:3], -1, -1)  # to look at nothing
         k, v = torch.cat([null, kv], dim=3).expand(-1, -1, q.shape[1], -1, -1)
         return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).mT.view_as(x)
@@ -130,7 +129,8 @@ class Unet(nn.Module):
         self.mid_attn: Any = nn.ModuleDict({"fn": nn.ModuleDict({"fn": attention})})
         self.final_resnet_block = ResnetBlock(widths[1] + dim, dim, s)
         self.to_out = nn.Conv2d(dim + 3 * is_upsampler, 3, 1)
-        nn.init.zeros_(self.to_out.weight)
+        for weight in self.to_out.parameters():
+            nn.init.zeros_(weight)
 
     def sinusoids(self, t: Tensor) -> Tensor:
         half = self.s.dim // 2
@@ -158,7 +158,7 @@ class Unet(nn.Module):
             for block in level[2]:
                 x = block(x, t, tokens)
                 skips.append(x)
-            skips.append(x)
+            skips.append(x)  # again, in the place of the map after an attention, which is left out here
             x = level[4](x)
         x = self.mid_block1(x, t, inner)
         x = self.mid_block2(x + self.mid_attn["fn"]["fn"](x), t, inner)
