@@ -3,8 +3,8 @@
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
 # and: lint, bench (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by
 # side; the same bits of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at
-# random; MACHINES=2: on machines of lab), fuzz MINUTES=10 (damaged files for every tool), lab (several machines, made
-# of Linux namespaces)
+# random; MACHINES=2: on machines of lab), fuzz MINUTES=10 (damaged files for every tool), faults (how many of a hundred
+# seeded faults the tests find: hours, in which a second start goes on), lab (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # $(call needs_3_10,what to do): a line of Python that ends with one line where it runs in an older one.
 needs_3_10 = 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or later is needed, %s is %d.%d: $(1)" % ((sys.executable,) + sys.version_info[:2]))'
 
-.PHONY: venv demo test lint bench gpu parity torture fuzz lab clean
+.PHONY: venv demo test lint bench gpu parity torture fuzz faults lab clean
 
 venv: $(VENV)/.installed
 
@@ -63,6 +63,10 @@ torture: $(VENV)/.complete
 SEED ?= 0
 fuzz: $(VENV)/.complete
 	$(BIN)/python tests/fuzz/fuzz.py --minutes $(MINUTES) --seed $(SEED)
+
+# In the background of other work, one part or one fault: make faults FAULTS="--only data"
+faults: $(VENV)/.complete
+	nice -n 10 $(BIN)/python tests/faults/faults.py $(FAULTS)
 
 # Root, and: apt-get install iproute2 openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge gcc
 # A test whose programs are not there is skipped and names them.
