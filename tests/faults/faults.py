@@ -2,7 +2,7 @@
 
     python tests/faults/faults.py [--only PART_OR_WORDS] [--results FILE] [--jobs N] [--fresh]
 
-Each YAML file in this folder is a part, a list of faults. A fault replaces one text of one file:
+Each YAML file in this folder is one of `PARTS`, a list of faults. A fault replaces one text of one file:
 
     - fault: what is wrong, in a sentence
       file: models/vqgan.py
@@ -13,15 +13,17 @@ Each YAML file in this folder is a part, a list of faults. A fault replaces one 
 
 Texts of several lines are indented as their first line is, wherever that stands in the file.
 
-For each fault, the tracked files are copied to a temporary folder and changed there, and the tests that could notice
-run, the nearest first, until one fails. A test that hangs with the fault has found it. At the end, all tests that have
-found something run without a fault: those that fail are named, have found nothing and are left out. Every result is a
-JSON line in FILE, so that a second start goes on with the faults that have no result for this tree.
+The tracked files are copied to a temporary folder. For each fault this is copied and changed, and there the tests that
+could notice run, the nearest first, until one fails. A test that hangs with the fault has found it. At the end, all
+tests that have found something run without a fault: those that fail are named, have found nothing and are left out.
+Every result is a JSON line in FILE, so that a second start goes on with the faults that have no result for this tree.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -33,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,10 +49,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 EVERY_SCRIPT = "tests/test_every_script.py"
+PARTS = ("models", "objectives", "measures", "data", "checkpoints", "flags", "tools", "distributed")
 SCRIPTS = ("vae", "vqgan", "mulan", "tokenizer", "decoder")
 MARK = "TANDEM_FAULT"  # in the environment of all processes of a fault
 PYTEST_ITSELF = "pytest itself"  # where it ends without a word about a test
-HANG_SECONDS = 900  # of one test; it only ends what hangs
+HANG_SECONDS = 1800  # of one test; it only ends what hangs, on a busy machine too
 _OF_THE_TREE = {".py", ".yaml", ".toml", ".json", ".sh", ".js", ".html", ".css", ".npz"}
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)
 
@@ -115,12 +118,8 @@ class Run(NamedTuple):
 
 
 def load() -> list[Fault]:
-    """The faults of all parts."""
-    return [
-        Fault(path.stem, **{name: str(value) for name, value in entry.items()})
-        for path in sorted(HERE.glob("*.yaml"))
-        for entry in yaml.safe_load(path.read_text())
-    ]
+    """The faults of all parts, of those that need launches last."""
+    return [Fault(part, **entry) for part in PARTS for entry in yaml.safe_load((HERE / f"{part}.yaml").read_text())]
 
 
 def tracked() -> list[str]:
@@ -139,23 +138,32 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def copy(folder: Path) -> Path:
+def copy_tracked(folder: Path) -> None:
+    """Copy the tracked files, and compile them, so that none of the copies of the folder has to."""
     for name in tracked():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
-    return folder
+    compileall.compile_dir(folder, quiet=2)
 
 
-def examine(fault: Fault, left_out: Collection[str], hang_seconds: float) -> dict[str, Any]:
+@contextlib.contextmanager
+def copied(sound: Path) -> Iterator[Path]:
+    """A copy of a folder. Compiled files fit it, because the times of changes are copied too."""
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        shutil.copytree(sound, folder, dirs_exist_ok=True)
+        yield Path(folder)
+
+
+def examine(fault: Fault, sound: Path, left_out: Collection[str], hang_seconds: float) -> dict[str, Any]:
     """Run the tests that could notice a fault. Returns its result."""
     began, used, found = time.monotonic(), _processor_seconds(), Run([])
-    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        changed = copy(Path(folder)) / fault.file
+    with copied(sound) as folder:
+        changed = folder / fault.file
         changed.write_text(fault.changed(changed.read_text()))
         os.chdir(folder)  # where `stages` looks for tests
         for stage in fault.stages():
-            found = run_pytest(Path(folder), ["-x", *(f"--deselect={test}" for test in left_out), *stage], hang_seconds)
+            found = run_pytest(folder, ["-x", *(f"--deselect={test}" for test in left_out), *stage], hang_seconds)
             if found.failed:
                 break
         os.chdir(ROOT)
@@ -172,8 +180,9 @@ def run_pytest(folder: Path, arguments: Sequence[str], hang_seconds: float) -> R
         process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=given)
         process.start()
         process.join(8 * hang_seconds)
-        hangs = process.is_alive()
-        _end_processes_of(folder)
+        if hangs := process.is_alive():
+            _end([*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)])
+        _end(each for each in psutil.process_iter() if _mark_of(each) == str(folder))  # whose parents are gone
         process.join()
         file.seek(0)
         said = file.read()
@@ -189,17 +198,23 @@ def _run_pytest(folder: Path, arguments: Sequence[str], output: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["pytest", *arguments]
-    sys.exit(pytest.main(["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *arguments]))
+    code = pytest.main(["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *arguments])
+    _end(psutil.Process().children(recursive=True))  # what a test has left would be waited for
+    sys.stdout.flush()
+    os._exit(code)
 
 
-def _end_processes_of(folder: Path) -> None:
-    """End what a test has left running: the processes that have inherited our mark."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(folder):
-                process.kill()
-        except psutil.Error:
-            continue
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK)
+    except psutil.Error:
+        return None
+
+
+def _end(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _processor_seconds() -> float:
@@ -233,13 +248,13 @@ class Results:
         self.fails |= set(line["fails"])
         self.of_faults = {key: each for key, each in self.of_faults.items() if each["by"] not in self.fails}
 
-    def check(self, hang_seconds: float) -> None:
+    def check(self, sound: Path, hang_seconds: float) -> None:
         """Run the tests that have found something without a fault. Faults that were found by tests that fail then have
         no result any more."""
         tests = {each["by"] for each in self.of_faults.values()} - {None, PYTEST_ITSELF} - self.passes
         if tests:
-            with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-                failed = set(run_pytest(copy(Path(folder)), sorted(tests), hang_seconds).failed)
+            with copied(sound) as folder:
+                failed = set(run_pytest(folder, sorted(tests), hang_seconds).failed)
             self.add({"passes": sorted(tests - failed), "fails": sorted(tests & failed)})
 
     def table(self, faults: Sequence[Fault]) -> str:
@@ -268,19 +283,28 @@ def main() -> None:
     results = Results(args.results)
     faults = [fault for fault in load() if args.only in (fault.part, "") or args.only in fault.fault]
     wrong: dict[str, str] = {}
-    while todo := [fault for fault in faults if fault.key not in {*results.of_faults, *wrong}]:
-        with ProcessPoolExecutor(args.jobs) as pool:
-            futures = {pool.submit(examine, fault, results.fails, args.hang): fault for fault in todo}
-            for future in as_completed(futures):
-                try:
-                    result = future.result()
-                except ValueError as error:
-                    wrong[futures[future].key] = f"not applied: {error}"
-                    continue
-                results.add(result)
-                said = f"found by {result['by']}" if result["by"] else "missed"
-                print(f"{result['part']}: {result['fault']}: {said} ({result['seconds']:.0f} s)", flush=True)
-        results.check(args.hang)
+
+    def left() -> list[Fault]:
+        return [fault for fault in faults if fault.key not in {*results.of_faults, *wrong}]
+
+    with tempfile.TemporaryDirectory(prefix="sound-") as folder:
+        sound = Path(folder)
+        copy_tracked(sound)
+        while True:
+            with ProcessPoolExecutor(args.jobs) as pool:
+                futures = {pool.submit(examine, fault, sound, results.fails, args.hang): fault for fault in left()}
+                for future in as_completed(futures):
+                    try:
+                        result = future.result()
+                    except ValueError as error:
+                        wrong[futures[future].key] = f"not applied: {error}"
+                        continue
+                    results.add(result)
+                    said = f"found by {result['by']}" if result["by"] else "missed"
+                    print(f"{result['part']}: {result['fault']}: {said} ({result['seconds']:.0f} s)", flush=True)
+            results.check(sound, args.hang)
+            if not left():
+                break
     print(results.table(faults))
     if wrong:
         sys.exit("\n".join(wrong.values()))

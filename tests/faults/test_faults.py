@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from tests.faults.faults import ROOT, SCRIPTS, Fault, load
+from tests.faults.faults import HERE, PARTS, ROOT, SCRIPTS, Fault, load
 
 FAULTS = load()
 
 
 def test_there_are_a_hundred_and_no_two_have_one_name() -> None:
-    assert len(FAULTS) >= 100
+    assert len(FAULTS) >= 100 and {path.stem for path in HERE.glob("*.yaml")} == set(PARTS)
     assert Counter(fault.fault for fault in FAULTS).most_common(1)[0][1] == 1
 
 
