@@ -102,10 +102,9 @@ class Fault:
         near = [*beside, *(each for each in named if each not in (*launches, *beside))]
         others = sorted(map(str, folder.glob("test_*.py"))) if path.parent != Path() else []
         scripts = self.scripts.split()
-        of_scripts = [str(each) for name in scripts for each in sorted(Path("tests").glob(f"test_train_{name}*.py"))]
-        if scripts:
-            of_scripts += [EVERY_SCRIPT, "-k", f"not every_script or {' or '.join(f'train_{s}' for s in scripts)}"]
-        stages = [near, [each for each in others if each not in near], of_scripts, launches]
+        of_each = [str(each) for name in scripts for each in sorted(Path("tests").glob(f"test_train_{name}*.py"))]
+        of_all = [EVERY_SCRIPT, "-k", " or ".join(f"train_{name}" for name in scripts)] if scripts else []
+        stages = [near, [each for each in others if each not in near], of_each, of_all, launches]
         return [stage for stage in stages if stage]
 
 
