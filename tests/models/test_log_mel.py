@@ -170,3 +170,14 @@ def test_a_mask_is_one_range_of_each_side_chosen_for_each_sample() -> None:
         expected = len(noise) / (longest + 1)
         assert (lengths - expected).abs().max() < 5 * expected**0.5
         assert ranges.any(dim=0).all(), "a place that no mask reaches"
+
+
+def test_frames_and_bands_are_masked_by_numbers_of_their_own() -> None:
+    noise = torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
+    others = torch.rand(50, 2, generator=torch.Generator().manual_seed(2))
+    first, of_time, of_frequency = (
+        masked(draws, 0.25, 0.25)
+        for draws in (noise, torch.cat([others, noise[:, 2:]], 1), torch.cat([noise[:, :2], others], 1))
+    )
+    assert torch.equal(of_time.all(dim=2), first.all(dim=2)) and not torch.equal(of_time, first)
+    assert torch.equal(of_frequency.all(dim=1), first.all(dim=1)) and not torch.equal(of_frequency, first)
