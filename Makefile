@@ -1,10 +1,11 @@
 # Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
-# and: lint, bench (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by
-# side; the same bits of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at
-# random; MACHINES=2: on machines of lab), fuzz MINUTES=10 (damaged files for every tool), faults (how many of a hundred
-# seeded faults the tests find: hours, in which a second start goes on), lab (several machines, made of Linux namespaces)
+# and: test-all (every combination, before a release), lint, bench (speed), gpu (all about a machine with a GPU, in ten
+# minutes), parity (the backends' numbers side by side; the same bits of the full model on your images: parity
+# IMAGES=photos/), torture MINUTES=10 (runs killed at random; MACHINES=2: on machines of lab), fuzz MINUTES=10 (damaged
+# files for every tool), faults (how many of a hundred seeded faults the tests find: hours, in which a second start goes
+# on), lab (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # $(call needs_3_10,what to do): a line of Python that ends with one line where it runs in an older one.
 needs_3_10 = 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or later is needed, %s is %d.%d: $(1)" % ((sys.executable,) + sys.version_info[:2]))'
 
-.PHONY: venv demo test lint bench gpu parity torture fuzz faults lab clean
+.PHONY: venv demo test test-all lint bench gpu parity torture fuzz faults lab clean
 
 venv: $(VENV)/.installed
 
@@ -29,6 +30,11 @@ demo: $(VENV)/.installed
 JOBS ?= 3
 test: $(VENV)/.complete
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
+
+# Before a release: every variant of every script on every launcher, every pair of backends; about an hour.
+test-all: $(VENV)/.complete
+	WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder \
+	    -m "long or not long" --ignore tests/lab --ignore tests/torture
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 # Seconds of a file, not its number of tests, by which xdist would order it. test_faults waits most of its time.
 LONGEST = (
     "launch/test_faults",
-    "launch/test_batch_parts",
+    "launch/test_scripts",
     "launch/test_moved",
     "launch/test_filling",
     "tests/test_every_script",
@@ -55,7 +55,7 @@ def run_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script],
 
 
 # They read what tests/launch/jobs.py starts once per launcher.
-SHARING_JOBS = "contracts|contrastive|batch_parts|portability|mulan|adversaries|moved|parity"
+SHARING_JOBS = "contracts|contrastive|portability|moved|scripts"
 
 
 class _Groups(LoadScopeScheduling):

@@ -1,6 +1,6 @@
 """--compile: what is compiled once stays compiled, and computes the same.
 
-Traced as for the real compiler, then run as it is. What that makes of a trace: tests/launch/test_parity.py.
+Traced as for the real compiler, then run as it is. What that makes of a trace: tests/launch/test_scripts.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launching import ENVIRONMENT, HANG_SECONDS, ROOT, WITHOUT_COMPILER, Finished, free_port
@@ -20,26 +21,59 @@ WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", "interrupted_worker"])
 
 
+class Forked:
+    """A job of ``processes`` processes that call ``main(flags)`` of a module; like `launching.Job`, it is started
+    without a wait for its end."""
+
+    def __init__(self, module: str, flags: Sequence[str], log: Path, processes: int = 1, threads: int = 1) -> None:
+        place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self._log, self._ranks = log, []
+        log.write_text("")
+        for rank in range(processes):
+            of_rank = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            arguments = (module, list(flags), {**ENVIRONMENT, **WITHOUT_COMPILER, **of_rank}, threads, log)
+            self._ranks.append(WARM.Process(target=_main, args=arguments))
+        for process in self._ranks:
+            process.start()
+
+    @property
+    def output(self) -> str:
+        """What the processes have printed so far."""
+        return self._log.read_text()
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank."""
+        return [process.pid for process in self._ranks]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds. The test fails if a process ends before that, or if the wait is too long."""
+        deadline = time.monotonic() + HANG_SECONDS
+        while not condition():
+            if any(process.exitcode is not None for process in self._ranks) or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(self.output)
+            time.sleep(0.02)
+
+    def finish(self) -> list[Finished]:
+        """The exit code of each process, and the output of all."""
+        try:
+            for process in self._ranks:
+                process.join(HANG_SECONDS)
+        finally:
+            self.kill()
+        return [Finished(process.exitcode, self.output) for process in self._ranks]
+
+    def kill(self) -> None:
+        for process in self._ranks:
+            process.kill()
+            process.join()
+
+
 def fork(module: str, flags: Sequence[str], log: Path, processes: int = 1, threads: int = 1) -> list[Finished]:
     """Call ``main(flags)`` of a module in ``processes`` processes. Returns the exit code of each, and the output of
     all."""
-    place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    log.unlink(missing_ok=True)
-    ranks = []
-    for rank in range(processes):
-        of_rank = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-        arguments = (module, list(flags), {**ENVIRONMENT, **WITHOUT_COMPILER, **of_rank}, threads, log)
-        ranks.append(WARM.Process(target=_main, args=arguments))
-    for process in ranks:
-        process.start()
-    try:
-        for process in ranks:
-            process.join(HANG_SECONDS)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return [Finished(process.exitcode, log.read_text()) for process in ranks]
+    return Forked(module, flags, log, processes, threads).finish()
 
 
 def _main(module: str, flags: list[str], environment: Mapping[str, str], threads: int, log: Path) -> None:

@@ -2,7 +2,8 @@
 
 The function ``tasks(launcher, kind, jobs)`` of a test module lists the tasks of a launcher. There is one job of kind
 "rounded" and one of kind "bits", because --batch_parts decides how a process rounds from its first product on. A job
-runs in one of pytest's workers when its output is first needed; the other workers wait for it.
+runs in one of pytest's workers when its output is first needed; the other workers wait for it. A task that fails ends
+its job, which is started again with the tasks that are left.
 """
 
 from __future__ import annotations
@@ -59,11 +60,16 @@ class Jobs:
                     log.write_text("")  # if the job raises an error, it is not run again
                     listed = [task for one in _stages(launcher) for task in self._tasks(one, kind)]
                     listed.sort(key=lambda task: "--batch_parts" not in task["flags"])
-                    tasks.write_text(json.dumps(listed))
-                    finished = run(launcher.bare, "tests/launch/job_worker.py", [str(tasks)])
-                    log.write_text(finished.output)
-                    if finished.returncode and done.exists() and len(done.read_text().splitlines()) == len(listed):
-                        done.write_text("")  # all tasks were done, but the job failed at its end
+                    done.write_text("")
+                    while listed:
+                        tasks.write_text(json.dumps(listed))
+                        finished = run(launcher.bare, "tests/launch/job_worker.py", [str(tasks)])
+                        with log.open("a") as file:
+                            file.write(finished.output)
+                        left = [task for task in listed if task["output"] not in done.read_text().splitlines()]
+                        if finished.returncode and not left:  # all were done, but the job failed at its end
+                            done.write_text("")
+                        listed = left[1:] if finished.returncode else []  # the first one has failed
             self._done[launcher, kind] = done.read_text().splitlines() if done.exists() else []
         return self._done[launcher, kind]
 

@@ -11,43 +11,45 @@ import contrastive as worker
 import pytest
 import torch
 from jobs import Jobs, Task
-from launching import CHOSEN, ONE_PROCESS, ZERO_STAGES, Launcher
+from launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 from torch import Tensor
 
 KINDS = ["softmax", "decoupled", "sigmoid"]
+TWO, FOUR = Launcher("torchrun", 2), Launcher("torchrun", 4)
 LAUNCHERS = [
-    Launcher("torchrun", 2),
-    Launcher("torchrun", 4),
-    Launcher("horovodrun", 2),
+    TWO,
     Launcher("horovodrun", 3),
     *ZERO_STAGES,
     Launcher("deepspeed", 3, zero_stage=3),
-    *CHOSEN,
+    *CHOSEN_ON_TWO,
 ]
-# One launcher per job: what does not depend on the ZeRO stage is measured once in a job.
-JOBS = [launcher for launcher in LAUNCHERS if launcher not in ZERO_STAGES[1:]]
+IN_PARTS = [FOUR, Launcher("horovodrun", 2), *ZERO_STAGES, *CHOSEN]
+# Of each job, whose ZeRO stages need not measure again what does not depend on them; with the kind of the job.
+ONCE = {launcher: "rounded" for launcher in [ONE_PROCESS, *LAUNCHERS] if launcher not in ZERO_STAGES[1:]}
+ONCE[FOUR] = "bits"
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
-    if launcher not in [ONE_PROCESS, *LAUNCHERS]:
-        return
     flags = worker.FLAGS
     if launcher.name == "deepspeed":  # small tensors whole and larger ones sharded, as in a model of useful size
         config = jobs.folder / f"contrastive-{launcher}-{kind}.json"
         config.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 20}}))
         flags = [*flags, "--deepspeed_config", str(config)]
-    if kind == "bits":
-        if 4 % launcher.processes == 0:
-            yield Task("contrastive", "contrastive.measure", [*flags, "--batch_parts", "4"])
-        return
-    yield Task("contrastive", "contrastive.measure", flags)
-    if launcher in [ONE_PROCESS, *JOBS]:
+    if kind == "bits" and launcher in [ONE_PROCESS, *IN_PARTS]:
+        yield Task("contrastive", "contrastive.measure", [*flags, "--batch_parts", "4"])
+    elif kind == "rounded" and launcher in [ONE_PROCESS, *LAUNCHERS]:
+        yield Task("contrastive", "contrastive.measure", flags)
+    if ONCE.get(launcher) == kind:
         stages = [] if launcher.zero_stage is None else [0, 1, 2, 3] if launcher.processes == 2 else [3]
         yield Task("contrastive-once", "contrastive.measure_once", flags, {"zero_stages": stages})
 
 
-def measured(jobs: Jobs, launcher: Launcher, name: str = "contrastive", kind: str = "rounded") -> dict[str, Any]:
+def measured(jobs: Jobs, launcher: Launcher, kind: str, name: str = "contrastive") -> dict[str, Any]:
     return dict(json.loads((jobs.output(launcher, kind, name) / "result.json").read_text()))
+
+
+def measured_once(jobs: Jobs, launcher: Launcher) -> dict[str, Any]:
+    return measured(jobs, launcher, ONCE[launcher], "contrastive-once")
 
 
 def loss_of(kind: str, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, captions: Tensor) -> Tensor:
@@ -90,36 +92,37 @@ def assert_close(got: dict[str, Any], wanted: dict[str, Tensor], tolerance: floa
 def test_loss_and_gradients_of_towers_temperature_and_bias_are_those_of_one_process(
     launcher: Launcher, kind: str, accumulation: int, jobs: Jobs
 ) -> None:
-    got = measured(jobs, launcher)[f"accumulation {accumulation}"][kind]
+    got = measured(jobs, launcher, "rounded")[f"accumulation {accumulation}"][kind]
     # DeepSpeed computes in fp32: products of a few dozen numbers, each good to 6e-8.
     assert_close(got, one_graph(kind), tolerance=2e-6 if launcher.name == "deepspeed" else 1e-11)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if 4 % each.processes == 0], ids=str)
+@pytest.mark.parametrize("launcher", IN_PARTS, ids=str)
 def test_in_parts_the_gradients_have_the_bits_of_one_process(launcher: Launcher, kind: str, jobs: Jobs) -> None:
-    ours, reference = (measured(jobs, who, kind="bits")["parts"][kind] for who in (launcher, ONE_PROCESS))
+    ours, reference = (measured(jobs, who, "bits")["parts"][kind] for who in (launcher, ONE_PROCESS))
     assert_close(reference, one_graph(kind), tolerance=2e-6)  # fp32
     assert ours == reference
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+@pytest.mark.parametrize(
+    ("launcher", "kind"), [*((who, "rounded") for who in LAUNCHERS), *((who, "bits") for who in IN_PARTS)], ids=str
+)
 def test_weights_loaded_into_an_engine_after_updates_are_those_that_its_next_forward_sees(
-    launcher: Launcher, jobs: Jobs
+    launcher: Launcher, kind: str, jobs: Jobs
 ) -> None:
     """A regression test: ZeRO 3 once kept the old values of small weights, which it does not shard."""
-    kinds = ["rounded", "bits"] if 4 % launcher.processes == 0 else ["rounded"]
-    for found in [found for kind in kinds for found in measured(jobs, launcher, kind=kind).values()]:
+    for found in measured(jobs, launcher, kind).values():
         assert found["softmax again"] == found["softmax"]
 
 
 @pytest.mark.parametrize("how", ["ragged", "ragged, around a ring"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("launcher", [ONE_PROCESS, *JOBS], ids=str)
+@pytest.mark.parametrize("launcher", ONCE, ids=str)
 def test_ragged_batches_have_the_loss_and_gradients_of_one_process(
     launcher: Launcher, kind: str, how: str, jobs: Jobs
 ) -> None:
-    got = measured(jobs, launcher, "contrastive-once")[how][kind]
+    got = measured_once(jobs, launcher)[how][kind]
     *leaves, captions = worker.ragged_pairs()
     leaves = [tensor.requires_grad_() for tensor in leaves]
     loss = loss_of(kind, *leaves, captions)
@@ -135,16 +138,16 @@ def test_ragged_batches_have_the_loss_and_gradients_of_one_process(
 def test_memory_of_the_sigmoid_loss_of_large_batches_does_not_grow_with_the_number_of_processes(jobs: Jobs) -> None:
     """Largest tensor and peak memory, with 64 pairs on each process. Those of the gathered losses do grow, which shows
     that the measurement works."""
-    two, four = (measured(jobs, Launcher("torchrun", n), "contrastive-once")["memory"] for n in (2, 4))
+    two, four = (measured_once(jobs, who)["memory"] for who in (TWO, FOUR))
     assert four["sigmoid"][0] == two["sigmoid"][0]
     assert four["sigmoid"][1] <= 1.06 * two["sigmoid"][1]  # besides the tensors there is one number per process
     for kind in ("softmax", "decoupled"):
         assert four[kind][0] >= 1.9 * two[kind][0] and four[kind][1] >= 1.8 * two[kind][1]
 
 
-@pytest.mark.parametrize("launcher", [ONE_PROCESS, *JOBS], ids=str)
+@pytest.mark.parametrize("launcher", ONCE, ids=str)
 def test_lions_state_of_two_parameter_groups_goes_on_in_another_engine(launcher: Launcher, jobs: Jobs) -> None:
     """Lion keeps one moment and counts no steps. ZeRO 1 and 2 once returned only the first of several groups."""
-    found = measured(jobs, launcher, "contrastive-once")["lion"]
+    found = measured_once(jobs, launcher)["lion"]
     assert (found["type"], found["kept"]) == ("Lion", ["exp_avg"])
     assert found["differences"] == []

@@ -7,39 +7,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import test_adversaries
-import test_decoder
-import test_mulan
+import test_scripts
 from forks import fork
 from jobs import Jobs, Task
 from launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
 from run_outputs import unequal
 
-SCRIPTS = {
-    "train_mulan": [*test_mulan.MODEL, *test_mulan.SAME_BITS],
-    "train_vqgan": [*test_adversaries.flags("vqgan-vq"), *test_adversaries.SAME_BITS],
-    "train_tokenizer": [*test_adversaries.flags("tokenizer-vq"), *test_adversaries.SAME_BITS],
-    "train_decoder": [*test_decoder.SHARED, *test_decoder.SAME_BITS],
-}
-UNINTERRUPTED = {
-    "train_mulan": "mulan-decoupled", "train_vqgan": "vqgan-vq", "train_tokenizer": "tokenizer-vq",
-    "train_decoder": "decoder",
-}  # fmt: skip
+VARIANTS = ["vae", "vqgan-vq", "tokenizer-vq", "decoder", "mulan-dropout"]
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
     """The uninterrupted runs."""
     if launcher == ONE_PROCESS and kind == "bits":
-        for module in (test_mulan, test_adversaries, test_decoder):
-            yield from (task for task in module.tasks(launcher, kind, jobs) if task.name in UNINTERRUPTED.values())
+        yield from (task for task in test_scripts.tasks(launcher, kind, jobs) if task.name in VARIANTS)
 
 
-def interrupted(script: str, folder: Path, interruption: str, exit_code: int, *flags: str) -> str:
+def interrupted(name: str, folder: Path, interruption: str, exit_code: int, *more: str) -> str:
     """Interrupt a run of two processes, and return what it printed."""
-    command = ["--script", script, "--interrupt", interruption, *SCRIPTS[script], "--save_every_n_steps", "3"]
-    ranks = fork("interrupted_worker", [*command, "--output_dir", str(folder), *flags], folder.with_suffix(".log"), 2)
+    command = ["--script", test_scripts.VARIANTS[name][0], "--interrupt", interruption, *flags(name, folder.parent)]
+    ranks = fork("interrupted_worker", [*command, "--output_dir", str(folder), *more], folder.with_suffix(".log"), 2)
     assert [rank.returncode for rank in ranks] == [exit_code] * 2, ranks[0].output
     return ranks[0].output
+
+
+def flags(name: str, folder: Path) -> list[str]:
+    return [*test_scripts.flags(name, folder), "--batch_parts", "4", "--save_every_n_steps", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +40,28 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     signal at one process, finished on Horovod."""
     base = tmp_path_factory.mktemp("moved")
     tasks = []
-    for script, flags in SCRIPTS.items():
-        folder = base / script
-        interrupted(script, folder, "SIGKILL@5", -9)
+    for name in VARIANTS:
+        folder = base / name
+        interrupted(name, folder, "SIGKILL@2", -9)
         writer = "ddp"
-        for launcher in CHOSEN_ON_TWO:
-            said = interrupted(script, folder, "SIGKILL@7", -9, *launcher.flags)
+        for update, launcher in enumerate(CHOSEN_ON_TWO, start=3):
+            said = interrupted(name, folder, f"SIGKILL@{update}", -9, *launcher.flags)
             assert f"it was written by {writer} on 2" in said, said
-            writer = str(launcher.backend)  # of update 6
-        said = interrupted(script, folder, "SIGUSR1@8", 75, "--zero_stage", "3", "--last_alone")
+            writer = str(launcher.backend)
+        said = interrupted(name, folder, f"SIGUSR1@{2 + len(CHOSEN_ON_TWO)}", 75, "--zero_stage", "3", "--last_alone")
         assert f"it was written by {writer} on 2" in said, said
         assert "asked to stop: saved update" in said, said
-        tasks.append({"do": script, "flags": [*flags, "--save_every_n_steps", "3"], "output": str(folder)})
+        script = test_scripts.VARIANTS[name][0]
+        tasks.append({"do": script, "flags": flags(name, base), "output": str(folder)})
     (base / "tasks.json").write_text(json.dumps(tasks))
     finished = run(Launcher("horovodrun", 2), "tests/launch/job_worker.py", [str(base / "tasks.json")])
     assert finished.returncode == 0, finished.output[-4000:]
-    assert finished.output.count("it was written by deepspeed on 2") == len(SCRIPTS), finished.output
+    assert finished.output.count("it was written by deepspeed on 2") == len(VARIANTS), finished.output
     return base
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_that_is_killed_and_moved_has_the_bits_of_one_that_was_left_alone(
-    script: str, moved: Path, jobs: Jobs
+    name: str, moved: Path, jobs: Jobs
 ) -> None:
-    assert unequal(moved / script, jobs.output(ONE_PROCESS, "bits", UNINTERRUPTED[script])) == []
+    assert unequal(moved / name, jobs.output(ONE_PROCESS, "bits", name)) == []
