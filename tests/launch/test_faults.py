@@ -12,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forks import completed, fork
+from forks import Forked, completed, fork
 from launching import (
     CHOSEN_ON_TWO,
     ENVIRONMENT,
     HANG_SECONDS,
     ONE_PROCESS,
     ROOT,
+    WHOLE_MATRIX,
     Finished,
     Job,
     Launcher,
@@ -37,11 +38,16 @@ from training.run.costs import without_costs
 ENDLESS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
            "--num_resnet_blocks", "0", "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
            "--save_every_n_steps", "0", "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
-LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2), Launcher("horovodrun", 2), *CHOSEN_ON_TWO]
-# Ranks that are killed; the process that is left has the same watchdog under every launcher. Rank 0 is the one that all
-# others are connected to.
+TORCHRUN, DEEPSPEED, HOROVODRUN = (Launcher(name, 2) for name in ("torchrun", "deepspeed", "horovodrun"))
 WORKER = "tests/launch/fault_worker.py"
-VICTIMS = {"torchrun": [0, 1], "deepspeed": [1], "horovodrun": [0]}
+# What asks a launcher to end, or ends it; a closed terminal ends the other launchers without a word to the run.
+AT_LAUNCHERS = {
+    TORCHRUN: [signal.SIGHUP, signal.SIGKILL], DEEPSPEED: [signal.SIGTERM], HOROVODRUN: [signal.SIGTERM]
+}  # fmt: skip
+# Rank 0 is the one that all others are connected to.
+VICTIMS = {TORCHRUN: 0, DEEPSPEED: 1, HOROVODRUN: 0}
+# Horovod's processes have the same watchdog, but no forks.
+WITH_HOROVOD = [TORCHRUN, *([HOROVODRUN] if WHOLE_MATRIX else [])]
 
 
 def start_training(launcher: Launcher, output_dir: Path, *flags: str, is_patient: bool = True) -> Job:
@@ -62,37 +68,51 @@ def assert_saved(finished: Finished, output_dir: Path) -> int:
     return step
 
 
-@pytest.mark.parametrize("launcher", [ONE_PROCESS, *LAUNCHERS], ids=str)
-def test_signals_save_the_same_update_on_all_the_next_start_resumes_and_a_killed_process_is_named(
+@pytest.mark.parametrize("launcher", AT_LAUNCHERS, ids=str)
+def test_a_launcher_that_ends_has_the_run_saved_the_next_start_resumes_and_a_killed_process_is_named(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     """All these ends are tested on one run, which is started again after each of them, because a job starts slowly."""
-    job = start_training(launcher, tmp_path)
-    os.kill(worker_pids(job)[-1], signal.SIGUSR1)
-    finished = finish(job)
-    step = assert_saved(finished, tmp_path)
-    assert finished.returncode == 75 or launcher != ONE_PROCESS
-
-    more = [signal.SIGHUP, signal.SIGKILL] if launcher == Launcher("torchrun", 2) else []
-    at_launchers = [signal.SIGTERM, *more]  # a closed terminal ends the other launchers without a word to the run
-    for number in at_launchers:
+    resumed = ""
+    for number in AT_LAUNCHERS[launcher]:
         job = start_training(launcher, tmp_path)
         job.process.send_signal(number)  # to the launcher only
         finished = finish(job)
-        assert f"resumed from {tmp_path}/checkpoints/step_{step:08d}" in finished.output, finished.output
-        step = assert_saved(finished, tmp_path)
-
-    for victim in [1] if launcher.backend else VICTIMS.get(launcher.name, []):
-        job = start_training(launcher, tmp_path)
-        os.kill(worker_pids(job)[victim], signal.SIGKILL)
-        finished = finish(job)
-        assert finished.returncode != 0
-        assert f"resumed from {tmp_path}/checkpoints/step_{step:08d}" in finished.output, finished.output
-        lost = f"stopped: rank {1 - victim}: lost contact with rank {victim} at update"
-        assert lost in finished.output, finished.output
+        assert resumed in finished.output, finished.output
+        resumed = f"resumed from {tmp_path}/checkpoints/step_{assert_saved(finished, tmp_path):08d}"
+    victim = VICTIMS[launcher]
+    job = start_training(launcher, tmp_path)
+    os.kill(worker_pids(job)[victim], signal.SIGKILL)
+    finished = finish(job)
+    assert finished.returncode != 0 and resumed in finished.output, finished.output
+    lost = f"stopped: rank {1 - victim}: lost contact with rank {victim} at update"
+    assert lost in finished.output, finished.output
 
 
-@pytest.mark.parametrize("fault", ["lost_in_meeting", "lost_unnoticed"])
+@pytest.mark.parametrize("launcher", [ONE_PROCESS, TORCHRUN, *CHOSEN_ON_TWO], ids=str)
+def test_a_signal_to_one_process_saves_the_same_update_on_all_the_next_start_resumes_and_a_killed_process_is_named(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    def start_again() -> Forked:
+        command = [*ENDLESS, "--output_dir", str(tmp_path / "run"), *launcher.flags]
+        job = Forked("train_vae", command, tmp_path / "log", launcher.processes)
+        job.wait_until(lambda: len(re.findall(r"update +\d+/", job.output)) >= 3)
+        return job
+
+    job = start_again()
+    os.kill(job.pids[-1], signal.SIGUSR1)
+    ranks = job.finish()
+    assert [rank.returncode for rank in ranks] == [75] * launcher.processes, ranks[0].output
+    resumed = f"resumed from {tmp_path}/run/checkpoints/step_{assert_saved(ranks[0], tmp_path / 'run'):08d}"
+    for victim in range(launcher.processes if launcher != ONE_PROCESS else 0):
+        job = start_again()
+        os.kill(job.pids[victim], signal.SIGKILL)
+        ranks = job.finish()
+        assert ranks[1 - victim].returncode == 1 and resumed in ranks[0].output, ranks[0].output
+        assert f"stopped: rank {1 - victim}: lost contact with rank {victim} at update" in ranks[0].output
+
+
+@pytest.mark.parametrize("fault", ["lost_in_meeting", "lost_unnoticed"] if WHOLE_MATRIX else ["lost_unnoticed"])
 def test_a_process_lost_where_no_collective_reports_it_is_named_before_the_launcher_kills_the_others(
     fault: str,
 ) -> None:
@@ -125,7 +145,7 @@ def patiently(check: Callable[[str], None]) -> None:
     check("2")
 
 
-@pytest.mark.parametrize("launcher", [Launcher("torchrun", 2), Launcher("horovodrun", 2)], ids=str)
+@pytest.mark.parametrize("launcher", WITH_HOROVOD, ids=str)
 def test_a_job_that_was_frozen_as_a_whole_goes_on(launcher: Launcher, tmp_path: Path) -> None:
     def check(minutes: str) -> None:
         flags = ["--fault", "frozen", "--timeout_minutes", minutes]
@@ -206,7 +226,9 @@ def test_a_state_that_one_process_cannot_load_ends_all_with_that_line(launcher: 
     assert all("(on rank 1)" in line for line in lines_), ranks[0].output
 
 
-@pytest.mark.parametrize("launcher", [ONE_PROCESS, *LAUNCHERS[:3]], ids=str)
+@pytest.mark.parametrize(
+    "launcher", [ONE_PROCESS, TORCHRUN, *([DEEPSPEED, HOROVODRUN] if WHOLE_MATRIX else [])], ids=str
+)
 def test_a_start_that_is_asked_to_stop_ends_at_once_though_a_process_lists_its_data_for_hours(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -260,7 +282,7 @@ def test_a_loader_process_that_is_killed_is_one_line_and_no_mistake(when: str, t
     assert len(re.findall("stopped: .*a loader process was killed.* memory", finished.output)) == 1, finished.output
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [(Launcher("torchrun", 2), 1), (Launcher("horovodrun", 2), 0)], ids=str)
+@pytest.mark.parametrize(("launcher", "rank"), [*zip(WITH_HOROVOD, (1, 0), strict=False)], ids=str)
 def test_a_stalled_process_is_named_and_ends_the_job(launcher: Launcher, rank: int, tmp_path: Path) -> None:
     """The job must end after --timeout_minutes. On a slow machine the start alone may take longer than the timeout: try
     again with a longer timeout."""
@@ -303,7 +325,7 @@ def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launche
     assert "rank 1: the gradient of 0.weight holds nan" in stop and "rank 0" not in stop
 
 
-@pytest.mark.parametrize("launcher", [Launcher("torchrun", 2), Launcher("horovodrun", 2)], ids=str)
+@pytest.mark.parametrize("launcher", WITH_HOROVOD, ids=str)
 def test_replicas_that_drift_apart_end_the_run_naming_tensor_and_rank(launcher: Launcher, tmp_path: Path) -> None:
     stop = fault(launcher, ["--fault", "drift", "--check_replicas_every_n_steps", "2"], tmp_path)
     assert "after update 4 of toy, 1.bias on rank 1 is not what it is on rank 0" in stop
@@ -322,6 +344,7 @@ def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fre
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
 
 
+@pytest.mark.long  # tests/lab has machines
 def test_a_process_lost_on_one_of_two_machines_starts_all_again(tmp_path: Path) -> None:
     # Each torchrun counts the failures of its own processes alone, so the two counts differ after this.
     command = [*ENDLESS, "--output_dir", str(tmp_path), "--fresh", "--max_steps", "12", "--save_every_n_steps", "1"]

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,13 +17,13 @@ import pytest
 import soundfile
 import torch
 from filling import Script, files
-from launching import Launcher, finish, run, start, worker_pids
+from forks import Forked, fork
+from launching import Launcher, run
 from PIL import Image
 
 from models import VQGAN, MuLaN, VideoTokenizer
 from tests.data.videos.files import write_video
 
-ONE, TWO = Launcher("python"), Launcher("torchrun", 2)
 N_ITEMS, PER_SHARD, RATE = 42, 3, 8000
 N_SHARDS = N_ITEMS // PER_SHARD
 
@@ -77,6 +75,10 @@ class Job:
     def __str__(self) -> str:
         return self.script.name
 
+    @property
+    def module(self) -> str:
+        return self.script.name.removesuffix(".py")
+
     def command(self, inputs: Path, output: Path, *more: str) -> list[str]:
         sizes = [f"--{self.script.per_shard}", PER_SHARD, *(["--batch_size", 2] if self.script.batch_size else [])]
         return self.script.flags(inputs / "model", inputs / "source", output, *sizes, *more)
@@ -116,7 +118,8 @@ def prepare(tmp_path_factory) -> Callable[[Job], tuple[Path, Path]]:
             job.write_item(inputs / "source" / f"{seed:03d}.{job.ending}", seed)
         (inputs / "source" / f"040.{job.ending}").write_bytes(b"no such content")
         more = job.more(results / "quantizer")
-        finished = run(ONE, job.script.name, job.command(inputs, results / "output", "--num_workers", "0", *more))
+        command = job.command(inputs, results / "output", "--num_workers", "0", *more)
+        [finished] = fork(job.module, command, inputs / "log")
         assert finished.returncode == 0, finished.output
         return inputs, results
 
@@ -135,38 +138,31 @@ def of_one_process(job, prepare) -> Path:
     return prepare(job)[1]
 
 
-def started(
-    launcher: Launcher, job: Job, command: list[str], output: Path, shards: int
-) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start a job and wait until it has written ``shards`` shards. Returns the job and the ids of its processes, which
-    are looked up first, because a shard takes almost no time."""
-    process, pids = start(launcher, job.script.name, command), []
-    deadline = time.monotonic() + 240  # only ends a hang
-    while len(pids) < launcher.processes or len(list(output.glob(f"{job.script.shards}-*.json"))) < shards:
-        assert process.poll() is None and time.monotonic() < deadline, finish(process, 1).output
-        if len(pids) == launcher.processes:
-            time.sleep(0.002)
-        else:  # they only import yet, for seconds; a look at all processes of the machine takes long
-            time.sleep(0.2)
-            pids = worker_pids(process, job.script.name)
-    return process, pids
+def started(job: Job, command: list[str], output: Path, log: Path, shards: int) -> Forked:
+    """Two processes that have written ``shards`` shards."""
+    forked = Forked(job.module, command, log, 2)
+    forked.wait_until(lambda: len(list(output.glob(f"{job.script.shards}-*.json"))) >= shards)
+    return forked
 
 
-# The scripts know nothing of launchers, so that one script shows those that are not torchrun: the one whose processes
-# tell one another most.
+# The scripts know nothing of launchers, so that one script shows them: that whose processes tell one another most.
 @pytest.mark.parametrize(
     ("launcher", "job"),
-    [*((TWO, job) for job in JOBS), (Launcher("deepspeed", 2), EMBED), (Launcher("horovodrun", 2), EMBED)],
+    [*((None, job) for job in JOBS), *((Launcher(name, 2), EMBED) for name in ("torchrun", "deepspeed", "horovodrun"))],
     indirect=["job"],
     ids=str,
 )
 def test_two_processes_write_the_bytes_of_one(launcher, job, inputs, of_one_process, tmp_path):
-    more = job.more(tmp_path / "quantizer")
-    finished = run(launcher, job.script.name, job.command(inputs, tmp_path / "output", "--num_workers", "1", *more))
+    more = job.more(tmp_path / "left" / "quantizer")
+    command = job.command(inputs, tmp_path / "left" / "output", "--num_workers", "1", *more)
+    if launcher:
+        finished = run(launcher, job.script.name, command)
+    else:
+        finished = fork(job.module, command, tmp_path / "log", 2)[0]
     assert finished.returncode == 0, finished.output
     assert len(re.findall(rf"cannot read \S*040\.{job.ending}", finished.output)) == 1, finished.output
     assert finished.output.count(job.said_once) == 1, finished.output
-    assert files(tmp_path) == files(of_one_process)
+    assert files(tmp_path / "left") == files(of_one_process)
     assert len(files(of_one_process)) == job.n_files
 
 
@@ -174,13 +170,13 @@ def test_two_processes_use_a_folder_as_one_does(job, inputs, of_one_process, tmp
     command = ["--model", str(inputs / "model")]
     if job is not EMBED:
         command += ["--decode", str(of_one_process / "output"), "--output"]
-        finished = run(TWO, job.script.name, [*command, str(tmp_path / "two")])
+        finished = fork(job.module, [*command, str(tmp_path / "two")], tmp_path / "log", 2)[0]
         job.script.main([*command, str(tmp_path / "one")])
         assert files(tmp_path / "two") == files(tmp_path / "one")
         assert len(files(tmp_path / "two")) == N_ITEMS - 1 + 1
     else:
         command += ["--index", str(of_one_process / "output"), "--query", "a dog", "--json"]
-        finished = run(TWO, job.script.name, command)
+        finished = fork(job.module, command, tmp_path / "log", 2)[0]
         job.script.main(command)
         (one,) = capsys.readouterr().out.splitlines()
         assert [line for line in finished.output.splitlines() if line.startswith("{")] == [one]
@@ -189,37 +185,36 @@ def test_two_processes_use_a_folder_as_one_does(job, inputs, of_one_process, tmp
 
 
 def test_a_killed_job_goes_on_on_another_number_of_processes(job, inputs, of_one_process, tmp_path, capsys):
-    command = job.command(inputs, tmp_path, "--num_workers", "0")
-    process, pids = started(TWO, job, command, tmp_path, shards=4)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    finish(process, 60)
-    assert not (tmp_path / "index.json").exists()
-    done = {path.with_suffix(".safetensors") for path in tmp_path.glob(f"{job.script.shards}-*.json")}
+    output = tmp_path / "output"
+    command = job.command(inputs, output, "--num_workers", "0")
+    forked = started(job, command, output, tmp_path / "log", shards=4)
+    forked.kill()
+    assert not (output / "index.json").exists()
+    done = {path.with_suffix(".safetensors") for path in output.glob(f"{job.script.shards}-*.json")}
     before = {path: path.stat().st_mtime_ns for path in done}
     assert 4 <= len(done) < N_SHARDS
     job.script.main(command)
     assert f"of {N_SHARDS - len(done)} shards" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in done} == before
     written = files(of_one_process / "output")
-    assert files(tmp_path) == {name: content for name, content in written.items() if not name.startswith("codes/")}
+    assert files(output) == {name: content for name, content in written.items() if not name.startswith("codes/")}
 
 
 def test_a_job_of_which_one_process_is_told_to_end_exits_with_75_between_two_shards(job, inputs, tmp_path):
-    process, pids = started(TWO, job, job.command(inputs, tmp_path, "--num_workers", "1"), tmp_path, shards=2)
-    os.kill(pids[-1], signal.SIGTERM)
-    finished = finish(process, 240)
-    assert finished.output.count("asked to stop: the same command goes on with the") == 1, finished.output
-    assert re.search(r"exitcode\s*: 75 ", finished.output), finished.output
-    records = {path.stem for path in tmp_path.glob(f"{job.script.shards}-*.json")}
-    assert records == {path.stem for path in tmp_path.glob(f"{job.script.shards}-*.safetensors")}
-    assert 2 <= len(records) < N_SHARDS and not (tmp_path / "index.json").exists()
+    output = tmp_path / "output"
+    forked = started(job, job.command(inputs, output, "--num_workers", "1"), output, tmp_path / "log", shards=2)
+    os.kill(forked.pids[-1], signal.SIGTERM)
+    ranks = forked.finish()
+    assert ranks[0].output.count("asked to stop: the same command goes on with the") == 1, ranks[0].output
+    assert [rank.returncode for rank in ranks] == [75, 75], ranks[0].output
+    records = {path.stem for path in output.glob(f"{job.script.shards}-*.json")}
+    assert records == {path.stem for path in output.glob(f"{job.script.shards}-*.safetensors")}
+    assert 2 <= len(records) < N_SHARDS and not (output / "index.json").exists()
 
 
 def test_the_root_alone_speaks_of_what_another_process_met(job, inputs, tmp_path):
     command = job.command(inputs, tmp_path / "output", "--on_bad_sample", "error", "--num_workers", "0")
-    finished = run(TWO, job.script.name, command)
-    assert finished.returncode != 0
-    errors = [line for line in finished.output.splitlines() if f"{job}: error: " in line]
-    assert len(errors) == 1 and f"040.{job.ending}" in errors[0], finished.output
-    assert re.search(r"exitcode\s*: 2 ", finished.output), finished.output
+    ranks = fork(job.module, command, tmp_path / "log", 2)
+    errors = [line for line in ranks[0].output.splitlines() if f"{job}: error: " in line]
+    assert len(errors) == 1 and f"040.{job.ending}" in errors[0], ranks[0].output
+    assert [rank.returncode for rank in ranks] == [2, 2], ranks[0].output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forks import fork
-from launching import Launcher, run
+from launching import WHOLE_MATRIX, Launcher, run
 
 import train_vae
 
@@ -129,17 +129,18 @@ def test_the_root_alone_speaks_in_other_scripts(mistake: str, tmp_path: Path) ->
     assert len(errors) == 1 and expected in errors[0] and "Traceback" not in ranks[0].output, ranks[0].output
 
 
-@pytest.mark.parametrize(
-    ("mistake", "launcher"),
-    [
-        ("folder of broken images", Launcher("torchrun", 2)),
-        ("contradicting JSON", Launcher("deepspeed", 2)),  # before the processes connect
-        ("batch 7 on 2 processes", Launcher("horovodrun", 2)),
-        (UNKNOWN_KEY, Launcher("torchrun", 2)),
-        *((mistake, Launcher(name, 2)) for name in ("deepspeed", "horovodrun") for mistake in TOGETHER[1:]),
-    ],
-    ids=str,
-)
+UNDER = [
+    ("folder of broken images", Launcher("torchrun", 2)),
+    ("contradicting JSON", Launcher("deepspeed", 2)),  # before the processes connect
+    ("output_dir cannot be written", Launcher("horovodrun", 2)),
+]
+if WHOLE_MATRIX:
+    UNDER += [("batch 7 on 2 processes", Launcher("horovodrun", 2)), (UNKNOWN_KEY, Launcher("torchrun", 2))]
+    UNDER += [("output_dir cannot be written", Launcher("deepspeed", 2))]
+    UNDER += [("folder of broken images", Launcher(name, 2)) for name in ("deepspeed", "horovodrun")]
+
+
+@pytest.mark.parametrize(("mistake", "launcher"), UNDER, ids=str)
 def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Launcher, tmp_path: Path) -> None:
     script, tiny = ("train_decoder", TINY_DECODER) if mistake in DECODERS else ("train_vae", TINY)
     flags, expected = {**MISTAKES, **DECODERS}[mistake](tmp_path)
