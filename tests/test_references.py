@@ -36,12 +36,12 @@ UPDATES = 20
 # signs. A flipped one is another reconstruction: 3e-3 of the loss, 6e-2 of a gradient.
 SEED = 3
 
-# The initial weights times 1 +- 2^-23, drawn two to six times, change the losses of a reference within 20 updates by
-# 2e-7 and norms by 4e-7 (VAE), by 1e-6 and 2e-5 (VQGAN), by 4e-5 and 4e-4 (video tokenizer); those of a discriminator
-# by 3e-7 and 1e-6. But a ReLU whose input is about 0 may open for one of two orders of a sum alone: with AVX2, it made
+# The initial weights times 1 +- 2^-23, drawn six times, change the losses of a reference within 20 updates by up to
+# 2e-7 and norms by 4e-7 (VAE), by 3e-6 and 6e-5 (VQGAN), by 3e-4 and 2e-3 (video tokenizer); those of a discriminator
+# by 5e-7 and 3e-6. But a ReLU whose input is about 0 may open for one of two orders of a sum alone: with AVX2, it made
 # 3e-3 of a norm and 6e-5 of a loss of the VQGAN. The bounds leave room for some of these.
 RELAXED = {"loss": 1e-5, "grad_norm": 1e-3}
-ADVERSARIAL = {"loss": 1e-3, "grad_norm": 2e-2, "discr_loss": 1e-4, "discr_grad_norm": 1e-2}
+ADVERSARIAL = {"loss": 2e-3, "grad_norm": 2e-2, "discr_loss": 1e-4, "discr_grad_norm": 1e-2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +166,8 @@ def models_of_tokenizer(args: argparse.Namespace) -> list[nn.Module]:
 BUILD_DISCRIMINATOR: dict[str, Any] = {m.__name__: m.build_discriminator for m in (train_vqgan, train_tokenizer)}
 
 REFERENCES = (
-    of_vae("vae", kl_loss_weight=0.01, max_grad_norm=0.05),
-    of_vae("vae, straight through", straight_through=None, smooth_l1_loss=None),
+    of_vae("vae", starting_temp=0.7, kl_loss_weight=0.01, max_grad_norm=0.05),
+    of_vae("vae, straight through", starting_temp=1.5, straight_through=None, smooth_l1_loss=None),
     Reference(
         "vqgan", "vqgan", VQGAN,
         {"image_size": 32, "num_layers": 3, "codebook_size": 16, "discr_start_step": 3, "lecam_weight": 0.3,
@@ -178,7 +178,8 @@ REFERENCES = (
     Reference(
         "tokenizer", "tokenizer", VIDEO_TOKENIZER,
         {"layers": "compress_space,residual,compress_space:8,linear_attend_space,attend_space,compress_time:12,"
-                   "consecutive_residual:2,attend_time", "batch_size": 4, "codebook_size": 16, "penalty_weight": 0.1},
+                   "consecutive_residual:2,attend_time", "batch_size": 4, "codebook_size": 16, "penalty_weight": 0.1,
+         "weight_decay": 1.0},  # in the few updates, what decays has to show
         ["VideoTokenizer", "VideoDiscriminator"], models_of_tokenizer, data.video_feed,
         lambda batch: batch["videos"], ADVERSARIAL,
         lambda args: [lambda step, n: Noise(args.seed, "frame").uniform(step, range(n), ())],
