@@ -167,14 +167,16 @@ class Backend(Processes, ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         is_done = error is None or isinstance(error, SystemExit)
         # All processes raise these errors together, so a graceful disconnect cannot hang.
-        is_mutual = isinstance(error, UserMistake) or (isinstance(error, TrainingStopped) and not error.alone)
+        is_mistake = isinstance(error, UserMistake)
+        is_mutual = is_mistake or (isinstance(error, TrainingStopped) and not error.alone)
         stopped, is_graceful = None, False
         try:
             stopped = self.watchdog.explain(error)
             if stopped is not None and (self.is_root or stopped.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stopped}")
-            is_graceful = (is_done or is_mutual) and self._all_are_done()
+            # Nobody is waited for after a mistake: one that a process met alone would end the job at its time limit.
+            is_graceful = is_mistake or ((is_done or is_mutual) and self._all_are_done())
         finally:
             self.watchdog.stop(None if is_done or is_mutual else error)
             # Before signals have their effect again: launchers send SIGTERM as soon as a process has ended.

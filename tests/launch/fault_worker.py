@@ -14,6 +14,7 @@ fails_in_write, ends_in_write
                an error on rank 0, or on all, while rank 0 writes a checkpoint for some seconds
 slow_listing, stuck_listing
                it lists its samples for longer than --timeout_minutes, or on a disk that hangs
+mistake        it raises a UserMistake, which all ranks raise together in scripts, while rank 0 waits for it
 load           the state that it loads lacks a weight
 """
 
@@ -178,7 +179,11 @@ def main(argv: Sequence[str]) -> None:
     torch_comm.GRACE_SECONDS = 0  # a collective's own limit, if it has one, is not later than the watchdog's
     longer = 60 * args.timeout_minutes + 4
     with distributed.from_args(args) as backend:
-        if args.fault.startswith("lost"):
+        if args.fault == "mistake":
+            if backend.rank == 1:
+                raise UserMistake("no such folder")
+            backend.barrier()
+        elif args.fault.startswith("lost"):
             lose(backend, args.fault)
         elif args.fault == "frozen":
             freeze(backend, longer)

@@ -192,6 +192,12 @@ def test_a_write_is_finished_although_the_launcher_asks_its_process_to_end_becau
     assert "KeyError: 'x'" in finished.output if fault == "fails_in_write" else "stopped: enough" in finished.output
 
 
+def test_a_mistake_of_one_process_alone_waits_for_no_time_limit(tmp_path: Path) -> None:
+    ranks = fork("fault_worker", ["--fault", "mistake", "--timeout_minutes", "2"], tmp_path / "log", 2)
+    assert all(rank.returncode for rank in ranks)
+    assert "no such folder" in ranks[0].output and "no progress" not in ranks[0].output, ranks[0].output
+
+
 def assert_stopped(ranks: list[Finished], codes: list[int], said: str) -> None:
     """Assert the exit codes, and that each process which failed says why, by the regular expression ``said``."""
     assert [rank.returncode for rank in ranks] == codes, ranks[0].output
