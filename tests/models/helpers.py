@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.perceptual import PerceptualLoss
 from models.quantizers import make_quantizer
 from models.quantizers.base import Quantizer
-
-Run = Callable[[int, Callable[[Any], Any]], list[Any]]
 
 VAE: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
 VQGAN: dict[str, Any] = {"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256}
@@ -22,16 +20,23 @@ TOKENIZER: dict[str, Any] = {
     "image_size": 8, "layers": "residual,compress_space:6,compress_time,residual", "init_dim": 4, "input_kernel": 3,
     "norm": "rms", "codebook_size": 16,
 }  # fmt: skip
+_TOWERS: dict[str, Any] = {
+    "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4, "vocab_size": 40,
+    "max_text_tokens": 10, "dim_latent": 6,
+}  # fmt: skip
 # 64 bands x 51 frames: 4 x 3 patches.
-MULAN: dict[str, Any] = {
-    "clip_seconds": 0.5, "audio_dim": 16, "audio_depth": 2, "text_dim": 12, "text_depth": 2, "heads": 2, "dim_head": 4,
-    "vocab_size": 40, "max_text_tokens": 10, "dim_latent": 6,
+MULAN: dict[str, Any] = {**_TOWERS, "clip_seconds": 0.5}
+# 65 bins x 51 frames: 4 x 3 patches.
+MUSICLM: dict[str, Any] = {
+    **_TOWERS, "audio_depth": 3, "clip_seconds": 0.15, "n_fft": 128, "win_length": 60, "hop_length": 48,
+    "hierarchical_layers": 1, "sigmoid_contrastive_loss": True,
 }  # fmt: skip
 UNET: dict[str, Any] = {
     "dim": 8, "dim_mults": [1, 2], "cond_dim": 12, "num_resnet_blocks": [1, 1], "attn_heads": 2, "attn_dim_head": 4,
     "cross_attn_heads": 2, "cross_attn_dim_head": 4, "cond_on_image_embeds": True, "image_embed_dim": 5,
     "cond_on_text_encodings": True, "text_embed_dim": 7, "max_text_len": 6,
 }  # fmt: skip
+NARROW = (4, 6, 8, 8, 8)
 
 
 def some(*shape: int, seed: int = 1) -> Tensor:
@@ -47,12 +52,45 @@ def some_videos(batch: int = 2, frames: int = 5, height: int = 8, width: int = 8
     return torch.rand(batch, 3, frames, height, width, generator=torch.Generator().manual_seed(seed))
 
 
+def some_pairs(model: Any, size: int = 3, columns: int = 8) -> dict[str, Tensor]:
+    """Waveforms, the first silent and the last with powers beyond fp16's range; tokens; lengths from 0 up; noise."""
+    draws = torch.Generator().manual_seed(1)
+    waveforms = torch.randn(size, model.clip_samples, generator=draws) * torch.arange(size)[:, None] / 10
+    waveforms[-1] += 0.8
+    return {
+        "waveforms": waveforms,
+        "tokens": torch.randint(1, model.text.vocab_size, (size, columns), generator=draws),
+        "lengths": torch.arange(size) * 2 % (columns + 1),
+        "noise": torch.rand(size, model.noise_size, generator=draws),
+    }
+
+
 def some_unet_inputs(batch: int = 4, side: int = 8) -> dict[str, Tensor]:
     """For a model of UNET."""
     return {
         "x": some(batch, 3, side, side), "time": torch.arange(batch) * 300, "image_embed": some(batch, 5, seed=2),
         "text_encodings": some(batch, 4, 7, seed=3),
     }  # fmt: skip
+
+
+def lively(model: nn.Module) -> Any:
+    """The model, with numbers in the weights that start as 0: gates, modulations and the outputs of some."""
+    for weight in model.parameters():
+        if not weight.any():
+            nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def narrow(kind: str) -> PerceptualLoss:
+    """A perceptual distance of few channels whose activations do not vanish."""
+    torch.manual_seed(0)
+    model = PerceptualLoss(kind, NARROW)
+    with torch.no_grad():
+        for parameter in model.features.parameters():
+            parameter.mul_(2)
+        for parameter in model.heads.parameters():
+            parameter.abs_()
+    return model
 
 
 def in_rows(z: Tensor) -> Tensor:
@@ -76,12 +114,53 @@ def assert_same_bits(one: Any, other: Any) -> None:
     assert [name for name in same if not same[name]] == []
 
 
+def refused(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """The error of a call: a ValueError of one line."""
+    with pytest.raises(ValueError) as caught:
+        call(*arguments, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def one_line_of(read: Callable[[Path], object], path: Path) -> str:
     """The error of reading a path: one line that names it."""
-    with pytest.raises(ValueError) as caught:
-        read(path)
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-    return str(caught.value)
+    said = refused(read, path)
+    assert str(path) in said
+    return said
+
+
+def kept_bytes(call: Callable[[], Any], but: Iterable[Tensor] = ()) -> tuple[Any, int]:
+    """What a call gives, and the bytes that are kept for its backward pass, besides some tensors."""
+    kept, left_out = dict[int, int](), {tensor.data_ptr() for tensor in but}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in left_out:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = call()
+    return out, sum(kept.values())
+
+
+class _Border(torch.autograd.Function):
+    """The identity, as a step of its own in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Tensor:
+        return gradient[0]
+
+
+def across_a_border(value: Any) -> Any:
+    """As ZeRO 3 does it with what comes into a module or out of it: tensors through a function, tuples as copies."""
+    if isinstance(value, (list, tuple)):
+        parts = [across_a_border(part) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    return _Border.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 class Call:
@@ -92,29 +171,3 @@ class Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.call
-
-
-class Process:
-    """One of several; each collective waits for all of them."""
-
-    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
-        self.rank, self.world_size, self._barrier, self._slots = rank, world_size, barrier, slots
-        self.collectives = 0
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self.collectives += 1
-        self._slots[self.rank] = tensor.detach().clone()
-        self._barrier.wait()
-        parts = list(self._slots)
-        self._barrier.wait()
-        return parts
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._exchange(tensor)).sum(0)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return torch.cat(self._exchange(tensor))
-
-    def connect(self, quantizer: Any) -> None:
-        quantizer.all_reduce, quantizer.gather = self.all_reduce, self.gather
-        quantizer.rank, quantizer.world_size = self.rank, self.world_size

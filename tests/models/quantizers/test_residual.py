@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from torch.nn import functional as F
 
 from models import ResidualQuantizer
 from models.quantizers import clustering
-from tests.models.helpers import Run, assert_same_bits, some, state_of
+from tests.models.helpers import assert_same_bits, refused, some, state_of
 
 DIM, LEVELS, SIZE = 6, 4, 5
 
@@ -113,65 +110,20 @@ def test_dead_entries_are_replaced_by_other_embeddings_on_every_level_and_by_see
         for level in quantizer.levels:
             level.codebook[0] = level.code_sums[0] = 1e3
             level.code_counts[0] = 1e-4
-        quantizer(some_embeddings(7))
-        seen = [torch.cat(level._vectors) for level in quantizer.levels]
+        embeddings, codes = some_embeddings(7), quantizer(some_embeddings(7)).codes
+        seen = [embeddings, *(embeddings - quantizer.decode(codes[:, :level]) for level in range(1, LEVELS))]
         quantizer.after_update(4, seed)
         pairs = zip(quantizer.levels, seen, strict=True)
-        return [int((level.codebook[0] == rows).all(1).nonzero()) for level, rows in pairs]  # fails unless it is one
+        # Fails unless it is one.
+        return [int(((level.codebook[0] - rows).abs().amax(1) < 1e-6).nonzero()) for level, rows in pairs]
 
     assert revived(0) == revived(0) != revived(1)
     assert len(set(revived(0))) > 1
 
 
-def test_a_skipped_update_leaves_the_codebooks_as_they_were() -> None:
-    quantizer = trained().train()
-    before = state_of(quantizer)
-    quantizer(torch.full((3, DIM), math.nan))
-    quantizer.after_update(4, 0, skipped=torch.tensor(True))
-    assert_same_bits(quantizer, before)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_number_of_processes_learns_the_same_codebooks(world_size: int, processes: Run) -> None:
-    first = untrained(revive_below=0.3)
-
-    def train(process: Any) -> ResidualQuantizer:
-        quantizer = copy.deepcopy(first)
-        for level in quantizer.levels:
-            process.connect(level)
-        for step in range(1, 5):
-            quantizer(some_embeddings(step).chunk(process.world_size)[process.rank])
-            quantizer.after_update(step, 0)
-        return quantizer
-
-    alone = trained(updates=4, revive_below=0.3)
-    for quantizer in processes(1, train) + processes(world_size, train):
-        assert_same_bits(quantizer, alone)
-
-
-def test_the_defaults_are_those_of_musiclm() -> None:
-    config = ResidualQuantizer(2).config
-    assert (config["num_quantizers"], config["codebook_size"], config["decay"]) == (12, 1024, 0.9)
-
-
-def test_a_saved_quantizer_learns_on(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused() -> None:
     quantizer = trained()
-    quantizer.save_pretrained(tmp_path)
-    loaded = ResidualQuantizer.from_pretrained(tmp_path)
-    for one in (quantizer.train(), loaded.train()):
-        one(some_embeddings(8))
-        one.after_update(4, 0)
-    assert_same_bits(loaded, quantizer)
-
-
-@pytest.mark.parametrize(("method", "shape", "expected"), [
-    ("forward", (2, DIM + 1), r"\(2, 7\), not \(b, 6\)"),
-    ("encode", (DIM,), r"\(6,\), not \(b, 6\)"),
-    ("decode", (2, LEVELS + 1), r"\(2, 5\), not \(b, 1 to 4\)"),
-    ("decode", (2, 0), r"\(2, 0\), not \(b, 1 to 4\)"),
-    ("decode", (2,), "codes have the shape"),
-])  # fmt: skip
-def test_what_cannot_be_is_refused(method: str, shape: tuple[int, ...], expected: str) -> None:
-    dtype = torch.int64 if method == "decode" else torch.float32
-    with pytest.raises(ValueError, match=expected):
-        getattr(trained(), method)(torch.zeros(shape, dtype=dtype))
+    assert "(2, 7)" in refused(quantizer, torch.zeros(2, DIM + 1))
+    assert "(6,)" in refused(quantizer.encode, torch.zeros(DIM))
+    for shape in ((2, LEVELS + 1), (2, 0), (2,)):
+        assert str(shape) in refused(quantizer.decode, torch.zeros(shape, dtype=torch.int64))
