@@ -26,7 +26,7 @@ TRAINING_ALONE = ("--valid_fraction", "0")  # half of the tracing is that of the
 ADVERSARIAL = ("--lecam_weight", "0.1", "--max_grad_norm", "0.5")  # the discriminator takes part from the start
 RUNS: dict[str, tuple[Script, tuple[str, ...]]] = {
     **{name: (script, ()) for name, script in SCRIPTS.items() if script not in (VQGAN, DECODER)},
-    # A Unet alone, whose graph is the longest of all; that it is recomputed is traced in tests/models/test_unet.py.
+    # A Unet alone, whose graph is the longest of all; tests/models/test_every_model.py traces it recomputed.
     "train_decoder": (DECODER, ("--image_sizes", "8", *TRAINING_ALONE)),
     **{
         f"{name} recomputed": (script, ("--gradient_checkpointing", *TRAINING_ALONE))

@@ -1,4 +1,4 @@
-"""The VQGAN: its shapes, its codes, its files."""
+"""The VQGAN: its layers and its range of images. What is true of other autoencoders too is in test_every_model.py."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from models import VQGAN
+from models.quantizers import QUANTIZERS
 from tests.models.helpers import VQGAN as SIZES
-from tests.models.helpers import some_images
-
-QUANTIZERS = ("lfq", "vq", "fsq", "bsq", "ibq")
+from tests.models.helpers import refused, some_images
 
 
 def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
@@ -23,39 +21,11 @@ def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
     return VQGAN(**{**SIZES, "quantizer": quantizer, **changes})
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_a_forward_pass_gives_images_codes_and_losses_with_a_gradient_for_every_weight(quantizer: str) -> None:
-    model = tiny(quantizer)
-    out = model(some_images())
-    assert out.reconstruction.shape == (2, 3, 16, 16) and out.reconstruction.dtype == torch.float32
-    assert out.codes.shape == (2, 4, 4) and out.codes.dtype == torch.int64
-    assert out.codes.min() >= 0 and out.codes.max() < model.num_codes
-    assert out.features.shape == (2, 8, 16, 16) and not out.features.requires_grad
-    assert set(out.losses) == set(model.quantizer.loss_names)
-    assert all(loss.shape == () for loss in out.losses.values())
-    (F.l1_loss(out.reconstruction, some_images()) + sum(out.losses.values())).backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
-    assert all(p.grad.any() for p in model.encoder[0].parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_codes_are_encoded_without_losses_and_decoded_to_the_bit(
-    quantizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny(quantizer).eval()
-    with torch.no_grad():
-        out = model(some_images())
-        monkeypatch.setattr(model.quantizer, "_quantize", None)
-        assert torch.equal(model.encode(some_images()), out.codes)
-        assert torch.equal(model.decode(out.codes), out.reconstruction)
-        assert torch.equal(model.decode(out.codes.flatten(1)), out.reconstruction)
-
-
 def convolution(fan_in: int, fan_out: int, kernel: int) -> int:
     return fan_in * fan_out * kernel**2 + fan_out
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("blocks", [0, 2])
 def test_the_layers_are_those_of_the_specification(blocks: int) -> None:
     """Counted by hand: conv5, then conv4 of stride 2 to dim x 1, 2, 4, 8, residual blocks on the last level, mirrored
     with twice as wide convolutions before the gates."""
@@ -89,21 +59,6 @@ def test_nothing_squashes_the_output() -> None:
         assert (model(some_images()).reconstruction == 7.0).all()
 
 
-@pytest.mark.parametrize("size", [256, 16384])
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_the_encoder_learns_from_the_reconstruction(quantizer: str, size: int) -> None:
-    """Measured with other seeds too: its gradient has 1/80 to 1/16 of the norm of the decoder's, with every quantizer.
-    Entries that start as small as 1 / size would leave 1e-6 to 1e-10, because IBQ's gradient passes two products with
-    them."""
-    model = tiny(quantizer, codebook_size=size)
-    F.l1_loss(model(some_images()).reconstruction, some_images()).backward()
-    of_encoder, of_decoder = (
-        torch.stack([torch.linalg.vector_norm(p.grad) for p in half.parameters()]).norm()
-        for half in (model.encoder, model.decoder)
-    )
-    assert of_encoder > of_decoder / 1000
-
-
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_a_centred_model_sees_and_makes_images_from_minus_one_to_one(quantizer: str) -> None:
     centred, plain = tiny(quantizer).eval(), tiny(quantizer, centred=False).eval()
@@ -127,26 +82,11 @@ def test_a_model_that_is_not_centred_starts_from_weights_that_centre_it_but_for_
 
 
 def test_a_model_folder_of_a_version_that_centred_nothing_is_read_as_such(tmp_path: Path) -> None:
-    model = tiny(centred=False).eval()
-    model.save_pretrained(tmp_path)
+    tiny(centred=False).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["centred"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    read = VQGAN.from_pretrained(tmp_path)
-    assert read.config["centred"] is False and torch.equal(read.encode(some_images()), model.encode(some_images()))
-
-
-@pytest.mark.parametrize("centred", [True, False])
-def test_an_adaptive_weight_needs_no_pass_through_the_model(centred: bool) -> None:
-    """The gradient at the last layer from features and image gradient is autograd's; in fp32 in any case."""
-    model = tiny(centred=centred)
-    out = model(some_images())
-    loss = F.l1_loss(out.reconstruction, some_images())
-    (expected,) = torch.autograd.grad(loss, model.last_layer.weight, retain_graph=True)
-    (at_images,) = torch.autograd.grad(loss, out.reconstruction)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = model.last_layer_gradient(out.features, at_images)
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-8)
+    assert VQGAN.from_pretrained(tmp_path).config["centred"] is False
 
 
 @pytest.mark.parametrize("side", [(16, 16), (8, 24)])
@@ -155,7 +95,5 @@ def test_any_size_that_divides_is_taken(side: tuple[int, int]) -> None:
     x = torch.rand(1, 3, *side)
     assert model.encode(x).shape == (1, side[0] // 4, side[1] // 4)
     assert model.decode(model.encode(x)).shape == x.shape
-    with pytest.raises(ValueError, match="width 18 must be a multiple of"):
-        model(torch.rand(1, 3, 16, 18))
-    with pytest.raises(ValueError, match="no square"):
-        model.decode(torch.zeros(1, 3, dtype=torch.int64))
+    assert "width 18" in refused(model, torch.rand(1, 3, 16, 18))
+    assert "3 codes" in refused(model.decode, torch.zeros(1, 3, dtype=torch.int64))
