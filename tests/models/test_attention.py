@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.attention import Attention, FeedForward, Transformer, l2_normalize
+from models.attention import Attention, FeedForward, Transformer, l2_normalize, layers_read
 
 
 def attention_written_out(module: Attention, x: Tensor, bias: Tensor) -> Tensor:
@@ -81,3 +81,13 @@ def test_a_transformer_gives_the_output_of_each_layer() -> None:
         x = x + attention(x)
         x = x + feed_forward(x)
         assert torch.equal(x, output)
+
+
+def test_even_layers_are_those_of_the_published_formula() -> None:
+    """floor(arange(h) depth / h) (musiclm-pytorch 0.2.8, interspersed_indices), and the last one first."""
+    assert layers_read(6, 0, "last") == layers_read(6, 0, "even") == [5]
+    assert layers_read(6, 2, "last") == [5, 4, 3] and layers_read(6, 2, "even") == [5, 3, 0]
+    for depth in range(2, 13):
+        for below in range(1, depth):
+            published = [math.floor(i * (depth / below)) for i in range(below)]
+            assert layers_read(depth, below, "even") == [depth - 1, *reversed(published)]

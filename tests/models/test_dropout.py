@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models import MuLaN
 from models.attention import Attention, FeedForward, Transformer
 from models.dropout import derived, dropout, mix32
-from tests.models.helpers import MULAN, some
+from tests.models.helpers import some
 from training.noise import Noise
 
 
@@ -52,16 +46,6 @@ def test_a_share_of_the_numbers_is_dropped_and_the_mean_stays(share: float) -> N
     for dim in range(4):
         product = (centred.narrow(dim, 0, out.shape[dim] - 1) * centred.narrow(dim, 1, out.shape[dim] - 1)).mean()
         assert abs(product) < 5 * share * (1 - share) / out.numel() ** 0.5 * 1.2, dim
-
-
-def test_numbers_of_dropped_places_have_the_law_of_independent_draws() -> None:
-    """Of the number of places that are dropped in a row of 50."""
-    counts = (dropout(torch.ones(16, 500, 50), 0.3, some_keys(16)) == 0).sum(dim=-1).flatten().bincount(minlength=51)
-    law = stats.binom(50, 0.3)
-    edges = [0, *range(10, 21), 51]
-    seen = [int(counts[low:high].sum()) for low, high in pairwise(edges)]
-    expected = [8000 * (law.cdf(high - 1) - law.cdf(low - 1)) for low, high in pairwise(edges)]
-    assert stats.chisquare(seen, np.array(expected) * sum(seen) / sum(expected)).pvalue > 1e-3
 
 
 def test_draws_depend_on_key_and_place_alone_and_not_on_the_sizes_around_them() -> None:
@@ -121,66 +105,3 @@ def test_layers_drop_differently_and_a_layer_computed_again_drops_the_same() -> 
         one(some(2, 5, 8), None, keys)[-1].square().sum().backward()
         gradients.append([weight.grad for weight in one.parameters()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True))
-
-
-def dropping(**overrides: Any) -> MuLaN:
-    torch.manual_seed(0)
-    return MuLaN(**{**MULAN, "attn_dropout": 0.2, "ff_dropout": 0.3, **overrides}).train()
-
-
-def test_mulan_drops_in_both_towers_by_sample_whatever_the_batch_the_padding_and_the_graph() -> None:
-    model = dropping(hierarchical_layers=1)
-    waveforms, noise = some(3, model.clip_samples) * 0.1, torch.rand(3, model.noise_size)
-    tokens, lengths = torch.randint(0, 40, (3, 8)), torch.tensor([3, 6, 2])
-    inputs = waveforms, tokens, lengths, noise, some_keys()
-    together = model(*inputs)
-    for row in range(3):
-        columns = (slice(row, row + 1), slice(None))
-        alone = model(waveforms[columns], tokens[columns][:, :6], lengths[row : row + 1], noise[columns],
-                      some_keys()[columns])  # fmt: skip
-        torch.testing.assert_close(alone.audio[0], together.audio[row], atol=2e-6, rtol=0)
-        torch.testing.assert_close(alone.text[0], together.text[row], atol=2e-6, rtol=0)
-    with torch.no_grad():
-        assert all(torch.equal(one, other) for one, other in zip(model(*inputs), together, strict=True))
-    others = (
-        model(*inputs[:-1], some_keys(step=1)),
-        model(*inputs[:-1]),
-        dropping(hierarchical_layers=1, attn_dropout=0.0)(*inputs),
-    )
-    for other in others:
-        for ours, theirs in ((together.audio, other.audio), (together.text, other.text)):
-            assert (ours - theirs).abs().amax(dim=(1, 2)).min() > 1e-4
-    clean = dropping(hierarchical_layers=1, attn_dropout=0.0, ff_dropout=0.0)(*inputs[:-1])
-    assert torch.equal(others[1].audio, clean.audio) and torch.equal(others[1].text, clean.text)
-
-
-def test_recomputed_towers_have_the_same_gradients() -> None:
-    found = []
-    for recompute in (False, True):
-        model = dropping(gradient_checkpointing=recompute)
-        tokens, lengths = torch.arange(24).view(3, 8), torch.tensor([3, 6, 2])
-        out = model(some(3, model.clip_samples) * 0.1, tokens, lengths, None, some_keys())
-        (out.audio.sum() + out.text.sum()).backward()
-        found.append([weight.grad for weight in model.parameters() if weight.grad is not None])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
-
-
-def test_dropout_never_waits_for_the_device() -> None:
-    with FakeTensorMode(), torch.device("cuda"):
-        model = dropping()
-        model(torch.empty(3, 8000), torch.ones(3, 8).long(), torch.ones(3).long(), torch.empty(3, 16),
-              torch.ones(3, 2).long())  # fmt: skip
-
-
-def test_dropout_that_would_take_too_much_memory_and_keys_that_do_not_fit_are_refused() -> None:
-    long = {"clip_seconds": 100, "heads": 8, "hop_length": 160, "patch_dropout": 0.0}
-    assert not dropping(**long, attn_dropout=0.0).config["attn_dropout"]
-    with pytest.raises(ValueError, match="a clip of clip_seconds 100 and hop_length 160 takes more than"):
-        dropping(**long)
-    with pytest.raises(ValueError, match="a caption of max_text_tokens 4000 takes more than"):
-        dropping(max_text_tokens=4000, heads=4)
-    with pytest.raises(ValueError, match=r"attn_dropout 1.0 is not in \[0, 1\)"):
-        dropping(attn_dropout=1.0)
-    model = dropping()
-    with pytest.raises(ValueError, match=r"keys of shape \(2, 2\): 3 pairs take \(3, 2\)"):
-        model(some(3, 8000), torch.ones(3, 8).long(), torch.ones(3).long(), None, some_keys(2))
