@@ -133,12 +133,6 @@ def test_images_are_normalised_channel_by_channel(normalization: Any, mean: list
     torch.testing.assert_close(out.reconstruction, decoded * deviations + means)
 
 
-def test_a_gradient_reaches_every_weight() -> None:
-    model = small_vae(num_resnet_blocks=1, kl_div_loss_weight=0.1)
-    model(some_images(), noise=some_noise(model)).loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-
-
 def test_codes_are_the_most_likely_ones_row_by_row() -> None:
     model, images = small_vae(), some_images()
     with torch.no_grad():
@@ -148,11 +142,6 @@ def test_codes_are_the_most_likely_ones_row_by_row() -> None:
     for row in range(4):
         for column in range(4):
             assert torch.equal(codes[:, 4 * row + column], logits[:, :, row, column].argmax(1))
-
-
-def test_codes_that_fill_no_square_are_refused() -> None:
-    with pytest.raises(ValueError, match="15 codes per image fill no square grid"):
-        small_vae().decode(torch.zeros(2, 15, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("reinmax", [False, True])
@@ -223,25 +212,3 @@ def test_kl_has_a_gradient_where_it_is_weighed() -> None:
     q = torch.tensor([1.0, 0.0, 0.0]).softmax(0)
     torch.testing.assert_close(gradient, q * ((q * 3).log() - (q * (q * 3).log()).sum()))
     torch.testing.assert_close(out.loss, out.recon_loss + 2.0 * out.kl)
-
-
-def test_under_autocast_and_cast_to_bf16_softmax_and_losses_stay_in_fp32() -> None:
-    model, images = vae_with_logits([0.0] * 1000), some_images()
-    expected = model(images).loss.item()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = model(images)
-    for out in (under_autocast, model.bfloat16()(images)):
-        assert {out.loss.dtype, out.recon_loss.dtype, out.kl.dtype} == {torch.float32}
-        assert abs(out.kl.item()) < 1e-5  # in bf16, ln 1000 alone is off by 1.5e-3
-        assert out.loss.item() == pytest.approx(expected, rel=0.02)
-    assert under_autocast.reconstruction.dtype == torch.float32
-
-
-def test_memory_format_changes_no_value() -> None:
-    model, images, last = small_vae(num_resnet_blocks=1), some_images(), torch.channels_last
-    noise = some_noise(model)
-    expected = model(images, noise=noise)
-    model.to(memory_format=last)
-    found = model(images.to(memory_format=last), noise=noise.to(memory_format=last))
-    torch.testing.assert_close(found.loss, expected.loss)
-    torch.testing.assert_close(found.reconstruction, expected.reconstruction)

@@ -1,21 +1,30 @@
-"""The discriminator against its specification: sizes, every layer written out a second time, second derivatives."""
+"""The discriminators: sizes, every layer written out a second time, what each head of the one of videos sees, second
+derivatives. What is true of other models too is in test_every_model.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.discriminator import Discriminator
-from tests.models.helpers import some_images
+from models import Discriminator, VideoDiscriminator
+from tests.models.helpers import refused, some_images, some_videos
+
+FRAMES = torch.tensor([1, 4])
 
 
 def small(**overrides: int) -> Discriminator:
     torch.manual_seed(0)
     return Discriminator(**{"dim": 4, "layers": 2, "groups": 2, **overrides})
+
+
+def of_videos(**overrides: Any) -> VideoDiscriminator:
+    torch.manual_seed(0)
+    return VideoDiscriminator(**{"dim": 4, "layers": 2, "groups": 2, **overrides})
 
 
 def reference(state: Mapping[str, Tensor], images: Tensor, layers: int, groups: int) -> Tensor:
@@ -41,8 +50,6 @@ def test_128_pixels_give_5_by_5_logits_and_the_channels_of_the_specification() -
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     assert [conv.out_channels for conv in convs] == [16, 16, 32, 64, 128, 128, 1]
     assert [conv.kernel_size[0] for conv in convs] == [5, 4, 4, 4, 4, 1, 4]
-    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
-    assert [norm.num_groups for norm in norms] == [16] * 4
     assert model(some_images(size=128)).shape == (2, 1, 5, 5)
 
 
@@ -53,48 +60,57 @@ def test_logits_equal_a_second_implementation() -> None:
             nn.init.uniform_(parameter, 0.5, 1.5)  # the scales and shifts of the norms start as 1 and 0
     expected = reference(model.state_dict(), images, layers=2, groups=2)
     torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-6)
-    alone = torch.cat([model(image[None]) for image in images])
-    torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(16, [16, 16, 16]), (24, [8, 16, 16]), (10, [2, 4, 8]), (7, [1, 2, 4])])
 def test_groups_that_do_not_divide_the_channels_become_their_common_divisor(dim: int, groups: list[int]) -> None:
     model = small(dim=dim, layers=3, groups=16)
     assert [module.num_groups for module in model.modules() if isinstance(module, nn.GroupNorm)] == groups
-    assert model(some_images(size=32)).isfinite().all()
-
-
-def test_it_can_be_differentiated_twice() -> None:
-    model = small().double()
-    images = some_images(1, size=4).double().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda x: model.layers(x).sum((2, 3)), images)
-
-
-def test_memory_format_changes_no_value() -> None:
-    model, images, last = small(), some_images(size=20), torch.channels_last
-    expected = model(images)
-    model.to(memory_format=last)
-    torch.testing.assert_close(model(images.to(memory_format=last)), expected)
-    assert model.layers(images.to(memory_format=last)).is_contiguous(memory_format=last)
-
-
-def test_logits_are_fp32_under_autocast_and_in_a_model_cast_to_bf16() -> None:
-    model, images = small(), some_images(size=20)
-    expected = model(images)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model(images)
-    cast = model.bfloat16()(images)
-    assert found.dtype == cast.dtype == torch.float32
-    for logits in (found, cast):
-        torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
 
 
 def test_the_smallest_image_gives_one_logit_and_a_smaller_one_is_an_error_with_the_sizes() -> None:
     model = small()
     assert model(some_images()).shape == (2, 1, 1, 1)
-    error = r"^images of 15 pixels are too small .* of 2 layers, which needs 16; use larger images or fewer layers$"
     for images in (some_images()[:, :, 1:], some_images()[..., 1:]):
-        with pytest.raises(ValueError, match=error):
-            model(images)
-    with pytest.raises(ValueError, match=error):
-        model.check_side(15)
+        said = refused(model, images)
+        assert "15 pixels" in said and "2 layers, which needs 16" in said
+    assert "15 pixels" in refused(of_videos(), some_videos(2, 5, 15, 15), FRAMES)
+
+
+def test_they_can_be_differentiated_twice() -> None:
+    model, images = small().double(), some_images(1, size=4).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: model.layers(x).sum((2, 3)), images)
+    of_clips = of_videos(dim=2, layers=1, groups=1).double()
+    videos = some_videos(1, 3).double().requires_grad_()
+    for head in of_clips.clip_heads:
+        assert torch.autograd.gradgradcheck(head, videos, fast_mode=True)
+
+
+def sees(logits: Tensor, videos: Tensor) -> list[list[int]]:
+    """The frames of each clip on which all logits together depend."""
+    (gradient,) = torch.autograd.grad(logits.square().sum(), videos, retain_graph=True)
+    return [clip.nonzero().flatten().tolist() for clip in gradient.abs().sum((1, 3, 4))]
+
+
+def test_the_frame_head_sees_the_given_frame_and_each_clip_head_every_frame_of_its_stride() -> None:
+    model, videos = of_videos(), some_videos(2, 5, 16, 16).requires_grad_()
+    frame, every, second = model(videos, FRAMES)
+    assert sees(frame, videos) == [[1], [4]]
+    assert sees(every, videos) == [[0, 1, 2, 3, 4]] * 2 and sees(second, videos) == [[0, 2, 4]] * 2
+    assert torch.equal(frame, model.frame_head(torch.stack([videos[0, :, 1], videos[1, :, 4]])))
+    for backwards, forwards in zip(model(videos.flip(2), 4 - FRAMES)[1:], (every, second), strict=True):
+        assert (backwards - forwards).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("frames", "side", "shapes"), [
+    (1, 16, [(1, 1)]), (2, 16, [(1, 1), (1, 1, 1)]), (3, 16, [(1, 1), (2, 1, 1), (1, 1, 1)]),
+    (17, 16, [(1, 1), (9, 1, 1), (5, 1, 1)]), (40, 16, [(1, 1), (20, 1, 1), (10, 1, 1)]),
+    (17, 80, [(2, 2), (5, 2, 2), (3, 2, 2)]),
+])  # fmt: skip
+def test_clip_heads_take_any_number_of_frames_above_their_stride_and_images_idle_them(
+    frames: int, side: int, shapes: list[tuple[int, ...]]
+) -> None:
+    """With two halvings of the side, the time is halved once; with four, of 80 pixels, twice."""
+    model = of_videos(layers=4 if side == 80 else 2)
+    logits = model(some_videos(2, frames, side, side), torch.zeros(2, dtype=torch.int64))
+    assert [tuple(of_head.shape[2:]) for of_head in logits] == shapes and model.num_heads == 3
