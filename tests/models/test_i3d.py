@@ -46,6 +46,7 @@ def test_it_has_the_size_and_the_names_of_the_published_network(model: I3D) -> N
     [(224, 7, 2, 2, 3), (9, 7, 2, 3, 3), (112, 3, 2, 0, 1), (9, 3, 1, 1, 1), (5, 2, 2, 0, 1), (4, 2, 2, 0, 0)],
 )
 def test_padding_is_that_of_tensorflow(size: int, kernel: int, stride: int, in_front: int, behind: int) -> None:
+    # The layers, each of one kernel, show it for few sizes.
     padded = _pad(torch.ones(1, 1, size, 1, 1), (kernel, 1, 1), (stride, 1, 1)).flatten()
     assert padded.tolist() == [0] * in_front + [1] * size + [0] * behind
 
