@@ -47,14 +47,6 @@ def test_guided_samples_are_those_of_the_extrapolated_distribution(scale: float)
     assert network.rows == [one_pass.get(scale, (4, (True, False)))] * 20
 
 
-def test_scale_1_is_bitwise_the_conditional_pass_and_0_the_one_without() -> None:
-    network = Network()
-    for t in (0, 500, 999):
-        for scale, pixels in ((1.0, WITH), (0.0, WITHOUT)):
-            out = guided(network, SCHEDULE, scale=scale)(Z, t, None)
-            assert torch.equal(out.x_start, pixels.estimate(Z, t))
-
-
 @pytest.mark.parametrize("scale", [-1.0, 0.5, 3.0])
 def test_a_learned_variance_is_the_conditional_one(scale: float) -> None:
     out = guided(Network(), SCHEDULE, scale=scale)(Z, 500, Z)
@@ -136,9 +128,3 @@ def test_predictions_become_estimates_and_their_variance_channels_fractions(obje
     assert (out.variance_fraction is not None) == learned
     if out.variance_fraction is not None:
         assert torch.equal(out.variance_fraction, Z + 0.5)
-
-
-@pytest.mark.parametrize(("options", "match"), [({"interval": (2.0, 1.0)}, "empty"), ({"rescale": 1.5}, "0 to 1")])
-def test_guidance_that_cannot_be_is_refused(options: dict, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        guided(Network(), SCHEDULE, **options)

@@ -172,8 +172,3 @@ def test_a_learned_weight_divides_the_error_and_learns_its_size() -> None:
     torch.testing.assert_close(u.exp().double(), first.error.detach(), rtol=1e-3, atol=0)  # as far as LBFGS goes
     last = loss(network, X0, {}, times=TIMES, noise=NOISE)
     torch.testing.assert_close(last.loss, last.error / u.exp() + u, rtol=1e-6, atol=0)
-
-
-def test_an_unknown_loss_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose one of l2"):
-        DiffusionLoss(LINEAR, "v", loss_type="mse")

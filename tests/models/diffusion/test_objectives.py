@@ -1,20 +1,29 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from models.diffusion import LOSS_WEIGHTS, OBJECTIVES, SCHEDULES, Schedule, check_combination
-from models.diffusion.objectives import (
-    LearnedWeight,
-    coefficients,
-    loss_weights,
-    target_of,
-    x_start_of,
+from models.diffusion import (
+    LOSS_WEIGHTS,
+    OBJECTIVES,
+    SCHEDULES,
+    DiffusionLoss,
+    Inpaint,
+    Schedule,
+    check_combination,
+    guided,
+    sample,
 )
-from tests.models.diffusion.gaussians import Gaussian
+from models.diffusion.objectives import LearnedWeight, coefficients, loss_weights, target_of, x_start_of
+from tests.models.diffusion.gaussians import Gaussian, no_draw
+from tests.models.helpers import refused
 
+COSINE = Schedule("cosine")
 VP = ("noise", "x_start", "v")
 
 
@@ -40,25 +49,6 @@ def test_the_target_means_the_clean_picture_at_every_level(objective: str, zero:
     torch.testing.assert_close(x_start_of(objective, target, x, alpha, sigma), x0, **close)
 
 
-@pytest.mark.parametrize(
-    ("deviation", "objective", "mean"),
-    [
-        (1, "x_start", 0.504422), (1, "noise", 0.495578), (1, "v", 1.0),
-        (0.5, "x_start", 0.168087), (0.5, "noise", 0.327653), (0.5, "v", 0.495740),
-    ],
-)  # fmt: skip
-def test_the_least_losses_of_normal_pictures_follow_from_that_of_x0(
-    deviation: float, objective: str, mean: float
-) -> None:
-    schedule = Schedule("cosine")
-    pixels = Gaussian(schedule, deviation)
-    alpha, sigma = schedule.alpha, schedule.sigma
-    known = {"x_start": sigma**2, "noise": alpha**2, "v": torch.ones(1000).double()}[objective]
-    floor = pixels.floor / coefficients(objective, alpha, sigma)[1] ** 2
-    torch.testing.assert_close(floor, deviation**2 * known / pixels.variance, rtol=1e-10, atol=0)
-    assert floor.mean().item() == pytest.approx(mean, abs=5e-7)
-
-
 @pytest.mark.parametrize("objective", VP)
 @pytest.mark.parametrize(("weight", "deviation", "mean"), [
     ("min_snr", 1, 0.326113), ("min_snr", 0.5, 0.173197), ("p2", 1, 0.125962),
@@ -70,17 +60,6 @@ def test_one_weight_gives_one_loss_whatever_is_predicted(
     floor = Gaussian(schedule, deviation).floor / coefficients(objective, schedule.alpha, schedule.sigma)[1] ** 2
     weights = loss_weights(weight, schedule, objective)
     assert (weights * floor).mean().item() == pytest.approx(mean, abs=5e-7)
-
-
-def test_the_preconditioning_of_edm_for_deviation_1_is_v_without_a_weight() -> None:
-    schedule = Schedule("cosine")
-    noise = schedule.sigma / schedule.alpha  # its sigma, of pictures x / alpha
-    c_skip, c_out, c_in = 1 / (noise**2 + 1), noise / (noise**2 + 1).sqrt(), 1 / (noise**2 + 1).sqrt()
-    a, b = coefficients("v", schedule.alpha, schedule.sigma)
-    for ours, theirs in ((schedule.alpha, c_in), (a * schedule.alpha, c_skip), (-b, c_out)):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=0)
-    its_weight = (noise**2 + 1) / noise**2
-    torch.testing.assert_close(loss_weights("none", schedule, "v"), its_weight * c_out**2, rtol=1e-10, atol=0)
 
 
 def test_p2_and_min_snr_weights_of_the_noise_are_the_published_ones() -> None:
@@ -136,16 +115,6 @@ def test_weights_down_to_snr_0_are_the_published_ones() -> None:
     assert found[-1] == published[-1] == 0
 
 
-@pytest.mark.parametrize(("name", "objective", "weight", "match"), [
-    ("jsd", "noise", "none", "SNR is 0"), ("flow", "v", "none", "objective flow"), ("cosine", "flow", "none", "flow"),
-    ("cosine", "eps", "none", "choose one of"),
-    ("cosine", "v", "minsnr", "choose one of"),
-])  # fmt: skip
-def test_what_cannot_be_trained_is_refused(name: str, objective: str, weight: str, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        check_combination(Schedule(name), objective, weight)
-
-
 def test_the_learned_weight_starts_at_1_and_its_loss_is_least_where_it_is_the_expected_loss() -> None:
     log_snr = torch.linspace(-20, 20, 400, dtype=torch.float64)
     weight = LearnedWeight(terms=6)
@@ -166,3 +135,26 @@ def test_the_learned_weight_keeps_its_precision_under_autocast() -> None:
     outside = weight(log_snr)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(weight(log_snr), outside)
+
+
+def some_sample(**options: Any) -> Tensor:
+    schedule, noise = Schedule("cosine", 10), torch.zeros(1, 1, 2, 2)
+    return sample(Gaussian(schedule, 1).denoise, schedule, noise, draw=no_draw, **{"steps": 5, **options})
+
+
+@pytest.mark.parametrize(("call", "wrong", "said"), [
+    (check_combination, (Schedule("jsd"), "noise", "none"), "SNR is 0"),
+    (check_combination, (Schedule("flow"), "v", "none"), "flow"), (check_combination, (COSINE, "flow", "none"), "flow"),
+    (check_combination, (COSINE, "eps", "none"), "'eps'"), (check_combination, (COSINE, "v", "minsnr"), "'minsnr'"),
+    (DiffusionLoss, {"schedule": COSINE, "objective": "v", "loss_type": "mse"}, "'mse'"),
+    (Schedule, {"name": "cosin"}, "'cosin'"), (Schedule, {"timesteps": 1}, "2 or more"),
+    (guided, {"passes": None, "schedule": COSINE, "interval": (2.0, 1.0)}, "empty"),
+    (guided, {"passes": None, "schedule": COSINE, "rescale": 1.5}, "0 to 1"),
+    (some_sample, {"sampler": "euler"}, "'euler'"), (some_sample, {"spacing": "trailing"}, "'trailing'"),
+    (some_sample, {"steps": 11}, "1 to 10"), (some_sample, {"steps": 0}, "1 to 10"),
+    (some_sample, {"sampler": "ddpm", "eta": 0.5}, "eta"), (some_sample, {"sampler": "ddim", "eta": 1.5}, "eta"),
+    *((Inpaint, (torch.zeros(2, 3, 4, 4), mask), "True where they stay")
+      for mask in (torch.ones(2, 4, 5).bool(), torch.ones(2, 4, 4).byte(), torch.ones(4, 4).bool())),
+])  # fmt: skip
+def test_what_cannot_be_trained_or_sampled_is_refused(call: Callable[..., Any], wrong: Any, said: str) -> None:
+    assert said in (refused(call, **wrong) if isinstance(wrong, dict) else refused(call, *wrong))

@@ -60,9 +60,3 @@ def test_a_noisy_picture_of_low_precision_is_computed_in_fp32_and_one_of_fp64_in
     x0, noise = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64)
     expected_x = torch.stack([schedule.alpha[n] * x0[i] + schedule.sigma[n] * noise[i] for i, n in enumerate(t)])
     assert torch.equal(schedule.add_noise(x0, noise, t), expected_x)
-
-
-@pytest.mark.parametrize(("options", "match"), [({"name": "cosin"}, "choose one of"), ({"timesteps": 1}, "2 or more")])
-def test_a_schedule_that_cannot_be_is_refused(options: dict, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        Schedule(**options)

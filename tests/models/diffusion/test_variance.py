@@ -52,25 +52,6 @@ def test_the_bound_is_exact_with_the_variance_of_the_reverse_process(deviation: 
     assert bound(pixels, fraction, pixels.reverse_variance[0]) == pytest.approx(nats, abs=1e-7)
 
 
-@pytest.mark.parametrize(("deviation", "expected"), [
-    (1.0, {1: 1.0, 100: 1.0, 999: 1.0}), (0.5, {1: 0.99954, 100: 0.76234, 999: 0.25001}),
-    (0.0, {1: 0.0, 100: 0.0, 999: 0.0}),
-])  # fmt: skip
-def test_the_bound_is_least_at_the_variance_of_the_reverse_process(deviation: float, expected: dict) -> None:
-    pixels = Gaussian(Schedule("linear"), deviation)
-    variance = LearnedVariance(pixels.schedule)
-    best = best_fraction(pixels, variance)
-    for level, value in expected.items():
-        assert best[level].item() == pytest.approx(value, abs=5e-6)
-    fraction = best.clone().requires_grad_()
-    nats_of_every_level(variance, pixels.floor, fraction).sum().backward()
-    assert fraction.grad is not None and fraction.grad[1:].abs().max() < 1e-9
-    for shifted, sign in ((best + 0.1, 1), (best - 0.1, -1)):
-        shifted = shifted.requires_grad_()
-        nats_of_every_level(variance, pixels.floor, shifted).sum().backward()
-        assert shifted.grad is not None and (shifted.grad[1:] * sign > 0).all()
-
-
 @pytest.mark.parametrize("name", ["cosine", "flow"])
 def test_with_the_small_variance_a_term_is_the_fall_of_snr_times_half_the_squared_error(name: str) -> None:
     schedule = Schedule(name, 50)
