@@ -3,8 +3,6 @@ what has no counterpart is refused by its name."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from models.files.muse import (
     load_public_vqgan,
     save_public_vqgan,
 )
-from tests.models.helpers import Call, assert_same_bits, one_line_of, some_images
+from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images
 from tests.models.reference import tokenizers
 
 STATE = tokenizers.state_of("vqgan")
@@ -92,8 +90,7 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
         assert_same_bits(load_public_vqgan(tmp_path / name).state_dict(), plain)
     trained = load_public_vqgan(tmp_path / "vae.0.ema.pt", weights="online").state_dict()
     assert_same_bits(trained, {name: tensor + 1 for name, tensor in plain.items()})
-    with pytest.raises(ValueError, match=r"--weights ema: .*vae.pt holds one set of weights; leave it out"):
-        load_public_vqgan(tmp_path / "vae.pt", weights="ema")
+    assert "--weights ema" in one_line_of(lambda path: load_public_vqgan(path, weights="ema"), tmp_path / "vae.pt")
 
 
 def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
@@ -110,10 +107,7 @@ def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp
         features = source.encoder[:-1](images)
     bits = (features > 0).long() * 2 ** torch.arange(15, -1, -1)[:, None, None]
     assert torch.equal(model.encode(images), bits.sum(dim=1))
-    with pytest.raises(
-        ValueError, match=r"has no projections to codes where the last level has as many channels .* 16"
-    ):
-        save_public_vqgan(model, tmp_path / "back.pt")
+    assert "16" in refused(save_public_vqgan, model, tmp_path / "back.pt")
 
 
 def test_the_description_of_a_file_says_what_follows_from_its_shapes(public: Path) -> None:
@@ -125,20 +119,14 @@ def test_the_description_of_a_file_says_what_follows_from_its_shapes(public: Pat
     assert facts["discriminator"].items() >= {"dim": 16, "channels": 3, "layers": 2}.items()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "complaint"),
-    [
-        ({"quantizer": "fsq"}, "has the quantizer lfq alone, and this model has fsq"),
-        ({"quantizer": "bsq"}, "has the quantizer lfq alone, and this model has bsq"),
-        ({"centred": True}, "images in [-1, 1], and this model has: train --no-centred"),
-        ({"dim": 8}, "demands a dim that is a multiple of 16, and this model has 8"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "complaint"), [
+    ({"quantizer": "fsq"}, "fsq"), ({"quantizer": "bsq"}, "bsq"), ({"centred": True}, "--no-centred"),
+    ({"dim": 8}, "16"),
+])  # fmt: skip
 def test_a_model_that_the_public_package_has_not_is_refused(
     sizes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        save_public_vqgan(VQGAN(**{**SMALL, **sizes}), tmp_path / "vae.pt")
+    assert complaint in refused(save_public_vqgan, VQGAN(**{**SMALL, **sizes}), tmp_path / "vae.pt")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,49 +134,36 @@ def without(state: State, *names: str) -> State:
     return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
 
 
-MISTAKES: dict[str, tuple[Callable[[State], Any], str]] = {
-    "vector quantizer": (
-        lambda state: {**state, "quantizer._codebook.embed": torch.zeros(1, 4, 8)}, "only those of LFQ"
-    ),
-    "several codebooks": (lambda state: {**state, "quantizer.mask": torch.ones(4)}, "several codebooks"),
-    "first kernel": (lambda state: {**state, "enc_dec.encoders.0.weight": torch.zeros(16, 3, 7, 7)}, "is 7 x 7"),
-    "level multipliers": (
-        lambda state: {**state, "enc_dec.encoders.3.0.weight": torch.zeros(48, 16, 4, 4)}, "those of a VQGAN double"
-    ),
-    "no encoder": (lambda state: without(state, "enc_dec.encoders"), "it lacks enc_dec.encoders.0.weight"),
-    "no levels": (lambda state: without(state, *(f"enc_dec.encoders.{i}." for i in range(1, 6))), "have [] channels"),
-    "another weight": (lambda state: {**state, "transformer.weight": torch.zeros(1)}, "holds transformer.weight"),
-    "a missing weight": (lambda state: without(state, "enc_dec.decoders.2.0.bias"), "decoder.3.0.bias should have"),
-    "half a projection": (
-        lambda state: without(state, "quantizer.project_out.weight"), "should have shape (32, 8, 1, 1)"
-    ),
-    "a wide code": (
-        lambda state: {**without(state, "quantizer.mask"), "quantizer.project_in.weight": torch.zeros(64, 32)},
-        "64 bits; a VQGAN has at most 22",
-    ),
-    "whole numbers": (lambda state: {**state, "enc_dec.decoders.5.bias": torch.ones(3).long()}, "of the kind"),
-    "a call": (lambda state: {**state, "enc_dec.x": Call(print, "ran")}, "without running code"),
-    "a list": (lambda state: [state], "holds a list, not a dict"),
-}  # fmt: skip
+# The file's weights with others, and what the message has to say.
+MISTAKES: list[tuple[State, str]] = [
+    ({**STATE, "quantizer._codebook.embed": torch.zeros(1, 4, 8)}, "LFQ"),
+    ({**STATE, "quantizer.mask": torch.ones(4)}, "several codebooks"),
+    ({**STATE, "enc_dec.encoders.0.weight": torch.zeros(16, 3, 7, 7)}, "7 x 7"),
+    ({**STATE, "enc_dec.encoders.3.0.weight": torch.zeros(48, 16, 4, 4)}, "double"),
+    (without(STATE, "enc_dec.encoders"), "it lacks enc_dec.encoders.0.weight"),
+    (without(STATE, *(f"enc_dec.encoders.{i}." for i in range(1, 6))), "have [] channels"),
+    ({**STATE, "transformer.weight": torch.zeros(1)}, "transformer.weight"),
+    (without(STATE, "enc_dec.decoders.2.0.bias"), "decoder.3.0.bias should have"),
+    (without(STATE, "quantizer.project_out.weight"), "should have shape (32, 8, 1, 1)"),
+    ({**without(STATE, "quantizer.mask"), "quantizer.project_in.weight": torch.zeros(64, 32)}, "64 bits"),
+    ({**STATE, "enc_dec.decoders.5.bias": torch.ones(3).long()}, "of the kind"),
+    ({**STATE, "enc_dec.x": Call(print, "ran")}, "without running code"), ([STATE], "a list"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "complaint"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("content", "complaint"), MISTAKES, ids=[said for _, said in MISTAKES])
 def test_another_file_is_refused_in_one_line(
-    change: Callable[[State], Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save(change(STATE), tmp_path / "vae.pt")
+    torch.save(content, tmp_path / "vae.pt")
     assert complaint in one_line_of(load_public_vqgan, tmp_path / "vae.pt")
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("layers.0.0.weight", "it lacks discr.layers.0.0.weight, the weights of a convolution"),
-        ("layers.2.0.weight", "to_logits.0.weight should have shape (16, 16, 1, 1), not (32, 32, 1, 1)"),
-        ("to_logits.2.bias", "to_logits.2.bias should have shape (1,), not none"),
-    ],
-)
+@pytest.mark.parametrize(("name", "complaint"), [
+    ("layers.0.0.weight", "discr.layers.0.0.weight"), ("layers.2.0.weight", "to_logits.0.weight should have"),
+    ("to_logits.2.bias", "to_logits.2.bias should have shape (1,)"),
+])  # fmt: skip
 def test_half_a_discriminator_is_refused(name: str, complaint: str, tmp_path: Path) -> None:
     torch.save(without(STATE, f"discr.{name}"), tmp_path / "vae.pt")
     assert complaint in one_line_of(load_public_discriminator, tmp_path / "vae.pt")

@@ -3,7 +3,6 @@ what has no counterpart is refused by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +112,7 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     for name in ("mulan.1000.pt", "module.pt", "mulan.safetensors"):
         assert is_public_mulan(tmp_path / name) and format_of(tmp_path / name).model == "MusicLMMuLaN"
         assert_same_bits(load_public_mulan(tmp_path / name).state_dict(), plain)
-    with pytest.raises(ValueError, match=r"--weights ema is for checkpoints; .*mulan.pt holds one set of weights"):
-        load_public_mulan(tmp_path / "mulan.pt", weights="ema")
+    assert "--weights ema" in one_line_of(lambda path: load_public_mulan(path, weights="ema"), tmp_path / "mulan.pt")
 
 
 def test_the_description_of_a_file_says_what_follows_from_its_shapes(tmp_path: Path) -> None:
@@ -134,44 +132,28 @@ def without(state: State, *names: str) -> State:
     return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
 
 
-PATCHES, NUMBERS = "audio.to_patch_tokens.2.weight", "audio_layers_indices"
-MISTAKES: dict[str, tuple[Callable[[State], Any], str]] = {
-    "no window": (lambda state: without(state, "audio.spec"), "lacks audio.spec.window of 1 dimensions"),
-    "another window": (
-        lambda state: {**state, "audio.spec.window": torch.ones(40)}, "its audio.spec.window is not that of a MuLaN"
-    ),
-    "an endless window": (
-        lambda state: {**state, "audio.spec.window": torch.zeros(1 << 20)}, "1048576 samples, and one of a MuLaN has 2"
-    ),
-    "other layers": (lambda state: {**state, NUMBERS: torch.tensor([0, 3])}, f"its {NUMBERS} is not that"),
-    "no numbers of layers": (lambda state: without(state, NUMBERS), f"lacks {NUMBERS} of (2,)"),
-    "oblong patches": (lambda state: {**state, PATCHES: torch.zeros(20, 32)}, "those of a MuLaN here are squares"),
-    "no patches": (lambda state: without(state, PATCHES), f"lacks {PATCHES} of 2 dimensions"),
-    "too many heads of layers": (
-        lambda state: {**state, "multi_layer_contrastive_learning.audio_gamma": torch.zeros(1 << 40, 1, 0)},
-        "it has heads for 1099511627776 layers of towers of 4 and 3",
-    ),
-    "another weight": (lambda state: {**state, "rq.weight": torch.zeros(1)}, "rq.weight should have shape none"),
-    "a missing weight": (
-        lambda state: without(state, "text.transformer.layers.1.0.to_q"),
-        "text.transformer.layers.1.0.to_q.weight should have shape (24, 16), not none",
-    ),
-    "feed-forwards of another width": (
-        lambda state: {**state, "text.transformer.layers.0.1.1.weight": torch.zeros(64, 16)}, "should have shape (84,"
-    ),
-    "whole numbers": (lambda state: {**state, "text.cls_token": torch.ones(16).long()}, "of the kind"),
-    "a wide patch": (
-        lambda state: {**state, PATCHES: torch.zeros(1, 1).expand(20, 10**10)}, "larger than the file"
-    ),
-    "a call": (lambda state: {**state, "audio.x": Call(print, "ran")}, "without running code"),
-    "a list": (lambda state: [state], "holds a list, not a dict"),
-}  # fmt: skip
+PATCHES, NUMBERS, LAYERS = "audio.to_patch_tokens.2.weight", "audio_layers_indices", state_of("layers")
+# The file's weights with others, and what the message has to say.
+MISTAKES: list[tuple[State, str]] = [
+    (without(LAYERS, "audio.spec"), "lacks audio.spec.window"),
+    ({**LAYERS, "audio.spec.window": torch.ones(40)}, "audio.spec.window"),
+    ({**LAYERS, "audio.spec.window": torch.zeros(1 << 20)}, "1048576 samples"),
+    ({**LAYERS, NUMBERS: torch.tensor([0, 3])}, NUMBERS), (without(LAYERS, NUMBERS), f"lacks {NUMBERS} of (2,)"),
+    ({**LAYERS, PATCHES: torch.zeros(20, 32)}, "squares"), (without(LAYERS, PATCHES), f"lacks {PATCHES}"),
+    ({**LAYERS, "multi_layer_contrastive_learning.audio_gamma": torch.zeros(1 << 40, 1, 0)}, "1099511627776 layers"),
+    ({**LAYERS, "rq.weight": torch.zeros(1)}, "rq.weight should have shape none"),
+    (without(LAYERS, "text.transformer.layers.1.0.to_q"), "1.0.to_q.weight should have shape (24, 16), not none"),
+    ({**LAYERS, "text.transformer.layers.0.1.1.weight": torch.zeros(64, 16)}, "should have shape (84,"),
+    ({**LAYERS, "text.cls_token": torch.ones(16).long()}, "of the kind"),
+    ({**LAYERS, PATCHES: torch.zeros(1, 1).expand(20, 10**10)}, "larger than the file"),
+    ({**LAYERS, "audio.x": Call(print, "ran")}, "without running code"), ([LAYERS], "a list"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "complaint"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("content", "complaint"), MISTAKES, ids=[said for _, said in MISTAKES])
 def test_another_file_is_refused_in_one_line(
-    change: Callable[[State], Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save(change(state_of("layers")), tmp_path / "mulan.pt")
+    torch.save(content, tmp_path / "mulan.pt")
     assert complaint in one_line_of(load_public_mulan, tmp_path / "mulan.pt")
     assert capsys.readouterr().out == ""
