@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import itertools
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,12 +13,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 import distributed
-from distributed import UserMistake, backends
-
-Parsed = Callable[..., argparse.Namespace]
+from distributed import Backend, UserMistake, backends
+from tests.processes import parsed
 
 STARTED_BY: dict[str, dict[str, str]] = {
     "python": {},
@@ -29,139 +26,119 @@ STARTED_BY: dict[str, dict[str, str]] = {
     "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
     "mpirun": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
 }
-
-
-DEEPSPEED_FLAGS = [["--deepspeed"], ["--deepspeed_config", "ds.json"], ["--zero_stage", "2"]]
-FSDP_FLAGS = [["--fsdp_offload"], ["--no-fsdp_reshard_after_forward"], ["--distributed_backend", "fsdp"]]
-Start = Callable[[str], Any]
+NAMES = {"single", "ddp", "fsdp", "deepspeed", "horovod"}
+OF_DEEPSPEED = ["--deepspeed", "--deepspeed_config ds.json", "--zero_stage 2"]
+OF_FSDP = ["--fsdp_offload", "--no-fsdp_reshard_after_forward"]
+Start = Callable[[str], None]
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Sets what a launcher sets."""
-    return lambda launcher: [monkeypatch.setenv(name, value) for name, value in STARTED_BY[launcher].items()]
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
+    """Sets what a launcher sets; the folder holds a JSON."""
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text("{}")
+
+    def set_variables(launcher: str) -> None:
+        for name, value in STARTED_BY[launcher].items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+def chosen(flags: str = "", **values: Any) -> Backend:
+    return distributed.from_args(parsed(*flags.split(), **values))
+
+
+CHOICES = [
+    ("python", "", "single"), ("deepspeed", "", "deepspeed"), ("horovodrun", "", "horovod"),
+    *((launcher, "", "ddp") for launcher in ("torchrun", "srun", "mpirun")),
+    # --local_rank comes from deepspeed's launcher.
+    *((launcher, f"--local_rank=1 {flags}", "deepspeed")
+      for launcher in STARTED_BY if launcher != "horovodrun" for flags in OF_DEEPSPEED),
+    *((launcher, flags, "fsdp")
+      for launcher in ("python", "torchrun", "srun", "mpirun") for flags in (*OF_FSDP, "--distributed_backend fsdp")),
+    *(("python", f"--{flag} {name}", "ddp")
+      for flag in ("distributed_backend", "distr_backend") for name in ("ddp", "DDP", "Ddp")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "flags", "name"), CHOICES)
+def test_the_backend_is_the_one_asked_for_or_implied_by_flags_or_the_launchers(
+    launcher: str, flags: str, name: str, start: Start
+) -> None:
+    start(launcher)
+    backend = chosen(flags)
+    assert backend.name == name
+    assert (backend.rank, backend.world_size) == ((0, 1) if launcher == "python" else (1, 2))
+    assert backend.local_rank == (1 if launcher in ("torchrun", "deepspeed") else 0)
+    if not flags:  # a config.yaml that is read back says these defaults, which ask for nothing
+        said = {"deepspeed": False, "deepspeed_config": None, "zero_stage": 0, "fsdp_offload": False,
+                "fsdp_reshard_after_forward": True}  # fmt: skip
+        assert chosen(**said, explicit=frozenset(said)).name == name
+
+
+SAID_TO_HOROVOD = [("horovodrun", flags) for flags in (*OF_DEEPSPEED, *OF_FSDP)]
+SAID_TO_DDP = [("torchrun", f"--distributed_backend ddp {flags}") for flags in (*OF_DEEPSPEED, *OF_FSDP)]
 
 
 @pytest.mark.parametrize(
-    ("launcher", "chosen"),
-    [("python", "single"), *((launcher, "ddp") for launcher in ("torchrun", "srun", "mpirun")),
-     ("deepspeed", "deepspeed"), ("horovodrun", "horovod")],
+    ("launcher", "flags", "said"),
+    [
+        # Flags of one backend are refused on another, not ignored.
+        *((launcher, flags, rf"{flags.split('ddp ')[-1].split()[0]}\b.* (ddp|horovod)\b")
+          for launcher, flags in (*SAID_TO_HOROVOD, *SAID_TO_DDP)),
+        # A backend that does not see the other processes.
+        *((launcher, "--distributed_backend single", f"{launcher} started 2 processes")
+          for launcher in STARTED_BY if launcher != "python"),
+        *((launcher, "--distributed_backend horovod", f"{launcher} started 2 processes")
+          for launcher in ("torchrun", "deepspeed")),
+        # Gradients in bf16 where they cannot be sent.
+        ("horovodrun", "--reduce_precision bf16", "Horovod adds no numbers in bf16"),
+        ("torchrun", "--reduce_precision bf16 --batch_parts 4", "--batch_parts .* --reduce_precision bf16"),
+        # Before anything starts.
+        ("torchrun", "", "use --batch_size 6 or 8"),
+    ],
 )  # fmt: skip
-def test_auto_follows_the_launcher(launcher: str, chosen: str, start: Start, parsed: Parsed) -> None:
-    start(launcher)
-    # A config.yaml that is read back says these defaults, which ask for nothing.
-    of_deepspeed = {"deepspeed": False, "deepspeed_config": None, "zero_stage": 0}
-    for said in ({}, {**of_deepspeed, "fsdp_offload": False, "fsdp_reshard_after_forward": True}):
-        backend = distributed.from_args(parsed(**said, explicit=frozenset(said)))
-        assert backend.name == chosen
-        assert (backend.rank, backend.world_size) == ((0, 1) if launcher == "python" else (1, 2))
-
-
-@pytest.mark.parametrize("launcher", ["python", "torchrun", "srun", "mpirun", "deepspeed"])
-@pytest.mark.parametrize("flags", DEEPSPEED_FLAGS)
-def test_a_deepspeed_flag_asks_for_deepspeed_whatever_started_it(
-    launcher: str, flags: list[str], start: Start, parsed: Parsed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_does_not_fit_together_is_refused_in_one_line(
+    launcher: str, flags: str, said: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(launcher)
-    monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text("{}")
-    backend = distributed.from_args(parsed("--local_rank=1", *flags))  # --local_rank comes from deepspeed's launcher
-    assert backend.name == "deepspeed"
-    assert backend.local_rank == (1 if launcher in ("torchrun", "deepspeed") else 0)
+    monkeypatch.setattr(backends.all_backends()["horovod"], "is_available", lambda: True)
+    with pytest.raises(UserMistake, match=said) as raised:
+        chosen(flags, batch_size=12 if flags else 7)
+    assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun", "srun", "mpirun"])
-@pytest.mark.parametrize("flags", FSDP_FLAGS)
-def test_a_flag_of_fsdp_asks_for_it(launcher: str, flags: list[str], start: Start, parsed: Parsed) -> None:
-    start(launcher)
-    assert distributed.from_args(parsed(*flags)).name == "fsdp"
-
-
-@pytest.mark.parametrize("flags", [*DEEPSPEED_FLAGS, *FSDP_FLAGS[:2]])
-@pytest.mark.parametrize("asked", [["--distributed_backend", "ddp"], []], ids=["asked for ddp", "under horovodrun"])
-def test_flags_of_one_backend_are_refused_on_another_not_ignored(
-    asked: list[str], flags: list[str], start: Start, parsed: Parsed
-) -> None:
-    start("torchrun" if asked else "horovodrun")
-    with pytest.raises(UserMistake, match=rf"{flags[0]}\b.* (ddp|horovod)\b"):
-        distributed.from_args(parsed(*asked, *flags))
-
-
-@pytest.mark.parametrize("flag", ["--distributed_backend", "--distr_backend"])
-@pytest.mark.parametrize("spelling", ["ddp", "DDP", "Ddp"])
-def test_a_backend_is_asked_for_under_either_flag_in_any_case(flag: str, spelling: str, parsed: Parsed) -> None:
-    assert distributed.from_args(parsed(flag, spelling)).name == "ddp"
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones(parsed: Parsed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_backend_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--distributed_backend", "mpi")
     error = capsys.readouterr().err
-    assert all(name in error for name in ("auto", "single", "ddp", "fsdp", "deepspeed", "horovod"))
+    assert all(name in error for name in ("auto", *NAMES))
 
 
-@pytest.mark.parametrize(
-    ("backend", "launcher"),
-    [*(("single", each) for each in STARTED_BY if each != "python"), ("horovod", "torchrun"), ("horovod", "deepspeed")],
-)
-def test_a_backend_that_does_not_see_the_other_processes_is_refused(
-    backend: str, launcher: str, start: Start, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
-) -> None:
-    start(launcher)
-    monkeypatch.setattr(backends.all_backends()[backend], "is_available", lambda: True)
-    with pytest.raises(UserMistake, match=f"{launcher} started 2 processes.* start the script with"):
-        distributed.from_args(parsed("--distributed_backend", backend))
-
-
-@pytest.mark.parametrize(("launcher", "flags", "expected"), [
-    ("horovodrun", [], "Horovod adds no numbers in bf16; use torchrun, or leave it out"),
-    ("torchrun", ["--batch_parts", "4"], "--batch_parts gives the same bits .* leave out one of the two"),
-])  # fmt: skip
-def test_gradients_in_bf16_are_refused_where_they_cannot_be_sent(
-    launcher: str, flags: list[str], expected: str, start: Start, parsed: Parsed
-) -> None:
-    start(launcher)
-    with pytest.raises(UserMistake, match=expected):
-        distributed.from_args(parsed("--reduce_precision", "bf16", *flags))
-
-
-@pytest.mark.parametrize("name", ["horovod", "deepspeed"])
-def test_an_installation_that_is_broken_says_how_to_repair_it(
-    name: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
-) -> None:
-    chosen = backends.all_backends()[name]
-    broken = Mock(side_effect=ImportError("libtorch.so: undefined symbol _ZN2at"))
-    monkeypatch.setattr(chosen, "is_available", lambda: True)
-    monkeypatch.setattr(chosen, "connect", broken)
-    hint = re.escape(chosen.install_hint)
-    with pytest.raises(UserMistake, match=f"undefined symbol _ZN2at; install it again with `{hint}`"):
-        distributed.from_args(parsed("--distributed_backend", name)).__enter__()
-
-
-def test_single_under_torchrun_with_one_process_is_fine(
-    start: Start, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
-) -> None:
+def test_single_under_torchrun_with_one_process_is_fine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start("torchrun")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert distributed.from_args(parsed("--distributed_backend", "single")).world_size == 1
+    assert chosen("--distributed_backend single").world_size == 1
 
 
 @pytest.mark.parametrize(("name", "hint"), [("deepspeed", "[deepspeed]"), ("horovod", "install_horovod.sh")])
-def test_a_backend_that_is_not_installed_says_how_to_install_it(
-    name: str, hint: str, monkeypatch: pytest.MonkeyPatch, parsed: Parsed
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_backend_that_is_not_installed_or_broken_says_how_to_install_it(
+    is_broken: bool, name: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find_spec(module))
-    assert distributed.available() == {b: b != name for b in ("horovod", "deepspeed", "ddp", "fsdp", "single")}
-    with pytest.raises(UserMistake, match=rf"^[^\n]*{re.escape(hint)}[^\n]*single[^\n]*$"):
-        distributed.from_args(parsed("--distributed_backend", name))
-
-
-def test_a_batch_that_does_not_divide_is_refused_before_anything_starts(start: Start, parsed: Parsed) -> None:
-    start("torchrun")
-    with pytest.raises(UserMistake, match="use --batch_size 6 or 8"):
-        distributed.from_args(parsed(batch_size=7))
+    cls, find_spec = backends.all_backends()[name], importlib.util.find_spec
+    if is_broken:
+        monkeypatch.setattr(cls, "is_available", lambda: True)
+        monkeypatch.setattr(cls, "connect", Mock(side_effect=ImportError("libtorch.so: undefined symbol _ZN2at")))
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find_spec(module))
+        assert distributed.available() == {b: b != name for b in NAMES}
+    with pytest.raises(UserMistake) as raised:
+        chosen(f"--distributed_backend {name}").__enter__()
+    facts = [hint, "_ZN2at" if is_broken else "single"]
+    assert all(fact in str(raised.value) for fact in facts) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("environ", "is_root"), [({}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False),
@@ -206,18 +183,11 @@ def pigeon_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.mark.usefixtures("pigeon_backend")
-def test_a_new_file_is_a_new_backend_with_flags_and_a_place_in_auto(parsed: Parsed) -> None:
-    assert distributed.available()["pigeon"]
-    assert distributed.from_args(parsed("--distributed_backend", "pigeon")).name == "pigeon"
-    assert distributed.from_args(parsed("--pigeons", "3")).name == "pigeon"
-    assert distributed.from_args(parsed()).name == "single"
-    with distributed.from_args(parsed("--pigeons", "3")) as backend:
-        assert backend.sum({"letters": 2}) == {"letters": 2.0}
-
-
-def test_every_backend_file_holds_one_backend() -> None:
-    files = {path.stem for path in Path(backends.__path__[0]).iterdir()} - {"__init__", "__pycache__"}
-    assert set(backends.all_backends()) == files
+def test_a_new_file_is_a_new_backend_with_flags_and_a_place_in_auto() -> None:
+    assert set(distributed.available()) == {*NAMES, "pigeon"}
+    assert [chosen(flags).name for flags in ("--distributed_backend pigeon", "")] == ["pigeon", "single"]
+    with chosen("--pigeons 3") as backend:
+        assert backend.name == "pigeon" and backend.sum({"letters": 2}) == {"letters": 2.0}
 
 
 def test_the_layer_imports_nothing_heavy_until_it_connects() -> None:
@@ -232,25 +202,18 @@ print(sorted({"torch", "deepspeed", "horovod", "numpy"} & set(sys.modules)))"""
     assert finished.stdout.strip() == "[]", finished.stderr
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        (["optimizer"], "optimizer Adam of the JSON instead of the script's, the schedule stays the script's"),
-        (["optimizer", "scheduler"], "instead of the script's; learning rate by the scheduler of the JSON"),
-    ],
-)
-def test_what_the_json_replaces_and_what_it_does_not_is_said(
-    sections: list[str], said: str, parsed: Parsed, tmp_path: Path
+SECTIONS: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}}
+
+
+@pytest.mark.parametrize(("stage", "compiles", "sections"), itertools.product((2, 3), (True, False), (0, 1, 2)))
+def test_a_summary_says_what_the_json_replaces_and_that_zero_3_is_slower_compiled(
+    stage: int, compiles: bool, sections: int, start: Start
 ) -> None:
-    parts = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}}
-    (tmp_path / "ds.json").write_text(json.dumps({name: parts[name] for name in sections}))
-    backend = distributed.from_args(parsed("--deepspeed_config", str(tmp_path / "ds.json")))
-    backend.device = torch.device("cpu")
-    assert said in backend.summary()
-
-
-@pytest.mark.parametrize(("stage", "compiles"), [(3, True), (3, False), (2, True)])
-def test_a_compiled_model_at_zero_3_is_said_to_be_slower(stage: int, compiles: bool, parsed: Parsed) -> None:
-    backend = distributed.from_args(parsed("--zero_stage", str(stage), compile=compiles))
-    backend.device = torch.device("cpu")
-    assert ("--compile makes stage 3 slower" in backend.summary()) == (stage == 3 and compiles)
+    config = dict([*SECTIONS.items()][:sections])
+    Path("ds.json").write_text(json.dumps(config))
+    backend = chosen(f"--zero_stage {stage} --deepspeed_config ds.json", compile=compiles)
+    backend.device = Mock(type="cpu")
+    said = backend.summary()
+    assert ("--compile" in said) == (stage == 3 and compiles)
+    assert ("optimizer Adam of the JSON" in said) == (sections > 0)
+    assert ("schedule stays" in said) == (sections == 1) and ("scheduler of the JSON" in said) == (sections == 2)

@@ -28,40 +28,33 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("visible", "launcher", "own"), [(4, "torchrun", 3), (4, "srun", 3), (1, "srun", 0)])
-def test_a_process_has_the_gpu_of_its_rank_or_the_one_that_slurm_shows_it(
-    visible: int, launcher: str, own: int, gpus: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("launcher", "count", "environ", "own"),
+    [
+        ("torchrun", 4, {}, 3),
+        ("srun", 4, {}, 3),
+        ("srun", 1, {}, 0),  # the one that slurm shows it
+        ("torchrun", 1, {}, None),
+        ("srun", 2, {}, None),
+        *((launcher, 1, {"CUDA_VISIBLE_DEVICES": "3"}, 0) for launcher in ("mpirun", "horovodrun", "torchrun")),
+        ("torchrun", 2, {"CUDA_VISIBLE_DEVICES": "2,3"}, None),
+        ("torchrun", 2, {"TANDEM_SHARE_GPU": "1"}, 1),
+        ("srun", 3, {"TANDEM_SHARE_GPU": "1"}, 0),
+        ("srun", 2, {"TANDEM_SHARE_GPU": "0"}, None),
+    ],
+    ids=str,
+)
+def test_the_gpu_of_the_fourth_process_of_a_machine(
+    launcher: str, count: int, environ: dict[str, str], own: int | None, gpus: pytest.MonkeyPatch
 ) -> None:
-    gpus.setattr(torch.cuda, "device_count", lambda: visible)
-    assert local_device(3, launcher) == torch.device("cuda", own)
-
-
-@pytest.mark.parametrize(("visible", "launcher"), [(1, "torchrun"), (2, "srun")])
-def test_more_processes_than_gpus_are_refused(visible: int, launcher: str, gpus: pytest.MonkeyPatch) -> None:
-    gpus.setattr(torch.cuda, "device_count", lambda: visible)
-    with pytest.raises(ValueError, match=f"process 4 on a machine with {visible} visible GPU"):
-        local_device(3, launcher)
-
-
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "torchrun"])
-def test_a_process_to_which_a_wrapper_shows_one_gpu_has_that_one(launcher: str, gpus: pytest.MonkeyPatch) -> None:
-    gpus.setattr(torch.cuda, "device_count", lambda: 1)
-    gpus.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert local_device(3, launcher) == torch.device("cuda", 0)
-    gpus.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    gpus.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="process 4 on a machine with 2 visible GPUs"):
-        local_device(3, launcher)
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_processes_share_gpus_where_the_environment_says_so(launcher: str, gpus: pytest.MonkeyPatch) -> None:
-    gpus.setattr(torch.cuda, "device_count", lambda: 2)
-    gpus.setenv("TANDEM_SHARE_GPU", "1")
-    assert [local_device(rank, launcher).index for rank in range(4)] == [0, 1, 0, 1]
-    gpus.setenv("TANDEM_SHARE_GPU", "0")
-    with pytest.raises(ValueError, match="process 4 on a machine with 2 visible GPUs"):
-        local_device(3, launcher)
+    gpus.setattr(torch.cuda, "device_count", lambda: count)
+    for name, value in environ.items():
+        gpus.setenv(name, value)
+    if own is not None:
+        assert local_device(3, launcher) == torch.device("cuda", own)
+    else:  # more processes than GPUs
+        with pytest.raises(ValueError, match=f"process 4 .* {count} visible GPU"):
+            local_device(3, launcher)
 
 
 @pytest.fixture
@@ -98,23 +91,18 @@ def test_training_chooses_kernels_by_time_unless_the_same_bits_were_asked_for(
     assert torch.backends.cudnn.benchmark == chosen
 
 
-def test_two_processes_of_one_gpu_are_named(gpus: pytest.MonkeyPatch) -> None:
+def test_two_processes_of_one_gpu_are_named_but_not_of_cpus_or_of_slices(gpus: pytest.MonkeyPatch) -> None:
     uuids = ["GPU-1", "GPU-2", "GPU-3", "GPU-2"]
     gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     ids = [gpu_id(torch.device("cuda", index)) for index in range(4)]
-    said = shared_gpu(ids)
-    assert said is not None and said.startswith("ranks 1 and 3 share one GPU, GPU-2; start one process per GPU")
-    assert "\n" not in said
-    assert shared_gpu(ids[:3]) is None
-
-
-def test_cpus_and_slices_of_a_gpu_are_not_taken_for_one_gpu(gpus: pytest.MonkeyPatch) -> None:
-    gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
-    ids = [gpu_id(torch.device("cpu"))] * 2
+    said = shared_gpu([None, *ids])
+    assert said is not None and said.startswith("ranks 2 and 4 share one GPU, GPU-2;") and "\n" not in said
+    assert shared_gpu(ids[:3]) is shared_gpu([gpu_id(torch.device("cpu"))] * 2) is None
+    slices = []
     for visible in ("MIG-1", "MIG-2"):
         gpus.setenv("CUDA_VISIBLE_DEVICES", visible)
-        ids.append(gpu_id(torch.device("cuda", 0)))
-    assert shared_gpu(ids) is None
+        slices.append(gpu_id(torch.device("cuda", 0)))
+    assert shared_gpu(slices) is None
     gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())  # an older PyTorch
     assert gpu_id(torch.device("cuda", 0)) is None
 
@@ -165,32 +153,30 @@ def test_adam_gives_the_same_bits_in_any_number_of_threads(fused: bool) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 ONE_OF_512 = """
 import resource, sys, distributed
-from conftest import parsed
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-backend = distributed.from_args(parsed(batch_size=512))
-def connect():
-    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    raise SystemExit
-backend.connect = connect
-with backend:
-    pass
+from tests.processes import parsed
+for hard in (4096, 1000):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    backend = distributed.from_args(parsed(batch_size=512))
+    def connect():
+        print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+        raise OSError("that is all")
+    backend.connect = connect
+    try:
+        with backend:
+            pass
+    except SystemExit:
+        pass
 """
 
 
-@pytest.mark.parametrize(
-    ("hard", "limit", "said"),
-    [
-        (4096, "1792 4096", ""),  # 256 and 3 for each process
-        (1000, "1000 1000", "-c: rank 8 of 512: a process may open 1000 files and sockets on this machine, and may "
-         "need 1792; raise the hard limit (`ulimit -Hn`, or nofile in /etc/security/limits.conf)\n"),
-    ],
-)  # fmt: skip
-def test_the_limit_of_open_files_is_raised_before_512_processes_connect(hard: int, limit: str, said: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/distributed",
-                   "RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "512"}  # fmt: skip
-    command = [sys.executable, "-c", ONE_OF_512, str(hard)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (finished.stdout.strip(), finished.stderr) == (limit, said)
+def test_the_limit_of_open_files_is_raised_before_512_processes_connect() -> None:
+    environment = {**os.environ, "RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "512"}
+    finished = subprocess.run(
+        [sys.executable, "-c", ONE_OF_512], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert finished.stdout.split("\n") == ["1792 4096", "1000 1000", ""], finished.stderr  # 256 and 3 for each process
+    (said,) = (line for line in finished.stderr.splitlines() if "that is all" not in line)
+    assert all(fact in said for fact in ("rank 8 of 512", " 1000 files", " 1792;", "ulimit -Hn"))
 
 
 def test_a_limit_that_is_high_enough_stays_as_it_is() -> None:
