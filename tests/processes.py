@@ -8,6 +8,7 @@ A `Process` is the product's own backend; only the three primitives through whic
 from __future__ import annotations
 
 import argparse
+import importlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +94,7 @@ def on_processes(
 
     def main(rank: int) -> Any:
         try:
-            return work(Process(Threads(rank, meeting) if world_size > 1 else Alone(), **values))
+            return work(Process(Threads(rank, meeting), **values))
         except catches as error:
             return error
         finally:
@@ -101,6 +102,8 @@ def on_processes(
 
     if world_size == 1:
         return [main(0)]
+    # An optimizer imports it at its first step, and threads that import it together may wait for one another for ever.
+    importlib.import_module("torch._dynamo")
     with ThreadPoolExecutor(world_size) as threads:
         ranks = [threads.submit(main, rank) for rank in range(world_size)]
     if errors := [error for rank in ranks if (error := rank.exception())]:

@@ -71,8 +71,8 @@ def test_parts_are_added_in_one_order_on_any_number_of_ranks(
             results.append(torch.cat([parts.by_parameter[p].flatten() for p in model.parameters()]))
             parts.zero_()
         assert all(parameter.grad is None for parameter in model.parameters())
-        sent = process.comm.sent if world_size > 1 else []
-        assert max((world_size * each.nbytes for each in sent), default=0) <= limit, "what is gathered at a time"
+        most = max((world_size * sent.nbytes for sent in process.comm.sent), default=0)
+        assert most <= limit, "what is gathered at a time"
         return results
 
     by_part = []
