@@ -21,6 +21,7 @@ from distributed import base, collectives, stop, watchdog
 from distributed.backends.ddp import DDPBackend
 from distributed.collectives import Alone
 from distributed.engines import finite, replicas
+from tests.processes import Root
 from tests.scripts import SCRIPTS, KilledError, words
 from training import noise
 from training.run import run as run_module
@@ -28,21 +29,6 @@ from training.run import run as run_module
 META = torch.device("meta")
 PROCESSES = 2
 MAKERS = {torch.tensor, torch.as_tensor}
-
-
-class Processes:
-    """The communicator of one of two processes, which holds what the other one holds."""
-
-    rank, world_size = 0, PROCESSES
-
-    def all_reduce_(self, tensor: Tensor, name: str) -> Alone:
-        return Alone()
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor] * PROCESSES
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        return tensor
 
 
 class NoWait(TorchDispatchMode):
@@ -96,7 +82,7 @@ def _on_meta(updates: Callable[..., Any]) -> Iterator[None]:
     """One of two processes that train on the meta device; what happens around updates stays on the host."""
 
     def connect(backend: DDPBackend) -> None:
-        backend.device, backend.comm = META, Processes()
+        backend.device, backend.comm = META, Root(PROCESSES)
 
     class Watchdog(watchdog.Watchdog):
         def __init__(self, comm: Any, *others: Any) -> None:

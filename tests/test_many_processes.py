@@ -19,6 +19,7 @@ from distributed import watchdog
 from distributed.backends.ddp import DDPBackend
 from distributed.collectives import Alone
 from distributed.engines.reducer import GradientReducer
+from tests.processes import Root
 from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
 from training.run.metrics import Metrics
 from training.run.run import Run
@@ -28,16 +29,12 @@ UPDATES = 6  # a critic learns from update 4 on
 FEW, MANY = 8, 512
 
 
-class Root:
-    """The communicator of the root. The other processes have nothing to add to a sum, and gather what the root has.
-
-    `counts`: the number of calls, and the bytes that the root receives, by kind, for each phase of each update.
-    """
-
-    rank = 0
+class CountingRoot(Root):
+    """`counts`: the number of calls, and the bytes that the root receives, by kind, for each phase of each update."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size, self.phase = world_size, "start"
+        super().__init__(world_size)
+        self.phase = "start"
         self.counts: dict[str, Counter[str]] = {}
 
     def all_reduce_(self, tensor: Tensor, name: str) -> Alone:
@@ -47,7 +44,7 @@ class Root:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.count("gathers", self.world_size * tensor.numel() * tensor.element_size())
-        return [tensor] * self.world_size
+        return super().all_gather(tensor)
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         self.count("shifts", tensor.numel() * tensor.element_size())
@@ -63,15 +60,17 @@ class Root:
         self.phase = before
 
 
-def counted(script: Script, world_size: int, folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> Root:
+def counted(
+    script: Script, world_size: int, folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any
+) -> CountingRoot:
     """Train with so many processes, of which only the root is there, and count what it exchanges."""
-    root, made = Root(world_size), 0
+    root, made = CountingRoot(world_size), 0
 
     def connect(backend: DDPBackend) -> None:
         backend.device, backend.comm = torch.device("cpu"), root
 
     class Watchdog(watchdog.Watchdog):
-        def __init__(self, comm: Root, *others: Any) -> None:
+        def __init__(self, comm: CountingRoot, *others: Any) -> None:
             super().__init__(Alone(), *others)
 
         def meet(self) -> None:
@@ -120,7 +119,7 @@ def growth(few: int, many: int, unit: str = "") -> str:
                      *([f"{abs(constant):,}{unit}"] if constant or not grown else [])])  # fmt: skip
 
 
-def cell(phase: str, few: Root, many: Root) -> str:
+def cell(phase: str, few: CountingRoot, many: CountingRoot) -> str:
     """The cell of the table in docs/clusters.md: the most of each kind that a phase of an update has."""
     of_few, of_many = (
         functools.reduce(Counter.__or__, (counts for name, counts in root.counts.items() if name.startswith(phase)))
@@ -180,7 +179,7 @@ def test_gradients_are_sent_while_others_are_computed(
     computed: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     early: dict[tuple[str, float], list[float]] = {}  # the part that has left when this part is there, in each update
-    on_gradient, send = GradientReducer._on_gradient, Root.all_reduce_
+    on_gradient, send = GradientReducer._on_gradient, CountingRoot.all_reduce_
 
     def count(reducer: GradientReducer, bucket: Any, parameter: Tensor) -> None:
         on_gradient(reducer, bucket, parameter)
@@ -192,7 +191,7 @@ def test_gradients_are_sent_while_others_are_computed(
             if before < part * total <= computed[reducer.name]:
                 early.setdefault((reducer.name, part), []).append(sent[reducer.name] / total)
 
-    def count_sent(root: Root, tensor: Tensor, what: str) -> Alone:
+    def count_sent(root: CountingRoot, tensor: Tensor, what: str) -> Alone:
         sent[what.partition(".gradients.")[0]] += tensor.numel()
         return send(root, tensor, what)
 
@@ -203,7 +202,7 @@ def test_gradients_are_sent_while_others_are_computed(
     clear = GradientReducer.zero_
     monkeypatch.setattr(GradientReducer, "_on_gradient", count)
     monkeypatch.setattr(GradientReducer, "zero_", zero)
-    monkeypatch.setattr(Root, "all_reduce_", count_sent)
+    monkeypatch.setattr(CountingRoot, "all_reduce_", count_sent)
     monkeypatch.setattr("distributed.engines.reducer.SMALLEST_BUCKET_BYTES", 1)
     counted(SCRIPTS[name], 2, tmp_path, monkeypatch)
     assert early and all(min(left) >= PARTS[part] for (_, part), left in early.items()), early

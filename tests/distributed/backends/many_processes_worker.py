@@ -16,12 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of conftest.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 import torch.distributed as dist
-from conftest import parsed
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,6 +27,7 @@ import distributed
 from distributed import torch_comm, watchdog
 from distributed.backends.deepspeed import config
 from distributed.collectives import Alone
+from tests.processes import Root, parsed
 from training.ema import PowerAverages
 
 KINDS = {"all_reduce": "sums", "all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scattered sums"}
@@ -55,16 +54,6 @@ def count_calls_of(name: str) -> None:
         return function(*args, **kwargs)
 
     setattr(dist, name, call)
-
-
-class Root(Alone):
-    """Tandem's own calls, which another test counts: every process has what the root has."""
-
-    def __init__(self) -> None:
-        self.world_size = dist.get_world_size()
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor] * self.world_size
 
 
 def join(launch: Any, *_: Any) -> bool:
@@ -113,7 +102,9 @@ def main() -> None:
         count_calls_of(name)
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (forked, all cases share the imports)
 
-    torch_comm.init_process_group, torch_comm.TorchCommunicator = join, Root  # type: ignore[assignment, misc]
+    torch_comm.init_process_group = join
+    # Tandem's own calls are counted by another test.
+    torch_comm.TorchCommunicator = lambda: Root(dist.get_world_size())  # type: ignore[assignment, misc]
     make = watchdog.Watchdog.__init__
     watchdog.Watchdog.__init__ = lambda dog, comm, *others: make(dog, Alone(), *others)  # type: ignore[method-assign]
     whole = [(processes, stage, config.BUCKET_ELEMENTS) for stage in range(4) for processes in (8, 512)]
