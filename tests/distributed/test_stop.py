@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +22,7 @@ from distributed.collectives import Alone
 from distributed.engines.reducer import GradientReducer
 from distributed.signals import SIGNALS, Signals
 from distributed.stop import StopRequest
-
-OnRanks = Callable[..., list[Any]]
+from tests.processes import Process, Root, on_processes
 
 
 @pytest.fixture
@@ -207,67 +205,75 @@ def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_ranks_stop_after_the_same_update_whoever_was_signalled_when(world_size: int, on_ranks: OnRanks) -> None:
+def test_all_ranks_stop_after_the_same_update_whoever_was_signalled_when(world_size: int) -> None:
     """Rank r hears its signal before update 2 + 3 r; the others hear it from rank 0, one update later."""
 
-    def work(comm: Any) -> list[bool]:
+    def work(process: Process) -> list[bool]:
         received: set[int] = set()
-        stop, answers = StopRequest(comm, received), []
+        stop, answers = StopRequest(process.comm, received), []
         for update in range(6):
-            if update == 2 + 3 * comm.rank:
+            if update == 2 + 3 * process.rank:
                 received.add(signal.SIGTERM)
             answers.append(stop.agreed())
-        assert stop._pending is not None
-        stop.drain()  # waits for the sum under way
-        stop.drain()
-        assert stop._pending is None
+        assert stop.drain() and not stop.drain()  # waits for the sum under way, if there is one
         return answers
 
-    assert on_ranks(world_size, work) == [[False, False, False, True, True, True]] * world_size
+    assert on_processes(world_size, work) == [[False, False, False, True, True, True]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own(
-    world_size: int, on_ranks: OnRanks
-) -> None:
+def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own(world_size: int) -> None:
     """As above; a signal that arrives after the last bucket has left is heard of one update later."""
 
-    def work(comm: Any) -> tuple[list[bool], list[str], list[Tensor]]:
+    def work(process: Process) -> tuple[list[bool], list[str], list[Tensor]]:
         received: set[int] = set()
-        stop, answers = StopRequest(comm, received), []
+        stop, answers = StopRequest(process.comm, received), []
         weight = nn.Parameter(torch.zeros(3))
-        reducer = GradientReducer([weight], comm, "toy", passenger=stop)
+        reducer = GradientReducer([weight], process.comm, "toy", passenger=stop)
         for update in range(6):
-            if update == 2 + 3 * comm.rank:
+            if update == 2 + 3 * process.rank:
                 received.add(signal.SIGTERM)
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
             reducer.finish()
             answers.append(stop.agreed())
-        return answers, comm.calls, reducer.gradients
+        return answers, process.comm.calls, reducer.gradients
 
-    for answers, calls, gradients in on_ranks(world_size, work):
+    for answers, calls, gradients in on_processes(world_size, work):
         assert answers == [False, False, True, True, True, True]
         assert calls == ["toy.gradients.0"] * 6  # in one list with the sums
         assert [gradient.shape for gradient in gradients] == [(4,)]  # 3 in 16 bytes; the flag is none of them
 
 
-def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of_its_own_at_once(
-    on_ranks: OnRanks,
-) -> None:
-    def work(comm: Any) -> list[bool]:
-        stop = StopRequest(comm)
+def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of_its_own_at_once() -> None:
+    def work(process: Process) -> list[bool]:
+        stop = StopRequest(process.comm)
         weight = nn.Parameter(torch.zeros(3))
-        reducer = GradientReducer([weight], comm, "toy", passenger=stop)
+        reducer = GradientReducer([weight], process.comm, "toy", passenger=stop)
         answers = []
         for update in range(3):
             reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
             reducer.finish()
-            answers.append(stop.agreed(here=comm.rank == 1 and update == 0))
-        stop._arrived = False
-        answers.append(stop.agreed(here=comm.rank == 1, now=True))
+            answers.append(stop.agreed(here=process.rank == 1 and update == 0))
         return answers
 
-    assert on_ranks(2, work) == [[False, True, True, True]] * 2
+    assert on_processes(2, work) == [[False, True, True]] * 2
+    assert on_processes(2, lambda process: process.stop_requested(here=process.rank == 1, now=True)) == [True] * 2
+
+
+def test_where_no_gradients_are_sent_a_request_travels_by_itself() -> None:
+    """Such as in the update after one with gradients."""
+
+    def work(process: Process) -> list[bool]:
+        model = nn.Linear(1, 1)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        engine.step()
+        answers = [process.stop_requested()]
+        if process.rank == 1:
+            process.received.add(signal.SIGTERM)
+        return [*answers, process.stop_requested(), process.stop_requested()]
+
+    assert on_processes(2, work) == [[False, False, True]] * 2
 
 
 class Cuda:
@@ -295,9 +301,7 @@ def test_a_gpu_is_asked_one_call_later_so_that_the_host_does_not_wait(monkeypatc
 
     monkeypatch.setattr(torch, "empty", lambda *_, **__: Pinned())
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    comm = Alone()
-    comm.world_size = 2
-    stop, answers = StopRequest(comm), []
+    stop, answers = StopRequest(Root(2)), []
     for update in range(4):
         stop.depart()
         stop.arrive(Cuda(float(update == 1)))  # type: ignore[arg-type]
