@@ -15,15 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of conftest.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
-from conftest import parsed
 from torch import nn
 
 import distributed
 from distributed import Backend, Engine, UserMistake
+from tests.processes import parsed
 from training.ema import PowerAverages
 
 UPDATES = 6
