@@ -25,26 +25,24 @@ from distributed.collectives import Alone
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
 from distributed.signals import Signals
 from distributed.watchdog import Watchdog
+from tests.processes import Process, Root, on_processes
 
 TIMEOUT_TICKS = 60
 PATIENCE_SECONDS = 60  # only ends a hang
 
 
 class Job:
-    """Ranks whose words the test invents, and the judge of the root. ``watchdog`` is that of a process with company."""
+    """Ranks whose words the test invents, and the judge of the root."""
 
-    def __init__(self, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
-        self.watchdog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), TIMEOUT_TICKS / 60)
-        self.watchdog._world_size = world_size
+    def __init__(self, world_size: int) -> None:
         self.judge = Judge(world_size, TIMEOUT_TICKS)
         self.ranks: list[dict[str, Any]] = [
             {"count": 0, "phase": "forward", "update": 5, "collective": False} for _ in range(world_size)
         ]
+        self.pass_time(5, set(range(world_size)))
 
     def pass_time(
-        self, ticks: int, *, moving: set[int], silent: Collection[int] = (), is_asked_to_end: bool = False
+        self, ticks: int, moving: Collection[int], silent: Collection[int] = (), is_asked_to_end: bool = False
     ) -> str | None:
         """In each tick all but ``silent`` answer; ``moving`` ranks make progress. The last verdict."""
         verdict = None
@@ -57,97 +55,58 @@ class Job:
         return verdict
 
 
-@pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Job]:
-    return lambda world_size: Job(world_size, monkeypatch)
-
-
-def test_what_a_process_waited_for_is_added_up(job):
-    many = job(2)
-    for seconds, marks in ((3, {}), (5, {"collective": True}), (7, {}), (11, {"waits_for_data": True}), (13, {})):
-        many.watchdog.mark("phase", **marks)
-        many.now += seconds
-    many.watchdog.mark("phase")
-    assert many.watchdog.waited == {"communication": 5.0, "data": 11.0}
-
-
-def test_a_pass_that_gathers_weights_is_computing_for_which_no_rank_is_blamed_while_another_stands(job):
-    two = job(2)
-    two.watchdog.mark("forward", gathers=True)
-    two.now += 5
-    assert two.watchdog._mark.collective
-    two.watchdog.mark("computing")
-    assert two.watchdog.waited == {"communication": 0.0, "data": 0.0} and not two.watchdog._mark.collective
-
-
-def test_a_single_process_waits_for_no_other(job):
-    one = job(1)
-    one.watchdog.mark("sum over the processes", collective=True)
-    one.now += 5
-    one.watchdog.mark("computing")
-    assert one.watchdog.waited == {"communication": 0.0, "data": 0.0}
-
-
 REDUCING = {"phase": "reducing gradients", "collective": True}
-NO_PROGRESS = "no progress for 1 minutes: "
+LONG = TIMEOUT_TICKS - 1
+# What ranks of three do, how time passes (ticks, who gets on, who is silent, whether the job is asked to end), and the
+# verdict after the last of these times: there is none before.
+STORIES: dict[str, tuple[dict[int, Any], list[tuple[Any, ...]], str | None]] = {
+    "one stands": (
+        {1: {"phase": "backward", "update": 7}}, [(LONG, {0, 2}), (2, {0, 2})], "rank 1 stands at update 7 (backward)"
+    ),
+    "two stand": ({}, [(LONG, {0}), (2, {0})],
+                  "rank 1 stands at update 5 (forward); rank 2 stands at update 5 (forward)"),
+    "not those that wait in a collective for it": (
+        {0: REDUCING, 2: REDUCING}, [(LONG, ()), (2, ())], "rank 1 stands at update 5 (forward)"
+    ),
+    "one left out a collective": (
+        {0: {**REDUCING, "update": 9}, 1: {**REDUCING, "update": 8}, 2: {**REDUCING, "update": 9}},
+        [(LONG, ()), (2, ())], "rank 1 stands at update 8 (reducing gradients)",
+    ),
+    # Ranks 0 and 1 wait for rank 2, and rank 1 happens to be outside the collective.
+    "one is stopped": ({0: REDUCING, 2: {**REDUCING, "update": 4}}, [(LONG, (), {2}), (2, (), {2})],
+                       "rank 2 stands at update 5 (forward)"),
+    "all stand, and one does not answer": ({}, [(LONG - 9, ()), (12, (), {2})], "rank 2 stands at update 5 (forward)"),
+    # Such as in a barrier, while rank 0 writes a long checkpoint and marks its progress.
+    "one waits while the others move": ({1: REDUCING}, [(10 * TIMEOUT_TICKS, {0, 2})], None),
+    **{f"progress after a pause in which {silent or 'all'} answered starts the clock again": (
+        {}, [(LONG, {0, 2}, silent), (1, {0, 1, 2}), (LONG, {0, 2}), (10, {0, 2})],
+        "rank 1 stands at update 5 (forward)",
+    ) for silent in ((), (1,))},
+    "one is silent and waited for, and the job is asked to end": (
+        {0: REDUCING}, [(SILENT_TICKS + 30, {1}, {2}), (1, {1}, {2}, True)],
+        "no sign of life from rank 2 at update 5 (forward)",
+    ),
+    "it has time": ({}, [(SILENT_TICKS, {0}, {2}, True)], None),
+    # A save is not cut off.
+    "it is silent, and nobody is in a collective": ({}, [(LONG, {1}, {2}, True)], None),
+    "it is silent, and who is in a collective gets on": ({0: REDUCING}, [(LONG, {0, 1}, {2}, True)], None),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("marks", "moving", "silent", "verdict"),
-    [
-        ({1: {"phase": "backward", "update": 7}}, {0, 2}, set(), "rank 1 stands at update 7 (backward)"),
-        ({}, {0}, set(), "rank 1 stands at update 5 (forward); rank 2 stands at update 5 (forward)"),
-        # Not those that wait in a collective for the busy one.
-        ({0: REDUCING, 2: REDUCING}, set(), set(), "rank 1 stands at update 5 (forward)"),
-        # Ranks 0 and 2 reduce update 9, rank 1 still reduces update 8: it left out a collective.
-        ({0: {**REDUCING, "update": 9}, 1: {**REDUCING, "update": 8}, 2: {**REDUCING, "update": 9}}, set(), set(),
-         "rank 1 stands at update 8 (reducing gradients)"),
-        # Rank 2's process is stopped; ranks 0 and 1 wait for it, and rank 1 happens to be outside the collective.
-        ({0: REDUCING, 2: {**REDUCING, "update": 4}}, set(), {2}, "rank 2 stands at update 5 (forward)"),
-    ],
-)  # fmt: skip
-def test_the_verdict_names_who_holds_the_job_up_after_the_timeout_and_not_before(
-    marks: dict[int, Any], moving: set[int], silent: set[int], verdict: str, job: Callable[[int], Job]
-) -> None:
-    three = job(3)
-    assert three.pass_time(5 * TIMEOUT_TICKS, moving={0, 1, 2}) is None
+@pytest.mark.parametrize("story", STORIES)
+def test_the_verdict_names_who_holds_the_job_up_when_it_is_due_and_not_before(story: str) -> None:
+    marks, times, verdict = STORIES[story]
+    job = Job(3)
     for rank, mark in marks.items():
-        three.ranks[rank].update(mark)
-    assert three.pass_time(TIMEOUT_TICKS - 1, moving=moving, silent=silent) is None
-    assert three.pass_time(2, moving=moving, silent=silent) == NO_PROGRESS + verdict
+        job.ranks[rank].update(mark)
+    *before, last = (job.pass_time(*time) for time in times)
+    assert before == [None] * len(before)
+    is_held_up = verdict is not None and " stands " in verdict
+    assert last == (f"no progress for 1 minutes: {verdict}" if is_held_up else verdict)
 
 
-def test_waiting_alone_blames_nobody_while_the_others_move(job: Callable[[int], Job]) -> None:
-    """Rank 1 may wait in a barrier while rank 0 writes a long checkpoint and marks its progress."""
-    two = job(2)
-    two.ranks[1].update(phase="sum over the processes", collective=True)
-    assert two.pass_time(10 * TIMEOUT_TICKS, moving={0}) is None
-
-
-def test_where_all_stand_still_the_one_that_does_not_answer_is_named(job: Callable[[int], Job]) -> None:
-    three = job(3)
-    three.pass_time(TIMEOUT_TICKS - 10, moving=set())
-    verdict = three.pass_time(12, moving=set(), silent={2})
-    assert verdict == f"{NO_PROGRESS}rank 2 stands at update 5 (forward)"
-
-
-@pytest.mark.parametrize("silent", [set(), {1}], ids=str)
-def test_progress_after_a_pause_or_a_silence_starts_the_clock_again(
-    silent: set[int], job: Callable[[int], Job]
-) -> None:
-    two = job(2)
-    two.pass_time(5, moving={0, 1})
-    assert two.pass_time(TIMEOUT_TICKS - 1, moving={0}, silent=silent) is None
-    assert two.pass_time(1, moving={0, 1}) is None
-    assert two.pass_time(TIMEOUT_TICKS - 1, moving={0}) is None
-    assert two.pass_time(10, moving={0}) is not None
-
-
-def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those_that_left(
-    job: Callable[[int], Job],
-) -> None:
-    four = job(4)
-    four.pass_time(3, moving={0, 1, 2, 3})
+def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those_that_left() -> None:
+    four = Job(4)
     four.judge.lose(1)
     four.judge.leave(2)  # because its collective failed
     four.judge.lose(2)
@@ -157,50 +116,63 @@ def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those
     assert four.judge.tick() == lost
 
 
-def test_a_verdict_on_hundreds_of_ranks_names_a_few_and_counts_the_others(job: Callable[[int], Job]) -> None:
-    many = job(500)
-    many.pass_time(1, moving=set(range(500)))
+def test_a_verdict_on_hundreds_of_ranks_names_a_few_and_counts_the_others() -> None:
+    many = Job(500)
     for rank in range(400):
         many.judge.lose(rank, "E" * 200)
     verdict = many.judge.tick()
     assert verdict is not None and verdict.endswith("; and 392 more ranks") and verdict.count("rank ") == 8
-    many = job(500)
-    verdict = many.pass_time(TIMEOUT_TICKS + 1, moving=set(range(8)))
+    verdict = Job(500).pass_time(TIMEOUT_TICKS + 1, moving=set(range(8)))
     assert verdict is not None and verdict.endswith("; and 484 more ranks") and len(verdict) < 1000
 
 
-def test_a_silent_rank_for_which_another_waits_is_named_where_the_job_is_asked_to_end_and_given_time_else(
-    job: Callable[[int], Job],
-) -> None:
-    three = job(3)
-    three.ranks[0].update(REDUCING)
-    assert three.pass_time(SILENT_TICKS + 30, moving={1}, silent={2}) is None
-    assert three.pass_time(1, moving={1}, silent={2}, is_asked_to_end=True) == (
-        "no sign of life from rank 2 at update 0 (starting)"
-    )
-    assert job(3).pass_time(SILENT_TICKS, moving={0}, silent={2}, is_asked_to_end=True) is None
+def dog_of(world_size: int) -> Watchdog:
+    """Of the root of processes that are not there; it keeps a connection to itself."""
+    return Watchdog(Root(world_size), torch.device("cpu"), Launch("python", world_size=world_size), TIMEOUT_TICKS / 60)
 
 
-@pytest.mark.parametrize(("mark", "moving"), [({}, {1}), (REDUCING, {0, 1})], ids=["no collective", "progress"])
-def test_a_silent_rank_that_nobody_waits_for_does_not_cut_off_the_save_of_a_job_that_is_asked_to_end(
-    mark: dict[str, Any], moving: set[int], job: Callable[[int], Job]
+@pytest.mark.parametrize(("world_size", "communication"), [(1, 0.0), (2, 5.0)])
+def test_what_a_process_waited_for_is_added_up_and_alone_it_waits_for_no_other(
+    world_size: int, communication: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    three = job(3)
-    three.ranks[0].update(mark)
-    assert three.pass_time(TIMEOUT_TICKS - 1, moving=moving, silent={2}, is_asked_to_end=True) is None
+    dog, now = dog_of(world_size), 1000.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    for seconds, marks in (
+        (3, {}), (5, {"collective": True}), (7, {}), (11, {"waits_for_data": True}), (13, {"gathers": True}), (1, {}),
+    ):  # fmt: skip
+        dog.mark("phase", **marks)
+        now += seconds
+    dog.mark("phase")
+    assert dog.waited == {"communication": communication, "data": 11.0}
+    dog.stop()
+
+
+def beat_of(dog: Watchdog) -> dict[str, Any]:
+    """What the process answers when the root asks how it goes, once a second."""
+    kind, mark = json.loads(dog._beat())
+    assert kind == "beat"
+    return mark
+
+
+def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
+    dog = dog_of(1)
+    dog.mark("forward", update=3)
+    dog.mark("forward", gathers=True)  # for which no rank is blamed while another one stands
+    assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True}
+    dog.mark("computing")
+    assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False}
 
 
 @pytest.mark.parametrize("is_at_work", [True, False])
 def test_a_process_that_writes_gets_on_as_long_as_it_uses_the_processor(
-    is_at_work: bool, job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+    is_at_work: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dog, used = job(1).watchdog, iter(range(10))
+    dog, used = dog_of(1), iter(range(10))
     monkeypatch.setattr(watchdog, "processor_time", lambda thread: next(used) if is_at_work else 7)
     dog.mark("writing the model", writes=True)
-    counts = [json.loads(dog._beat())[1]["count"] for _ in range(5)]
-    assert (len(set(counts[1:])) == 4) == is_at_work
+    assert len({beat_of(dog)["count"] for _ in range(5)}) == (5 if is_at_work else 1)
     dog.mark("computing")
-    assert json.loads(dog._beat())[1]["count"] == json.loads(dog._beat())[1]["count"]
+    assert beat_of(dog)["count"] == beat_of(dog)["count"]
 
 
 @pytest.mark.parametrize(("used", "ticks"), [(range(9), 6), ([7] * 9, 3), ([None] * 9, 6)], ids=str)
@@ -211,7 +183,7 @@ def test_a_process_that_ends_waits_for_its_writes_while_they_get_on(
     joined: list[float] = []
     write = SimpleNamespace(name="checkpoint", join=joined.append, is_alive=lambda: True)
     idle = SimpleNamespace(name="ThreadPoolExecutor-0_0")
-    dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 6 / 60)
+    dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 6 / 60)  # ticks have a second
     monkeypatch.setattr(watchdog, "_STILL_TICKS", 3)
     monkeypatch.setattr(watchdog, "processor_time", lambda thread: used[len(joined)])
     monkeypatch.setattr(watchdog.threading, "enumerate", lambda: [threading.main_thread(), idle, write])
@@ -226,7 +198,7 @@ def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
     if child == 0:
         os.dup2(writing, 2)
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 1)
+        dog = dog_of(1)
         threading.Thread(target=dog._pronounce, args=["the verdict"], daemon=True).start()
         with contextlib.suppress(BaseException):
             while True:
@@ -324,29 +296,25 @@ def members(liveness: Liveness) -> list[Member]:
     return [Member(liveness, "here", liveness.token, rank) for rank in range(2)]
 
 
-def test_all_are_told_at_once_when_all_have_come(liveness: Liveness) -> None:
-    first, second = members(liveness)
-    for _ in range(2):
-        first.say("met")
-        second.say("met")
-        assert first.hears() == second.hears() == ["met"]
-
-
-def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(liveness: Liveness) -> None:
-    first, second = members(liveness)
-    assert second._file.readline()  # it is known
-    second.connection.close()
-    second._file.close()
-    assert first.hears() == ["end", "lost contact with rank 1 at update 0 (starting)"]
-
-
-def test_a_rank_that_has_left_is_not_lost(liveness: Liveness) -> None:
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ([], ["end", "lost contact with rank 1 at update 0 (starting)"]),
+        (["failed", "KeyError: 'x'"], ["end", "lost contact with rank 1 at update 0 (starting): KeyError: 'x'"]),
+        (["left"], ["left"]),  # from the root, which leaves too
+    ],
+)
+def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
+    said: list[str], heard: list[str], liveness: Liveness
+) -> None:
     first, second = members(liveness)
     assert second._file.readline()  # it is known
-    second.say("left")
+    if said:
+        second.say(*said)
     second.connection.shutdown(socket.SHUT_RDWR)
-    liveness.stop()
-    assert first.hears() == ["left"]
+    if said == ["left"]:
+        liveness.stop()
+    assert first.hears() == heard
 
 
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,9 +357,10 @@ def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> 
         stranger.sendall(text)
         assert stranger.recv(1) == b""
     first, second = members(liveness)
-    first.say("met")
-    second.say("met")
-    assert first.hears() == second.hears() == ["met"]
+    for _ in range(2):  # all are told at once when all have come
+        first.say("met")
+        second.say("met")
+        assert first.hears() == second.hears() == ["met"]
     with pytest.raises(ConnectionRefusedError):  # all are there
         Member(liveness)
 
@@ -481,26 +450,13 @@ def test_nothing_piles_up_at_a_process_that_is_stopped(liveness: Liveness) -> No
     assert first.connection.recv(1000) == to_line("beat")
 
 
-def test_marks_count_and_keep_the_update_they_do_not_name(job: Callable[[int], Job]) -> None:
-    dog = job(1).watchdog
-    dog.mark("forward", update=3)
-    dog.mark("sum over the processes", collective=True)
-    kind, mark = json.loads(dog._beat())
-    assert (kind, mark) == ("beat", {"count": 2, "phase": "sum over the processes", "update": 3, "collective": True})
-
-
-def test_who_waits_to_hear_why_the_job_ends_waits_no_longer_when_this_process_leaves(job: Callable[[int], Job]) -> None:
-    dog, answers = job(2).watchdog, queue.Queue[bool]()
-    dog._connection, root = socket.socketpair()
-    dog._connection.settimeout(1)
-    dog._thread = threading.Thread(target=dog._listen)
-    dog._thread.start()
+def test_who_waits_to_hear_why_the_job_ends_waits_no_longer_when_this_process_leaves() -> None:
+    dog, answers = dog_of(2), queue.Queue[bool]()
     waiting = threading.Thread(target=lambda: answers.put(dog.verdict_within(PATIENCE_SECONDS)))
     waiting.start()
     dog.stop()
     assert answers.get(timeout=PATIENCE_SECONDS / 2)
     waiting.join()
-    root.close()
 
 
 def test_one_process_has_no_thread_and_explains_only_what_stops_training(single: Callable[..., Backend]) -> None:
@@ -519,15 +475,22 @@ GLOO = (  # PyTorch 2.15's, word for word
 )
 
 
-def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources(
-    job: Callable[[int], Job],
-) -> None:
-    dog = job(2).watchdog
-    dog._thread = threading.Thread()
-    dog._verdict = "lost contact with rank 1 at update 5 (forward)"
-    told = str(dog.explain(RuntimeError(GLOO)))
-    assert told.startswith("rank 0: lost contact with rank 1 at update 5 (forward) (Read error [127.0.0.1]:30598: Conn")
-    assert ".cc" not in told
+def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources() -> None:
+    def work(process: Process) -> tuple[str, str] | None:
+        """Rank 1 fails, and a collective of rank 0 fails because of it."""
+        launch = Launch("python", process.rank, 0, 2)
+        dog = Watchdog(process.comm, torch.device("cpu"), launch, TIMEOUT_TICKS / 60)
+        if process.rank == 1:
+            return dog.stop(KeyError("x"))
+        with pytest.raises(TrainingStopped) as met:
+            dog.meet()
+        explained = dog.explain(RuntimeError(GLOO))
+        dog.stop()
+        return str(met.value), str(explained)
+
+    (met, explained), _ = on_processes(2, work)
+    assert met.startswith("rank 0: lost contact with rank 1 ") and met.endswith(": KeyError: 'x'")
+    assert explained.startswith(f"{met} (Read error [127.0.0.1]:30598: Conn") and ".cc" not in explained
 
 
 @pytest.mark.parametrize(
