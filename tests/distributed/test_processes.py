@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from distributed import TrainingStopped, UserMistake
 from tandem.files.exits import CannotGoOn
-from tests.processes import Process, on_processes
+from tests.processes import Process, on_processes, single
 
 
 def failing(error: BaseException) -> None:
@@ -63,6 +64,16 @@ def test_data_that_one_process_cannot_get_ends_that_process_alone(wait: Callable
         wait(Process(), error)
     assert stopped.value.alone
     assert list(Process().each("data", "ab")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_for_after_the_others_is_done_if_nothing_failed(fails: bool) -> None:
+    done: list[str] = []
+    with contextlib.suppress(ZeroDivisionError), single() as backend:
+        backend.after_leaving(lambda: done.append("work"))
+        if fails:
+            raise ZeroDivisionError
+    assert done == ["work"] * (not fails)
 
 
 class Fails:

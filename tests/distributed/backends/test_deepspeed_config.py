@@ -45,7 +45,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
     values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "sizes": [1000], "on_cpu": True}
-    options = Options(BatchPlan(24, 1, 2), precision, reduce_precision=reduce_precision)
+    options = Options(BatchPlan(24, 2, 2), precision, reduce_precision=reduce_precision)
     return resolve(config, options, **{**values, **overrides})
 
 
@@ -93,7 +93,8 @@ AUTO: Json = {
     "train_batch_size": "auto", MICRO: "auto", ACCUMULATION: "auto",
     "gradient_clipping": "auto", "steps_per_print": "auto", "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale_window": "auto"}, "amp": {"enabled": "auto", "opt_level": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": ["auto", 0.9],
+                                            "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": 0.01}},
     "zero_optimization": {
         "stage": "auto", "reduce_bucket_size": "auto", "allgather_bucket_size": "auto",

@@ -132,6 +132,7 @@ def test_an_unfused_adam_steps_alike_however_parameters_are_cut(amsgrad: bool) -
 def test_products_round_alike_at_every_address() -> None:
     """It runs in a process of its own, because MKL reads MKL_CBWR at its first product."""
     script = """
+import os
 from tests.processes import single
 backend = single(batch_parts=4)
 import torch
@@ -146,6 +147,7 @@ with backend:
         a, weight = torch.randn(rows, inner), torch.randn(columns, inner)
         for offset in (1, 3, 4):
             assert torch.equal(F.linear(at(offset, a), at(offset, weight)), F.linear(a, weight)), (trial, offset)
+assert os.environ["MKL_CBWR"] == "AUTO,STRICT"  # which changes nothing on some makes of CPU
 assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled()
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # which the backend overrules
