@@ -205,17 +205,18 @@ class Decoder(nn.Module):
 
 def train(
     decoder: Decoder, batches: Iterable[Tensors], noise: Callable[[int, int], Iterable[Tensors]], s: Settings
-) -> Iterator[dict[str, float]]:
+) -> Iterator[dict[str, Tensor]]:
     """An update of every Unet for each item. Batches: see `main`; noise: (step, b) -> `draws` for each Unet."""
     optimizers = []
     for unet in decoder.unets:
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, weight in unet.named_parameters():  # gains, biases and null vectors do not decay
             groups[weight.ndim > 1 and "null_" not in name].append(weight)
-        optimizers.append(torch.optim.AdamW(groups[True], s.learning_rate, (0.9, 0.99), weight_decay=s.weight_decay))
+        adam = torch.optim.AdamW(groups[True], s.learning_rate, (0.9, 0.99), weight_decay=s.weight_decay, fused=True)
+        optimizers.append(adam)
         optimizers[-1].add_param_group({"params": groups[False], "weight_decay": 0.0})
     for step, batch in zip(range(s.max_steps), batches, strict=False):
-        images, values = batch["images"].float() / 127.5 - 1, {"loss": 0.0, "grad_norm": 0.0}
+        images, values = batch["images"].float() / 127.5 - 1, dict[str, Tensor]()
         for index, drawn in enumerate(noise(step, len(images))):
             side, unet, optimizer = s.image_sizes[index], decoder.unets[index], optimizers[index]
             if index == 0:
@@ -229,11 +230,11 @@ def train(
             loss = F.mse_loss(prediction, v if s.objective == "v" else drawn["noise"])
             optimizer.zero_grad()
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(unet.parameters(), s.max_grad_norm).item()
+            norm = nn.utils.clip_grad_norm_(unet.parameters(), s.max_grad_norm)
             optimizer.step()
-            values |= {f"unet{index + 1}/loss": loss.item(), f"unet{index + 1}/grad_norm": norm}
-            values |= {"loss": values["loss"] + loss.item(), "grad_norm": math.hypot(values["grad_norm"], norm)}
-        yield values
+            values |= {f"unet{index + 1}/loss": loss.detach(), f"unet{index + 1}/grad_norm": norm}
+        losses, norms = (torch.stack([v for k, v in values.items() if k.endswith(end)]) for end in ("loss", "norm"))
+        yield {"loss": losses.sum(), "grad_norm": norms.norm(), **values}
 
 
 @torch.no_grad()
@@ -289,7 +290,7 @@ def main() -> None:
     updates = train(decoder, batches, lambda _, b: [draws(s, each, b, device) for each in s.image_sizes], s)
     for step, values in enumerate(updates):
         if step % 50 == 0:
-            print(step, {name: round(value, 4) for name, value in values.items()})
+            print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(decoder.state_dict(), "decoder.safetensors")
     shown = [images[:8].float() / 127.5 - 1, *sample(decoder, embeddings[:8], s)]  # a row of photos, and of each Unet
     grid = torch.cat([torch.cat([*resized(row, side)], dim=2) for row in shown], dim=1)

@@ -186,10 +186,10 @@ class MuLaN(nn.Module):
 
 def train(
     model: MuLaN, batches: Iterable[Mapping[str, Tensor]], noise: Callable[[int, int], Tensor], s: Settings
-) -> Iterator[dict[str, float]]:
+) -> Iterator[dict[str, Tensor]]:
     """An update for each item. Batches: see `main`; noise: (step, b) -> (b, 4 + patches), uniform in [0, 1)."""
     matrices, vectors = ([w for w in model.parameters() if (w.ndim > 1) == is_matrix] for is_matrix in (True, False))
-    optimizer = torch.optim.AdamW(matrices, betas=(0.9, 0.99), weight_decay=s.weight_decay)
+    optimizer = torch.optim.AdamW(matrices, betas=(0.9, 0.99), weight_decay=s.weight_decay, fused=True)
     optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
     warmup = min(s.lr_warmup_steps, s.max_steps // 2)
     for step, batch in zip(range(s.max_steps), batches, strict=False):
@@ -209,7 +209,7 @@ def train(
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm)
         optimizer.step()
         model.tau.data.clamp_(max=math.log(100))  # as CLIP: a larger factor is unstable
-        yield {"loss": loss.item(), "grad_norm": norm.item(), "temperature": scale.item()}
+        yield {"loss": loss.detach(), "grad_norm": norm, "temperature": scale.detach()}
 
 
 def main() -> None:
@@ -239,7 +239,7 @@ def main() -> None:
     draws = 4 + (s.n_mels // patch) * ((samples // s.hop_length + 1) // patch)
     for step, values in enumerate(train(model, batches, lambda _, b: torch.rand(b, draws, device=device), s)):
         if step % 50 == 0:
-            print(step, {name: round(value, 4) for name, value in values.items()})
+            print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(model.state_dict(), "mulan.safetensors")
     audio, text = model(batch_of(held_out))
     is_right = ids[held_out][(audio @ text.T).argmax(dim=1).cpu()] == ids[held_out]

@@ -5,7 +5,7 @@
 
 No code depends on a later frame: convolutions in time are padded in front alone, and 1 + 2n frames become 1 + n. So the
 first grid of codes is that of an image. A code is the signs of d numbers (LFQ). Discriminators judge frames and motion.
-train_tokenizer.py trains the same, with more to choose from; tests/test_references.py compares the two.
+train_tokenizer.py trains the same, with more to choose from, such as attention, which the paper does without.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -34,11 +35,7 @@ class Settings:
 
     image_size: int = 128  # side of a frame in pixels
     num_frames: int = 17  # of a clip
-    layers: str = (  # of the encoder, from pixels to codes; the decoder mirrors them
-        "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
-        "compress_space,consecutive_residual:2,attend_space,compress_time,consecutive_residual:2,compress_time,"
-        "consecutive_residual:2,attend_time"
-    )
+    layers: str = "residual,compress_space,residual,compress_space,residual,compress_time,residual"  # to the codes
     init_dim: int = 64  # channels at full resolution, of generator and discriminators
     input_kernel: int = 7
     codebook_size: int = 1024  # 2^d
@@ -113,72 +110,8 @@ class RMSNorm(nn.Module):
         return x * (x.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt() * self.gain[:, None, None, None]
 
 
-class Attention(nn.Module):
-    """Tokens (n, t, dim) -> (n, t, dim). In softmax attention, each also sees four learned ones, the memory. Along time
-    none sees those after it, and a learned gain weighs what those before it add. In linear attention, exp(s) of a score
-    s = q.k is replaced by 1 + s + s^2 / 2, a product of features of q and of k (Arora et al. 2024, "Based")."""
-
-    def __init__(self, dim: int, kind: str) -> None:
-        super().__init__()
-        self.kind, (self.heads, width) = kind, (16, 8) if kind == "linear_attend_space" else (8, 32)
-        self.to_qkv = nn.Linear(dim, 3 * self.heads * width, bias=False)
-        self.to_out = nn.Linear(self.heads * width, dim, bias=False)
-        if kind != "linear_attend_space":
-            self.memory = nn.Parameter(torch.randn(2, self.heads, 4, width))
-        if kind == "attend_time":
-            self.past_gain = nn.Parameter(torch.ones(self.heads))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, *kv = rearrange(self.to_qkv(tokens), "n t (part h d) -> part n h t d", part=3, h=self.heads)
-        if self.kind == "linear_attend_space":
-            q, k = taylor_features(q / math.sqrt(q.shape[-1])), taylor_features(kv[0])
-            out = q @ (k.mT @ kv[1]) / (q @ k.sum(dim=2).unsqueeze(-1))
-        else:
-            k, v = (torch.cat([m.expand(len(x), -1, -1, -1), x], dim=2) for m, x in zip(self.memory, kv, strict=True))
-            if self.kind == "attend_space":
-                out = F.scaled_dot_product_attention(q, k, v)
-            else:
-                every = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
-                masks = [F.pad(seen, (4, 0), value=True) for seen in (every.tril().triu(), every.tril())]
-                alone, out = (F.scaled_dot_product_attention(q, k, v, attn_mask=mask) for mask in masks)
-                out = alone + self.past_gain[:, None, None] * (out - alone)
-        return self.to_out(rearrange(out, "n h t d -> n t (h d)"))
-
-
-def taylor_features(x: Tensor) -> Tensor:
-    squares = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2) / math.sqrt(2)
-    return torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1)
-
-
-class Attend(nn.Module):
-    """Attention and a feed-forward (GEGLU, Shazeer 2020), each beside a skip. Along time, both see half of the channels
-    as they were a frame before, times a learned gain."""
-
-    def __init__(self, dim: int, kind: str) -> None:
-        super().__init__()
-        self.tokens = "(b h w) f c" if kind == "attend_time" else "(b f) (h w) c"
-        self.norm, self.attention, inner = RMSNorm(dim), Attention(dim, kind), 8 * dim // 3
-        layers = {"norm": RMSNorm(dim), "expand": nn.Conv3d(dim, 2 * inner, 1), "contract": nn.Conv3d(inner, dim, 1)}
-        self.feed_forward = nn.ModuleDict(layers)
-        gains = [
-            nn.ParameterDict({"past_gain": torch.ones(dim // 2)}) for _ in range(2 if kind == "attend_time" else 0)
-        ]
-        self.shifts = nn.ModuleList(gains)
-
-    def shifted(self, x: Tensor, index: int) -> Tensor:
-        if not self.shifts:
-            return x
-        here, past = x.chunk(2, dim=1)
-        past = F.pad(past, (0, 0, 0, 0, 1, 0))[:, :, :-1]
-        return torch.cat([here, past * self.shifts[index].get_parameter("past_gain")[:, None, None, None]], dim=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        sizes = dict(zip("bfhw", (len(x), *x.shape[2:]), strict=True))
-        tokens = rearrange(self.norm(self.shifted(x, 0)), f"b c f h w -> {self.tokens}")
-        x = x + rearrange(self.attention(tokens), f"{self.tokens} -> b c f h w", **sizes)
-        y = self.feed_forward["expand"](self.feed_forward["norm"](self.shifted(x, 1)))
-        values, gates = y.chunk(2, dim=1)
-        return x + self.feed_forward["contract"](values * F.gelu(gates))
+def named(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))
 
 
 class VideoTokenizer(nn.Module):
@@ -191,25 +124,23 @@ class VideoTokenizer(nn.Module):
         decoder: list[nn.Module] = []
         conv_in = CausalConv3d(3, dim, side, padding=(0, side // 2, side // 2))
         conv_out = CausalConv3d(dim, 3, 3, padding=(0, 1, 1))
-        for name, _, number in (layer.partition(":") for layer in settings.layers.split(",")):
-            if name.startswith("compress"):  # to so many channels, or twice as many
-                wide, in_time = int(number or 2 * dim), name == "compress_time"
-                kernel, stride, padding = ((3, 1, 1), (2, 1, 1), 0) if in_time else ((1, 3, 3), (1, 2, 2), (0, 1, 1))
-                encoder.append(CausalConv3d(dim, wide, kernel, stride, padding))
-                decoder.append(Up(wide, dim, in_time))
-                dim = wide
+        for name in settings.layers.split(","):  # the decoder mirrors them
+            if name == "residual":
+                encoder.append(ResidualUnit(dim))
+                decoder.append(ResidualUnit(dim))
                 continue
-            for _ in range(int(number or 1)):
-                for half in (encoder, decoder):
-                    half.append(Attend(dim, name) if "attend" in name else ResidualUnit(dim))
-        self.encoder = nn.Sequential(OrderedDict(
-            conv_in=nn.Sequential(OrderedDict(conv=conv_in)), layers=nn.Sequential(*encoder),
-            norm=RMSNorm(dim), to_latents=nn.Conv3d(dim, bits, 1),
-        ))  # fmt: skip
-        self.decoder = nn.Sequential(OrderedDict(
-            from_latents=nn.Conv3d(bits, dim, 1), layers=nn.Sequential(*decoder[::-1]),
-            conv_out=nn.Sequential(OrderedDict(conv=conv_out)),
-        ))  # fmt: skip
+            in_time = name == "compress_time"
+            kernel, stride, padding = ((3, 1, 1), (2, 1, 1), 0) if in_time else ((1, 3, 3), (1, 2, 2), (0, 1, 1))
+            encoder.append(CausalConv3d(dim, 2 * dim, kernel, stride, padding))
+            decoder.append(Up(2 * dim, dim, in_time))
+            dim *= 2
+        self.encoder = named(
+            conv_in=named(conv=conv_in), layers=nn.Sequential(*encoder), norm=RMSNorm(dim),
+            to_latents=nn.Conv3d(dim, bits, 1),
+        )  # fmt: skip
+        self.decoder = named(
+            from_latents=nn.Conv3d(bits, dim, 1), layers=nn.Sequential(*decoder[::-1]), conv_out=named(conv=conv_out)
+        )
 
     def encode(self, clips: Tensor) -> Tensor:
         """The layers see and make frames in [-1, 1]. The clamp is soft, and keeps entropies from vanishing."""
@@ -219,36 +150,36 @@ class VideoTokenizer(nn.Module):
         return (self.decoder(signs) + 1) / 2
 
 
+class Head(nn.Module):
+    """A discriminator of overlapping patches of frames (b, 3, h, w) or of clips: positive where one looks real."""
+
+    def __init__(self, dim: int, halvings: int, of_clips: bool) -> None:
+        super().__init__()
+        conv: Any = nn.Conv3d if of_clips else nn.Conv2d
+        widths = [3 if of_clips else dim, *(dim * 2**level for level in range(halvings))]
+        self.layers, self.to_logits = nn.Sequential(), nn.Sequential()
+        if not of_clips:
+            self.layers.append(nn.Sequential(conv(3, dim, 5, padding=2), nn.LeakyReLU(0.1)))
+        for level, (i, o) in enumerate(itertools.pairwise(widths)):
+            kernel, stride = ((3, 4, 4), (2 if level in (1, 2) else 1, 2, 2)) if of_clips else (4, 2)
+            norm = nn.Identity() if of_clips and level == 0 else nn.GroupNorm(math.gcd(16, o), o)
+            self.layers.append(nn.Sequential(conv(i, o, kernel, stride, padding=1), norm, nn.LeakyReLU(0.1)))
+        self.to_logits.extend([conv(o, o, 1), nn.LeakyReLU(0.1), conv(o, 1, (1, 4, 4) if of_clips else 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_logits(self.layers(x))
+
+
 class VideoDiscriminator(nn.Module):
-    """Three discriminators of overlapping patches: of one frame of each clip, of all frames, and of every second one.
-    Logits are positive where a patch looks real; a loss is a sum over the three."""
+    """Three heads: for one frame of each clip, for all frames, and for every second one. A loss is a sum over them."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.frame_head = self.head_of_frames(settings.init_dim, settings.discr_layers)
-        self.clip_heads = nn.ModuleList(self.head_of_clips(settings.init_dim, settings.discr_layers) for _ in range(2))
-
-    @staticmethod
-    def head_of_frames(dim: int, halvings: int) -> nn.Module:
-        layers = nn.Sequential(nn.Sequential(nn.Conv2d(3, dim, 5, padding=2), nn.LeakyReLU(0.1)))
-        for i, o in itertools.pairwise([dim] + [dim * 2**level for level in range(halvings)]):
-            norm = nn.GroupNorm(math.gcd(16, o), o)
-            layers.append(nn.Sequential(nn.Conv2d(i, o, 4, stride=2, padding=1), norm, nn.LeakyReLU(0.1)))
-        to_logits = nn.Sequential(nn.Conv2d(o, o, 1), nn.LeakyReLU(0.1), nn.Conv2d(o, 1, 4))
-        return nn.Sequential(OrderedDict(layers=layers, to_logits=to_logits))
-
-    @staticmethod
-    def head_of_clips(dim: int, halvings: int) -> nn.Module:
-        layers = nn.Sequential()
-        for level, (i, o) in enumerate(itertools.pairwise([3] + [dim * 2**level for level in range(halvings)])):
-            conv = nn.Conv3d(i, o, (3, 4, 4), stride=(2 if level in (1, 2) else 1, 2, 2), padding=1)
-            norm = nn.GroupNorm(math.gcd(16, o), o) if level else nn.Identity()
-            layers.append(nn.Sequential(conv, norm, nn.LeakyReLU(0.1)))
-        to_logits = nn.Sequential(nn.Conv3d(o, o, 1), nn.LeakyReLU(0.1), nn.Conv3d(o, 1, (1, 4, 4)))
-        return nn.Sequential(OrderedDict(layers=layers, to_logits=to_logits))
+        self.frame_head = Head(settings.init_dim, settings.discr_layers, of_clips=False)
+        self.clip_heads = nn.ModuleList(Head(settings.init_dim, settings.discr_layers, of_clips=True) for _ in "12")
 
     def forward(self, clips: Tensor, frames: Tensor) -> list[Tensor]:
-        """frames: int64 (b,), the one of each clip that the first discriminator sees."""
+        """frames: int64 (b,), the one of each clip that the first head sees."""
         shown = clips[torch.arange(len(clips), device=clips.device), :, frames]
         return [self.frame_head(shown), self.clip_heads[0](clips), self.clip_heads[1](clips[:, :, ::2])]
 
@@ -288,14 +219,15 @@ def adam_of(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         groups[sum(size > 1 for size in parameter.shape) > 1].append(parameter)
-    decays = {True: settings.weight_decay, False: 0.0}
-    return torch.optim.AdamW([{"params": groups[k], "weight_decay": decays[k]} for k in groups], betas=(0.9, 0.99))
+    adam = torch.optim.AdamW(groups[True], betas=(0.9, 0.99), weight_decay=settings.weight_decay, fused=True)
+    adam.add_param_group({"params": groups[False], "weight_decay": 0.0})
+    return adam
 
 
 def train(
     generator: VideoTokenizer, discriminator: VideoDiscriminator, batches: Iterable[Tensor],
     noise: Callable[[int, int], Tensor], settings: Settings,
-) -> Iterator[dict[str, float]]:  # fmt: skip
+) -> Iterator[dict[str, Tensor]]:  # fmt: skip
     """Train on uint8 clips (b, 3, f, h, w); yields what an update was like, after each.
 
     noise: (number of the update, b) -> uniform in [0, 1), (b,): which frame of each clip is judged by itself."""
@@ -325,10 +257,8 @@ def train(
         discriminator.requires_grad_(True)
         fake = fake.detach()
         logits = zip(discriminator(clips, frames), discriminator(fake, frames), strict=True)
-        hinge = torch.stack(
-            [F.relu(1 - of_real).mean() + F.relu(1 + of_fake).mean() for of_real, of_fake in logits]
-        ).sum()
-        discr_loss = hinge
+        losses = [F.relu(1 - real).mean() + F.relu(1 + fake).mean() for real, fake in logits]
+        discr_loss = hinge = torch.stack(losses).sum()
         if step % settings.apply_grad_penalty_every == 0:
             penalty = gradient_penalty(discriminator, clips, frames) + gradient_penalty(discriminator, fake, frames)
             discr_loss = hinge + settings.penalty_weight * penalty
@@ -337,7 +267,7 @@ def train(
         discr_grad_norm = nn.utils.clip_grad_norm_(discriminator.parameters(), math.inf)
         adams[1].step()
         values = {"loss": loss, "grad_norm": grad_norm, "discr_loss": hinge, "discr_grad_norm": discr_grad_norm}
-        yield {name: value.item() for name, value in values.items()}
+        yield {name: value.detach() for name, value in values.items()}
 
 
 def clips_of(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:

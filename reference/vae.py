@@ -141,13 +141,13 @@ def schedule(settings: Settings) -> Iterator[tuple[float, float]]:
 
 def train(
     model: DiscreteVAE, batches: Iterable[Tensor], noise: Callable[[int, int], Tensor], settings: Settings
-) -> Iterator[dict[str, float]]:
+) -> Iterator[dict[str, Tensor | float]]:
     """Train on uint8 images (b, 3, H, W); yields what an update was like, after each.
 
     noise: (number of the update, b) -> standard Gumbel noise (b, K, h, w).
     """
-    device = model.codebook.weight.device
-    optimizer = torch.optim.Adam(model.parameters())
+    device = next(model.parameters()).device
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
     for step, (batch, (rate, temperature)) in enumerate(zip(batches, schedule(settings), strict=False)):
         images = batch.to(device).float() / 255
         gumbel = noise(step, len(images)).to(device)
@@ -157,7 +157,12 @@ def train(
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-        yield {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": rate, "temperature": temperature}
+        yield {"loss": loss.detach(), "grad_norm": grad_norm, "lr": rate, "temperature": temperature}
+
+
+def gumbel_noise(settings: Settings, n: int, device: str) -> Tensor:
+    side = settings.image_size // 2**settings.num_layers
+    return -torch.empty(n, settings.num_tokens, side, side, device=device).exponential_().log()
 
 
 def images_of(folder: str, side: int) -> Iterator[Tensor]:
@@ -195,12 +200,7 @@ def main() -> None:
     model = DiscreteVAE(settings).to(device)
     images = images_of(folder, settings.image_size)
     batches = (torch.stack([*itertools.islice(images, settings.batch_size)]) for _ in range(settings.max_steps))
-    side = settings.image_size // 2**settings.num_layers
-
-    def gumbel(step: int, n: int) -> Tensor:
-        return -torch.empty(n, settings.num_tokens, side, side, device=device).exponential_().log()
-
-    for step, update in enumerate(train(model, batches, gumbel, settings)):
+    for step, update in enumerate(train(model, batches, lambda step, n: gumbel_noise(settings, n, device), settings)):
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
 

@@ -162,11 +162,11 @@ def lecam(real: Tensor, fake: Tensor, averages: Tensor) -> Tensor:
 
 def train(
     generator: VQGAN, discriminator: Discriminator, average: VQGAN, batches: Iterable[Tensor], settings: Settings
-) -> Iterator[dict[str, float]]:
+) -> Iterator[dict[str, Tensor]]:
     """Train on uint8 images (b, 3, H, W); yields what an update was like, after each. `average`, a copy of the
     generator at first, becomes the exponential moving average of its weights."""
     last, clip = generator.decoder[-1].get_parameter("weight"), settings.max_grad_norm or math.inf
-    adams = [torch.optim.Adam(model.parameters()) for model in (generator, discriminator)]
+    adams = [torch.optim.Adam(model.parameters(), fused=True) for model in (generator, discriminator)]
     averages, warmup = torch.zeros(3, device=last.device), min(settings.lr_warmup_steps, settings.max_steps // 2)
     for step, batch in enumerate(batches):
         images, is_adversarial = batch.to(last.device).float() / 255, step >= settings.discr_start_step
@@ -187,7 +187,7 @@ def train(
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(generator.parameters(), clip)
         adams[0].step()
-        update = {"loss": loss.item(), "grad_norm": grad_norm.item()}
+        update = {"loss": loss.detach(), "grad_norm": grad_norm}
         share = max(1 - settings.ema_decay, 9 / (step + 11))  # more at first: the initial weights are to be forgotten
         for old, new in zip(average.parameters(), generator.parameters(), strict=True):
             old.data.lerp_(new.data, share)
@@ -206,7 +206,7 @@ def train(
             adams[1].step()
             means = torch.stack([real_logits.detach().mean(), fake_logits.detach().mean(), averages.new_ones(())])
             averages = averages.lerp(means, 1 - settings.lecam_decay)
-            update |= {"discr_loss": hinge.item(), "discr_grad_norm": grad_norm.item()}
+            update |= {"discr_loss": hinge.detach(), "discr_grad_norm": grad_norm}
         yield update
 
 

@@ -128,7 +128,8 @@ class Reference:
         with one_process(args.batch_size) as backend:
             feed = self.feed(args, backend)
             batches = [self.batch(feed.start(0)), *(self.batch(feed.next()) for _ in range(UPDATES - 1))]
-        yield from self.of_file.train(*models, batches, *self.noise(args), self.settings(args))
+        for said in self.of_file.train(*models, batches, *self.noise(args), self.settings(args)):
+            yield {name: float(value) for name, value in said.items()}
 
 
 def gumbel(args: argparse.Namespace) -> list[Callable[[int, int], Tensor]]:
@@ -251,8 +252,8 @@ REFERENCES = (
     ),
     Reference(
         "tokenizer", "tokenizer", VIDEO_TOKENIZER,
-        {"layers": "compress_space,residual,compress_space:8,linear_attend_space,attend_space,compress_time:12,"
-                   "consecutive_residual:2,attend_time", "batch_size": 4, "codebook_size": 16, "penalty_weight": 0.1,
+        {"layers": "compress_space,residual,compress_space,residual,compress_time,residual", "batch_size": 4,
+         "codebook_size": 16, "penalty_weight": 0.1,
          "weight_decay": 1.0},  # in the few updates, what decays has to show
         makes("VideoTokenizer", "VideoDiscriminator"), models_of_tokenizer, data.video_feed,
         lambda batch: batch["videos"], ADVERSARIAL,
