@@ -13,10 +13,9 @@ from pathlib import Path
 import benchmarks
 
 from . import machine, report
-from .decoder import decoder
 from .flags import names_of
-from .gan import gan
 from .loading import loading
+from .parts import parts
 from .report import Row
 from .saving import saving
 from .starting import starting
@@ -25,8 +24,7 @@ from .video_loading import video_loading
 
 BENCHMARKS = (
     "training",
-    "gan",
-    "decoder",
+    "parts",
     "loading",
     "video_loading",
     "scaling",
@@ -59,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--rounds {args.rounds}: at least 1")
     run: dict[str, Callable[[], Iterator[Row]]] = {
         "training": lambda: training(args.rounds),
-        "gan": lambda: gan(args.rounds),
-        "decoder": lambda: decoder(args.rounds),
+        "parts": lambda: parts(args.rounds),
         "loading": lambda: loading(args.rounds, args.image_folder),
         "video_loading": lambda: video_loading(args.rounds, args.video_folder),
         "scaling": lambda: scaling(args.rounds),

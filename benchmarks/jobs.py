@@ -20,8 +20,8 @@ from typing import Any
 
 import distributed
 
-from .bare import VARIANTS
 from .machine import cores
+from .references import HOROVOD, REFERENCES
 from .slow_network import SlowNetwork
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +31,9 @@ _WORKER = "benchmarks.worker"
 _SCRIPT_FLAGS = ("--valid_fraction", "0", "--num_workers", "0", "--validate_every_n_steps", "0",
                  "--sample_every_n_steps", "0", "--save_every_n_steps", "0")  # fmt: skip
 _IMAGES = ("--image_folder", "demo:shapes:64")
-_DATA = {"train_mulan": ("--audio_data", "demo:tones:64"), "train_tokenizer": ("--video_folder", "demo:moving:64")}
+TOKENIZER = ("--tokenizer", str(ROOT / "tests" / "words_tokenizer.json"))  # that of CLIP is in a package
+_DATA = {"train_mulan": ("--audio_data", "demo:tones:64", *TOKENIZER),
+         "train_tokenizer": ("--video_folder", "demo:moving:64")}  # fmt: skip
 
 
 # Fixes glibc malloc's thresholds, in bytes: otherwise the C library may keep much of the freed memory, and resident
@@ -110,8 +112,8 @@ def measure(
 
     Args:
         launcher: Starts the script.
-        sides: "script" and names in ``bare.VARIANTS``.
-        script: Name in ``worker.SCRIPTS``; those in ``worker.BARE_LOOPS`` have bare loops.
+        sides: "script" and names in ``references.DESCRIPTIONS``.
+        script: Name in ``references.REFERENCES``, whose flags it is started with.
         script_flags: Flags of the script.
         threads: CPU threads per process; by default OMP_NUM_THREADS, or the cores divided by the number of processes.
         rounds: Number of rounds; each gives one number per side.
@@ -132,7 +134,7 @@ def measure(
             *("--script", script, "--folder", folder, "--sides", ",".join(sides)),
             *(word for flag, count in counts.items() for word in (flag, str(count))),
             *(*_DATA.get(script, _IMAGES), *_SCRIPT_FLAGS, *script_flags, *launcher.flags),
-            *("--output_dir", str(Path(folder) / "run")),
+            *(*REFERENCES[script].flags, "--output_dir", str(Path(folder) / "run")),
         ]
         started = [
             _launcher_of(side, launcher, processes).commands(processes, ["--side", side, *flags], network)
@@ -150,7 +152,7 @@ def _launcher_of(side: str, launcher: Launcher, processes: int) -> Launcher:
     """How people start this side."""
     if side == "script":
         return launcher
-    if VARIANTS[side].exchange == "horovod":
+    if side == HOROVOD:
         return HOROVODRUN
     return PYTHON if processes == 1 else TORCHRUN
 

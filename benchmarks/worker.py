@@ -1,4 +1,4 @@
-"""One side of a comparison: the real script, or a bare loop with PyTorch's own defaults. Started by jobs.py.
+"""One side of a comparison: the real script, or a loop of reference/ in plain PyTorch. Started by jobs.py.
 
 Each side has processes of its own, so that nothing that one of them switches on changes the other. Both are alive at
 once and take turns, a fraction of a second apart: in two separate runs the state of the machine would differ, often by
@@ -6,7 +6,7 @@ more than the difference that is to be measured. While one side has its turn, th
 
 The script asks its loader for a batch once per update. Here the loader is a generator over batches that are decoded
 already, so that the time from handing out a batch to being asked for the next one is the time of one update of the
-real script: noise, engine, optimizer, clock, logging and the look at the stop signal. The bare loop gets the same
+real script: noise, engine, optimizer, clock, logging and the look at the stop signal. The reference gets the same
 batches.
 """
 
@@ -22,7 +22,7 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,12 @@ import data
 import data.feed
 import distributed
 
-from .bare import VARIANTS, bare_vae
-from .bare_decoder import bare_decoder
+from .references import HOROVOD, REFERENCES
 
 SCRIPT = "script"
-SCRIPTS = ("train_vae", "train_vqgan", "train_mulan", "train_tokenizer", "train_decoder")
+SCRIPTS = tuple(REFERENCES)
 _DECODED_BATCHES = 4
 _OpenStream = data.TrainingStream
-BARE_LOOPS: Mapping[str, Callable[..., Iterator[None]]] = {"train_vae": bare_vae, "train_decoder": bare_decoder}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", type=Path, required=True, help="where the sides meet, and where results are written"
     )
-    parser.add_argument("--sides", required=True, help="comma list of script and the names in bare.VARIANTS")
+    parser.add_argument("--sides", required=True, help="comma list of script and the names in references.DESCRIPTIONS")
     parser.add_argument("--side", required=True, help="the one that this process is")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--turns", type=int, required=True, help="of each side in a round")
@@ -149,14 +147,14 @@ class Script(Side):
         yield decoded[0]  # the script's last update, after which it asks for no batch
 
 
-class BareLoop(Side):
-    """A bare loop, on one process or on several, which meet through what their launcher belongs to."""
+class Reference(Side):
+    """A loop of reference/, on one process or on several, which meet through what their launcher belongs to."""
 
     def __init__(self, options: argparse.Namespace, args: argparse.Namespace) -> None:
         self._rank, self._world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self._hvd: Any = None
-        if VARIANTS[options.side].exchange == "horovod":
+        if options.side == HOROVOD:
             import horovod.torch as hvd
 
             hvd.init()
@@ -184,7 +182,7 @@ class BareLoop(Side):
             torch.set_float32_matmul_precision("high")
         decoded = [self._pinned(batch) for batch in self._load()]
         self.samples_per_update = len(decoded[0]["positions"])
-        loop = BARE_LOOPS[self._options.script](self._args, decoded, VARIANTS[self._options.side], self._device)
+        loop = REFERENCES[self._options.script].updates(self._args, decoded, self._device, self._options.side)
         for _ in self.turns():
             next(loop)
         if self._rank == 0:
@@ -194,7 +192,7 @@ class BareLoop(Side):
             torch.distributed.destroy_process_group()
 
     def _load(self) -> list[data.Batch]:
-        """The script's batches; without the script, its loader's."""
+        """The script's batches; without the script, those of the loader of images."""
         if SCRIPT in self._sides:
             path = _batches(self._options.folder, self._rank)
             self._wait_for(path.name)
@@ -279,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     updates = options.warmup + options.rounds * options.turns * options.updates
     args = parser.parse([*script_flags, "--max_steps", str(updates + 1), "--epochs", "1e9"])
     if options.side != SCRIPT:
-        BareLoop(options, args).run()
+        Reference(options, args).run()
         return
     with distributed.from_args(args) as backend:
         side = Script(options, backend)

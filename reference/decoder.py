@@ -206,7 +206,7 @@ class Decoder(nn.Module):
 def train(
     decoder: Decoder, batches: Iterable[Tensors], noise: Callable[[int, int], Iterable[Tensors]], s: Settings
 ) -> Iterator[dict[str, Tensor]]:
-    """An update of every Unet for each item. Batches: see `main`; noise: (step, b) -> `draws` for each Unet."""
+    """An update of every Unet for each item. Batches: see `main`; noise: (step, b) -> as `noise_of` has them."""
     optimizers = []
     for unet in decoder.unets:
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -259,8 +259,12 @@ def sample(decoder: Decoder, image_embed: Tensor, s: Settings) -> list[Tensor]:
     return pictures
 
 
+def noise_of(s: Settings, b: int, device: str) -> list[Tensors]:
+    """For `train`, on b pictures: the random numbers of each Unet. The levels are spread evenly."""
+    return [draws(s, side, b, device) for side in s.image_sizes]
+
+
 def draws(s: Settings, side: int, b: int, device: str) -> Tensors:
-    """The random numbers with which a Unet trains on b pictures, whose levels are spread evenly."""
     times = ((torch.randperm(b) + torch.rand(b)) / b * s.timesteps).long()
     drawn = {"times": times, "keep_image": torch.rand(b) >= s.image_cond_drop_prob}
     drawn |= {"lowres_time": torch.randint(s.timesteps, (b,)), "lowres_noise": torch.randn(b, 3, side, side)}
@@ -287,7 +291,7 @@ def main() -> None:
     decoder = Decoder(s, embeddings.shape[1]).to(device)
     chosen = (torch.randint(len(images), (s.batch_size,), device=device) for _ in range(s.max_steps))
     batches = ({"images": images[rows], "image_embed": embeddings[rows]} for rows in chosen)
-    updates = train(decoder, batches, lambda _, b: [draws(s, each, b, device) for each in s.image_sizes], s)
+    updates = train(decoder, batches, lambda _, b: noise_of(s, b, device), s)
     for step, values in enumerate(updates):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})

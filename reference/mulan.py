@@ -212,6 +212,12 @@ def train(
         yield {"loss": loss.detach(), "grad_norm": norm, "temperature": scale.detach()}
 
 
+def noise_of(s: Settings, b: int, device: str) -> Tensor:
+    """For `train`, on b pairs."""
+    columns = (round(s.clip_seconds * s.sample_rate) // s.hop_length + 1) // s.patch_size
+    return torch.rand(b, 4 + s.n_mels // s.patch_size * columns, device=device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -235,9 +241,8 @@ def main() -> None:
 
     held_out, trained = torch.randperm(len(texts)).tensor_split([len(texts) // 10])
     batches = (batch_of(trained[torch.randperm(len(trained))[: s.batch_size]]) for _ in range(s.max_steps))
-    model, patch = MuLaN(256, s).to(device), s.patch_size
-    draws = 4 + (s.n_mels // patch) * ((samples // s.hop_length + 1) // patch)
-    for step, values in enumerate(train(model, batches, lambda _, b: torch.rand(b, draws, device=device), s)):
+    model = MuLaN(256, s).to(device)
+    for step, values in enumerate(train(model, batches, lambda _, b: noise_of(s, b, device), s)):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(model.state_dict(), "mulan.safetensors")

@@ -270,6 +270,11 @@ def train(
         yield {name: value.detach() for name, value in values.items()}
 
 
+def noise_of(settings: Settings, n: int, device: str) -> Tensor:
+    """For `train`, on n clips."""
+    return torch.rand(n)
+
+
 def clips_of(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:
     """Clips from random places of the videos below a folder, uint8 (3, num_frames, side, side), without end."""
     endings = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
@@ -296,7 +301,7 @@ def main() -> None:
     generator, discriminator = VideoTokenizer(settings).to(device), VideoDiscriminator(settings).to(device)
     clips = clips_of(folder, settings.image_size, settings.num_frames)
     batches = (torch.stack([*itertools.islice(clips, settings.batch_size)]) for _ in range(settings.max_steps))
-    updates = train(generator, discriminator, batches, lambda step, n: torch.rand(n), settings)
+    updates = train(generator, discriminator, batches, lambda step, n: noise_of(settings, n, device), settings)
     for step, update in enumerate(updates):
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)

@@ -68,7 +68,7 @@ class ResBlock(nn.Module):
 
 
 class DiscreteVAE(nn.Module):
-    """Images (b, 3, H, W) in [-1, 1] -> logits (b, K, h, w) over the codes -> images; h = H / 2^num_layers."""
+    """Images (b, 3, H, W) -> logits (b, K, h, w) over the codes -> images in [-1, 1]; h = H / 2^num_layers."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class DiscreteVAE(nn.Module):
         self.encoder = nn.Sequential(
             down(3), *[down(dim) for _ in range(halvings - 1)], *blocks(), nn.Conv2d(dim, settings.num_tokens, 1)
         )
-        self.codebook = nn.Embedding(settings.num_tokens, settings.emb_dim)
+        self.codebook, self.settings = nn.Embedding(settings.num_tokens, settings.emb_dim), settings
         self.decoder = nn.Sequential(
             nn.Conv2d(settings.emb_dim, dim, 1), *blocks(), *[up() for _ in range(halvings)], nn.Conv2d(dim, 3, 1)
         )
@@ -94,6 +94,19 @@ class DiscreteVAE(nn.Module):
     def decode(self, weights: Tensor) -> Tensor:
         """Weights (b, K, h, w) of the codes, which sum to 1 -> images (b, 3, H, W)."""
         return self.decoder(torch.einsum("bkhw,kd->bdhw", weights, self.codebook.weight))
+
+    def forward(self, images: Tensor, gumbel: Tensor, temperature: float) -> Tensor:
+        """Images (b, 3, H, W) in [0, 1] -> loss, 0-d: what stands for the likelihood, and the KL of the evidence lower
+        bound."""
+        x, settings = 2 * images - 1, self.settings
+        logits = self.encoder(x)
+        out = self.decode(relaxed_choice(logits, gumbel, temperature, settings.straight_through))
+        error = F.smooth_l1_loss(out, x) if settings.smooth_l1_loss else F.mse_loss(out, x)
+        # KL(q || uniform) = sum_k q log(q K), in nats, averaged over images and places. It keeps codes from dying out.
+        # The temperature has no part in it: q is what the encoder says, not what is decoded.
+        log_q = logits.log_softmax(dim=1)
+        kl = (log_q.exp() * (log_q + math.log(settings.num_tokens))).sum(dim=1).mean()
+        return error + settings.kl_loss_weight * kl
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
@@ -113,19 +126,6 @@ def relaxed_choice(logits: Tensor, gumbel: Tensor, temperature: float, straight_
     if not straight_through:
         return soft
     return one_hot(soft) + (soft - soft.detach())  # the parenthesis is exactly 0, and has the gradient of `soft`
-
-
-def loss_of(model: DiscreteVAE, images: Tensor, gumbel: Tensor, temperature: float, settings: Settings) -> Tensor:
-    """Images (b, 3, H, W) in [0, 1] -> 0-d: what stands for the likelihood, and the KL of the evidence lower bound."""
-    x = 2 * images - 1
-    logits = model.encoder(x)
-    out = model.decode(relaxed_choice(logits, gumbel, temperature, settings.straight_through))
-    error = F.smooth_l1_loss(out, x) if settings.smooth_l1_loss else F.mse_loss(out, x)
-    # KL(q || uniform) = sum_k q log(q K), in nats, averaged over images and places. It keeps codes from dying out. The
-    # temperature has no part in it: q is what the encoder says, not what is decoded.
-    log_q = logits.log_softmax(dim=1)
-    kl = (log_q.exp() * (log_q + math.log(settings.num_tokens))).sum(dim=1).mean()
-    return error + settings.kl_loss_weight * kl
 
 
 def schedule(settings: Settings) -> Iterator[tuple[float, float]]:
@@ -151,7 +151,7 @@ def train(
     for step, (batch, (rate, temperature)) in enumerate(zip(batches, schedule(settings), strict=False)):
         images = batch.to(device).float() / 255
         gumbel = noise(step, len(images)).to(device)
-        loss = loss_of(model, images, gumbel, temperature, settings)
+        loss = model(images, gumbel, temperature)
         optimizer.zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
@@ -160,7 +160,8 @@ def train(
         yield {"loss": loss.detach(), "grad_norm": grad_norm, "lr": rate, "temperature": temperature}
 
 
-def gumbel_noise(settings: Settings, n: int, device: str) -> Tensor:
+def noise_of(settings: Settings, n: int, device: str) -> Tensor:
+    """For `train`, on n images."""
     side = settings.image_size // 2**settings.num_layers
     return -torch.empty(n, settings.num_tokens, side, side, device=device).exponential_().log()
 
@@ -200,7 +201,7 @@ def main() -> None:
     model = DiscreteVAE(settings).to(device)
     images = images_of(folder, settings.image_size)
     batches = (torch.stack([*itertools.islice(images, settings.batch_size)]) for _ in range(settings.max_steps))
-    for step, update in enumerate(train(model, batches, lambda step, n: gumbel_noise(settings, n, device), settings)):
+    for step, update in enumerate(train(model, batches, lambda step, n: noise_of(settings, n, device), settings)):
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ import train_mulan
 import train_tokenizer
 import train_vae
 import train_vqgan
+from benchmarks import references
 from benchmarks.jobs import one_process
 from data.images.scenes import WIDTH
 from models.decoder import Sampling
@@ -38,7 +38,6 @@ from tests.scripts import (
     ROOT,
     VAE,
     VIDEO_TOKENIZER,
-    VOCABULARY,
     VQGAN,
     Script,
     final_weights,
@@ -70,13 +69,10 @@ class Reference:
 
     Args:
         name: Of the case.
-        module: Of reference/.
-        script: The script, with its tiny model.
+        script: The script, with its tiny model; its reference is that of the benchmarks.
         flags: More flags of the run.
-        make: (module, settings) -> the models of reference/ that `train` takes, in order.
         build: The script's arguments -> its models with their initial weights, in the same order.
         feed: The script's arguments and a backend -> its feed.
-        batch: A batch of the feed -> what the reference takes.
         bounds: The largest relative difference of each metric over the updates. "others": of each that is not named.
         noise: The script's arguments -> what the reference takes for noise; empty if it takes none.
         kept: Which of the models the run writes to model/; None: none of them.
@@ -84,13 +80,10 @@ class Reference:
     """
 
     name: str
-    module: str
     script: Script
     flags: Mapping[str, Any]
-    make: Callable[[Any, Any], Sequence[Any]]
     build: Callable[[argparse.Namespace], Sequence[nn.Module]]
     feed: Callable[[argparse.Namespace, Any], Any]
-    batch: Callable[[Mapping[str, Any]], Any]
     bounds: Mapping[str, float]
     noise: Callable[[argparse.Namespace], Sequence[Callable[[int, int], Any]]] = lambda args: ()
     kept: int | None = 0
@@ -100,24 +93,13 @@ class Reference:
         return self.name
 
     @property
-    def of_file(self) -> Any:
-        return importlib.import_module(f"reference.{self.module}")
-
-    def settings(self, args: argparse.Namespace) -> Any:
-        """The reference's settings: the script's arguments of the same names. A list of one value is that value."""
-
-        def value(name: str) -> Any:
-            said = getattr(args, name)
-            while isinstance(said, (list, tuple)) and len(said) == 1:
-                said = said[0]
-            return said
-
-        names = [each.name for each in fields(self.of_file.Settings)]
-        return self.of_file.Settings(**{name: value(name) for name in names if getattr(args, name) is not None})
+    def reference(self) -> references.Reference:
+        return references.REFERENCES[self.script.name]
 
     def models(self, args: argparse.Namespace, folder: Path) -> list[Any]:
         """The reference's models with the script's initial weights, which pass through a file."""
-        models = list(self.make(self.of_file, self.settings(args)))
+        of = self.reference
+        models = list(of.models(of.module, of.settings(args), args, {"image_embed": torch.empty(1, WIDTH)}))
         for number, (ours, theirs) in enumerate(zip(models, self.build(args), strict=True)):
             save_file(theirs.state_dict(), folder / f"initial{number}.safetensors")
             ours.load_state_dict(load_file(folder / f"initial{number}.safetensors"), strict=True)
@@ -125,10 +107,11 @@ class Reference:
 
     def updates(self, args: argparse.Namespace, models: Sequence[Any]) -> Iterator[dict[str, float]]:
         """What the reference says of each update, on the batches of the script's feed."""
+        of = self.reference
         with one_process(args.batch_size) as backend:
             feed = self.feed(args, backend)
-            batches = [self.batch(feed.start(0)), *(self.batch(feed.next()) for _ in range(UPDATES - 1))]
-        for said in self.of_file.train(*models, batches, *self.noise(args), self.settings(args)):
+            batches = [of.batch(feed.start(0)), *(of.batch(feed.next()) for _ in range(UPDATES - 1))]
+        for said in of.module.train(*models, batches, *self.noise(args), of.settings(args)):
             yield {name: float(value) for name, value in said.items()}
 
 
@@ -137,15 +120,9 @@ def gumbel(args: argparse.Namespace) -> list[Callable[[int, int], Tensor]]:
     return [lambda step, n: Noise(args.seed, "gumbel").gumbel(step, range(n), shape)]
 
 
-def makes(*classes: str) -> Callable[[Any, Any], list[Any]]:
-    """For `Reference.make`: a model of each class of reference/, which takes the settings alone."""
-    return lambda module, settings: [getattr(module, name)(settings) for name in classes]
-
-
 def of_vae(name: str, **flags: Any) -> Reference:
     return Reference(
-        name, "vae", VAE, flags, makes("DiscreteVAE"), lambda args: [train_vae.build_model(args)],
-        data.image_feed, lambda batch: batch["images"], RELAXED, gumbel,
+        name, VAE, flags, lambda args: [train_vae.build_model(args)], data.image_feed, RELAXED, gumbel
     )  # fmt: skip
 
 
@@ -217,10 +194,8 @@ def noise_of_decoder(args: argparse.Namespace) -> list[Callable[[int, int], Any]
 
 def of_mulan(name: str, **flags: Any) -> Reference:
     return Reference(
-        name, "mulan", MULAN, flags, lambda module, settings: [module.MuLaN(len(VOCABULARY), settings)],
-        lambda args: [train_mulan.build_model(args, tokenizer(args))],
-        lambda args, backend: data.sound_feed(args, backend, tokenizer(args)),
-        lambda batch: {**batch, "lengths": torch.tensor(batch["lengths"])}, OF_MULAN, noise_of_mulan, kept=None,
+        name, MULAN, flags, lambda args: [train_mulan.build_model(args, tokenizer(args))],
+        lambda args, backend: data.sound_feed(args, backend, tokenizer(args)), OF_MULAN, noise_of_mulan, kept=None,
     )  # fmt: skip
 
 
@@ -234,8 +209,7 @@ def of_decoder(name: str, **flags: Any) -> Reference:
 
     # Biases before a norm have a gradient of 0 but for rounding, which Adam follows: weights are not compared.
     return Reference(
-        name, "decoder", DECODER, {"resnet_groups": 8, "lowres_condition": "noise", **flags},
-        lambda module, settings: [module.Decoder(settings, WIDTH)], build, feed, lambda batch: batch, OF_DECODER,
+        name, DECODER, {"resnet_groups": 8, "lowres_condition": "noise", **flags}, build, feed, OF_DECODER,
         noise_of_decoder, kept=None,
     )  # fmt: skip
 
@@ -244,19 +218,17 @@ REFERENCES = (
     of_vae("vae", starting_temp=0.7, kl_loss_weight=0.01, max_grad_norm=0.05),
     of_vae("vae, straight through", starting_temp=1.5, straight_through=None, smooth_l1_loss=None),
     Reference(
-        "vqgan", "vqgan", VQGAN,
+        "vqgan", VQGAN,
         {"image_size": 32, "num_layers": 3, "codebook_size": 16, "discr_start_step": 3, "lecam_weight": 0.3,
          "ema_decay": 0.9, "lr_warmup_steps": 4, "max_grad_norm": 1.0, "penalty_weight": 1e-3},
-        makes("VQGAN", "Discriminator", "VQGAN"), models_of_vqgan, data.image_feed, lambda batch: batch["images"],
-        ADVERSARIAL, kept=2, discriminator=discriminator_of_vqgan,
+        models_of_vqgan, data.image_feed, ADVERSARIAL, kept=2, discriminator=discriminator_of_vqgan,
     ),
     Reference(
-        "tokenizer", "tokenizer", VIDEO_TOKENIZER,
+        "tokenizer", VIDEO_TOKENIZER,
         {"layers": "compress_space,residual,compress_space,residual,compress_time,residual", "batch_size": 4,
          "codebook_size": 16, "penalty_weight": 0.1,
          "weight_decay": 1.0},  # in the few updates, what decays has to show
-        makes("VideoTokenizer", "VideoDiscriminator"), models_of_tokenizer, data.video_feed,
-        lambda batch: batch["videos"], ADVERSARIAL,
+        models_of_tokenizer, data.video_feed, ADVERSARIAL,
         lambda args: [lambda step, n: Noise(args.seed, "frame").uniform(step, range(n), ())],
         discriminator=discriminator_of_tokenizer,
     ),
@@ -303,7 +275,7 @@ def test_twenty_updates_of_a_script_are_those_of_its_reference(
         assert (mine - trained).norm() < 1e-2 * (trained - start).norm()
 
 
-@pytest.mark.parametrize("case", {case.module: case for case in REFERENCES}.values(), ids=str)
+@pytest.mark.parametrize("case", {case.script: case for case in REFERENCES}.values(), ids=str)
 def test_a_reference_is_a_program_of_its_own(
     case: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,18 +284,19 @@ def test_a_reference_is_a_program_of_its_own(
     if case.script is MULAN:
         rows = [f"{path.stem}.wav,{path.read_text()}\n" for path in sorted(folder.glob("*.txt"))]
         (folder / "manifest.csv").write_text("path,caption\n" + "".join(rows))
-    known = {each.name for each in fields(case.of_file.Settings)}
+    module = case.reference.module
+    known = {each.name for each in fields(module.Settings)}
     tiny = {name: value for name, value in case.script.tiny.items() if name in known}
     flags = words({**tiny, "batch_size": 4, "max_steps": 12})
     numbers = [number for word in flags for number in (word.split(",") if re.fullmatch(r"[\d,]+", word) else [word])]
     monkeypatch.setattr(sys, "argv", ["reference", str(folder), *numbers])
     monkeypatch.chdir(tmp_path)
-    case.of_file.main()
+    module.main()
     assert "loss" in capsys.readouterr().out
     (weights,), pictures = tmp_path.glob("*.safetensors"), list(tmp_path.glob("*.png"))
     assert load_file(weights) and len(pictures) == (case.script is not MULAN)
     assert all(Image.open(picture).size[0] >= 16 for picture in pictures)
-    imported = re.findall(r"^(?:from|import) (\w+)", Path(case.of_file.__file__).read_text(), re.MULTILINE)
+    imported = re.findall(r"^(?:from|import) (\w+)", Path(module.__file__).read_text(), re.MULTILINE)
     assert not [name for name in imported if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()]
 
 
@@ -336,12 +309,13 @@ def test_ddim_draws_the_pictures_of_the_reference(case: Reference, tmp_path: Pat
     theirs.eval()
     for unet in theirs.unets:
         nn.init.normal_(unet.to_out.weight, std=0.1)  # is 0 at the start
-    settings = case.settings(args)
-    (ours,) = case.make(case.of_file, settings)
+    of = case.reference
+    settings = of.settings(args)
+    (ours,) = of.models(of.module, settings, args, {"image_embed": torch.empty(1, WIDTH)})
     ours.load_state_dict(theirs.state_dict())
     embeddings = torch.randn(3, WIDTH)
     torch.manual_seed(0)
-    pictures = case.of_file.sample(ours, embeddings, settings)
+    pictures = of.module.sample(ours, embeddings, settings)
     torch.manual_seed(0)
     expected: list[Tensor] = []
     theirs.sample(

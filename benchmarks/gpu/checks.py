@@ -10,7 +10,7 @@ from pathlib import Path
 import distributed
 from scripts.parity import SMALL_MODELS, difference
 
-from ..jobs import ROOT, JobFailed, free_port
+from ..jobs import TOKENIZER, JobFailed, free_port
 from .rows import NEEDS_A_GPU, Plan, Row
 from .worker import SAVED_AFTER, UPDATES, different_tensors
 
@@ -22,7 +22,6 @@ _DATA = {
     "train_tokenizer": "--video_folder demo:moving:256 --discr_start_step 3",
     "train_decoder": "--image_folder demo:shapes:512 --n_evaluation_samples 8 --sample_timesteps 2",
 }
-TOKENIZER = ("--tokenizer", str(ROOT / "tests" / "words_tokenizer.json"))  # that of CLIP is in a package
 # Nothing but updates, each of them logged; a picture and a validation at the end.
 _QUIET = ("--num_workers", "0", "--log_every_n_steps", "1", "--validate_every_n_steps", "0",
           "--sample_every_n_steps", "0", "--epochs", "1000", "--seed", "1")  # fmt: skip

@@ -174,14 +174,14 @@ def test_the_reason_of_a_failed_job_is_its_last_error(output: str, expected: str
     assert reason(output) == expected
 
 
-def test_speed_is_the_median_over_that_of_the_bare_loop(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_the_median_over_that_of_the_reference(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     slower = {**DONE, "samples_per_second": [2.0]}
-    rows = compared(plan, monkeypatch, True, {"script": DONE, "fused_adam": slower, "channels_last": DONE})
+    rows = compared(plan, monkeypatch, True, {"script": DONE, "reference": slower})
     names = ["train_vae.py bf16", "train_vae.py tf32", "train_vae.py bf16 --compile", "train_vae.py tf32 --compile"]
     assert list(rows) == names
     assert rows[names[2]].values == {
-        "samples/s": 4, "peak MiB": 2, "bare loop's samples/s": 2, "bare loop's peak MiB": 2,
-        "channels last, bare loop's samples/s": 4, "channels last, bare loop's peak MiB": 2, "ratio": 2,
+        "samples/s": 4, "peak MiB": 2, "reference's samples/s": 2, "reference's peak MiB": 2,
+        "ratio": 2,
     }  # fmt: skip
 
 
@@ -194,27 +194,9 @@ def test_a_comparison_that_fails_is_a_row(
 
 
 def test_on_a_cpu_rows_say_what_needs_a_gpu(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = compared(plan, monkeypatch, False, {"script": DONE, "fused_adam": DONE})
+    rows = compared(plan, monkeypatch, False, {"script": DONE, "reference": DONE})
     assert rows["train_vae.py bf16"].values["ratio"] == 1
     assert {rows[name].note for name in ("train_vae.py tf32", "train_vae.py bf16 --compile")} == {NEEDS_A_GPU}
-
-
-def test_the_two_models_of_an_adversarial_script_are_measured_in_processes_of_their_own(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def job(plan: Plan, command: Sequence[str]) -> str:
-        of_ours = {"peak_mib": 3.0, "updates_per_second": [8.0, 1.0, 2.0]}
-        of_bare = {"peak_mib": 4.0, "updates_per_second": [4.0]}
-        assert command[4] == "bf16"
-        return "a warning\n" + json.dumps(of_ours if command[2] == "ours" else of_bare)
-
-    monkeypatch.setattr(Plan, "job", job)
-    fields = {**vars(plan), "scripts": ["train_vae", "train_vqgan"], "precisions": ["bf16", "fp16"]}
-    (row,) = speed_part._adversarial(Plan(**{**fields, "has_gpu": True}))
-    assert row.name == "updates of train_vqgan.py, bf16" and row.values["ratio"] == 0.5
-    assert (row.values["peak MiB"], row.values["bare loop's peak MiB"]) == (3, 4)
-    (row,) = speed_part._adversarial(Plan(**fields))
-    assert not row.values and "make bench" in row.note
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
@@ -230,9 +212,10 @@ def test_every_script_takes_the_flags_of_its_models(script: Any, flags_of: str, 
     assert ":" in str(getattr(args, script.data.flag)) and args.batch_size % 2 == 0
 
 
-def test_a_script_without_a_bare_loop_is_measured_alone(plan: Plan) -> None:
+def test_a_script_is_measured_beside_its_reference(plan: Plan) -> None:
     values: Any = speed_part._compared(plan, "train_mulan", "bf16").values
-    assert list(values) == ["samples/s", "peak MiB"] and min(values.values()) > 0
+    assert list(values) == ["samples/s", "peak MiB", "reference's samples/s", "reference's peak MiB", "ratio"]
+    assert min(values.values()) > 0
 
 
 def test_waits_are_counted_per_update_where_this_repository_causes_them(

@@ -1,34 +1,27 @@
-"""The benchmark's processes really measure the script and a bare loop: a few updates of a tiny model."""
+"""The benchmark's processes really measure the scripts and their references: a few updates of small models."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from benchmarks.jobs import PYTHON, TORCHRUN, JobFailed, Launcher, measure, run
+from benchmarks.training import SMALL_MODELS
 
 VAE = (
-    "--script train_vae --image_size 16 --num_tokens 8 --emb_dim 8 --num_layers 1 --num_resnet_blocks 0 --hidden_dim 8"
+    *("--image_size", "16", "--num_tokens", "8", "--emb_dim", "8", "--num_layers", "1", "--num_resnet_blocks", "1"),
+    *("--hidden_dim", "8", "--image_folder", "demo:shapes:32", "--batch_size", "2"),
 )
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        VAE,
-        "--script train_decoder --config configs/decoder/demo.yaml --image_sizes 4 8 --dim 8 --random_crop_sizes 0 4 "
-        "--sample_timesteps 1 --num_images_save 1",
-    ],
-    ids=["train_vae", "train_decoder"],
-)
-def test_the_script_and_the_bare_loop_take_turns(model: str) -> None:
-    check(PYTHON, model, ["script", "same_noise"], 1)
+@pytest.mark.parametrize("script", SMALL_MODELS)
+def test_a_script_and_its_reference_take_turns(script: str) -> None:
+    check(PYTHON, script, SMALL_MODELS[script][0].split(), ["script", "reference"], 1)
 
 
-def check(launcher: Launcher, model: str, sides: list[str], processes: int) -> None:
-    _, script, *flags = model.split()
-    flags += ["--image_folder", "demo:shapes:32", "--batch_size", str(2 * processes)]
+def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str], processes: int) -> None:
     measured = measure(
         launcher, sides, flags, script=script, processes=processes, threads=1, rounds=2, turns=1, updates=1
     )
@@ -39,12 +32,12 @@ def check(launcher: Launcher, model: str, sides: list[str], processes: int) -> N
 
 
 def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> None:
-    check(TORCHRUN, VAE, ["script", "ddp"], 2)
+    check(TORCHRUN, "train_vae", VAE, ["script", "ddp"], 2)
 
 
 def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:
     with pytest.raises(JobFailed, match=r"exit code 1: .*image_size 7 must be"):
-        measure(PYTHON, ["script", "fused_adam"], ["--image_size", "7"], rounds=1, turns=1, updates=1)
+        measure(PYTHON, ["script", "reference"], ["--image_size", "7"], rounds=1, turns=1, updates=1)
 
 
 def test_a_job_that_fails_ends_an_earlier_one_that_waits_for_it() -> None:
