@@ -190,11 +190,6 @@ def test_nothing_is_left_to_be_filled_in(document: Path) -> None:
     assert not re.search(r"@@|TODO|FIXME", document.read_text())
 
 
-def test_readme_and_contributing_stay_short() -> None:
-    assert len(README.read_text().splitlines()) <= 230
-    assert len(CONTRIBUTING.read_text().splitlines()) <= 65
-
-
 @pytest.mark.parametrize(("code", "is_requeued"), [(75, True), (2, False)])
 def test_the_slurm_script_puts_a_job_that_was_asked_to_stop_back_into_the_queue(
     code: int, is_requeued: bool, tmp_path: Path
