@@ -11,6 +11,7 @@ import importlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -184,6 +185,11 @@ class Script:
                 self.module.main(flags)
         finally:
             sys.stderr.write(said.getvalue())
+            # The end of a process ends its loaders. Here, when their iterators are collected as garbage, the queues
+            # through which they would be told may be gone already, and PyTorch waits 5 s for each of them.
+            for loader in multiprocessing.active_children():
+                loader.kill()
+                loader.join()
         return said.getvalue()
 
     def output_of(self, folder: Path, *more: str) -> str:
@@ -327,7 +333,7 @@ DECODER = Script(
     models.Decoder,
     CAPTIONED,
     tiny={
-        "image_sizes": [8, 16], "dim": [8], "dim_mults": ["1,2"], "num_resnet_blocks": ["1"], "attn_heads": [2],
+        "image_sizes": [8, 16], "dim": [8], "dim_mults": ["1"], "num_resnet_blocks": ["1"], "attn_heads": [2],
         "attn_dim_head": [8], "cross_attn_heads": [2], "cross_attn_dim_head": [8], "resnet_groups": [4],
         "learning_rate": [1e-3], "sample_timesteps": [2], "test_fraction": 0.0,
     },

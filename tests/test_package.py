@@ -20,7 +20,7 @@ from launching import free_port
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.scripts import ROOT
+from tests.scripts import ROOT, SCRIPTS, words
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 LAUNCHERS = ("torchrun", "deepspeed", "horovodrun")
@@ -208,14 +208,16 @@ def test_each_way_to_start_trains_a_demonstration(
 ) -> None:
     if command[0] == "deepspeed":
         command = [*command[:1], "--master_port", str(free_port()), *command[1:]]
-    said = run(installed, tmp_path, *command, *SHORT, "--output_dir", "run")
+    tiny = words(SCRIPTS[f"train_{demonstration}"].tiny)
+    said = run(installed, tmp_path, *command, *tiny, *SHORT, "--output_dir", "run")
     assert f"demonstration: configs/{demonstration}/demo.yaml" in said
     assert (tmp_path / "run" / "model").is_dir() and re.search(r"next: tandem-\w+", said)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path, tmp_path: Path) -> None:
-    base = ["tandem-train-vae", "--config", "configs/vae/demo.yaml", *SHORT, "--output_dir", "run"]
+    tiny = words(SCRIPTS["train_vae"].tiny)
+    base = ["tandem-train-vae", "--config", "configs/vae/demo.yaml", *tiny, *SHORT, "--output_dir", "run"]
     assert "configuration: configs/vae/demo.yaml" in run(installed, tmp_path, *base)
     run(installed, tmp_path, "tandem-tokenize-images", "--model", "run/model", "--image_folder", "demo:shapes:8",
         "--output", "codes", "--num_workers", "0")  # fmt: skip

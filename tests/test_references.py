@@ -209,8 +209,8 @@ def of_decoder(name: str, **flags: Any) -> Reference:
 
     # Biases before a norm have a gradient of 0 but for rounding, which Adam follows: weights are not compared.
     return Reference(
-        name, DECODER, {"resnet_groups": 8, "lowres_condition": "noise", **flags}, build, feed, OF_DECODER,
-        noise_of_decoder, kept=None,
+        name, DECODER, {"dim_mults": "1,2", "resnet_groups": 8, "lowres_condition": "noise", **flags}, build, feed,
+        OF_DECODER, noise_of_decoder, kept=None,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ CHOSEN = [
     if name not in _OF_LAUNCHERS
     for processes in (2, 4)
 ]
-CHOSEN_ON_TWO = [launcher for launcher in CHOSEN if launcher.processes == 2]
+CHOSEN_ON_TWO, CHOSEN_ON_FOUR = ([each for each in CHOSEN if each.processes == n] for n in (2, 4))
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,11 @@ from jobs import Jobs, Task
 from launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
 from run_outputs import unequal
 
-VARIANTS = ["vae", "vqgan-vq", "tokenizer-vq", "decoder", "mulan-dropout"]
-
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
     """The uninterrupted runs."""
     if launcher == ONE_PROCESS and kind == "bits":
-        yield from (task for task in test_scripts.tasks(launcher, kind, jobs) if task.name in VARIANTS)
+        yield from (task for task in test_scripts.tasks(launcher, kind, jobs) if task.name in WAYS)
 
 
 def interrupted(name: str, folder: Path, interruption: str, exit_code: int, *more: str) -> str:
@@ -34,33 +32,45 @@ def flags(name: str, folder: Path) -> list[str]:
     return [*test_scripts.flags(name, folder), "--batch_parts", "4", "--save_every_n_steps", "1"]
 
 
+# Where the run of each script is interrupted: SIGKILL, or "ask" for a signal at one process.
+WAYS = {
+    "vae": ["kill ddp", *(f"kill {launcher.backend}" for launcher in CHOSEN_ON_TWO), "ask deepspeed"],
+    "vqgan-vq": ["kill deepspeed"],
+    "tokenizer-vq": ["kill ddp", "ask deepspeed"],
+    "decoder": [f"kill {launcher.backend}" for launcher in CHOSEN_ON_TWO],
+    "mulan-dropout": ["kill ddp", "kill deepspeed"],
+}
+FLAGS_OF = {
+    "ddp": [], "deepspeed": ["--zero_stage", "3"],
+    **{str(launcher.backend): launcher.flags for launcher in CHOSEN_ON_TWO},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every script: killed on DDP, killed on the backends that only a flag chooses, stopped on ZeRO 3 by a
-    signal at one process, finished on Horovod."""
+    """Runs of every script that were interrupted on some backends, one after the other, and finished on Horovod."""
     base = tmp_path_factory.mktemp("moved")
     tasks = []
-    for name in VARIANTS:
-        folder = base / name
-        interrupted(name, folder, "SIGKILL@2", -9)
-        writer = "ddp"
-        for update, launcher in enumerate(CHOSEN_ON_TWO, start=3):
-            said = interrupted(name, folder, f"SIGKILL@{update}", -9, *launcher.flags)
-            assert f"it was written by {writer} on 2" in said, said
-            writer = str(launcher.backend)
-        said = interrupted(name, folder, f"SIGUSR1@{2 + len(CHOSEN_ON_TWO)}", 75, "--zero_stage", "3", "--last_alone")
-        assert f"it was written by {writer} on 2" in said, said
-        assert "asked to stop: saved update" in said, said
-        script = test_scripts.VARIANTS[name][0]
-        tasks.append({"do": script, "flags": flags(name, base), "output": str(folder)})
+    for name, ways in WAYS.items():
+        folder, writer = base / name, ""
+        for update, (way, backend) in enumerate(map(str.split, ways), start=2):
+            if way == "kill":
+                said = interrupted(name, folder, f"SIGKILL@{update}", -9, *FLAGS_OF[backend])
+            else:
+                said = interrupted(name, folder, f"SIGUSR1@{update}", 75, *FLAGS_OF[backend], "--last_alone")
+                assert "asked to stop: saved update" in said, said
+            assert not writer or f"it was written by {writer} on 2" in said, said
+            writer = backend
+        tasks.append({"do": test_scripts.VARIANTS[name][0], "flags": flags(name, base), "output": str(folder)})
     (base / "tasks.json").write_text(json.dumps(tasks))
     finished = run(Launcher("horovodrun", 2), "tests/launch/job_worker.py", [str(base / "tasks.json")])
     assert finished.returncode == 0, finished.output[-4000:]
-    assert finished.output.count("it was written by deepspeed on 2") == len(VARIANTS), finished.output
+    for _, backend in (ways[-1].split() for ways in WAYS.values()):
+        assert f"it was written by {backend} on 2" in finished.output, finished.output
     return base
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_run_that_is_killed_and_moved_has_the_bits_of_one_that_was_left_alone(
     name: str, moved: Path, jobs: Jobs
 ) -> None:

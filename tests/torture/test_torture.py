@@ -16,9 +16,8 @@ from lab import missing
 from torture import TOOLS, main
 from torture_plan import draw_plan, draw_plan_over_machines
 
-# In the first trial, rank 0 of two is killed in a save, then an old checkpoint cannot be deleted, and the result is
-# compared bit for bit. In the second trial, another backend, the process is frozen around a validation.
-ON_ONE = ["--seed", "2353", "--trials", "2", "--launchers", "python", "torchrun"]
+# Rank 0 of two is killed in a save, then an old checkpoint cannot be deleted, and the result is compared bit for bit.
+ON_ONE = ["--seed", "2353", "--trials", "1", "--launchers", "python", "torchrun"]
 # A link is cut in a save, then all processes of a machine are killed in one, and one machine finishes the run.
 ON_TWO = ["--machines", "2", "--seed", "20", "--trials", "1", "--launchers", "torchrun"]
 
@@ -36,9 +35,9 @@ def test_a_short_torture_loses_nothing(flags: list[str]) -> None:
             torture.terminate()  # torture.py then ends the processes that it has started
     assert torture.returncode == 0, output
     assert output.endswith("nothing was lost\n")
-    # At least one fault in each trial. Planned ones may be missing: a run may be finished before their moment comes.
+    # Planned faults may be missing: a run may be finished before their moment comes.
     counts = re.search(r"(\d+) kills and (\d+) polite signals, (\d+) other faults", output)
-    assert counts and sum(map(int, counts.groups())) >= 2, output
+    assert counts and sum(map(int, counts.groups())) >= 1, output
 
 
 def test_what_a_torture_over_machines_lacks_is_one_line(
