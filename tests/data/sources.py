@@ -1,0 +1,291 @@
+"""Every place that a script's samples may come from, as rows of a table: `SOURCES`.
+
+A `Kind` is what a script trains on, opened by the function that the script calls with the script's own flags; its
+records are numbered, {"png": content, "txt": content}. A `Source` writes records somewhere, and says by which flags a
+run finds them there. Each test of test_sources.py is one behaviour that all of them have.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import soundfile
+from PIL import Image
+
+from data import decoder_feed, image_feed, open_tokenizer, sound_feed, video_feed
+from data.feed import Feed
+from tests.data.files.tables import save_to_disk, table, write_parquet
+from tests.data.helpers import assert_same, joined, write_tar
+from tests.processes import Process, on_processes
+from tests.scripts import DECODER, MULAN, RUN, TOKENIZER, VAE, VIDEO_TOKENIZER, WORDS, Script, words
+
+N, BATCH = 40, 8
+RATE = 8000
+Record = Mapping[str, bytes]
+
+
+def encoded(picture: Image.Image, ending: str, **options: Any) -> bytes:
+    content = io.BytesIO()
+    picture.save(content, {"jpg": "jpeg"}.get(ending, ending), **options)
+    return content.getvalue()
+
+
+def noise(number: int, height: int = 20, width: int = 24) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def npy(array: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    np.save(content, array)
+    return content.getvalue()
+
+
+def embedding(number: int) -> np.ndarray:
+    return np.random.default_rng(number).standard_normal(6).astype(np.float32)
+
+
+@cache
+def image(number: int) -> Record:
+    ending = ("jpg", "png", "webp")[number % 3]
+    return {ending: encoded(noise(number), ending)}
+
+
+@cache
+def conditioned_image(number: int) -> Record:
+    return {**image(number), "txt": f"image  {number}\n".encode(), "img_emb.npy": npy(embedding(number))}
+
+
+def wave(number: int) -> np.ndarray:
+    """Noise of two channels, some of it shorter than a clip and some longer."""
+    return np.random.default_rng(number).uniform(-0.5, 0.5, (2000 + 300 * number, 2)).astype(np.float32)
+
+
+def captions(number: int) -> list[str]:
+    return [f"{word} sound" for word in WORDS[number % 20 : number % 20 + 3]]
+
+
+@cache
+def sound(number: int) -> Record:
+    content = io.BytesIO()
+    soundfile.write(content, wave(number), 11025, "FLOAT", format="WAV")
+    return {"wav": content.getvalue(), "txt": "\n".join(captions(number)).encode()}
+
+
+@cache
+def video(number: int) -> Record:
+    """8 frames."""
+    first, *others = (noise(100 * number + frame) for frame in range(8))
+    return {"gif": encoded(first, "gif", save_all=True, append_images=others, duration=40)}
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What a script trains on.
+
+    Args:
+        open: The function that gives the script its feed.
+        record: The files of the n-th sample; the first of them is the one that is decoded.
+        flags: With which what is loaded depends on the epoch, where that is possible.
+        loaded: The entry of a batch with what was decoded.
+    """
+
+    script: Script
+    open: Callable[[Any, Process], Feed]
+    record: Callable[[int], Record]
+    flags: Mapping[str, Any]
+    loaded: str
+    noun: str
+
+    def feed(self, process: Process | None = None, **flags: Any) -> Feed:
+        """The feed of the script with these flags; those that are None are not said, those that are [] have no value."""
+        said = {**RUN, **self.script.tiny, "batch_size": BATCH, **self.flags, **flags}
+        if "valid_folder" in flags:
+            said["valid_fraction"] = None
+        if "dataset" not in flags:
+            said = {self.script.data.flag: f"{self.script.data.demonstration}:{N}", **said}
+        given = {name: value for name, value in said.items() if value is not None}
+        return self.open(self.script.parsed(*words(given)), process or Process())
+
+
+CROPS = {"crop": "random", "crop_area": "0.3,0.9"}
+IMAGES = Kind(VAE, image_feed, image, {"random_flip": [], **CROPS}, "images", "image")
+CONDITIONED = Kind(
+    DECODER, lambda args, process: decoder_feed(args, process, image_size=16, takes_image="image" in args.condition_on),
+    conditioned_image, CROPS, "images", "image",
+)  # fmt: skip
+SOUNDS = Kind(
+    MULAN, lambda args, process: sound_feed(args, process, open_tokenizer(str(TOKENIZER), 8)), sound,
+    {"clip_seconds": 0.5}, "waveforms", "sound",
+)  # fmt: skip
+VIDEOS = Kind(VIDEO_TOKENIZER, video_feed, video, {"num_frames": 3, "random_flip": [], **CROPS}, "videos", "clip")
+
+Records = Mapping[int, Record]
+
+
+def in_folder(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    for number, record in records.items():
+        for ending, content in record.items():
+            (folder / f"{number:03d}.{ending}").write_bytes(content)
+    return {kind.script.data.flag: folder}
+
+
+def in_tars(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
+    """Of 16 samples each, with a .json beside each and other files beside the tars."""
+    more = {} if kind is SOUNDS else {"json": b"{}"}
+    numbers = sorted(records)
+    for shard, first in enumerate(range(0, len(numbers), 16)):
+        samples = {f"{number:03d}": {**records[number], **more} for number in numbers[first : first + 16]}
+        write_tar(folder / f"{shard:05d}.tar", samples)
+        (folder / f"{shard:05d}_stats.json").touch()
+    return {kind.script.data.flag: folder}
+
+
+def as_table(write: Callable[..., Path]) -> Callable[[Path, Records, Kind], dict[str, Any]]:
+    """Of images or sounds with captions, whose column has another name for each."""
+
+    def written(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
+        column = "audio" if kind is SOUNDS else "image"
+        media = [{"bytes": next(iter(record.values())), "path": None} for record in records.values()]
+        texts = {"captions" if kind is SOUNDS else "text": [captions_in(record) for record in records.values()]}
+        if kind is not SOUNDS:
+            texts = {"text": ["".join(texts_of) for texts_of in texts["text"]]}
+        write(folder, table({column: media, **texts}))
+        return {kind.script.data.flag: folder, **({"condition_on": "none"} if kind is CONDITIONED else {})}
+
+    return written
+
+
+def captions_in(record: Record) -> list[str]:
+    return record.get("txt", b"").decode(errors="replace").splitlines()
+
+
+def as_manifest(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
+    """JSON lines; the files lie in a folder beside."""
+    in_folder(folder / "files", records, kind)
+    rows = []
+    for number, record in records.items():
+        name = f"files/{number:03d}.{next(iter(record))}"
+        rows.append({"path": name, **({"captions": captions_in(record)} if kind is SOUNDS else {})})
+    (folder / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {kind.script.data.flag: folder / "set.jsonl"}
+
+
+class Items:
+    """A user's own dataset of records, decoded as users do."""
+
+    def __init__(self, records: Records, kind: Kind, fingerprint: str) -> None:
+        self.records, self.kind, self.fingerprint = [*records.values()], kind, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        record = self.records[index]
+        content = io.BytesIO(next(iter(record.values())))
+        if self.kind is SOUNDS:
+            samples, rate = soundfile.read(content, dtype="float32")
+            return samples.T, rate, captions_in(record)
+        picture = Image.open(content)
+        if self.kind is VIDEOS:
+            frames = [np.asarray(picture.convert("RGB")) for place in range(8) if not picture.seek(place)]
+            return np.stack(frames).transpose(0, 3, 1, 2).copy()
+        if self.kind is IMAGES:
+            return picture
+        return {
+            "image": picture, "caption": "".join(captions_in(record)),
+            "image_embed": np.load(io.BytesIO(record["img_emb.npy"])),
+        }  # fmt: skip
+
+
+OWN = sys.modules.setdefault("items_of_the_tests", ModuleType("items_of_the_tests"))
+
+
+def as_dataset(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
+    """A function of a module, as --dataset names it."""
+    folder.mkdir(parents=True)
+    name = f"made_{abs(hash(folder))}"
+    setattr(OWN, name, lambda args: Items(records, kind, " ".join(map(str, records))))
+    return {"dataset": f"{OWN.__name__}:{name}"}
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A place of samples of a kind.
+
+    Args:
+        write: Writes records below a folder that is not there yet; returns the flags that name them. None: the kind's
+            demonstration.
+        flags: More flags.
+    """
+
+    kind: Kind
+    place: str
+    write: Callable[[Path, Records, Kind], dict[str, Any]] | None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind.script.data.flag.split('_')[0]}-{self.kind.loaded}-{self.place}"
+
+    def written(self, folder: Path, numbers: Iterable[int] = range(N), **changed: Record) -> dict[str, Any]:
+        """Write the records of these numbers; returns the flags of a run on them. `changed`: n3=..., other records."""
+        if self.write is None:
+            return dict(self.flags)
+        records = {number: changed.get(f"n{number}") or self.kind.record(number) for number in numbers}
+        return {**self.flags, **self.write(folder, records, self.kind)}
+
+
+FILES = {
+    "folder": in_folder, "tars": in_tars, "arrow": as_table(save_to_disk), "parquet": as_table(write_parquet),
+    "manifest": as_manifest, "own": as_dataset, "demonstration": None,
+}  # fmt: skip
+HAVE: dict[str, tuple[Kind, list[str]]] = {
+    "images": (IMAGES, ["folder", "tars", "arrow", "parquet", "own", "demonstration"]),
+    "conditioned": (CONDITIONED, ["folder", "tars", "parquet", "own", "demonstration"]),
+    "sounds": (SOUNDS, ["folder", "tars", "arrow", "parquet", "manifest", "own", "demonstration"]),
+    "videos": (VIDEOS, ["folder", "tars", "manifest", "own", "demonstration"]),
+}
+SOURCES = {
+    f"{name} of {place}": Source(kind, place, FILES[place]) for name, (kind, places) in HAVE.items() for place in places
+}
+SOURCES["videos and images"] = Source(VIDEOS, "two", None, {"image_folder": "demo:shapes:12", "image_every": 3})
+
+
+def training(feed: Feed, n: int, start: int = 0) -> list[dict]:
+    """The first n batches from a sample on."""
+    return [feed.start(start), *(feed.next() for _ in range(n - 1))]
+
+
+def passes(kind: Kind, flags: Mapping[str, Any], n: int, world_size: int = 1, start: int = 0) -> dict[str, list[dict]]:
+    """n batches of training, a validation and a preview of 5, those of all processes put together."""
+
+    def of_process(process: Process) -> dict[str, list[dict]]:
+        feed = kind.feed(process, **flags)
+        batches = training(feed, n, start)
+        return {"train": batches, "preview": [feed.preview(5)], "valid": [*feed.validation()]}
+
+    found = on_processes(world_size, of_process)
+    train = [joined(parts) for parts in zip(*(of["train"] for of in found), strict=True)]
+    for of in found:
+        assert_same(of["preview"], found[0]["preview"])
+    valid = by_position(joined([*itertools.chain(*(of["valid"] for of in found))]))
+    return {"train": train, "preview": found[0]["preview"], "valid": [valid]}
+
+
+def by_position(batch: dict) -> dict:
+    """A batch with its samples in the order of their positions."""
+    order = np.argsort(batch["positions"])
+    return {
+        key: [value[place] for place in order] if isinstance(value, list) else value[order]
+        for key, value in batch.items()
+    }

@@ -1,0 +1,333 @@
+"""Every place of samples of every kind behaves alike: each test is a behaviour, its parameters are the places."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.feed import Feed
+from data.order import TrainingOrder
+from distributed.errors import TrainingStopped
+from tests.data.helpers import assert_same, ids, one_line
+from tests.data.sources import (
+    BATCH,
+    CONDITIONED,
+    IMAGES,
+    SOUNDS,
+    SOURCES,
+    VIDEOS,
+    Kind,
+    N,
+    Record,
+    Source,
+    by_position,
+    captions,
+    embedding,
+    in_folder,
+    passes,
+    training,
+)
+from tests.processes import Process, on_processes
+
+N_VALID, N_BATCHES = 8, 9  # two epochs of 32 samples, and a batch
+ON_DISK = [name for name, source in SOURCES.items() if source.write]
+KINDS = {"images": IMAGES, "conditioned images": CONDITIONED, "sounds": SOUNDS, "videos": VIDEOS}
+Passes = dict[str, list[dict]]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def flags_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Source], dict[str, Any]]:
+    """Where the whole samples of a place are."""
+    return cache(lambda source: source.written(tmp_path_factory.mktemp("sources") / "set"))
+
+
+@pytest.fixture(scope="module")
+def whole(flags_of: Callable[[Source], dict[str, Any]]) -> Callable[[Source], Passes]:
+    """What one process sees of a place."""
+    return cache(lambda source: passes(source.kind, flags_of(source), N_BATCHES))
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest) -> Source:
+    return SOURCES[request.param]
+
+
+@pytest.fixture(params=ON_DISK)
+def on_disk(request: pytest.FixtureRequest) -> Source:
+    return SOURCES[request.param]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+def test_each_epoch_is_another_shuffle_of_what_is_not_validated_and_each_place_of_a_batch_is_taken(
+    source: Source, flags_of: Any, whole: Any
+) -> None:
+    feed, seen = source.kind.feed(**flags_of(source)), whole(source)
+    assert len(feed.valid_set) == N_VALID and sorted([*feed.train_set, *feed.valid_set]) == list(range(N))
+    assert [batch["positions"] for batch in seen["train"]] == [list(range(BATCH))] * N_BATCHES
+    taken = [index for index in ids(seen["train"]) if index < N]  # the others are of the second set
+    n = len(feed.train_set)
+    assert sorted(taken[:n]) == sorted(feed.train_set) and taken[:n] != sorted(taken[:n])
+    if len(taken) >= 2 * n:
+        assert sorted(taken[n : 2 * n]) == sorted(feed.train_set) and taken[:n] != taken[n : 2 * n]
+    assert ids(seen["valid"]) == list(feed.valid_set) and ids(seen["preview"]) == list(feed.valid_set)[:5]
+    assert all(
+        len(value) == len(batch["ids"]) for batch in seen["train"] for key, value in batch.items() if key != "bad"
+    )
+
+
+@pytest.mark.parametrize("world_size, workers", [(4, 0), (1, 2)])
+def test_batches_depend_neither_on_processes_and_workers_nor_on_where_a_run_goes_on(
+    source: Source, world_size: int, workers: int, flags_of: Any, whole: Any
+) -> None:
+    flags = {**flags_of(source), "num_workers": workers}
+    done = {4: 5, 1: 2}[world_size]
+    found = passes(source.kind, flags, N_BATCHES - done, world_size, done * BATCH)
+    for name, batches in whole(source).items():
+        assert_same(batches[done:] if name == "train" else batches, found[name])
+
+
+def test_what_is_loaded_is_drawn_by_seed_epoch_and_index_in_training_and_the_same_in_every_validation(
+    source: Source, flags_of: Any, whole: Any
+) -> None:
+    loaded, seen = source.kind.loaded, whole(source)
+    first: dict[int, Any] = {}
+    changed = []
+    for batch in seen["train"]:
+        for index, sample in zip(batch["ids"], batch[loaded], strict=True):
+            known = first.setdefault(index, sample)
+            changed += [not torch.equal(known, sample)] if known is not sample else []
+    is_drawn = source.write is not None or source.kind is not CONDITIONED
+    assert any(changed) == is_drawn, "nothing is cut out of a demonstration of pictures"
+    feed = source.kind.feed(**flags_of(source))
+    feed.start(5 * BATCH)
+    assert_same([by_position(next(iter(feed.validation())))], seen["valid"])
+    other = training(source.kind.feed(**flags_of(source), seed=5), 1)[0]
+    assert other["ids"] != seen["train"][0]["ids"]
+
+
+@pytest.mark.parametrize("name", [n for n in ON_DISK if not n.endswith("folder") and n != "videos of own"])
+def test_the_samples_of_any_place_are_those_of_the_files_of_a_folder(name: str, whole: Any) -> None:
+    place, folder = SOURCES[name], SOURCES[f"{name.partition(' of ')[0]} of folder"]
+    for part, batches in whole(place).items():
+        keys = batches[0].keys()
+        assert keys == whole(folder)[part][0].keys() - ({"image_embed"} if "of parquet" in name else set())
+        assert_same(batches, [{key: batch[key] for key in keys} for batch in whole(folder)[part]])
+
+
+def test_what_stands_beside_a_sample_is_its_own(whole: Any) -> None:
+    for batch in whole(SOURCES["conditioned of folder"])["train"]:
+        assert batch["captions"] == [f"image {index}" for index in batch["ids"]]
+        assert torch.equal(batch["image_embed"], torch.stack([torch.from_numpy(embedding(i)) for i in batch["ids"]]))
+    drawn = [0, 0, 0]
+    for batch in whole(SOURCES["sounds of folder"])["train"]:
+        assert batch["all_captions"] == [captions(index) for index in batch["ids"]]
+        for caption, index in zip(batch["captions"], batch["ids"], strict=True):
+            drawn[captions(index).index(caption)] += 1
+    assert min(drawn) > 10
+    (valid,) = whole(SOURCES["sounds of folder"])["valid"]
+    assert valid["captions"] == [captions(index)[0] for index in valid["ids"]]
+
+
+def damaged(kind: Kind, number: int, content: Callable[[bytes], bytes]) -> dict[str, Record]:
+    record = kind.record(number)
+    first, *_ = record
+    return {f"n{number}": {**record, first: content(record[first])}}
+
+
+def order_of(feed: Feed, seed: int, n: int, bad: set[int]) -> list[int]:
+    """The first n samples of the order, with the next good one in the place of a bad one."""
+    order = TrainingOrder(feed.train_set, seed)
+    return [next(i for skip in range(N) if (i := order(position, skip)[1]) not in bad) for position in range(n)]
+
+
+# Two processes are threads here, and loader workers are not forked from several threads at once.
+ON_TWO = [(name, 2, 0) for name in ON_DISK]
+WITH_WORKERS = [(name, 1, 2) for name in ON_DISK if name.endswith("folder")]
+
+
+@pytest.mark.parametrize("name, world_size, workers", [*ON_TWO, *WITH_WORKERS])
+def test_a_bad_sample_is_named_once_on_every_process_and_the_next_of_the_order_takes_its_place(
+    name: str, world_size: int, workers: int, tmp_path: Path
+) -> None:
+    on_disk = SOURCES[name]
+    spoilt = {**damaged(on_disk.kind, 7, lambda _: b"none"), **damaged(on_disk.kind, 12, lambda _: b"")}
+    flags = {**on_disk.written(tmp_path / "set", **spoilt), "num_workers": workers, "valid_fraction": 0}
+
+    def train(process: Process) -> tuple[list[dict], list[str], int]:
+        feed, said = on_disk.kind.feed(process, **flags), []
+        batches = training(feed, 10)
+        for _ in range(2):
+            feed.report_bad_samples(said.append)
+        return batches, said, feed.bad_samples.count
+
+    found = on_processes(world_size, train)
+    taken = [index for parts in zip(*(batches for batches, *_ in found), strict=True) for index in ids(parts)]
+    feed = on_disk.kind.feed(**flags)
+    assert taken == order_of(feed, 0, 10 * BATCH, {7, 12})
+    for _, said, count in found:
+        assert count == 2 and len(said) == 2
+        for index in (7, 12):
+            assert sum(feed.samples.describe(index) in line for line in said) == 1
+        assert all(line.endswith(f"; the next {on_disk.kind.noun} takes its place") for line in said)
+
+
+def test_a_bad_sample_ends_a_run_that_is_to_end_there_in_one_line(on_disk: Source, tmp_path: Path) -> None:
+    flags = on_disk.written(tmp_path / "set", **damaged(on_disk.kind, 7, lambda _: b"none"))
+    feed = on_disk.kind.feed(**flags, valid_fraction=0, on_bad_sample="error")
+    with pytest.raises((ValueError, TrainingStopped), match=f"{re.escape(feed.samples.describe(7))}: [^\n]*$"):
+        training(feed, 5)
+
+
+@pytest.mark.parametrize("name, world_size, workers", [
+    (name, *more) for name, *more in (*ON_TWO, *WITH_WORKERS) if name not in ("sounds of own", "videos of own")
+])  # fmt: skip
+def test_a_part_of_a_sample_is_trained_on_and_counted_where_it_is_accepted(
+    name: str, world_size: int, workers: int, tmp_path: Path
+) -> None:
+    on_disk = SOURCES[name]
+    spoilt = damaged(on_disk.kind, 7, lambda content: content[: len(content) * 2 // 3])
+    flags = {**on_disk.written(tmp_path / "set", **spoilt), "num_workers": workers}
+
+    def train(process: Process) -> tuple[set[int], list[str], dict[str, int]]:
+        feed, said = on_disk.kind.feed(process, **flags, valid_fraction=0, on_bad_sample="accept"), []
+        batches = training(feed, 10)
+        feed.report_bad_samples(said.append)
+        return {*ids(batches)}, said, feed.bad_samples.counts
+
+    found = on_processes(world_size, train)
+    assert set().union(*(taken for taken, *_ in found)) == set(range(N))
+    for _, said, counts in found:
+        assert counts == {"bad_samples": 0, "partial_samples": 1}
+        assert len(said) == 1 and said[0].startswith(f"accepted a part of 1 {on_disk.kind.noun} so far, such as ")
+
+
+def others(source: Source) -> range:
+    """As many samples as range(12) of other names, or a part of them where samples have none."""
+    return range(11) if source.place in ("arrow", "parquet") else range(1, 13)
+
+
+def test_the_fingerprint_is_that_of_a_copy_and_of_no_other_samples(on_disk: Source, tmp_path: Path) -> None:
+    prints = []
+    for place, numbers in enumerate((range(12), range(12), others(on_disk))):
+        flags = on_disk.written(tmp_path / str(place) / "set", numbers)
+        prints.append(on_disk.kind.feed(**flags, batch_size=4).samples.fingerprint)
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_process_that_sees_other_samples_is_named_on_all(on_disk: Source, tmp_path: Path) -> None:
+    numbers = range(12), range(12), others(on_disk), range(3)
+    seen = [on_disk.written(tmp_path / str(rank) / "set", some) for rank, some in enumerate(numbers)]
+
+    def opened(process: Process) -> int:
+        return len(on_disk.kind.feed(process, **seen[process.rank], batch_size=process.world_size).train_set)
+
+    errors = on_processes(4, opened, catches=ValueError)
+    assert len({*map(str, errors)}) == 1 and str(errors[0]).startswith("rank 2 (on ")
+    assert on_processes(2, opened) == [9, 9]
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if not name.endswith(" own")])
+def test_a_set_can_be_sent_to_a_worker_that_is_not_forked(name: str, flags_of: Any) -> None:
+    source = SOURCES[name]
+    samples = source.kind.feed(**flags_of(source)).samples
+    sent = pickle.loads(pickle.dumps(samples))
+    for epoch, augment in ((0, False), (1, True)):
+        assert str(sent.load(9, epoch, augment)) == str(samples.load(9, epoch, augment))
+    if source.place in ("arrow", "parquet"):
+        assert len(pickle.dumps(samples)) < 5000, "paths, not contents"
+
+
+@pytest.mark.parametrize("name", [name for name in ON_DISK if name.endswith(" tars")])
+def test_tars_are_named_by_a_folder_a_pattern_a_range_or_one_by_one(name: str, flags_of: Any) -> None:
+    source = SOURCES[name]
+    (flag, folder), *_ = flags_of(source).items()
+
+    def names(spec: str) -> list[str]:
+        samples = source.kind.feed(**{flag: folder / spec}, batch_size=2, valid_fraction=0).samples
+        return [Path(samples.describe(index)).stem for index in range(len(samples))]
+
+    every = [f"{number:03d}" for number in range(N)]
+    assert names("") == names("*.tar") == names("{00000..00002}.tar") == names("0000{0..2}.tar") == every
+    assert names("{00001..00002}.tar") == every[16:] and names("00002.tar") == every[32:]
+    assert names("0000[02].tar") == every[:16] + every[32:]
+    for spec in ("none*.tar", "{00001..00004}.tar", "{00002..00001}.tar"):
+        assert spec in one_line(names, spec) or "00003.tar" in one_line(names, spec)
+
+
+# A second folder as the validation split.
+
+
+def test_all_of_the_first_set_is_trained_on_and_all_of_the_second_is_validated(
+    on_disk: Source, flags_of: Any, tmp_path: Path
+) -> None:
+    n_valid = 11
+    write = in_folder if on_disk.place == "own" or on_disk.kind is CONDITIONED else on_disk.write
+    assert write is not None
+    (valid, *_) = write(tmp_path / "valid", {i: on_disk.kind.record(i) for i in range(n_valid)}, on_disk.kind).values()
+    flags = {**flags_of(on_disk), "valid_folder": valid}
+    if on_disk.kind is CONDITIONED:
+        flags["test_fraction"] = 0
+    seen = passes(on_disk.kind, flags, 2 * N // BATCH, 2)
+    feed = on_disk.kind.feed(**flags)
+    assert sorted(ids(seen["train"])) == sorted([*range(N), *range(N)]) and feed.samples_per_epoch == N
+    assert ids(seen["valid"]) == list(feed.valid_set) != sorted(feed.valid_set), "pictures are not the first ones"
+    assert sorted(feed.valid_set) == list(range(N, N + n_valid)) and ids(seen["preview"]) == list(feed.valid_set)[:5]
+    assert feed.samples.describe(N).startswith(str(Path(valid).parent))
+    assert f"{N} {feed.noun}s to train on, {n_valid} {feed.noun}s to validate in {valid}" in feed.summary()
+
+
+def write(kind: Kind, folder: Path, numbers: range) -> Path:
+    in_folder(folder, {number: kind.record(number) for number in numbers}, kind)
+    return folder
+
+
+def test_a_second_folder_is_checked_as_the_first_is(kind: Kind, tmp_path: Path) -> None:
+    train, valid = write(kind, tmp_path / "train", range(16)), write(kind, tmp_path / "valid", range(11))
+    other, few = write(kind, tmp_path / "other", range(1, 12)), write(kind, tmp_path / "few", range(BATCH - 1))
+    flags: Mapping[str, Any] = {kind.script.data.flag: train, "valid_samples": 0}
+
+    def errors(*folders: Path) -> list[str]:
+        def opened(process: Process) -> Any:
+            return kind.feed(process, **flags, valid_folder=folders[process.rank])
+
+        return [*map(str, on_processes(len(folders), opened, catches=ValueError))]
+
+    assert all("rank 1 (on " in error and str(valid) in error for error in errors(valid, other))
+    for n in (1, 2):
+        assert all("--valid_folder holds 7 samples" in error for error in errors(*[few] * n))
+    next(valid.glob("003.[!tn]*")).write_bytes(b"none")
+    (valid / "notes.pdf").write_bytes(b"")
+    feed, said = kind.feed(**flags, valid_folder=valid), []
+    assert "pdf" in feed.skipped() and str(valid) in feed.skipped()
+    feed.start(0)
+    assert len([*feed.validation()]) == 2
+    feed.report_bad_samples(said.append)
+    assert feed.bad_samples.counts == {"bad_samples": 1} and len(said) == 1 and f"{valid}/003." in said[0]
+
+
+def test_the_split_depends_on_the_split_seed_and_without_it_on_the_seed(kind: Kind) -> None:
+    """Sounds and videos have a split seed of their own, 42."""
+
+    def split(**flags: Any) -> list[int]:
+        return list(kind.feed(**flags).valid_set)
+
+    default = split(seed=42)
+    assert default == split(split_seed=42, seed=1) != split(split_seed=0, seed=42)
+    assert (split(seed=1) == default) == (kind in (SOUNDS, VIDEOS))
+    assert split(split_seed=0, seed=1) == split(split_seed=0, seed=2) != split(split_seed=1, seed=1)
