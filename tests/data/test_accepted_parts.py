@@ -18,13 +18,13 @@ from torch import Tensor
 from data import image_feed, open_images
 from data.bad_samples import accepting_parts
 from data.files.source import Source
-from data.images.decoding import decode_image, decode_image_file
+from data.images.decoding import decode_image_file
 from data.sounds.decoding import ClipDecoder as SoundDecoder
 from data.videos.decoding import ClipDecoder as VideoDecoder
 from tests.data.helpers import one_line, write_tar
 from tests.data.test_feed import arguments
 from tests.data.videos.files import numbers, write_video
-from tests.processes import Process, on_processes
+from tests.processes import Process
 
 SIDE = 48
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end, WebP is read as a whole.
@@ -146,44 +146,6 @@ def folder_of(path: Path, n: int = 40, damaged: tuple[int, ...] = (5, 9), no_ima
         short = cut(content) if number in damaged else content
         (path / f"{number:02d}.png").write_bytes(b"no picture" if number in no_images else short)
     return path
-
-
-# Two ranks are threads here, which in a run are processes: loader workers are not forked from several threads at once.
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (2, 0)])
-@pytest.mark.parametrize("in_tars", [False, True])
-def test_accepted_parts_are_trained_on_counted_once_and_said_and_other_bad_files_are_replaced(
-    tmp_path, in_tars, world_size, workers
-):
-    path = folder_of(tmp_path / "images")
-    if in_tars:
-        contents = {file.stem: {"png": file.read_bytes()} for file in sorted(path.iterdir())}
-        path = write_tar(tmp_path / "tars" / "0.tar", contents)
-    args = arguments(
-        image_folder=str(path), on_bad_sample="accept", valid_fraction=0.0, image_size=SIDE, num_workers=workers
-    )
-
-    def train(process: Process) -> tuple[set[int], list[str], dict[str, int], list]:
-        feed, said = image_feed(args, process), []
-        batches = [feed.start(0), *(feed.next() for _ in range(9))]  # two epochs
-        feed.report_bad_samples(said.append)
-        bits = feed.bad_samples.state_dict()["partial"].numpy()
-        known = {"partial": np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()}
-        shown = [batch["images"][batch["ids"].index(5)] for batch in batches if 5 in batch["ids"]]
-        return {index for batch in batches for index in batch["ids"]}, said, {**feed.bad_samples.counts, **known}, shown
-
-    found = on_processes(world_size, train)
-    assert set().union(*(ids for ids, *_ in found)) == set(range(40)) - {7}
-    for _, said, counts, _ in found:
-        assert (counts["bad_samples"], counts["partial_samples"], counts["partial"]) == (1, 2, [5, 9])
-        assert (
-            sum(line.startswith("accepted a part of 2 images so far, such as ") for line in said) == 1 == len(said) - 1
-        )
-        assert sum(line.startswith("cannot read ") for line in said) == 1
-    expected = Path(tmp_path / "images" / "05.png")
-    with accepting_parts():
-        part = decode_image(str(expected), SIDE, 3)
-    assert all(torch.equal(image, part) for *_, shown in found for image in shown)
-    assert sum(len(shown) for *_, shown in found) == 2
 
 
 def test_a_run_whose_files_are_all_cut_off_goes_on(tmp_path):

@@ -14,17 +14,14 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from data import image_feed, open_images
+from data import open_images
 from data.crops import Crop, Square
 from data.hashing import Draws
 from data.images.captioned import open_captioned
 from data.images.decoding import decode_image
 from data.videos.decoding import ClipDecoder
 from data.videos.sets import VideoFiles, open_videos
-from tests.data.helpers import assert_same, global_batches
-from tests.data.test_feed import arguments
 from tests.data.videos.files import write_video
-from tests.processes import Process
 from training.flags.converters import area_range
 
 N = 4000
@@ -173,15 +170,6 @@ def test_nothing_smaller_than_the_pictures_to_draw_is_cut_out(tmp_path):
         assert image[0, 0, -1] - image[0, 0, 0] == 31, "not enlarged"
 
 
-def test_crops_are_the_same_on_any_number_of_processes_and_workers(tmp_path):
-    for index in range(24):
-        places(tmp_path / f"{index:02d}.png", 30 + index, 20)
-    images = open_images(str(tmp_path), image_size=16, crop=Crop("random", (0.3, 0.9)))
-    alone = global_batches(images, 6)
-    for world_size, workers in ((2, 0), (1, 2), (4, 1)):
-        assert_same(alone, global_batches(images, 6, world_size=world_size, num_workers=workers))
-
-
 def noise(number: int) -> np.ndarray:
     """A grey picture (48, 96) that is alike nowhere, and smooth."""
     coarse = np.random.default_rng(number).integers(0, 256, (3, 6), dtype=np.uint8)
@@ -237,14 +225,6 @@ def test_a_square_of_a_frame_is_that_of_the_same_frame_as_an_image(tmp_path, squ
     found = ClipDecoder(24, 8, crop=_At(square)).load(source, 0, 0, augment=True)[:, 0]
     # FFmpeg and Pillow weight neighbours differently where they resize.
     assert (found.int() - expected.int()).abs().float().mean() < 4
-
-
-def test_flags_reach_the_images(tmp_path):
-    for index in range(16):
-        places(tmp_path / f"{index:02d}.png", 90, 40)
-    args = arguments(image_folder=str(tmp_path), crop="random", crop_area=(0.25, 0.5), seed=4, image_size=8)
-    samples = image_feed(args, Process()).samples
-    assert samples.crop == Crop("random", (0.25, 0.5), 4)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

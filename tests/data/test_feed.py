@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -159,37 +158,11 @@ def test_a_preview_that_cannot_be_read_ends_all_processes(damaged):
     assert all(isinstance(images, Tensor) for images in previews(2, 6, **vars(args)))  # a step before it
 
 
-def views(*folders: Path, **changed: Any) -> list[Any]:
-    """What processes come to that each see another folder."""
-
-    def look(process: Process) -> int:
-        return len(image_feed(arguments(image_folder=str(folders[process.rank]), **changed), process).train_set)
-
-    return on_processes(len(folders), look, catches=ValueError)
-
-
 def folder_of(path: Path, names: Iterable[str]) -> Path:
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(b"a set is opened without its files")
     return path
-
-
-def test_the_first_rank_that_sees_other_samples_is_named_on_all(tmp_path):
-    names = [f"{i:02d}.png" for i in range(40)]
-    whole, copied = (folder_of(tmp_path / name, names) for name in ("whole", "copied"))
-    short, renamed = folder_of(tmp_path / "short", names[1:]), folder_of(tmp_path / "renamed", [*names[1:], "x.png"])
-    few = folder_of(tmp_path / "few", names[:9])
-    assert views(whole, copied, whole) == [32] * 3
-    host = socket.gethostname()
-    for third, said in (
-        (short, f"rank 2 (on {host}) sees 39 images in {whole}, rank 0 (on {host}) sees 40: "),
-        (renamed, f"rank 2 (on {host}) sees 40 images in {whole}, rank 0 (on {host}) sees 40, but of other names or"),
-        (few, "rank 2 (on "),  # too few to split, but that is not the reason
-    ):
-        errors = views(whole, copied, third, renamed)
-        assert all(isinstance(error, ValueError) for error in errors), errors
-        assert str(errors[0]).startswith(said) and len(set(map(str, errors))) == 1
 
 
 def picture_in_a_tar(path: Path, name: str, text: bool = False) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import random
 import sys
 from collections.abc import Callable
@@ -17,14 +16,12 @@ import soundfile
 import torch
 from PIL import Image
 
-from data import image_feed, open_images, open_sounds, open_videos
-from data.bad_samples import NotASample, accepting_parts
+from data import open_images, open_sounds, open_videos
+from data.bad_samples import NotASample
 from data.crops import Crop
 from data.images.conditioned import open_conditioned
-from data.own import OwnData, OwnDataset, data_of
+from data.own import OwnData, OwnDataset
 from tests.data.helpers import WORLDS_AND_WORKERS, assert_same, global_batches, one_line
-from tests.data.test_feed import arguments
-from tests.processes import Process
 
 N = 12
 
@@ -107,29 +104,6 @@ def test_a_jpeg_that_is_not_decoded_yet_is_decoded_as_a_file_of_the_folder_is(ow
     Image.fromarray(pixels(1, (200, 160, 3))).save(tmp_path / "1.jpg", exif=exif)
     files, rows = opened(str(tmp_path)), opened(own(lambda i: Image.open(tmp_path / f"{i}.jpg"), 2))
     assert all(torch.equal(rows.load(i), files.load(i)) for i in range(2))
-
-
-@pytest.mark.parametrize("ending", ["png", "jpg"])
-def test_images_are_cropped_and_accepted_in_part_as_those_of_a_folder(ending, own, tmp_path):
-    for index in range(2):
-        path = tmp_path / f"{index}.{ending}"
-        Image.fromarray(pixels(index, (160, 300, 3))).save(path, quality=90)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])  # the second one
-    crop = Crop("random", (0.4, 0.9), 5)
-    files = opened(str(tmp_path), crop=crop)
-    rows = opened(own(lambda i: Image.open(tmp_path / f"{i}.{ending}"), 2), crop=crop)
-    for epoch in range(3):
-        assert torch.equal(rows.load(0, epoch, True), files.load(0, epoch, True))
-    assert not torch.equal(rows.load(0, 0, True), rows.load(0, 1, True))
-    assert torch.equal(rows.load(0), opened(own(lambda i: Image.open(tmp_path / f"0.{ending}"))).load(0)), "the middle"
-    one_line(rows.load, 1)
-    for epoch, augment in ((0, False), (0, True), (1, True)):
-        with accepting_parts() as of_files:
-            expected = files.load(1, epoch, augment)
-        with accepting_parts() as of_rows:
-            assert torch.equal(rows.load(1, epoch, augment), expected)
-        assert of_rows == of_files and "truncated" in of_rows[0]
-    one_line(rows.load, 1)
 
 
 def test_grey_images_and_transparent_ones_have_the_channels_of_the_model(own):
@@ -342,16 +316,6 @@ def test_any_error_of_an_item_makes_a_bad_sample_that_says_where(own):
         global_batches(rows, 3, on_bad_sample="error")
 
 
-def test_a_feed_trains_on_it_and_splits_it(own):
-    spec = own(planar, 130)
-    args = arguments(dataset=spec.spec)
-    feed = image_feed(args, Process())
-    assert feed.summary() == "own_items:make: 104 images to train on, 26 images to validate"
-    ids = feed.start(0)["ids"]
-    assert list(feed.valid_set) == list(image_feed(arguments(), Process()).valid_set) and not {*ids} & {*feed.valid_set}
-    assert data_of(arguments(), "image_folder") == "demo:shapes:130"
-
-
 # Finding it.
 
 
@@ -397,10 +361,3 @@ def test_what_cannot_be_found_or_made_is_one_line(spec, code, said, tmp_path, mo
     monkeypatch.setattr(sys, "path", [*sys.path])
     line = one_line(opened, OwnData(spec, argparse.Namespace(seed=0)))
     assert line.startswith(f"--dataset {spec}: ") and said in line, line
-
-
-def test_content_in_memory_is_read_as_a_file_is(tmp_path):
-    from data.files.source import Source, open_source
-
-    with open_source(Source.in_memory(b"abc", "somewhere")) as file, io.BufferedReader(file) as buffered:
-        assert buffered.read() == b"abc" and file.error is None

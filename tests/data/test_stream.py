@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import torch
 from PIL import Image
 
 from data import BadSample, Images, ValidationStream, open_images, split
-from data.order import TrainingOrder
-from tests.data.helpers import WORLDS_AND_WORKERS, assert_same, global_batches, ids, one_line, stream
+from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
 
 BROKEN = (3, 4, 17)
 
@@ -40,30 +38,6 @@ def damaged(tmp_path_factory) -> Images:
     return folder_of_images(tmp_path_factory.mktemp("sets") / "damaged", 30, BROKEN)
 
 
-def test_batch_is_what_the_contract_says(intact):
-    (batch,) = global_batches(intact, 1)
-    assert batch["images"].shape == (8, 3, 4, 4) and batch["images"].dtype == torch.uint8
-    assert batch["positions"] == list(range(8)) and batch["bad"] == []
-    assert [int(image[0, 1, 1]) for image in batch["images"]] == [3 * index for index in batch["ids"]]
-
-
-def test_rank_holds_its_contiguous_part_of_the_global_batch(intact):
-    first, second = itertools.islice(stream(intact, rank=1, world_size=4), 2)
-    order = TrainingOrder(split(30, 0.0, 0, 1)[0], 0)
-    assert first["positions"] == second["positions"] == [2, 3]
-    assert first["ids"] == [order(2)[1], order(3)[1]]
-    assert second["ids"] == [order(10)[1], order(11)[1]]
-
-
-@pytest.mark.parametrize("name", ["intact", "damaged"])
-@pytest.mark.parametrize("world_size, num_workers", WORLDS_AND_WORKERS)
-def test_stream_does_not_depend_on_ranks_and_workers(request, name, world_size, num_workers):
-    images = request.getfixturevalue(name)
-    batches = global_batches(images, 9, world_size=world_size, num_workers=num_workers)
-    assert_same(batches, global_batches(images, 9))
-    assert {bad.index for batch in batches for bad in batch["bad"]} == set(BROKEN if name == "damaged" else ())
-
-
 def test_epochs_follow_each_other_without_a_ragged_batch(intact):
     seen = ids(global_batches(intact, 12))  # 96 samples of a set of 30
     for epoch in range(3):
@@ -71,12 +45,6 @@ def test_epochs_follow_each_other_without_a_ragged_batch(intact):
     assert seen[:30] != seen[30:60] and seen[:24] != ids(global_batches(intact, 3, seed=1))
     (batch,) = global_batches(intact, 1, batch_size=64)  # larger than the set
     assert batch["ids"] == seen[:64]
-
-
-@pytest.mark.parametrize("done, num_workers", [(1, 0), (5, 2), (8, 0)])
-def test_resumed_stream_equals_uninterrupted_stream(intact, done, num_workers):
-    resumed = global_batches(intact, 10 - done, start_samples=8 * done, num_workers=num_workers)
-    assert_same(global_batches(intact, 10)[done:], resumed)
 
 
 def test_order_of_samples_survives_another_batch_size(intact):
@@ -87,14 +55,6 @@ def test_order_of_samples_survives_another_batch_size(intact):
 def test_start_far_in_the_future_is_immediate(intact):
     (batch,) = global_batches(intact, 1, start_samples=10**15)
     assert len(batch["ids"]) == 8
-
-
-def test_augmentation_differs_between_epochs_and_not_between_runs(intact):
-    (first,), again = global_batches(intact, 1, batch_size=60), global_batches(intact, 1, batch_size=60)
-    assert_same([first], again)
-    by_epoch = [dict(zip(first["ids"][e : e + 30], first["images"][e : e + 30], strict=True)) for e in (0, 30)]
-    n_changed = sum(not torch.equal(by_epoch[0][i], by_epoch[1][i]) for i in range(30))
-    assert 5 <= n_changed <= 25
 
 
 def test_two_passes_over_one_stream_do_not_disturb_each_other(intact):
@@ -109,15 +69,6 @@ def test_streams_leave_the_random_state_of_the_training_alone(intact, num_worker
     global_batches(intact, 2, num_workers=num_workers)
     validation(intact, 1, num_workers=num_workers)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_bad_file_is_replaced_by_the_next_readable_sample_of_the_epoch(intact, damaged):
-    wanted, got = ids(global_batches(intact, 15)), ids(global_batches(damaged, 15))  # four epochs
-    for position, (index, loaded) in enumerate(zip(wanted, got, strict=True)):
-        epoch = wanted[position // 30 * 30 :][:30]
-        following = itertools.islice(itertools.cycle(epoch), position % 30, None)
-        assert loaded == next(candidate for candidate in following if candidate not in BROKEN)
-        assert index in BROKEN or loaded == index
 
 
 def test_bad_file_is_named_once_per_batch_with_its_reason(damaged):
@@ -176,31 +127,11 @@ def test_validation_sees_every_sample_once_in_equally_many_steps(intact, world_s
     assert max(sizes) <= -(-8 // world_size) + (world_size == 8)  # 9 samples on 8 ranks: one step, one rank takes two
 
 
-def test_validation_is_the_same_for_every_world_and_is_not_augmented(intact):
-    def by_position(world_size: int, num_workers: int) -> dict[int, tuple[int, bytes]]:
-        batches = [batch for steps in validation(intact, world_size, num_workers=num_workers) for batch in steps]
-        return {
-            position: (index, image.numpy().tobytes())
-            for batch in batches
-            for position, index, image in zip(batch["positions"], batch["ids"], batch["images"], strict=True)
-        }
-
-    reference = by_position(1, 0)
-    assert all(picture == intact.load(index, 0, False).numpy().tobytes() for index, picture in reference.values())
-    assert by_position(2, 0) == by_position(3, 1) == reference
-
-
 def test_validation_can_be_repeated_with_the_same_workers(intact):
     batches = validation_stream(intact, num_workers=2)
     assert_same(list(batches), list(batches))
     next(iter(batches))  # given up after one batch
     assert len(list(batches)) == len(batches) == 4
-
-
-def test_validation_replaces_bad_files_too(damaged):
-    batches = [batch for steps in validation(damaged, 2) for batch in steps]
-    assert sum(len(batch["ids"]) for batch in batches) == 30
-    assert {bad.index for batch in batches for bad in batch["bad"]} == set(BROKEN)
 
 
 def test_empty_validation_has_no_batches(intact):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,11 @@ import torch
 from PIL import Image
 
 from data import open_images, open_sounds, open_videos
-from data.bad_samples import accepting_parts
-from data.crops import Crop
 from data.files import tables
 from data.images.captioned import open_captioned
 from data.images.conditioned import open_conditioned
 from tests.data.files.tables import save_to_disk, table, write_arrow, write_parquet
-from tests.data.helpers import WORLDS_AND_WORKERS, assert_same, global_batches, one_line
+from tests.data.helpers import one_line
 
 N = 14
 
@@ -85,46 +82,6 @@ def hearing(spec: Path):
     return open_sounds(str(spec), sample_rate=8000, clip_seconds=0.2, seed=3)
 
 
-def test_images_are_those_of_a_folder(write, tmp_path):
-    files = opened(loose(tmp_path / "loose", [picture(i) for i in range(N)], ".png"), flip=True, seed=5)
-    rows = opened(write(tmp_path / "table", images()), flip=True, seed=5)
-    assert len(rows) == N and len({rows.name(i) for i in range(N)}) == N
-    for i in [*range(N), 3, 0, 13]:
-        for epoch, augment in ((0, False), (0, True), (1, True)):
-            assert torch.equal(rows.load(i, epoch, augment), files.load(i, epoch, augment))
-
-
-@pytest.mark.parametrize("open_set", [open_images, open_captioned])
-def test_images_are_cropped_and_accepted_in_part_as_those_of_a_folder(open_set, write, tmp_path):
-    contents = [picture(i, (160, 300)) for i in range(4)]
-    contents[2:] = [content[: len(content) * 2 // 3] for content in contents[2:]]
-    made = table({"image": [{"bytes": content, "path": None} for content in contents]})
-    folders = loose(tmp_path / "loose", contents, ".png"), write(tmp_path / "table", made)
-    files, rows = (open_set(str(folder), image_size=16, crop=Crop("random", (0.02, 0.9), 5)) for folder in folders)
-    assert not torch.equal(rows.load(0, 0, True), rows.load(0, 1, True))
-    for i in range(4):
-        for epoch, augment in ((0, False), (0, True), (1, True)):
-            with accepting_parts() as of_files:
-                expected = files.load(i, epoch, augment)
-            with accepting_parts() as of_rows:
-                assert torch.equal(rows.load(i, epoch, augment), expected)
-            assert of_rows == of_files and len(of_rows) == i // 2
-    one_line(rows.load, 3)
-
-
-@pytest.mark.parametrize(("world_size", "num_workers"), WORLDS_AND_WORKERS)
-def test_batches_are_the_same_for_any_number_of_processes_and_workers(write, world_size, num_workers, tmp_path):
-    rows = opened(write(tmp_path / "table", images()))
-    expected = global_batches(opened(tmp_path / "table"), 5)
-    assert_same(global_batches(rows, 5, world_size=world_size, num_workers=num_workers), expected)
-
-
-def test_a_set_can_be_sent_to_a_worker_that_is_not_forked(write, tmp_path):
-    rows = opened(write(tmp_path / "table", images()))
-    sent = pickle.loads(pickle.dumps(rows))
-    assert torch.equal(sent.load(9), rows.load(9)) and len(pickle.dumps(rows)) < 2000, "paths, not contents"
-
-
 def test_sounds_have_the_captions_and_labels_of_their_columns(write, tmp_path):
     rows = hearing(write(tmp_path / "table", sounds()))
     folder = loose(tmp_path / "loose", [sound(i) for i in range(N)], ".wav")
@@ -135,22 +92,6 @@ def test_sounds_have_the_captions_and_labels_of_their_columns(write, tmp_path):
         assert torch.equal(rows.load(i, 1, True), files.load(i, 1, True)) and torch.equal(rows.load(i), files.load(i))
     assert rows.texts(4) == ([f"sound {4}", "a sound"], "dog")
     assert [rows.texts(i).label for i in range(3)] == [None, "dog", "cat"], "-1 stands for none"
-
-
-def test_what_is_left_of_a_sound_is_accepted(write, tmp_path):
-    contents = [sound(0), sound(0)[:3000]]
-    made = table({"audio": [{"bytes": content, "path": None} for content in contents], "text": ["a sound"] * 2})
-    rows = hearing(write(tmp_path / "table", made))
-    whole = rows.load(0)
-    assert "cut off" in one_line(rows.load, 1)
-    with accepting_parts() as reasons:
-        found = rows.load(1)
-    assert len(reasons) == 1 and "cut off" in reasons[0]
-    n = (3000 - 44) // 2
-    middle, left = (3000 - 1600) // 2, soundfile.read(io.BytesIO(contents[0]), dtype="float32")[0][:n]
-    assert torch.equal(whole, torch.from_numpy(soundfile.read(io.BytesIO(contents[0]), dtype="float32")[0])[
-        middle : middle + 1600])  # fmt: skip
-    assert torch.equal(found[:700], torch.from_numpy(np.resize(left, 1600))[:700])
 
 
 def test_captions_of_images_are_the_first_ones(write, tmp_path):
@@ -214,11 +155,6 @@ def test_two_sets_of_one_file_with_other_columns_do_not_meet(write, tmp_path):
     images_alone, captioned = opened(folder), open_captioned(str(folder), image_size=16)
     images_alone.load(0)
     assert captioned.caption(0) == "picture 0" and torch.equal(captioned.load(0), images_alone.load(0))
-
-
-def test_other_rows_have_another_fingerprint(write, tmp_path):
-    first, same = (opened(write(tmp_path / name / "t", images())).fingerprint for name in "ab")
-    assert first == same != opened(write(tmp_path / "c" / "t", images().slice(1))).fingerprint
 
 
 def test_splits_are_not_mixed(tmp_path):

@@ -21,8 +21,6 @@ from tests.data.images.conditions import (
     arguments,
     embedding,
     encodings,
-    members,
-    npy,
     padded,
     write_rows,
     write_tars,
@@ -142,26 +140,6 @@ def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_p
     assert (feed.bad_samples.count, feed.bad_samples.count_incomplete) == (0, 20)
     assert all("its image embedding: zeros only" in line and line.startswith("left out ") for line in said)
     assert 1 <= len(said) <= 5 and len({line.split(",")[0] for line in said}) == len(said), "not for each of them"
-
-
-def test_a_damaged_sample_is_named_and_replaced(tmp_path):
-    good = {number: members(number, "txt", "npy") for number in range(40)}
-    but = {**good, 7: {**good[7], "npy": b"no array"}, 20: {**good[20], "png": b"no image"}, 30: members(30, "npy")}
-    but[33] = {**good[33], "txt": b"\xff\xfe\xfd"}
-    but[34] = {**good[34], "npy": npy(np.ones(5, np.float32))}
-    feed = feed_of(
-        write_tars(tmp_path / "tars", shards=5, each=8, but=but), text=False, valid_fraction=0, test_fraction=0
-    )
-    said: list[str] = []
-    met = [feed.start(0), *(feed.next() for _ in range(9))]
-    feed.report_bad_samples(said.append)
-    reasons = {line.split(".tar/")[1].split(":")[0]: line.split(": ", 1)[1] for line in said}
-    assert reasons.keys() == {"000000007.png", "000020004.png", "000040001.png", "000040002.png"}
-    assert reasons["000000007.png"].startswith("it is no numpy array")
-    assert reasons["000020004.png"].startswith("the content is none of")
-    assert reasons["000040001.png"].startswith("its caption is no UTF-8 text")
-    assert reasons["000040002.png"].startswith("its image embedding: shape (5,), where others have (6,)")
-    assert not {7, 20, 33, 34} & set(ids(met)) and 30 in ids(met)
 
 
 def test_the_demonstration_has_embeddings_encodings_and_captions():

@@ -21,7 +21,7 @@ import data.files.tars
 from data import open_sounds
 from data.files.tars import open_index, scan
 from data.sounds.tars import MEMBERS
-from tests.data.helpers import one_line, unpack
+from tests.data.helpers import one_line
 
 RATE = 8000
 
@@ -64,33 +64,6 @@ def samples(n: int, first: int = 0, seconds: float = 1.0) -> list[dict]:
 
 def opened(spec: Path | str, seconds: float = 0.5):
     return open_sounds(str(spec), sample_rate=RATE, clip_seconds=seconds)
-
-
-def test_every_member_is_heard_as_the_file_alone_and_has_its_texts(tmp_path):
-    path, loose = shard(tmp_path / "a.tar", samples(8)), tmp_path / "loose"
-    unpack(path, loose)
-    in_tar, files = opened(path), opened(loose)
-    assert len(in_tar) == len(files) == 8
-    for i in range(8):
-        assert torch.equal(in_tar.load(i), files.load(i))
-        assert torch.equal(in_tar.load(i, 3, True), files.load(i, 3, True))
-        expected = ([f"sound {i}"], f"kind {i % 2}") if i % 3 else ([f"sound {i}", f"or {i}"], None)
-        assert in_tar.texts(i) == files.texts(i) == expected
-        assert Path(in_tar.describe(i)).relative_to(path) == Path(files.describe(i)).relative_to(loose)
-
-
-def test_several_tars_are_one_set_in_their_order_however_they_are_named(tmp_path):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for number in range(3):
-        shard(folder / f"{number:03d}.tar", samples(4, first=4 * number))
-    (folder / "README.txt").write_text("about the tars")
-    expected = [f"sound {i}" for i in range(12)]
-    for spec in (folder, folder / "*.tar", folder / "{000..002}.tar", folder / "00{0..2}.tar"):
-        sounds = opened(spec)
-        assert [sounds.texts(i).captions[0] for i in range(len(sounds))] == expected, spec
-    assert len(opened(folder / "{001..002}.tar")) == 8
-    assert len(opened(folder / "00{1..1}.tar")) == 4
 
 
 def test_index_is_kept_beside_the_tar_and_made_once(tmp_path, monkeypatch):
@@ -305,16 +278,6 @@ def test_sound_without_a_text_is_bad_and_the_others_are_not(tmp_path):
 )  # fmt: skip
 def test_tar_without_sounds_or_captions_or_with_a_name_twice_is_refused(tmp_path, sample, expected):
     assert expected in one_line(opened, shard(tmp_path / "a.tar", [{"__key__": "0", **sample}]))
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [("{000..003}.tar", "001.tar"), ("{003..001}.tar", "{003..001}"), ("x*.tar", "x*.tar"), ("a.tar.gz", "decompress")],
-)
-def test_tars_that_are_not_there_or_compressed_are_named(tmp_path, name, expected):
-    shard(tmp_path / "000.tar", samples(4))
-    (tmp_path / "a.tar.gz").touch()
-    assert expected in one_line(opened, tmp_path / name)
 
 
 def test_brackets_in_the_name_of_a_folder_are_no_pattern(tmp_path):

@@ -76,15 +76,6 @@ def test_batches_hold_the_clips_and_images_of_their_ids():
             assert torch.equal(clip, sample)
 
 
-def test_validation_and_previews_are_of_videos_only():
-    feed = video_feed(arguments(), Process())
-    feed.start(2 * BATCH)  # an update of images
-    assert feed.preview(5)["videos"].shape == (5, 3, 3, 16, 16)
-    found = [index for batch in feed.validation() for index in batch["ids"]]
-    assert sorted(found) == sorted(feed.valid_set) and len(found) == N_VALID and max(found) < N
-    assert len(feed.train_set) == N - N_VALID
-
-
 def test_short_videos_are_left_out_silently_and_damaged_ones_counted(tmp_path):
     for i in range(24):
         write_video(tmp_path / f"{i:02d}.mp4", 2 if i % 3 == 0 else 4)
@@ -107,10 +98,6 @@ def test_a_folder_whose_videos_are_all_too_short_says_so(tmp_path):
     feed = video_feed(arguments(**files), Process())
     text = one_line(feed.start, 0)
     assert "none of 8 clips could be read" in text and "it has 1 frame for a clip of 3" in text
-
-
-def test_an_image_folder_without_images_is_refused(tmp_path):
-    assert "no image in" in one_line(video_feed, arguments(image_folder=str(tmp_path)), Process())
 
 
 def test_flags_have_their_public_names():
