@@ -16,7 +16,6 @@ from torch import Tensor
 from data import TrainingStream, split
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLDS_AND_WORKERS = [(1, 0), (2, 0), (4, 0), (1, 2), (2, 2), (4, 1)]
 
 
 def unpack(path: Path, folder: Path) -> None:

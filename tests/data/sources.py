@@ -95,7 +95,7 @@ class Kind:
     Args:
         open: The function that gives the script its feed.
         record: The files of the n-th sample; the first of them is the one that is decoded.
-        flags: With which what is loaded depends on the epoch, where that is possible.
+        flags: With these, what is loaded depends on the epoch, where that is possible.
         loaded: The entry of a batch with what was decoded.
     """
 
@@ -107,7 +107,7 @@ class Kind:
     noun: str
 
     def feed(self, process: Process | None = None, **flags: Any) -> Feed:
-        """The feed of the script with these flags; those that are None are not said, those that are [] have no value."""
+        """The feed of the script with these flags; those that are None are not said, and [] is a flag without value."""
         said = {**RUN, **self.script.tiny, "batch_size": BATCH, **self.flags, **flags}
         if "valid_folder" in flags:
             said["valid_fraction"] = None
@@ -120,7 +120,9 @@ class Kind:
 CROPS = {"crop": "random", "crop_area": "0.3,0.9"}
 IMAGES = Kind(VAE, image_feed, image, {"random_flip": [], **CROPS}, "images", "image")
 CONDITIONED = Kind(
-    DECODER, lambda args, process: decoder_feed(args, process, image_size=16, takes_image="image" in args.condition_on),
+    DECODER, lambda args, process: decoder_feed(
+        args, process, image_size=8, **{f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
+    ),
     conditioned_image, CROPS, "images", "image",
 )  # fmt: skip
 SOUNDS = Kind(

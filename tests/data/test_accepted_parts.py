@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +13,15 @@ import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
-from data import image_feed, open_images
+from data import open_images
 from data.bad_samples import accepting_parts
 from data.files.source import Source
 from data.images.decoding import decode_image_file
 from data.sounds.decoding import ClipDecoder as SoundDecoder
 from data.videos.decoding import ClipDecoder as VideoDecoder
 from tests.data.helpers import one_line, write_tar
-from tests.data.test_feed import arguments
+from tests.data.sources import IMAGES, training
 from tests.data.videos.files import numbers, write_video
-from tests.processes import Process
 
 SIDE = 48
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end, WebP is read as a whole.
@@ -63,19 +60,6 @@ def test_an_image_that_is_cut_off_is_what_pillow_reads_of_it(kind, monkeypatch):
     assert "truncated" in one_line(decode_image_file, io.BytesIO(short), SIDE, 3), "nobody asked for it here"
 
 
-@pytest.mark.parametrize("kind", [*CUT_SHORT, "WEBP"])
-def test_whole_images_are_read_as_ever_and_pillows_switch_stays_off(kind, monkeypatch):
-    content, seen = encoded(kind), []
-    load = ImageFile.ImageFile.load
-    monkeypatch.setattr(
-        ImageFile.ImageFile, "load", lambda image: (seen.append(ImageFile.LOAD_TRUNCATED_IMAGES), load(image))[1]
-    )
-    with accepting_parts() as reasons:
-        found = decode_image_file(io.BytesIO(content), SIDE, 3)
-    assert torch.equal(found, decode_image_file(io.BytesIO(content), SIDE, 3))
-    assert reasons == [] and not any(seen)
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -88,40 +72,6 @@ def test_what_holds_no_part_of_an_image_stays_a_bad_sample(content, expected):
     with accepting_parts() as reasons:
         assert expected in one_line(decode_image_file, io.BytesIO(content), SIDE, 3)
     assert reasons == [] and not ImageFile.LOAD_TRUNCATED_IMAGES
-
-
-def test_other_threads_refuse_damaged_files_meanwhile():
-    said = []
-
-    def read() -> None:
-        said.append(one_line(decode_image_file, io.BytesIO(cut(encoded("PNG"))), SIDE, 3))
-
-    with accepting_parts() as reasons:
-        other = threading.Thread(target=read)
-        other.start()
-        other.join()
-    assert len(said) == 1 and reasons == []
-
-
-def test_a_part_that_is_read_while_another_thread_reads_one_is_noticed_too(monkeypatch):
-    short, noticed, others, load = cut(encoded("PNG")), [], [], ImageFile.ImageFile.load
-
-    def read() -> None:
-        with accepting_parts() as reasons:
-            decode_image_file(io.BytesIO(short), SIDE, 3)
-        noticed.extend(reasons)
-
-    def load_beside_another(image: ImageFile.ImageFile) -> object:
-        if ImageFile.LOAD_TRUNCATED_IMAGES and not others:
-            others.append(threading.Thread(target=read))
-            others[0].start()
-            others[0].join(0.5)  # it ends within this time only if it may read while the switch is on
-        return load(image)
-
-    monkeypatch.setattr(ImageFile.ImageFile, "load", load_beside_another)
-    read()
-    others[0].join()
-    assert len(noticed) == 2
 
 
 def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, monkeypatch):
@@ -139,22 +89,12 @@ def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, mon
         images.load(0)
 
 
-def folder_of(path: Path, n: int = 40, damaged: tuple[int, ...] = (5, 9), no_images: tuple[int, ...] = (7,)) -> Path:
-    path.mkdir()
-    for number in range(n):
-        content = encoded("PNG", number)
-        short = cut(content) if number in damaged else content
-        (path / f"{number:02d}.png").write_bytes(b"no picture" if number in no_images else short)
-    return path
-
-
 def test_a_run_whose_files_are_all_cut_off_goes_on(tmp_path):
-    path = folder_of(tmp_path / "images", damaged=tuple(range(40)), no_images=())
-    feed = image_feed(arguments(image_folder=str(path), on_bad_sample="accept", image_size=SIDE), Process())
+    for number in range(40):
+        (tmp_path / f"{number:02d}.png").write_bytes(cut(encoded("PNG", number)))
+    feed = IMAGES.feed(image_folder=tmp_path, on_bad_sample="accept")
     said: list[str] = []
-    feed.start(0)
-    for _ in range(4):
-        feed.next()
+    training(feed, 5)
     feed.report_bad_samples(said.append)
     assert feed.bad_samples.counts == {"bad_samples": 0, "partial_samples": 40}
     assert len(said) == 1 and said[0].startswith("accepted a part of 40 images so far, such as ")
@@ -174,13 +114,6 @@ def test_a_clip_of_a_damaged_video_is_taken_from_before_the_damage(tmp_path):
     assert reasons and reasons[0].startswith("FFmpeg cannot read all of it: ")
 
 
-def test_a_video_without_a_beginning_stays_a_bad_sample(tmp_path):
-    path = write_video(tmp_path / "a.mp4", 60)  # its table of contents is at its end
-    path.write_bytes(cut(path.read_bytes(), 0.8))
-    with accepting_parts():
-        assert one_line(VideoDecoder(64, 5).load, Source(str(path)), 0)
-
-
 @pytest.mark.parametrize("augment", [False, True])
 @pytest.mark.parametrize("ending", ["wav", "aiff"])
 def test_a_clip_of_a_sound_that_is_cut_off_is_one_of_what_is_left(tmp_path, ending, augment):
@@ -198,29 +131,3 @@ def test_a_clip_of_a_sound_that_is_cut_off_is_one_of_what_is_left(tmp_path, endi
         assert len(reasons) == 1 and "it is cut off" in reasons[0]
         begins.add(begin)
     assert len(begins) == (5 if augment else 1), "a place is drawn for each epoch, as of whole sounds"
-
-
-# 4 seconds: an mp3 file is read from 0.9 s before its clip on, and ends in between.
-@pytest.mark.parametrize(("ending", "share"), [("flac", 0.3), ("mp3", 0.3), ("mp3", 0.4)])
-def test_a_sound_that_ends_before_its_clip_gives_its_beginning(tmp_path, ending, share):
-    path = tmp_path / f"a.{ending}"
-    noise = np.random.default_rng(0).normal(0, 0.1, 10 * RATE)
-    soundfile.write(path, noise, RATE)
-    whole = SoundDecoder(RATE, RATE).load(Source(str(path), end_seconds=1.0), 0)
-    path.write_bytes(cut(path.read_bytes(), share))
-    assert one_line(SoundDecoder(RATE, RATE).load, Source(str(path)), 0)
-    with accepting_parts() as reasons:
-        clip = SoundDecoder(RATE, RATE).load(Source(str(path)), 0)
-        longer = SoundDecoder(RATE, 5 * RATE).load(Source(str(path)), 0)
-    assert torch.corrcoef(torch.stack([clip, whole]))[0, 1] > 0.99
-    assert len(reasons) == 2
-    assert min(float(part.std()) for part in longer.split(RATE // 4)) > 0.05, "repeated, and nowhere silent"
-
-
-def test_a_sound_of_which_nothing_is_left_stays_a_bad_sample(tmp_path):
-    path = tmp_path / "a.flac"
-    soundfile.write(path, np.zeros(10 * RATE), RATE)
-    path.write_bytes(path.read_bytes()[:60])
-    with accepting_parts() as reasons:
-        assert one_line(SoundDecoder(RATE, RATE).load, Source(str(path)), 0)
-    assert reasons == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import av
@@ -16,18 +15,19 @@ from torchvision.transforms import RandomResizedCrop
 
 from data import open_images
 from data.crops import Crop, Square
+from data.files.source import Source
 from data.hashing import Draws
 from data.images.captioned import open_captioned
 from data.images.decoding import decode_image
 from data.videos.decoding import ClipDecoder
-from data.videos.sets import VideoFiles, open_videos
+from data.videos.sets import open_videos
 from tests.data.videos.files import write_video
 from training.flags.converters import area_range
 
 N = 4000
 # Two samples of N draws from one distribution are farther apart once in 10,000 times (Kolmogorov-Smirnov).
 FAR = 2.23 * math.sqrt(2 / N)
-SIZES = [(200, 200), (300, 200), (150, 600), (1000, 100)]
+CASES = [(300, 200, (0.5, 0.6)), (300, 200, (0.08, 1.0)), (150, 600, (0.08, 1.0)), (1000, 100, (0.08, 1.0))]
 
 
 def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -38,12 +38,11 @@ def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def regions(crop: Crop, width: int, height: int) -> np.ndarray:
-    """Left, top, width and height of N regions."""
+    """Left, top, width and height of N regions: the square that is cut hides their shape, which torchvision states."""
     return np.array([crop._region(width, height, Draws("test", i)) for i in range(N)])
 
 
-@pytest.mark.parametrize("area", [(0.08, 1.0), (0.5, 0.6)])
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("width", "height", "area"), CASES)
 def test_regions_are_distributed_as_those_of_torchvision(width, height, area):
     ours = regions(Crop(area=area), width, height)
     picture = torch.zeros(1, height, width)
@@ -56,21 +55,13 @@ def test_regions_are_distributed_as_those_of_torchvision(width, height, area):
         assert distance(measured(ours), measured(theirs)) < FAR
 
 
-def test_area_and_shape_are_drawn_evenly():
-    found = regions(Crop(area=(0.1, 0.4)), 4000, 4000)  # so large that every draw fits, and rounding does not count
-    area, ratio = found[:, 2] * found[:, 3] / 4000**2, np.log(found[:, 2] / found[:, 3])
-    evenly = (np.arange(N) + 0.5) / N
-    assert distance(area, 0.1 + 0.3 * evenly) < FAR
-    assert distance(ratio, math.log(4 / 3) * (2 * evenly - 1)) < FAR
-
-
 def test_a_picture_into_which_no_region_fits_gives_the_widest_one_in_its_middle():
     # A tenth of the width would be the height: no part of 1000 x 10 pixels with 90% of them is that narrow.
     assert set(map(tuple, regions(Crop(area=(0.9, 1.0)), 1000, 10))) == {(493, 0, 13, 10)}
 
 
 def test_a_random_square_is_everywhere_where_it_fits_equally_often():
-    found = [Crop("random", seed=3)._square(0, index, 45, 40) for index in range(N)]
+    found = [Crop("random", seed=3).cut(0, index)(45, 40) for index in range(N)]
     assert {square.side for square in found} == {40} and {square.top for square in found} == {0}
     counts = np.bincount([int(square.left) for square in found], minlength=6)
     assert len(counts) == 6
@@ -83,7 +74,7 @@ def test_the_square_is_a_largest_one_of_its_region_and_in_its_middle_unless_it_i
     is_in_the_middle = []
     for index in range(200):
         left, top, across, down = crop._region(300, 200, Draws("square", 1, 2, index))
-        square = crop._square(2, index, 300, 200)
+        square = crop.cut(2, index)(300, 200)
         assert square.side == min(across, down)
         assert left <= square.left <= left + across - square.side and top <= square.top <= top + down - square.side
         is_in_the_middle.append(
@@ -94,11 +85,11 @@ def test_the_square_is_a_largest_one_of_its_region_and_in_its_middle_unless_it_i
 
 def test_crops_depend_on_seed_epoch_and_index_alone():
     squares = {
-        (seed, epoch, index): Crop("random", (0.1, 0.9), seed)._square(epoch, index, 300, 200)
+        (seed, epoch, index): Crop("random", (0.1, 0.9), seed).cut(epoch, index)(300, 200)
         for seed in (0, 1) for epoch in (0, 1) for index in (0, 1)
     }  # fmt: skip
     assert len(set(squares.values())) == 8
-    assert squares[1, 0, 1] == Crop("random", (0.1, 0.9), 1)._square(0, 1, 300, 200)
+    assert squares[1, 0, 1] == Crop("random", (0.1, 0.9), 1).cut(0, 1)(300, 200)
 
 
 def places(path: Path, width: int, height: int) -> Path:
@@ -115,7 +106,7 @@ def test_a_random_square_of_an_image_is_cut_in_training_alone(tmp_path, width, h
     images = open_images(str(tmp_path), image_size=40, seed=5, crop=crop)
     begins = set()
     for epoch in range(20):
-        left, top, _ = map(int, crop._square(epoch, 0, width, height))
+        left, top, _ = map(int, crop.cut(epoch, 0)(width, height))
         image = images.load(0, epoch, augment=True)
         assert torch.equal(image[0, 0], torch.arange(left, left + 40).to(torch.uint8))
         assert torch.equal(image[1, :, 0], torch.arange(top, top + 40).to(torch.uint8))
@@ -140,10 +131,7 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
 def test_a_small_region_of_a_jpeg_is_not_decoded_at_fewer_pixels_than_the_sample_has(tmp_path, monkeypatch):
     Image.new("RGB", (400, 400)).save(tmp_path / "a.jpg")
     asked = []
-    monkeypatch.setattr(
-        "PIL.JpegImagePlugin.JpegImageFile.draft",
-        lambda image, mode, size: asked.append(size),
-    )
+    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.draft", lambda image, mode, size: asked.append(size))
     decode_image(str(tmp_path / "a.jpg"), 40, 3, cut=lambda width, height: Square(0, 0, 100))
     assert asked == [(160, 160)]
 
@@ -176,32 +164,16 @@ def noise(number: int) -> np.ndarray:
     return np.asarray(Image.fromarray(coarse).resize((96, 48), Image.Resampling.BICUBIC))
 
 
-def films(folder: Path) -> tuple[VideoFiles, Callable[..., VideoFiles]]:
-    """A film with a long side, and what opens it at any crop."""
-    write_video(folder / "a.mkv", 8, codec="ffv1", pictures=[noise(i) for i in range(8)])
-
-    def opened(crop: Crop) -> VideoFiles:
-        found = open_videos(str(folder), image_size=48, num_frames=4, crop=crop)
-        assert isinstance(found, VideoFiles)
-        return found
-
-    return opened(Crop()), opened
-
-
 def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
-    whole, opened = films(tmp_path)
-    crop = Crop("random", seed=2)
-    cropped, begins = opened(crop), set()
+    ramp = np.tile(np.arange(96, dtype=np.uint8) * 2, (48, 1))
+    write_video(tmp_path / "a.mkv", 8, codec="ffv1", pictures=[ramp] * 8)
+    films = open_videos(str(tmp_path), image_size=48, num_frames=4, crop=Crop("random", seed=2))
+    begins = set()
     for epoch in range(12):
-        left = int(crop._square(epoch, 0, 96, 48).left)
-        clip = cropped.load(0, epoch, augment=True)
-        assert clip.shape == (3, 4, 48, 48)
-        begins.add(left)
-        # The same clip of the same time, cut at a known place.
-        seen = ClipDecoder(48, 4, seed=0, crop=_At(Square(left, 0, 48)))
-        assert torch.equal(clip, seen.load(cropped.source(0), 0, epoch, augment=True))
-        assert torch.equal(cropped.load(0, epoch), whole.load(0, epoch)), "validation sees the middle"
-    assert len(begins) > 6
+        clip = films.load(0, epoch, augment=True)
+        assert clip.shape == (3, 4, 48, 48) and torch.equal(clip, clip[:, :1].expand_as(clip))
+        begins.add(int(clip[0, 0, 0, 0]))
+    assert len(begins) > 6 and films.load(0)[0, 0, 0, 0] == pytest.approx(48, abs=2), "validation sees the middle"
 
 
 class _At(Crop):
@@ -216,25 +188,19 @@ class _At(Crop):
 
 @pytest.mark.parametrize("square", [Square(10, 4, 40), Square(60, 20, 24), Square(0, 0, 48), Square(48, 0, 48)])
 def test_a_square_of_a_frame_is_that_of_the_same_frame_as_an_image(tmp_path, square):
-    whole, _ = films(tmp_path)
-    source = whole.source(0)
+    write_video(tmp_path / "a.mkv", 8, codec="ffv1", pictures=[noise(i) for i in range(8)])
     with av.open(str(tmp_path / "a.mkv")) as container:
         first = next(container.decode(video=0)).to_ndarray(format="rgb24")
     Image.fromarray(first).save(tmp_path / "frame.png")
     expected = decode_image(str(tmp_path / "frame.png"), 24, 3, cut=lambda width, height: square)
-    found = ClipDecoder(24, 8, crop=_At(square)).load(source, 0, 0, augment=True)[:, 0]
+    found = ClipDecoder(24, 8, crop=_At(square)).load(Source(str(tmp_path / "a.mkv")), 0, 0, augment=True)[:, 0]
     # FFmpeg and Pillow weight neighbours differently where they resize.
     assert (found.int() - expected.int()).abs().float().mean() < 4
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("0.5", "2 values"),
-        ("0.9,0.5", "smaller number first"),
-        ("0,1", "from 0.01 to 1"),
-        ("0.5,1.5", "from 0.01 to 1"),
-    ],
+    [("0.5", "2 values"), ("0.9,0.5", "smaller number first"), ("0,1", "from 0.01"), ("0.5,1.5", "from 0.01")],
 )
 def test_a_range_of_areas_that_is_none_is_refused(text, expected):
     with pytest.raises(argparse.ArgumentTypeError, match=expected):

@@ -95,10 +95,6 @@ def test_three_splits_are_disjoint_complete_and_of_the_sizes_asked_for(valid, te
     assert list(split_samples(100, valid, test, 4, 4).train) != list(parts.train)
 
 
-def test_a_split_without_a_test_split_is_the_one_of_two():
-    assert [*map(list, split(50, 0.2, 7, 4))] == [*map(list, split_samples(50, 0.2, 0.0, 7, 4))][:2]
-
-
 def test_splits_that_leave_nothing_to_train_on_are_refused():
     text = one_line(split_samples, 20, 0.2, 0.1, 0, at_least=8)
     assert "validation takes max(ceil(0.2 x 20), batch size 8) = 8 and test takes" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from tests.data.sources import (
     by_position,
     captions,
     embedding,
-    in_folder,
     passes,
     training,
 )
@@ -38,7 +37,7 @@ from tests.processes import Process, on_processes
 
 N_VALID, N_BATCHES = 8, 9  # two epochs of 32 samples, and a batch
 ON_DISK = [name for name, source in SOURCES.items() if source.write]
-KINDS = {"images": IMAGES, "conditioned images": CONDITIONED, "sounds": SOUNDS, "videos": VIDEOS}
+NAMES = {IMAGES: "images", CONDITIONED: "conditioned", SOUNDS: "sounds", VIDEOS: "videos"}
 Passes = dict[str, list[dict]]
 
 
@@ -69,9 +68,9 @@ def on_disk(request: pytest.FixtureRequest) -> Source:
     return SOURCES[request.param]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=NAMES, ids=list(NAMES.values()))
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
+    return request.param
 
 
 def test_each_epoch_is_another_shuffle_of_what_is_not_validated_and_each_place_of_a_batch_is_taken(
@@ -144,6 +143,11 @@ def test_what_stands_beside_a_sample_is_its_own(whole: Any) -> None:
     assert valid["captions"] == [captions(index)[0] for index in valid["ids"]]
 
 
+def write(kind: Kind, folder: Path, numbers: range, **changed: Record) -> dict[str, Any]:
+    """The flags of a folder with the records of these numbers."""
+    return SOURCES[f"{NAMES[kind]} of folder"].written(folder, numbers, **changed)
+
+
 def damaged(kind: Kind, number: int, content: Callable[[bytes], bytes]) -> dict[str, Record]:
     record = kind.record(number)
     first, *_ = record
@@ -187,9 +191,9 @@ def test_a_bad_sample_is_named_once_on_every_process_and_the_next_of_the_order_t
         assert all(line.endswith(f"; the next {on_disk.kind.noun} takes its place") for line in said)
 
 
-def test_a_bad_sample_ends_a_run_that_is_to_end_there_in_one_line(on_disk: Source, tmp_path: Path) -> None:
-    flags = on_disk.written(tmp_path / "set", **damaged(on_disk.kind, 7, lambda _: b"none"))
-    feed = on_disk.kind.feed(**flags, valid_fraction=0, on_bad_sample="error")
+def test_a_bad_sample_ends_a_run_that_is_to_end_there_in_one_line(kind: Kind, tmp_path: Path) -> None:
+    flags = write(kind, tmp_path / "set", range(N), **damaged(kind, 7, lambda _: b"none"))
+    feed = kind.feed(**flags, valid_fraction=0, on_bad_sample="error")
     with pytest.raises((ValueError, TrainingStopped), match=f"{re.escape(feed.samples.describe(7))}: [^\n]*$"):
         training(feed, 5)
 
@@ -217,25 +221,21 @@ def test_a_part_of_a_sample_is_trained_on_and_counted_where_it_is_accepted(
         assert len(said) == 1 and said[0].startswith(f"accepted a part of 1 {on_disk.kind.noun} so far, such as ")
 
 
-def others(source: Source) -> range:
-    """As many samples as range(12) of other names, or a part of them where samples have none."""
-    return range(11) if source.place in ("arrow", "parquet") else range(1, 13)
-
-
 def test_the_fingerprint_is_that_of_a_copy_and_of_no_other_samples(on_disk: Source, tmp_path: Path) -> None:
-    prints = []
-    for place, numbers in enumerate((range(12), range(12), others(on_disk))):
+    """Rows of tables have no names: fewer of them are others."""
+    others, prints = range(3) if on_disk.place in ("arrow", "parquet") else range(1, 5), []
+    for place, numbers in enumerate((range(4), range(4), others)):
         flags = on_disk.written(tmp_path / str(place) / "set", numbers)
-        prints.append(on_disk.kind.feed(**flags, batch_size=4).samples.fingerprint)
+        prints.append(on_disk.kind.feed(**flags, batch_size=1).samples.fingerprint)
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_a_process_that_sees_other_samples_is_named_on_all(on_disk: Source, tmp_path: Path) -> None:
-    numbers = range(12), range(12), others(on_disk), range(3)
-    seen = [on_disk.written(tmp_path / str(rank) / "set", some) for rank, some in enumerate(numbers)]
+def test_a_process_that_sees_other_samples_is_named_on_all(kind: Kind, tmp_path: Path) -> None:
+    numbers = range(12), range(12), range(1, 13), range(3)
+    seen = [write(kind, tmp_path / str(rank), some) for rank, some in enumerate(numbers)]
 
     def opened(process: Process) -> int:
-        return len(on_disk.kind.feed(process, **seen[process.rank], batch_size=process.world_size).train_set)
+        return len(kind.feed(process, **seen[process.rank], batch_size=process.world_size).train_set)
 
     errors = on_processes(4, opened, catches=ValueError)
     assert len({*map(str, errors)}) == 1 and str(errors[0]).startswith("rank 2 (on ")
@@ -273,16 +273,16 @@ def test_tars_are_named_by_a_folder_a_pattern_a_range_or_one_by_one(name: str, f
 # A second folder as the validation split.
 
 
+@pytest.mark.parametrize("name", [
+    "images of folder", "images of own", "images of parquet", "conditioned of tars", "sounds of manifest",
+    "videos of folder",
+])  # fmt: skip
 def test_all_of_the_first_set_is_trained_on_and_all_of_the_second_is_validated(
-    on_disk: Source, flags_of: Any, tmp_path: Path
+    name: str, flags_of: Any, tmp_path: Path
 ) -> None:
-    n_valid = 11
-    write = in_folder if on_disk.place == "own" or on_disk.kind is CONDITIONED else on_disk.write
-    assert write is not None
-    (valid, *_) = write(tmp_path / "valid", {i: on_disk.kind.record(i) for i in range(n_valid)}, on_disk.kind).values()
+    on_disk, n_valid = SOURCES[name], 11
+    (valid,) = write(on_disk.kind, tmp_path / "valid", range(n_valid)).values()
     flags = {**flags_of(on_disk), "valid_folder": valid}
-    if on_disk.kind is CONDITIONED:
-        flags["test_fraction"] = 0
     seen = passes(on_disk.kind, flags, 2 * N // BATCH, 2)
     feed = on_disk.kind.feed(**flags)
     assert sorted(ids(seen["train"])) == sorted([*range(N), *range(N)]) and feed.samples_per_epoch == N
@@ -292,15 +292,10 @@ def test_all_of_the_first_set_is_trained_on_and_all_of_the_second_is_validated(
     assert f"{N} {feed.noun}s to train on, {n_valid} {feed.noun}s to validate in {valid}" in feed.summary()
 
 
-def write(kind: Kind, folder: Path, numbers: range) -> Path:
-    in_folder(folder, {number: kind.record(number) for number in numbers}, kind)
-    return folder
-
-
 def test_a_second_folder_is_checked_as_the_first_is(kind: Kind, tmp_path: Path) -> None:
-    train, valid = write(kind, tmp_path / "train", range(16)), write(kind, tmp_path / "valid", range(11))
-    other, few = write(kind, tmp_path / "other", range(1, 12)), write(kind, tmp_path / "few", range(BATCH - 1))
-    flags: Mapping[str, Any] = {kind.script.data.flag: train, "valid_samples": 0}
+    numbers = {"valid": range(11), "other": range(1, 12), "few": range(BATCH - 1)}
+    valid, other, few = (next(iter(write(kind, tmp_path / name, some).values())) for name, some in numbers.items())
+    flags = {**write(kind, tmp_path / "train", range(16)), "valid_samples": 0}
 
     def errors(*folders: Path) -> list[str]:
         def opened(process: Process) -> Any:

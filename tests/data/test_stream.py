@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-
 import pytest
 import torch
-from PIL import Image
 
 from data import BadSample, Images, ValidationStream, open_images, split
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
+from tests.scripts import write_images
 
-BROKEN = (3, 4, 17)
-
-
-def folder_of_images(folder: Path, n: int, broken: Iterable[int] = ()) -> Images:
-    """Image i has the grey value 3 * i, slightly sloped so that its mirror image differs."""
-    folder.mkdir()
-    for i in range(n):
-        path = folder / f"{i:03d}.png"
-        image = Image.new("L", (4, 4), 3 * i)
-        image.putpixel((0, 0), 3 * i + 1)
-        image.save(path)
-        if i in broken:
-            path.write_bytes(path.read_bytes()[:40])
-    return open_images(str(folder), image_size=4, flip=True)
+N = 30
 
 
 @pytest.fixture(scope="module")
-def intact(tmp_path_factory) -> Images:
-    return folder_of_images(tmp_path_factory.mktemp("sets") / "intact", 30)
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory) -> Images:
-    return folder_of_images(tmp_path_factory.mktemp("sets") / "damaged", 30, BROKEN)
+def intact() -> Images:
+    return open_images(f"demo:shapes:{N}", image_size=4, flip=True)
 
 
 def test_epochs_follow_each_other_without_a_ragged_batch(intact):
@@ -71,34 +50,21 @@ def test_streams_leave_the_random_state_of_the_training_alone(intact, num_worker
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_bad_file_is_named_once_per_batch_with_its_reason(damaged):
-    bad = next(iter(stream(damaged, 60)))["bad"]  # meets each twice
-    assert sorted(sample.index for sample in bad) == list(BROKEN)
-    assert all(sample.path == damaged.describe(sample.index) for sample in bad)
-    assert all(isinstance(sample, BadSample) and sample.reason and "\n" not in sample.reason for sample in bad)
-
-
 def test_vanished_file_is_a_bad_file(tmp_path):
-    images = folder_of_images(tmp_path / "set", 10)
-    (tmp_path / "set/004.png").unlink()
-    batch = next(iter(stream(images, 10)))
-    assert batch["bad"] == [BadSample(4, str(tmp_path / "set/004.png"), "No such file or directory")]
+    write_images(tmp_path / "set", 10)
+    images = open_images(str(tmp_path / "set"), image_size=4)
+    (tmp_path / "set/04.png").unlink()
+    batch = next(iter(stream(images, 20)))  # meets it twice
+    assert batch["bad"] == [BadSample(4, str(tmp_path / "set/04.png"), "No such file or directory")]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stream_that_cannot_go_on_says_why_in_one_line(damaged, tmp_path, num_workers):
-    text = one_line(global_batches, damaged, 20, on_bad_sample="error", num_workers=num_workers)
-    assert text.startswith(tuple(f"{damaged.describe(i)}: " for i in BROKEN))
-    broken = folder_of_images(tmp_path / "set", 12, range(12))
-    text = one_line(global_batches, broken, 20, num_workers=num_workers)
-    assert text.startswith(f"none of 12 images could be read: {tmp_path / 'set'}")
-
-
-def test_search_for_a_readable_sample_ends_after_100(tmp_path):
-    for i in range(150):
+@pytest.mark.parametrize(("n", "n_tried", "num_workers"), [(12, 12, 0), (12, 12, 2), (150, 100, 0)])
+def test_search_for_a_readable_sample_ends_after_100(n, n_tried, num_workers, tmp_path):
+    for i in range(n):
         (tmp_path / f"{i}.jpg").touch()
     images = open_images(str(tmp_path), image_size=4)
-    assert one_line(global_batches, images, 1).startswith("none of 100 images could be read")
+    text = one_line(global_batches, images, 1, num_workers=num_workers)
+    assert text.startswith(f"none of {n_tried} images could be read: {tmp_path}")
 
 
 def validation_stream(images: Images, n: int = 30, rank: int = 0, world_size: int = 1, **options) -> ValidationStream:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import shutil
-import socket
 import tarfile
-import tempfile
-import threading
 import tracemalloc
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +16,10 @@ from typing import Any
 import pytest
 
 from data import open_images, open_sounds, open_videos
-from data.files import cache, manifest, opening, packed
+from data.files import cache, manifest, opening
 from data.files.cache import Lists, Watched, kept_lists
 from data.files.packed import PackedStrings, StoredStrings
-from data.images.captioned import open_captioned
-from data.images.embeddings import KINDS
 from tests.data.helpers import one_line
-from tests.processes import on_processes
 
 # Also names whose order is another one with the slash than without, and some that other programs take for two.
 NAMES = ["a/1.png", "a/deep/er/2.png", "a-b/1.png", "a.png", "ab.png", "B.jpg", "new\nline.png", " .png", "ü/ß.webp"]
@@ -93,15 +85,6 @@ def test_a_second_start_reads_no_folder_and_finds_the_same_names_in_the_same_ord
         cache.cache_files = cache_files
 
 
-def test_long_lists_are_sorted_in_runs(tmp_path, monkeypatch):
-    folder = folder_of(tmp_path / "set", [*NAMES, *(f"{i % 3}/{(i * 37) % 100}.png" for i in range(100))])
-    whole = names_in(folder)
-    assert whole == sorted(whole) and len(whole) == 114
-    monkeypatch.setattr(opening, "_LONGEST_RUN", 3)
-    kept(folder)[0].unlink()
-    assert names_in(folder) == whole
-
-
 def test_lists_of_one_folder_for_other_kinds_of_samples_are_apart(tmp_path):
     folder = folder_of(tmp_path / "set", ["a.png", "a.txt", "b.wav", "b.json", "c.mp4"])
     for _ in range(2):
@@ -165,12 +148,6 @@ def test_a_change_within_a_tick_of_the_clock_is_not_missed(tmp_path, monkeypatch
     assert "later.png" in names_in(folder)
 
 
-def test_short_lists_leave_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_FEWEST", len(NAMES) + 1)
-    assert names_in(folder_of(tmp_path / "set")) == sorted(NAMES)
-    assert {path.name for path in tmp_path.iterdir()} == {"set", ".probe"}
-
-
 def test_a_damaged_list_is_made_anew(tmp_path):
     folder = folder_of(tmp_path / "set")
     assert names_in(folder) == sorted(NAMES)
@@ -206,95 +183,23 @@ def test_a_damaged_list_is_made_anew(tmp_path):
     assert names_in(folder) == sorted(NAMES)
 
 
-def test_a_list_that_was_made_to_do_harm_leads_to_no_other_file(tmp_path):
-    folder = folder_of(tmp_path / "set")
-    (tmp_path / "outside.png").touch()
-    names_in(folder)
-    [path] = kept(folder)
-    key = json.loads(path.read_bytes().partition(b"\n")[0])["key"]
-    for name in ("../outside.png", str(tmp_path / "outside.png"), "a/../../outside.png"):
-        watched = Watched()
-        watched.add("", folder.stat())
-        parts = {
-            "samples": PackedStrings([name]),
-            "beside": PackedStrings(),
-            "tars": PackedStrings(),
-            "skipped": PackedStrings(),
-        }
-        cache._save(str(path), str(folder), key, Lists(parts, watched))
-        images = open_images(str(folder), image_size=8)
-        assert len(images) == 1, "the forged list is taken"
-        assert "is not true: delete it" in one_line(images.load, 0)
-        assert images.describe(0), "a message can name it"
-
-
-@pytest.mark.parametrize(
-    ("what", "ends"),
-    [("watched", [700 << 20]), ("watched", [100 << 20] * 7), ("samples", [700 << 20]), ("samples", [0, 0])],
-)
-def test_little_is_read_of_a_list_that_is_long_but_for_the_disk(what, ends, tmp_path, monkeypatch):
-    folder = folder_of(tmp_path / "set")
-    names_in(folder)
-    [path] = kept(folder)
-    header = json.loads(path.read_bytes().partition(b"\n")[0])
-    watched = Watched()
-    watched.add("", folder.stat())
-    cache._save(str(path), str(folder), header["key"], Lists({}, watched))
-    [honest] = json.loads(path.read_bytes().partition(b"\n")[0])["parts"]
-    long = [what, len(ends), 700 << 20, "0"]
-    parts = [long if what == "watched" else honest, ["samples", 0, 0, "0"] if what == "watched" else long]
-    parts += [["beside", 0, 0, "0"], ["tars", 0, 0, "0"]]
-    with path.open("wb") as file:
-        file.write(json.dumps({**header, "parts": parts}).encode() + b"\n")
-        if what == "samples":
-            file.write(b"".join(watched.lines.buffers))
-        file.write(array("q", [0, *itertools.accumulate(ends)]).tobytes())
-        file.truncate(file.tell() + (700 << 20) + 8 * (2 + (what == "watched")))
-    read, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, at: (read.append(size), pread(file, size, at))[1])
-    assert names_in(folder) == sorted(NAMES) and sum(read) < 16 << 20
-
-
+@pytest.mark.parametrize("what", ["samples", "tars"])
 @pytest.mark.parametrize("name", ["../outside.tar", "a/../../outside.tar", "absolute"])
-def test_a_list_that_was_made_to_do_harm_leads_to_no_other_tar(name, tmp_path):
+def test_a_list_that_was_made_to_do_harm_leads_to_no_other_file(what, name, tmp_path):
+    """Forged by the functions that write true ones."""
     folder = folder_of(tmp_path / "set")
     with tarfile.open(tmp_path / "outside.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("0.png"))
     names_in(folder)
     [path] = kept(folder)
     key = json.loads(path.read_bytes().partition(b"\n")[0])["key"]
-    watched, tars = Watched(), PackedStrings([str(tmp_path / "outside.tar") if name == "absolute" else name])
+    watched, forged = Watched(), PackedStrings([str(tmp_path / "outside.tar") if name == "absolute" else name])
     watched.add("", folder.stat())
-    parts = {"samples": PackedStrings(), "beside": PackedStrings(), "tars": tars, "skipped": PackedStrings()}
+    parts = {part: forged if part == what else PackedStrings() for part in ("samples", "beside", "tars", "skipped")}
     cache._save(str(path), str(folder), key, Lists(parts, watched))
-    assert "is not true: delete it" in one_line(names_in, folder)
+    load = names_in if what == "tars" else lambda folder: open_images(str(folder), image_size=8).load(0)
+    assert "is not true: delete it" in one_line(load, folder)
     assert not list(tmp_path.glob(".outside*")), "no index is made of it"
-
-
-def test_what_stands_beside_all_files_is_found_in_one_pass(tmp_path, monkeypatch):
-    stems = ["a", "a.b", "a.b.c", "a.z", "a-b", "a/b", "ab", "b", *map(str, range(300))]
-    beside = [f"{stem}{'.img_emb' if place % 5 else '.text'}.npy" for place, stem in enumerate(stems) if place % 3]
-    beside += [f"{stem}.npy" for stem in stems[::2]]
-    folder = folder_of(tmp_path / "set", [*(f"{stem}.png" for stem in stems), *beside, "0.png.npy", "zz.npy"])
-    read, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, at: (read.append(size), pread(file, size, at))[1])
-    for _ in range(2):
-        read.clear()
-        files = open_captioned(str(folder), image_size=8)._places.images
-        found = {kind: list(files.all_beside(kind.endings)) for kind in KINDS}
-        assert len(read) < 100
-        for kind in KINDS:
-            assert found[kind] == [files.beside(index, kind.endings) for index in range(len(stems))]
-            assert files.has_any_beside(kind.endings) and 50 < found[kind].count(None) < 300
-        assert not files.has_any_beside([".txt"]) and list(files.all_beside([".txt"])) == [None] * len(stems)
-
-
-def test_a_file_that_changes_while_it_is_used_is_named(tmp_path):
-    folder = folder_of(tmp_path / "set")
-    names_in(folder)
-    images = open_images(str(folder), image_size=8)
-    os.truncate(kept(folder)[0], 1000)
-    assert str(kept(folder)[0]) in one_line(images.load, len(NAMES) - 1)
 
 
 def test_lists_are_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_in_memory(tmp_path, scans, monkeypatch):
@@ -316,24 +221,6 @@ def test_lists_are_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_
     monkeypatch.setattr(cache.os, "access", lambda *_: False)
     monkeypatch.setattr(cache, "open_appending", lambda *_: pytest.fail("made a lock"))
     assert names_in(folder) == sorted(NAMES)
-
-
-def test_machines_that_share_a_home_do_not_replace_one_anothers_lists(tmp_path, monkeypatch):
-    here = cache.cache_files("/data/set", ".list", "lists")
-    assert here == cache.cache_files("/data/../data/set", ".list", "lists")
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
-    there = cache.cache_files("/data/set", ".list", "lists")
-    assert here[0] == there[0] and os.path.dirname(here[1]) == os.path.dirname(there[1]) and here[1] != there[1]
-
-
-@pytest.mark.parametrize("home", ["relative", ""])
-def test_the_cache_of_the_user_may_have_a_relative_path_and_the_user_no_home(home, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", home)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that the machine does not know
-    _, path = cache.cache_files("/data/set", ".list", "lists")
-    assert os.path.isabs(path), "else the search for the folder that it would be made in has no end"
-    assert path.startswith(str(tmp_path)) and cache._can_be_made(path)
 
 
 def test_who_may_not_read_a_folder_may_not_read_the_list_of_it(tmp_path):
@@ -372,48 +259,6 @@ def test_of_several_processes_that_start_at_once_one_makes_the_list(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} - {"set", ".probe", "set.log"} == {kept(folder)[0].name}
 
 
-def _list_in_vain(folder: str, waiting: Any, first: Any, both: Any, queue: Any) -> None:
-    locked, has_waited = cache._locked, []
-
-    def locks(*place: Any) -> bool:
-        if not (is_locked := locked(*place)) and not has_waited:
-            has_waited.append(True)
-            waiting.release()
-        return is_locked
-
-    def make() -> Lists:
-        if first.acquire(block=False):
-            assert all(waiting.acquire(timeout=60) for _ in range(2))
-        else:
-            both.wait(timeout=60)  # which only ends if both are here
-        return Lists({"rows": PackedStrings(["one"])}, Watched())
-
-    cache._locked = locks
-    try:
-        queue.put(list(kept_lists(folder, "test", ("rows",), make)["rows"]))
-    except threading.BrokenBarrierError:
-        queue.put("one after the other")
-
-
-def test_where_no_list_is_kept_those_that_waited_list_at_the_same_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_FEWEST", 10)
-    context = multiprocessing.get_context("fork")
-    shared = context.Semaphore(0), context.Semaphore(1), context.Barrier(2), context.SimpleQueue()
-    processes = [context.Process(target=_list_in_vain, args=(str(tmp_path), *shared)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    assert [shared[-1].get() for _ in processes] == [["one"]] * 3
-    for process in processes:
-        process.join()
-
-
-def test_a_folder_with_a_time_in_the_future_is_listed_once(tmp_path, scans, monkeypatch):
-    folder = folder_of(tmp_path / "set")
-    os.utime(folder, ns=(0, 1 << 62))
-    monkeypatch.setattr(cache.time, "sleep", lambda _: pytest.fail("waits"))
-    assert names_in(folder) == sorted(NAMES) and len(scans) == 1 and not kept(folder)
-
-
 def test_what_a_process_left_that_was_killed_while_it_saved_is_deleted(tmp_path):
     folder = folder_of(tmp_path / "set")
     process = multiprocessing.get_context("fork").Process(target=_killed, args=(folder,))
@@ -427,21 +272,6 @@ def test_what_a_process_left_that_was_killed_while_it_saved_is_deleted(tmp_path)
 def _killed(folder: Path) -> None:
     os.replace = lambda *_: os._exit(9)
     names_in(folder)
-
-
-def test_a_lock_of_another_user_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    monkeypatch.setattr(cache, "_locked", lambda *_: pytest.fail("asked for the lock"))
-    folder = folder_of(tmp_path / "set")
-    assert names_in(folder) == sorted(NAMES) and len(kept(folder)) == 1
-
-
-def test_threads_may_list_one_folder_at_once(tmp_path):
-    folder = folder_of(tmp_path / "set")
-    assert on_processes(3, lambda process: names_in(folder)) == [sorted(NAMES)] * 3
-    assert threading.active_count() >= 1
 
 
 def test_a_list_in_a_file_takes_no_memory_and_is_pickled_whole(tmp_path):
@@ -459,15 +289,6 @@ def test_a_list_in_a_file_takes_no_memory_and_is_pickled_whole(tmp_path):
     for index in (-1, 20_000):
         with pytest.raises(IndexError):
             rows[index]
-
-
-def test_rows_that_are_long_together_are_read_one_by_one(tmp_path, monkeypatch):
-    folder = folder_of(tmp_path / "set", ["a.png"])
-    watched, strings = Watched(), PackedStrings(str(10**i) for i in range(100))
-    watched.add("", folder.stat())
-    monkeypatch.setattr(packed, "_LONGEST", 100)
-    rows = kept_lists(str(folder), "test", ("rows",), lambda: Lists({"rows": strings}, watched))["rows"]
-    assert isinstance(rows, StoredStrings) and list(rows) == list(strings)
 
 
 ROWS = [("v/a.mp4", 0.1, 0.7), ("ü, ß.mp4", 0.0, 1e9), ("c.mp4", 1 / 3, 5.0)]

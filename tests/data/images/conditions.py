@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from tests.data.helpers import write_tar
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_conditioned_image_arguments, add_run_arguments
 
 WIDTH, TOKENS, TEXT_WIDTH = 6, 5, 4
 Array = np.ndarray
-
-
-def arguments(**changed: Any) -> argparse.Namespace:
-    parser = ArgumentParser("test", "", is_root=lambda: True)
-    add_conditioned_image_arguments(parser)
-    add_run_arguments(parser, output_dir="runs", batch_size=4, num_workers=0, valid_fraction=0.15)
-    args = parser.parse([], data_flag="image_folder")
-    for name, value in changed.items():
-        assert hasattr(args, name), name
-        setattr(args, name, value)
-    return args
 
 
 def picture(number: int, size: tuple[int, int] = (12, 12)) -> bytes:

@@ -9,8 +9,10 @@ import torch
 
 from data import open_images
 from data.images.embeddings import IMAGE, TEXT
-from data.images.scenes import TRIPLES, Scenes, Triple, attributes, condition_of, encoded, is_held_out, triples_of
+from data.images.scenes import TRIPLES, Scenes, Triple, attributes, condition_of, encoded, is_held_out
 from data.images.shapes import COLOURS, PLACES, SHAPES, SIZES, Item
+
+BACKGROUNDS = ["dark", "light"]
 
 
 def scenes(n: int = 4000, **options) -> Scenes:
@@ -38,39 +40,14 @@ def test_held_out_combinations_are_never_shown_and_all_others_are():
     assert unseen.load(3).shape == (3, 24, 24) and unseen.embeddings(IMAGE).load(3).sum() == 5
 
 
-def test_a_scene_depends_on_the_seed_and_its_index_alone():
-    few, many, other = scenes(20), scenes(1000), scenes(20, seed=1)
-    assert [few.caption(i) for i in range(3)] == [
-        "a large red square top right, on light", "a large green cross at the top, on dark",
-        "a cyan cross on the right, on dark",
-    ]  # fmt: skip
-    assert all(torch.equal(few.load(i), many.load(i)) for i in range(20))
-    assert [few.caption(i) for i in range(20)] != [other.caption(i) for i in range(20)]
-    assert len({few.load(i).numpy().tobytes() for i in range(20)}) == 20
-    with pytest.raises(IndexError):
-        few.load(20)
-
-
 def test_embeddings_say_where_which_shape_of_which_colour_and_size_is():
     item = Item("ring", "cyan", "large", "in the centre", 0.5, 0.5, 0.2, 0.0)
-    tables = (
-        (PLACES, "in the centre"),
-        (SHAPES, "ring"),
-        (COLOURS, "cyan"),
-        (SIZES, "large"),
-        (["dark", "light"], "light"),
-    )
+    tables = (PLACES, "in the centre"), (SHAPES, "ring"), (COLOURS, "cyan"), (SIZES, "large"), (BACKGROUNDS, "light")
     parts = attributes(item, "light").split([9, 8, 8, 3, 2])
     for (table, name), part in zip(tables, parts, strict=True):
         assert part.sum() == 1 and part[list(table).index(name)] == 1
     elsewhere = attributes(Item("ring", "cyan", "large", "top left", 0.25, 0.25, 0.17, 0.0), "light")
     assert torch.equal(elsewhere[9:], attributes(item, "light")[9:]), "what is somewhere does not depend on where it is"
-
-
-def test_attributes_are_read_back_from_embeddings():
-    shown = scenes(200)
-    embeddings = torch.stack([shown.embeddings(IMAGE).load(i) for i in range(200)])
-    assert triples_of(embeddings) == [triple(shown.item(i)) for i in range(200)]
 
 
 def test_sentences_are_conditions():
@@ -109,9 +86,6 @@ def test_encoded_captions_have_a_vector_for_each_word_at_each_place_and_zeros_be
     # red - ring, at the same places in both sentences: the vectors of the places cancel
     swapped = encoded("a ring red top left")
     assert torch.allclose(one[1] - swapped[1], swapped[2] - one[2], atol=1e-6)  # rounding of fp32
-    rows = torch.cat([encoded(scenes().caption(i)) for i in range(100)])
-    rows = rows[rows.any(1)].unique(dim=0)
-    assert rows.mean().abs() < 0.1 and abs(rows.var() - 1) < 0.1  # about 4 standard errors of 50 rows of 32 numbers
     shown = scenes(5)
     assert torch.equal(shown.embeddings(TEXT).load(2), encoded(shown.caption(2)))
 

@@ -6,13 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from PIL import Image
 
-from data import open_images, to_unit_range
-from data.files.opening import said_of_skipped
-from data.files.packed import PackedStrings
+from data import open_images
 from data.images.captioned import open_captioned
 from tests.data.helpers import one_line
 
@@ -125,14 +122,3 @@ def test_half_of_the_augmented_images_are_mirrored_by_seed_epoch_and_index(tmp_p
     assert coins(0) != coins(0, open_images(str(tmp_path), image_size=8, flip=True, seed=4))
     assert not any(coins(0, open_images(str(tmp_path), image_size=8, flip=False, seed=3)))
     assert all(torch.equal(images.load(i, 0, False), plain) for i in range(40))
-
-
-def test_unit_range():
-    images = torch.tensor([[0, 51, 255]], dtype=torch.uint8)
-    assert to_unit_range(images).tolist() == [[0.0, pytest.approx(0.2), 1.0]]
-    assert to_unit_range(images).dtype == torch.float32
-
-
-@pytest.mark.parametrize("line", ["many .txt", "3 \x1b[31m", "3", ""])
-def test_counts_that_were_made_to_do_harm_are_not_printed(line):
-    assert "is not true: delete it" in one_line(said_of_skipped, "photos", PackedStrings([line]))

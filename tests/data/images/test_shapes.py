@@ -5,7 +5,6 @@ from __future__ import annotations
 import colorsys
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 from data import open_images
 from data.images.shapes import COLOURS, SHAPES, SIZES
 
-ROOT = Path(__file__).resolve().parents[3]
 # of an outline of radius 1, from elementary geometry; of the crescent see below
 AREAS = {
     "circle": math.pi, "ring": math.pi * (1 - 0.44**2), "square": 1.64**2, "diamond": 2 / 1.4,
@@ -64,15 +62,6 @@ def test_captions_are_true():
     assert seen == {*SIZES, *COLOURS, *SHAPES, *PLACES}
 
 
-def test_caption_reads_as_a_sentence():
-    images = open_images("demo:shapes", image_size=16)
-    captions = [images.caption(i) for i in range(200)]
-    one = rf"{PHRASE.pattern}"
-    sentence = re.compile(rf"{one}(?:(?:, {one})? and {one})?".replace("(small", "(?:small").replace("(red", "(?:red"))
-    assert all(sentence.fullmatch(caption) for caption in captions)
-    assert not any(re.search(r"\ba orange|\ban [^o]", caption) for caption in captions)
-
-
 def test_one_scene_looks_the_same_at_every_size():
     small, large = (open_images("demo:shapes", image_size=size) for size in (32, 128))
     for index in range(10):
@@ -80,16 +69,6 @@ def test_one_scene_looks_the_same_at_every_size():
         error = (small.load(index).float() - averaged).abs()
         assert error.mean() < 1.0
         assert error.max() < 90  # at edges, where one pixel's cover is estimated
-
-
-def test_edges_are_antialiased():
-    images = open_images("demo:shapes", image_size=64)
-    index = next(i for i in range(1000) if re.fullmatch("a (large )?red circle [a-z ]+", images.caption(i)))
-    picture = images.load(index).int()
-    redness = picture[0] - picture[1]  # 174 inside, about 0 outside
-    between = ((redness > 35) & (redness < 140)).sum().item()
-    circumference = 2 * math.pi * images.items(index)[0].radius * 64
-    assert 0.35 * circumference < between < 1.2 * circumference
 
 
 def test_alpha_is_opaque():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -71,18 +70,6 @@ def test_what_is_no_set_of_tars_is_named(tmp_path, name, expected):
 def test_an_address_is_refused_because_tars_are_read_at_random():
     for address in ("https://example.org/{000..003}.tar", "s3://bucket/000.tar", "pipe:cat 000.tar"):
         assert "copy them to a disk" in one_line(opened, address)
-
-
-def test_a_disk_that_fails_is_not_taken_for_the_end_of_an_image(tmp_path, monkeypatch):
-    tars, _ = write(tmp_path)
-    images = opened(tars)
-
-    def fail(*_: object) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        images.load(0)
 
 
 def test_index_that_was_kept_when_fewer_endings_were_read_is_made_again(tmp_path, monkeypatch):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import random
 import struct
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ import soundfile
 import soxr
 import torch
 
-from data.sounds.decoding import ClipDecoder, FileWindow, Source
+from data.sounds.decoding import ClipDecoder, Source
 from tests.data.helpers import one_line
 
 RATE = 16000
@@ -298,30 +296,3 @@ def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
         path.write_bytes(b"x" * 700 + content + b"y" * 700)
         clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Source(str(path), 700, len(content)))]
         assert torch.equal(*clips), ending
-
-
-def test_error_of_the_disk_is_passed_on_from_inside_a_tar(tmp_path, monkeypatch):
-    source = written(tmp_path / "a.wav", sine(440, 3, RATE))
-    size = Path(source.path).stat().st_size
-
-    def broken(*_: int) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("os.pread", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        ClipDecoder(RATE, RATE).load(Source(source.path, 0, size), 0)
-
-
-def test_window_behaves_as_a_file_of_its_own(tmp_path):
-    content = random.Random(0).randbytes(500)
-    path = tmp_path / "a"
-    path.write_bytes(b"x" * 77 + content + b"y" * 50)
-    draws = random.Random(1)
-    with open(path, "rb", buffering=0) as file:
-        window, reference = FileWindow(file, 77, 500), io.BytesIO(content)
-        for _ in range(300):
-            n, whence = draws.randrange(300), draws.choice([0, 1, 2])
-            offset = {0: n, 1: draws.randrange(5), 2: -n}[whence]
-            assert window.seek(offset, whence) == reference.seek(offset, whence)
-            assert window.read(n) == reference.read(n)
-            assert window.tell() == reference.tell()

@@ -147,33 +147,23 @@ def test_bad_rows_are_met_when_they_are_loaded(tmp_path):
     [
         ("a.csv", "", f"the columns have to be {COLUMNS}, it has nothing"),
         ("a.csv", "file,caption\na.wav,one\n", f"{COLUMNS}, it has file, caption"),
-        ("a.csv", "path,title\na.wav,one\n", "it has path, title"),
         ("a.csv", "path,caption\n", "has no rows"),
-        ("a.csv", "path,caption\n\n,,\n", "has no rows"),
         ("a.csv", "path,caption\na.wav,\nb.wav,\n", "none of the 2 rows"),
         ("a.csv", "path,caption\na.wav,one\n,two\n", "line 3: it has no \"path\""),
         ("a.csv", "path,caption\na.wav,a bell, loud\n", '3 cells under 2 columns: captions with a comma stand in "d'),
-        ("a.tsv", "path\tcaption\na.wav\ta bell\tloud\n", "line 2: 3 cells under 2 columns"),
         ("a.csv", 'path,caption\na.wav,"' + "x" * 200_000, "it is no table: field larger"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,early\n", "line 2: its start_seconds is 'early'"),
-        ("a.csv", "path,caption,end_seconds\na.wav,one,-1\n", "line 2: its end_seconds is '-1'"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,nan\n", "line 2: its start_seconds is 'nan'"),
         ("a.csv", "path,caption,start_seconds,end_seconds\na.wav,one,5,5\n", "line 2: it ends at 5 s, not after"),
         ("a.jsonl", "", "has no rows"),
         ("a.jsonl", '{"path": "a.wav", "caption": "one"}\n{"path": "b', "line 2: it is no JSON object"),
         ("a.json", '[\n{"path": "a.wav", "caption": "one"}\n]', "line 1: it is no JSON object"),
-        ("a.jsonl", '["a.wav", "one"]', "line 1: it is no JSON object"),
-        ("a.jsonl", '{"caption": "one"}', 'line 1: it has no "path"'),
         ("a.jsonl", '{"path": 5, "caption": "one"}', 'line 1: it has no "path"'),
         ("a.jsonl", '{"path": "a\\u0000.wav", "caption": "one"}', 'line 1: it has no "path"'),
-        ("a.jsonl", '{"path": "a\\ud83d.wav", "caption": "one"}', 'line 1: it has no "path"'),
         ("a.jsonl", '{"path": "a.wav", "caption": 5}', "line 1: its caption is neither"),
-        ("a.jsonl", '{"path": "a.wav", "captions": ["one", 2]}', "line 1: its captions is neither"),
         ("a.jsonl", '{"path": "a.wav", "caption": "one", "end_seconds": true}', "line 1: its end_seconds is True"),
         ("a.jsonl", '{"path": "a.wav", "start_seconds": ' + "9" * 4000 + "}", f"start_seconds is {'9' * 40}, which is"),
-        ("a.csv", "path,caption,start_seconds\na.wav,one," + "9" * 4000, f"its start_seconds is '{'9' * 39}, which is"),
         ("a.csv", "path,caption,end_seconds\na.wav,one,1e300\n", "line 2: its end_seconds is '1e300', which"),
-        ("a.jsonl", '{"path": "a.wav"}', "none of the 1 rows"),
         ("a.jsonl", "[" * 100_000, "line 1: it is no JSON object"),
     ],
 )  # fmt: skip
@@ -181,16 +171,6 @@ def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, n
     path = manifest(tmp_path / name, content)
     text = one_line(opened, path)
     assert str(path) in text and expected in text
-
-
-def test_manifest_of_another_encoding_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_bytes("path,caption\na.wav,schön\n".encode("latin-1"))
-    assert "UTF-8" in one_line(opened, tmp_path / "a.csv")
-
-
-def test_manifest_is_opened_without_its_sounds(tmp_path):
-    rows = "".join(f"{i}.wav,sound {i}\n" for i in range(1000))
-    assert len(opened(manifest(tmp_path / "a.csv", "path,caption\n" + rows))) == 1000
 
 
 def test_folder_has_its_texts_beside_the_sounds(tmp_path):

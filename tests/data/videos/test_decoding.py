@@ -45,16 +45,6 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {name: write_video(folder / name, N, **options) for name, options in FILES.items()}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if FILES[name].get("b_frames")])
-def test_files_for_tests_hold_frames_that_no_other_needs_and_packets_out_of_order(name, files):
-    with av.open(str(files[name])) as container:
-        stamps = [packet.pts for packet in container.demux(video=0) if packet.size]
-        container.seek(0)
-        container.streams.video[0].codec_context.skip_frame = "NONREF"
-        n_needed = sum(1 for _ in container.decode(video=0))
-    assert stamps != sorted(stamps) and n_needed <= N * 3 // 4
-
-
 def expected(stamps: list[int], start: float, n: int, fps: float | None = None, frame_stride: int = 1) -> list[int]:
     """Numbers of the frames of a clip that begins at `start`, in ms."""
     shown = [bisect.bisect_right(stamps, start + i * TICKS / (fps or 1) + 0.5) - 1 for i in range(n)]
@@ -114,16 +104,6 @@ def test_clips_may_begin_at_key_frames_only(files):
         assert numbers(clips.load(Source(str(files[name])), 0)) == [28, 29, 30, 31, 32]
         part = Source(str(files[name]), start_seconds=0.64, end_seconds=2)
         assert {numbers(clips.load(part, i, 0, True))[0] for i in range(40)} == {16, 24, 36}
-
-
-def test_a_clip_is_found_where_a_header_states_too_long_a_video(files, monkeypatch):
-    monkeypatch.setattr("data.videos.container.Video.end", 60 * TICKS * 16)
-    for name in ("gop12.mp4", "b_frames.mkv"):
-        for speed in SPEEDS:
-            found = numbers(ClipDecoder(SIDE, 5, **speed).load(Source(str(files[name])), 0))
-            start = REGULAR[found[0]]
-            assert found[0] > 0 and (speed.get("fps") or found == expected(REGULAR, start, 5, **speed))
-            assert found == sorted(found) and found[-1] >= N - 25
 
 
 class _Written(io.BytesIO):
@@ -294,12 +274,6 @@ def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
     assert text == "the file is empty" if kind == "empty" else text.startswith("FFmpeg cannot read it: ")
     with pytest.raises(FileNotFoundError):
         ClipDecoder(SIDE, 5).load(Source(str(tmp_path / "none.mp4")), 0)
-
-
-def test_a_video_of_an_unknown_coding_is_refused(tmp_path):
-    whole = write_video(tmp_path / "a.mkv", 3).read_bytes()
-    (tmp_path / "b.mkv").write_bytes(whole.replace(b"V_MPEG4/ISO/AVC", b"V_NOBODYKNOWSIT"))
-    assert one_line(ClipDecoder(SIDE, 5).load, Source(str(tmp_path / "b.mkv")), 0) == "FFmpeg has no decoder for it"
 
 
 def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
