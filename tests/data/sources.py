@@ -83,8 +83,8 @@ def sound(number: int) -> Record:
 
 @cache
 def video(number: int) -> Record:
-    """8 frames."""
-    first, *others = (noise(100 * number + frame) for frame in range(8))
+    """8 frames of grey, which a GIF holds as they are."""
+    first, *others = (noise(100 * number + frame).convert("L") for frame in range(8))
     return {"gif": encoded(first, "gif", save_all=True, append_images=others, duration=40)}
 
 
