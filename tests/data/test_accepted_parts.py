@@ -8,20 +8,15 @@ import os
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
 from data import open_images
 from data.bad_samples import accepting_parts
-from data.files.source import Source
 from data.images.decoding import decode_image_file
-from data.sounds.decoding import ClipDecoder as SoundDecoder
-from data.videos.decoding import ClipDecoder as VideoDecoder
 from tests.data.helpers import one_line, write_tar
 from tests.data.sources import IMAGES, training
-from tests.data.videos.files import numbers, write_video
 
 SIDE = 48
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end, WebP is read as a whole.
@@ -98,36 +93,3 @@ def test_a_run_whose_files_are_all_cut_off_goes_on(tmp_path):
     feed.report_bad_samples(said.append)
     assert feed.bad_samples.counts == {"bad_samples": 0, "partial_samples": 40}
     assert len(said) == 1 and said[0].startswith("accepted a part of 40 images so far, such as ")
-
-
-def test_a_clip_of_a_damaged_video_is_taken_from_before_the_damage(tmp_path):
-    path = write_video(tmp_path / "a.mkv", 60, codec="ffv1")
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + len(content) // 8] = bytes(len(content) // 8)
-    path.write_bytes(bytes(content))
-    decoder, source = VideoDecoder(64, 5), Source(str(path))
-    assert "FFmpeg cannot read it" in one_line(decoder.load, source, 0)
-    with accepting_parts() as reasons:
-        found = numbers(decoder.load(source, 0))
-    assert found == list(range(found[0], found[0] + 5)) and found[-1] < 30
-    assert reasons and reasons[0].startswith("FFmpeg cannot read all of it: ")
-
-
-@pytest.mark.parametrize("augment", [False, True])
-@pytest.mark.parametrize("ending", ["wav", "aiff"])
-def test_a_clip_of_a_sound_that_is_cut_off_is_one_of_what_is_left(tmp_path, ending, augment):
-    path = tmp_path / f"a.{ending}"
-    soundfile.write(path, np.arange(10 * RATE) / 2**20, RATE, subtype="FLOAT")  # each sample says its place
-    path.write_bytes(cut(path.read_bytes(), 0.5))
-    decoder, source = SoundDecoder(RATE, RATE), Source(str(path))
-    assert "it is cut off" in one_line(decoder.load, source, 0)
-    begins = set()
-    for epoch in range(5 if augment else 1):
-        with accepting_parts() as reasons:
-            clip = decoder.load(source, 0, epoch, augment)
-        begin = round(float(clip[0]) * 2**20)
-        assert torch.equal(clip, (begin + torch.arange(RATE)) / 2**20) and begin + RATE <= 5 * RATE
-        assert len(reasons) == 1 and "it is cut off" in reasons[0]
-        begins.add(begin)
-    assert len(begins) == (5 if augment else 1), "a place is drawn for each epoch, as of whole sounds"

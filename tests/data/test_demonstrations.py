@@ -61,15 +61,6 @@ def test_no_name_means_the_demonstration():
     assert (sounds.sample_rate, sounds.clip_samples) == (16000, 32000)
 
 
-@pytest.mark.parametrize(
-    "spec", ["demo:circles", "demo:", "demo:shapes:many", "demo:shapes:0", "demo:shapes:-3", "demo:shapes:1000000000"]
-)
-def test_unknown_demonstration_is_refused(spec):
-    assert "demo:shapes" in one_line(open_images, spec, image_size=8)
-    assert "the only one is demo:tones" in one_line(open_sounds, spec, **SIZES["tones"])
-    assert "the only one is demo:moving" in one_line(open_videos, spec, **SIZES["moving"])
-
-
 @pytest.mark.parametrize("rate, seconds", [(0, 1), (-5, 1), (8000, 0), (8000, -1), (8000, 1e-6)])
 def test_clip_of_no_samples_is_refused(rate, seconds):
     assert "no sample in a clip" in one_line(open_sounds, "demo:tones", sample_rate=rate, clip_seconds=seconds)

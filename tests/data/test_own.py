@@ -223,8 +223,6 @@ def test_clips_are_cut_out_of_videos(own):
     assert frames_of(by_time.load(0)) == [8, 10, 12]
     twice = seeing(own(lambda i: {"video": numbered(21), "fps": 10}), fps=20.0)
     assert frames_of(twice.load(0)) == [9, 10, 10]
-    flipped = seeing(own(lambda i: torch.from_numpy(pixels(i, (3, 3, 8, 8)))), flip=True)
-    assert {bool(torch.equal(flipped.load(0, e, True), flipped.load(0))) for e in range(20)} == {True, False}
 
 
 def test_all_frames_of_a_clip_are_cut_at_one_place(own):

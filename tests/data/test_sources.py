@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from data.feed import Feed
 from data.order import TrainingOrder
 from distributed.errors import TrainingStopped
-from tests.data.helpers import assert_same, ids, one_line
+from tests.data.helpers import assert_same, ids, one_line, write_tar
 from tests.data.sources import (
     BATCH,
     CONDITIONED,
@@ -326,3 +327,68 @@ def test_the_split_depends_on_the_split_seed_and_without_it_on_the_seed(kind: Ki
     assert default == split(split_seed=42, seed=1) != split(split_seed=0, seed=42)
     assert (split(seed=1) == default) == (kind in (SOUNDS, VIDEOS))
     assert split(split_seed=0, seed=1) == split(split_seed=0, seed=2) != split(split_seed=1, seed=1)
+
+
+# What is no set, and what it takes to read one.
+
+
+def test_what_is_no_set_is_refused_in_one_line(kind: Kind, tmp_path: Path) -> None:
+    flag, demonstration = kind.script.data.flag, kind.script.data.demonstration
+
+    def said(spec: Path | str) -> str:
+        return one_line(kind.feed, **{flag: spec})
+
+    assert str(tmp_path / "phtos") in said(tmp_path / "phtos") and demonstration in said(tmp_path / "phtos")
+    (tmp_path / "empty").mkdir()
+    assert "holds 0 other files" in said(tmp_path / "empty")
+    (tmp_path / "empty" / "a.pdf").touch()
+    ending = next(iter(kind.record(1)))
+    assert "1 other file:" in said(tmp_path / "empty") and f".{ending} " in said(tmp_path / "empty")
+    write(kind, tmp_path / "mixed", range(1, 2))
+    assert "give a" in said(tmp_path / "mixed" / f"001.{ending}")
+    write_tar(tmp_path / "mixed" / "texts.tar", {"0": {"txt": b"text"}})
+    assert "the one or the other" in said(tmp_path / "mixed")
+    assert f"no {NOUNS[kind]} (." in said(tmp_path / "mixed" / "texts.tar")
+    (tmp_path / "a.tar.gz").touch()
+    assert "decompress" in said(tmp_path / "a.tar.gz")
+    for address in ("https://example.org/{000..003}.tar", "s3://bucket/000.tar", "pipe:cat 000.tar"):
+        assert "copy them to a disk" in said(address)
+    for pattern in ("{0..1000000000000}.tar", "{000..999}/{000..999}/{0..9}.tar", "{0..999999999999999999}.tar"):
+        assert "stands for more than 1048576 files" in said(tmp_path / pattern)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert said(tmp_path / "loop").startswith(f"cannot read the folder {str(tmp_path / 'loop')!r}: ")
+    for name in ("demo:", "demo:circles", *(f"{demonstration}:{n}" for n in ("many", "0", "-3", "1000000000"))):
+        assert demonstration in said(name)
+
+
+NOUNS = {IMAGES: "image", CONDITIONED: "image", SOUNDS: "sound", VIDEOS: "video"}
+
+
+@pytest.mark.parametrize("name, package, extra", [
+    ("sounds of folder", "soundfile", "audio"), ("sounds of tars", "soxr", "audio"), ("videos of folder", "av", "video"),
+    ("images of arrow", "pyarrow", "datasets"), ("images of parquet", "pyarrow", "datasets"),
+])  # fmt: skip
+def test_missing_package_says_how_to_install_it_and_the_demonstration_needs_none(
+    name: str, package: str, extra: str, flags_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = flags_of(SOURCES[name])
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f'pip install "tandem-training[{extra}]"' in one_line(SOURCES[name].kind.feed, **flags)
+    assert len(SOURCES[name].kind.feed().start(0)["ids"]) == BATCH
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith(("images", "videos of"))])
+def test_half_of_the_pictures_are_mirrored_as_a_whole_by_seed_epoch_and_index(name: str, flags_of: Any) -> None:
+    source = SOURCES[name]
+    flags = {**flags_of(source), "crop": None, "crop_area": None, "num_frames": 8 if source.kind is VIDEOS else None}
+
+    def coins(epoch: int, **more: Any) -> list[bool]:
+        samples = source.kind.feed(**{**flags, **more}).samples
+        pairs = [(samples.load(index, epoch, True), samples.load(index)) for index in range(N)]
+        is_mirrored = [torch.equal(drawn, plain.flip(-1)) for drawn, plain in pairs]
+        assert all(coin or torch.equal(*pair) for coin, pair in zip(is_mirrored, pairs, strict=True))
+        return is_mirrored
+
+    assert 10 <= sum(coins(0)) <= 30
+    assert coins(0) == coins(0) != coins(1)
+    assert not any(coins(0, random_flip=None))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import tarfile
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 from data import open_images, open_sounds, open_videos
 from data.files import cache, manifest, opening
 from data.files.cache import Lists, Watched, kept_lists
-from data.files.packed import PackedStrings, StoredStrings
+from data.files.packed import PackedStrings
 from tests.data.helpers import one_line
 
 # Also names whose order is another one with the slash than without, and some that other programs take for two.
@@ -272,23 +270,6 @@ def test_what_a_process_left_that_was_killed_while_it_saved_is_deleted(tmp_path)
 def _killed(folder: Path) -> None:
     os.replace = lambda *_: os._exit(9)
     names_in(folder)
-
-
-def test_a_list_in_a_file_takes_no_memory_and_is_pickled_whole(tmp_path):
-    folder = folder_of(tmp_path / "set", ["a.png"])
-    watched = Watched()
-    watched.add("", folder.stat())
-    strings = PackedStrings(f"{i}.png" for i in range(20_000))
-    kept_lists(str(folder), "test", ("rows",), lambda: Lists({"rows": strings}, watched))
-    tracemalloc.start()
-    rows = kept_lists(str(folder), "test", ("rows",), lambda: pytest.fail("made a second time"))["rows"]
-    assert isinstance(rows, StoredStrings) and tracemalloc.get_traced_memory()[0] < 20_000
-    tracemalloc.stop()
-    assert list(rows) == list(strings) == list(pickle.loads(pickle.dumps(rows)))
-    assert rows.fingerprint == strings.fingerprint and [rows[0], rows[19_999]] == ["0.png", "19999.png"]
-    for index in (-1, 20_000):
-        with pytest.raises(IndexError):
-            rows[index]
 
 
 ROWS = [("v/a.mp4", 0.1, 0.7), ("ü, ß.mp4", 0.0, 1e9), ("c.mp4", 1 / 3, 5.0)]

@@ -166,16 +166,6 @@ def test_bytes_that_were_changed_never_end_the_process(write, tmp_path):
                 assert "\n" not in str(error)
 
 
-def test_offsets_that_lead_out_of_an_arrow_file_are_refused(tmp_path):
-    path = write_arrow(tmp_path / "a.arrow", table({"image": [{"bytes": b"0123456789", "path": None}] * 3}))
-    content = path.read_bytes()
-    offsets = np.array([0, 10, 20, 30], np.int32).tobytes()
-    assert content.count(offsets) == 1
-    path.write_bytes(content.replace(offsets, np.array([0, 10, 1 << 30, 1 << 30], np.int32).tobytes()))
-    rows = opened(path)
-    assert "cannot be read" in one_line(rows.load, 1)
-
-
 def test_a_table_without_a_fitting_column_is_one_line_that_names_the_columns(tmp_path):
     write_arrow(tmp_path / "a.arrow", table({"caption": ["a"], "n": [1]}))
     assert "it has caption, n" in one_line(opened, tmp_path / "a.arrow")
@@ -219,9 +209,3 @@ def test_files_with_other_columns_are_refused(tmp_path):
     folder = write_parquet(tmp_path / "table", images(), shards=1)
     pq.write_table(pa.table({"image": ["a"]}), folder / "train-00001-of-00002.parquet")
     assert "has the columns image: string" in one_line(opened, folder)
-
-
-def test_without_pyarrow_one_line_names_the_extra(tmp_path, monkeypatch):
-    folder = save_to_disk(tmp_path / "table", images())
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    assert 'needs the package pyarrow: pip install "tandem-training[datasets]"' in one_line(opened, folder)

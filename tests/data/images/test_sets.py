@@ -6,12 +6,12 @@ import os
 import tempfile
 from pathlib import Path
 
-import torch
 from PIL import Image
 
 from data import open_images
 from data.images.captioned import open_captioned
-from tests.data.helpers import one_line
+from tests.data.helpers import one_line, write_tar
+from tests.data.sources import encoded
 
 
 def touch(*paths: Path) -> None:
@@ -51,25 +51,6 @@ def test_linked_folders_are_followed_once_and_loops_end(tmp_path):
     assert listed(tmp_path / "set") == ["3.jpg", "a/1.jpg", "b/2.jpg"]
 
 
-def test_what_is_no_set_of_images_is_named(tmp_path):
-    text = one_line(open_images, str(tmp_path / "phtos"), image_size=8)
-    assert str(tmp_path / "phtos") in text and "demo:shapes" in text
-    for pattern in ("{0..1000000000000}.tar", "{000..999}/{000..999}/{0..9}.tar", "{0..999999999999999999}.tar"):
-        assert "stands for more than 1048576 files" in one_line(open_images, str(tmp_path / pattern), image_size=8)
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    text = one_line(open_images, str(tmp_path / "loop"), image_size=8)
-    assert text.startswith(f"cannot read the folder {str(tmp_path / 'loop')!r}: ")
-    touch(tmp_path / "a.jpg")
-    assert "give a folder of images, or tars" in one_line(open_images, str(tmp_path / "a.jpg"), image_size=8)
-    assert "not 1" in one_line(open_images, "demo:shapes", channels=1, image_size=8)
-
-
-def test_folder_without_images_tells_what_is_read_and_what_is_there(tmp_path):
-    touch(tmp_path / "a.txt", tmp_path / "b" / "c.heic")
-    text = one_line(open_images, str(tmp_path), image_size=8)
-    assert "2 other files" in text and ".jpg .jpeg .png .webp .bmp .tif .tiff .ppm .pgm .pbm" in text
-
-
 def test_skipped_files_are_counted_by_ending_and_those_beside_samples_are_none(tmp_path):
     touch(*(tmp_path / name for name in ("a.jpg", "b.HEIC", "c/d.heic", "c/e.txt", "README", ".hidden.heic", "f.a b")))
     said = open_images(str(tmp_path), image_size=8).skipped
@@ -103,22 +84,12 @@ def test_folder_that_may_not_be_read_is_named():
             locked.chmod(0o755)
 
 
-def test_half_of_the_augmented_images_are_mirrored_by_seed_epoch_and_index(tmp_path):
-    ramp = Image.linear_gradient("L").rotate(90).resize((8, 8))
-    for i in range(40):
-        ramp.save(tmp_path / f"{i:02d}.png")
-    images = open_images(str(tmp_path), image_size=8, flip=True, seed=3)
-    plain = images.load(0, 0, False)
-    mirrored = plain.flip(-1)
-    assert not torch.equal(plain, mirrored)
-
-    def coins(epoch: int, images=images) -> list[bool]:
-        loaded = [images.load(i, epoch, True) for i in range(40)]
-        assert all(torch.equal(image, plain) or torch.equal(image, mirrored) for image in loaded)
-        return [torch.equal(image, mirrored) for image in loaded]
-
-    assert 10 <= sum(coins(0)) <= 30
-    assert coins(0) == coins(0) != coins(1)
-    assert coins(0) != coins(0, open_images(str(tmp_path), image_size=8, flip=True, seed=4))
-    assert not any(coins(0, open_images(str(tmp_path), image_size=8, flip=False, seed=3)))
-    assert all(torch.equal(images.load(i, 0, False), plain) for i in range(40))
+def test_index_that_was_kept_when_fewer_endings_were_read_is_made_again(tmp_path, monkeypatch):
+    picture = Image.new("RGB", (20, 20))
+    tar = write_tar(
+        tmp_path / "0.tar", {str(i): {kind: encoded(picture, kind)} for i, kind in enumerate(["png", "tiff"])}
+    )
+    with monkeypatch.context() as before:
+        before.setattr("data.images.sets.ENDINGS", (".png",))
+        assert len(open_images(str(tar), image_size=8)) == 1
+    assert len(open_images(str(tar), image_size=8)) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -228,25 +227,3 @@ def test_folder_without_captions_says_what_is_missing(tmp_path):
     assert "no sound of the 1" in text and "'birds/a.txt'" in text and "manifest" not in text
     (tmp_path / "all.csv").write_text("path,caption\nbirds/a.wav,nothing\n")
     assert f"or give the manifest, {str(tmp_path / 'all.csv')!r}" in one_line(opened, tmp_path)
-
-
-def test_what_is_no_set_is_refused(tmp_path):
-    text = one_line(opened, tmp_path / "sonds")
-    assert str(tmp_path / "sonds") in text and "demo:tones" in text
-    assert "holds 0 other files" in one_line(opened, tmp_path)
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "a.mp4").write_text("")
-    text = one_line(opened, tmp_path)
-    assert "holds 2 other files" in text and ".wav .flac .mp3" in text
-    assert "is no set of sounds" in one_line(opened, write_sound(tmp_path / "a.wav"))
-    (tmp_path / "b.tar").write_text("")
-    assert "give the one or the other" in one_line(opened, tmp_path)
-
-
-@pytest.mark.parametrize("package", ["soundfile", "soxr"])
-def test_missing_package_says_how_to_install_it_and_the_demo_needs_none(tmp_path, monkeypatch, package):
-    write_sound(tmp_path / "a.wav")
-    monkeypatch.setitem(sys.modules, package, None)
-    text = one_line(opened, tmp_path)
-    assert package in text and 'pip install "tandem-training[audio]"' in text and 'pip install -e ".[audio]"' in text
-    assert open_sounds("demo:tones", sample_rate=8000, clip_seconds=1).load(0).shape == (8000,)

@@ -45,14 +45,3 @@ def test_shapes_move_steadily_and_stay_in_the_picture():
 def test_clips_may_be_faster(speed, step):
     all_frames = opened(num_frames=1 + 8 * step)
     assert torch.equal(opened(**speed).load(4), all_frames.load(4)[:, ::step])
-
-
-def test_half_of_the_clips_are_mirrored_as_a_whole():
-    videos, plain = opened(flip=True, num_frames=2), opened(num_frames=2)
-    flipped = 0
-    for i in range(50):
-        clip, original = videos.load(i, 1, True), plain.load(i)
-        flipped += torch.equal(clip, original.flip(-1))
-        assert torch.equal(clip, original) or torch.equal(clip, original.flip(-1))
-    assert 12 <= flipped <= 38
-    assert torch.equal(videos.load(3), plain.load(3))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 import torch
-import webdataset
 from PIL import Image
 
 from data import open_sounds, open_videos
-from data.bad_samples import Unsuitable
-from tests.data.helpers import one_line
+from tests.data.helpers import one_line, write_tar
+from tests.data.sources import captions, image, sound, video
 from tests.data.videos.files import SIDE, numbers, picture, write_video
 
 
@@ -62,15 +58,6 @@ def test_a_folder_holds_videos_of_every_kind_and_images(tmp_path):
     )
 
 
-def test_a_clip_is_mirrored_as_a_whole(tmp_path):
-    write_video(tmp_path / "a.mp4", 3)
-    plain = opened(tmp_path).load(0)
-    clips = [opened(tmp_path, flip=True).load(0, epoch, True) for epoch in range(30)]
-    mirrored = [torch.equal(clip, plain.flip(-1)) for clip in clips]
-    assert all(is_mirrored or torch.equal(clip, plain) for clip, is_mirrored in zip(clips, mirrored, strict=True))
-    assert 6 <= sum(mirrored) <= 24
-
-
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -104,55 +91,11 @@ def test_a_manifest_that_cannot_be_understood_is_named(rows, said, tmp_path):
     assert said in text and str(tmp_path / "set.csv") in text
 
 
-def test_videos_in_tars_are_those_of_files_and_sounds_beside_them_have_an_index_of_their_own(tmp_path):
-    folder = write_folder(tmp_path / "videos")
-    soundfile.write(tmp_path / "a.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 8000), 8000)
-    sound = (tmp_path / "a.wav").read_bytes()
-    for shard, names in (("0", ["b/2.mkv", "a.MP4"]), ("1", ["e.gif"])):
-        with webdataset.TarWriter(str(tmp_path / f"{shard}.tar"), encoder=False) as writer:
-            for i, name in enumerate(names):
-                content = {f"{Path(name).suffix[1:].lower()}": (folder / name).read_bytes()}
-                thumbnail = (folder / "f.png").read_bytes()
-                writer.write({"__key__": f"{shard}/{i}", "jpg": thumbnail, "txt": b"text", "wav": sound, **content})
-    videos, files = opened(tmp_path / "{0..1}.tar"), opened(folder)
-    assert len(videos) == 3
-    for i, name in enumerate([2, 0, 6]):
-        assert torch.equal(videos.load(i), files.load(name))
-    assert videos.describe(0) == f"{tmp_path}/0.tar/0/0.mkv" and videos.name(2) == "1/0.gif"
-    sounds = open_sounds(str(tmp_path / "{0..1}.tar"), sample_rate=8000, clip_seconds=0.5)
-    assert len(sounds) == 3 and sounds.texts(2).captions == ["text"]
-    assert len(opened(tmp_path / "{0..1}.tar")) == 3, "from the index"
-    kept = {path.name for path in tmp_path.glob(".*.npz")}
-    assert kept == {f".{i}.tar{kind}.index.npz" for i in (0, 1) for kind in ("", ".videos")}
-
-
-def test_what_is_no_set_of_videos_is_named(tmp_path):
-    assert "there is no folder" in one_line(opened, tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    text = one_line(opened, tmp_path / "empty")
-    assert text.startswith(f"no video in {str(tmp_path / 'empty')!r}, which holds 0 other files") and ".mkv" in text
-    (tmp_path / "empty" / "a.txt").touch()
-    assert "1 other file:" in one_line(opened, tmp_path / "empty")
-    (tmp_path / "a.mp4").touch()
-    assert "give a manifest" in one_line(opened, tmp_path / "a.mp4")
-    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
-        writer.write({"__key__": "0", "txt": "text"})
-    assert "no video (.mp4" in one_line(opened, tmp_path / "a.tar")
-    assert "exclude each other" in one_line(opened, "demo:moving", fps=8.0, frame_stride=2)
-    assert "takes 206 GB" in one_line(opened, "demo:moving", num_frames=1 << 22, image_size=128)
-    for number in ("0", "1000000000", "9" * 5000):
-        assert "which is no number from 1 to 4194304" in one_line(opened, f"demo:moving:{number}")
-
-
-def test_missing_package_says_how_to_install_it_and_the_demo_needs_none(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "av", None)
-    (tmp_path / "a.mp4").touch()
-    text = one_line(opened, tmp_path)
-    assert "PyAV" in text and 'pip install "tandem-training[video]"' in text and 'pip install -e ".[video]"' in text
-    assert opened("demo:moving").load(0).shape == (3, 3, SIDE, SIDE)
-
-
-def test_a_clip_left_out_says_so(tmp_path):
-    write_video(tmp_path / "a.mp4", 2)
-    with pytest.raises(Unsuitable, match="it has 2 frames for a clip of 3"):
-        opened(tmp_path, short_clips="skip").load(0)
+def test_sounds_beside_videos_in_a_tar_have_an_index_of_their_own(tmp_path):
+    write_tar(tmp_path / "0.tar", {"0/a": {**video(0), **image(0), **sound(0)}})
+    for _ in range(2):
+        videos = opened(tmp_path / "0.tar")
+        assert (len(videos), videos.name(0)) == (1, "0/a.gif")
+        sounds = open_sounds(str(tmp_path / "0.tar"), sample_rate=8000, clip_seconds=0.5)
+        assert len(sounds) == 1 and sounds.texts(0).captions == captions(0)
+    assert {path.name for path in tmp_path.glob(".*.npz")} == {".0.tar.index.npz", ".0.tar.videos.index.npz"}
