@@ -52,15 +52,6 @@ def test_every_sample_is_its_own_and_the_number_of_samples_changes_none_of_them(
         few.load(50)
 
 
-def test_no_name_means_the_demonstration():
-    images, sounds = open_images(None, **SIZES["shapes"]), open_sounds(None, **SIZES["tones"])
-    assert [len(images), len(sounds), len(opened("shapes")), len(opened("shapes", ":10"))] == [4096, 4096, 4096, 10]
-    videos = open_videos(None, **SIZES["moving"])
-    assert (len(videos), videos.describe(3), videos.name(3)) == (4096, "demo:moving[3]", "demo:moving[3]")
-    assert (images.describe(3), sounds.describe(3)) == ("demo:shapes[3]", "demo:tones[3]")
-    assert (sounds.sample_rate, sounds.clip_samples) == (16000, 32000)
-
-
 @pytest.mark.parametrize("rate, seconds", [(0, 1), (-5, 1), (8000, 0), (8000, -1), (8000, 1e-6)])
 def test_clip_of_no_samples_is_refused(rate, seconds):
     assert "no sample in a clip" in one_line(open_sounds, "demo:tones", sample_rate=rate, clip_seconds=seconds)

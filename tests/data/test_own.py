@@ -112,9 +112,8 @@ def test_grey_images_and_transparent_ones_have_the_channels_of_the_model(own):
         (None, "None"), ({"pixels": 1}, "a mapping with pixels: int"), ((3, 4), "a tuple of 2 (int, int)"),
         (np.zeros((20, 24, 3), np.uint8), "an array of shape (20, 24, 3) and type uint8"),
         (np.zeros((3, 0, 4), np.uint8), "an array of shape (3, 0, 4) and type uint8"),
-        (torch.zeros(3, 4), "a tensor of shape (3, 4) and type float32 with values from 0 to 0"),
         (torch.zeros(3, 4, 4, dtype=torch.int64), "type int64"),
-        (np.full((3, 4, 4), -1.0), "with values from -1 to -1"), (np.full((3, 4, 4), np.nan), "from nan to nan"),
+        (np.full((3, 4, 4), np.nan), "from nan to nan"),
         (np.full((3, 4, 4), 200.0), "with values from 200 to 200"),
     ],
 )  # fmt: skip
@@ -312,17 +311,11 @@ def test_a_module_of_the_current_folder_is_imported_and_its_function_gets_the_ar
 @pytest.mark.parametrize(
     ("spec", "code", "said"),
     [
-        ("mine_a:", "", "expected MODULE:FUNCTION"), ("mine/a.py:make", "", "expected MODULE:FUNCTION"),
-        ("data:make", None, "data is a name of this project; give your module another one"),
-        ("mine_z:make", "import sys\ndef make(args):\n    sys.exit('no')", "the function failed: SystemExit: no"),
+        ("mine/a.py:make", "", "expected MODULE:FUNCTION"), ("data:make", None, "data is a name of this project"),
         ("mine_c:make", "import not_there_at_all", "importing mine_c failed: ModuleNotFoundError: No module named"),
-        ("mine_d:make", "1/0", "importing mine_d failed: ZeroDivisionError: division by zero (mine_d.py, line 1)"),
         ("mine_e:make", "x = (", "importing mine_e failed: SyntaxError: '(' was never closed (mine_e.py, line 1)"),
-        ("mine_g:make", "make = 1", "has no function make"),
+        ("mine_z:make", "import sys\ndef make(args):\n    sys.exit('no')", "the function failed: SystemExit: no"),
         ("mine_j:make", "def make(args):\n    return []", "what the function returned is empty"),
-        ("mine_k:make", "class make:\n  def __init__(self, a): pass\n  def __len__(self): return 1/0\n"
-         "  def __getitem__(self, i): pass", "len() of what the function returned failed: ZeroDivisionError"),
-        ("mine_l:make", "def make():\n    return [1]", "the function failed: TypeError: make() takes 0 positional"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_found_or_made_is_one_line(spec, code, said, tmp_path, monkeypatch):

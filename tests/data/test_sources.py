@@ -42,11 +42,6 @@ NAMES = {IMAGES: "images", CONDITIONED: "conditioned", SOUNDS: "sounds", VIDEOS:
 Passes = dict[str, list[dict]]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def flags_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Source], dict[str, Any]]:
     """Where the whole samples of a place are."""
@@ -365,8 +360,8 @@ NOUNS = {IMAGES: "image", CONDITIONED: "image", SOUNDS: "sound", VIDEOS: "video"
 
 
 @pytest.mark.parametrize("name, package, extra", [
-    ("sounds of folder", "soundfile", "audio"), ("sounds of tars", "soxr", "audio"), ("videos of folder", "av", "video"),
-    ("images of arrow", "pyarrow", "datasets"), ("images of parquet", "pyarrow", "datasets"),
+    ("sounds of folder", "soundfile", "audio"), ("sounds of tars", "soxr", "audio"),
+    ("videos of folder", "av", "video"), ("images of arrow", "pyarrow", "datasets"),
 ])  # fmt: skip
 def test_missing_package_says_how_to_install_it_and_the_demonstration_needs_none(
     name: str, package: str, extra: str, flags_of: Any, monkeypatch: pytest.MonkeyPatch

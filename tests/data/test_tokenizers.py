@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import tokenizers
 import torch
 
 from data import open_tokenizer
-from data.tokenizers import _simple_tokenizer
 from tests.data.helpers import one_line
 
 START, END = 49406, 49407
@@ -113,15 +111,3 @@ def test_what_is_no_tokenizer_is_named(tmp_path, content):
 def test_room_for_the_marks_alone_is_refused(tmp_path):
     for spec, room in (("clip", 1), ("clip", 2), (hugging_face(tmp_path / "t.json", WORDS), 2)):
         assert f"--max_text_tokens {room}" in one_line(open_tokenizer, spec, room)
-
-
-@pytest.mark.parametrize("missing", ["ftfy", "open_clip_torch", "tokenizers"])
-def test_missing_package_says_how_to_install_it(tmp_path, monkeypatch, missing):
-    path = hugging_face(tmp_path / "tokenizer.json", WORDS) if missing == "tokenizers" else "clip"
-    _simple_tokenizer.cache_clear()
-    if missing == "open_clip_torch":
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    else:
-        monkeypatch.setitem(sys.modules, missing, None)
-    text = one_line(open_tokenizer, path, 8)
-    assert missing in text and 'pip install "tandem-training[audio]"' in text and 'pip install -e ".[audio]"' in text

@@ -29,7 +29,6 @@ def keeps_short_lists(tmp_path, monkeypatch) -> None:
     """With a clock without ticks, and `settle` in its place."""
     monkeypatch.setattr(cache, "_FEWEST", 1)
     monkeypatch.setattr(cache, "_CLOCK_TICK_NS", 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def settle(folder: Path) -> None:

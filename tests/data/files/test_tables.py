@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import soundfile
 import torch
-from PIL import Image
 
 from data import open_images, open_sounds
 from data.files import tables
 from data.images.captioned import open_captioned
 from tests.data.files.tables import save_to_disk, table, write_arrow, write_parquet
 from tests.data.helpers import one_line
+from tests.data.sources import image, sound
 
 N = 14
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def picture(number: int, shape: tuple[int, int] = (20, 24)) -> bytes:
-    content, noise = io.BytesIO(), np.random.default_rng(number)
-    Image.fromarray(noise.integers(0, 256, (*shape, 3), np.uint8)).save(content, ("jpeg", "png")[number % 2])
-    return content.getvalue()
-
-
-def sound(number: int) -> bytes:
-    content = io.BytesIO()
-    waves = 0.3 * np.sin(np.arange(3000 + 100 * number) * 0.01 * (number + 1))
-    soundfile.write(content, waves, 8000, format=("WAV", "FLAC")[number % 2])
-    return content.getvalue()
+def picture(number: int) -> bytes:
+    return next(iter(image(number).values()))
 
 
 def images(**columns) -> pa.Table:
@@ -51,7 +35,7 @@ def images(**columns) -> pa.Table:
 def sounds() -> pa.Table:
     return table(
         {
-            "audio": [{"bytes": sound(i), "path": None} for i in range(N)],
+            "audio": [{"bytes": sound(i)["wav"], "path": None} for i in range(N)],
             "captions": [[f"sound {i}", "a sound"] for i in range(N)],
             "text": ["what is spoken"] * N,
             "label": [i % 3 - 1 for i in range(N)],
@@ -82,9 +66,7 @@ def test_sounds_have_the_captions_and_labels_of_their_columns(write, tmp_path):
 def test_captions_of_images_are_the_first_ones(write, tmp_path):
     made = images(caption_1=[f"first {i}" if i else None for i in range(N)], caption_2=["second"] * N)
     captioned = open_captioned(str(write(tmp_path / "table", made)), image_size=16)
-    assert [captioned.caption(i) for i in range(3)] == ["second", "first 1", "first 2"], (
-        "a text beside them is not read"
-    )
+    assert [captioned.caption(i) for i in range(3)] == ["second", "first 1", "first 2"], "the text is not read"
     text_alone = open_captioned(str(write(tmp_path / "text", images())), image_size=16)
     assert text_alone.caption(3) == "picture 3"
 
@@ -112,11 +94,8 @@ def test_plain_binary_columns_and_large_ones_are_read(tmp_path):
 
 def test_files_are_named_by_a_path_a_pattern_or_a_range(tmp_path):
     folder = write_parquet(tmp_path / "table", images())
-    for spec, n in {
-        "*.parquet": N,
-        "train-{00000..00001}-of-00002.parquet": N,
-        "train-00001-of-00002.parquet": 7,
-    }.items():
+    specs = {"*.parquet": N, "train-{00000..00001}-of-00002.parquet": N, "train-00001-of-00002.parquet": 7}
+    for spec, n in specs.items():
         assert len(opened(folder / spec)) == n
     assert len(opened(folder)) == N
     (folder / "README.md").touch()
@@ -174,9 +153,8 @@ def test_a_table_without_a_fitting_column_is_one_line_that_names_the_columns(tmp
     assert "several columns of images, left, right" in one_line(opened, tmp_path / "b.arrow")
     write_arrow(tmp_path / "c.arrow", table({"image": two, "left": two}))
     assert len(opened(tmp_path / "c.arrow")) == 1
-    write_arrow(
-        tmp_path / "d.arrow", table({"audio": [{"bytes": sound(0), "path": None}]}, {"audio": {"_type": "Audio"}})
-    )
+    heard = [{"bytes": sound(0)["wav"], "path": None}]
+    write_arrow(tmp_path / "d.arrow", table({"audio": heard}, {"audio": {"_type": "Audio"}}))
     assert "has no column of images" in one_line(opened, tmp_path / "d.arrow")
     assert "has no column of captions" in one_line(hearing, tmp_path / "d.arrow")
 
@@ -186,7 +164,7 @@ def test_what_a_start_would_read_whole_is_refused(tmp_path, monkeypatch):
     path = write_arrow(tmp_path / "a.arrow", images(), options=options)
     assert "it is compressed" in one_line(opened, path)
     folder = write_parquet(tmp_path / "table", images())
-    monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)
+    monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)  # 100 bytes for 1 GB
     assert "row_group_size=100" in one_line(opened, folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,15 +9,14 @@ import numpy as np
 from PIL import Image
 
 from tests.data.helpers import write_tar
+from tests.data.sources import encoded, npy
 
 WIDTH, TOKENS, TEXT_WIDTH = 6, 5, 4
 Array = np.ndarray
 
 
 def picture(number: int, size: tuple[int, int] = (12, 12)) -> bytes:
-    content = io.BytesIO()
-    Image.new("RGB", size, (number % 256, number * 7 % 256, 255 - number % 256)).save(content, "png")
-    return content.getvalue()
+    return encoded(Image.new("RGB", size, (number % 256, number * 7 % 256, 255 - number % 256)), "png")
 
 
 def embedding(number: int) -> Array:
@@ -33,12 +31,6 @@ def encodings(number: int, tokens: int | None = None) -> Array:
 
 def padded(rows: Array) -> Array:
     return np.pad(rows, ((0, TOKENS - len(rows)), (0, 0)))
-
-
-def npy(array: Array) -> bytes:
-    content = io.BytesIO()
-    np.save(content, array)
-    return content.getvalue()
 
 
 def members(number: int, *kinds: str) -> dict[str, bytes]:

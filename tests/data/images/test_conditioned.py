@@ -23,17 +23,12 @@ from tests.data.images.conditions import (
     embedding,
     encodings,
     members,
-    npy,
     padded,
     picture,
     write_rows,
     write_tars,
 )
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+from tests.data.sources import npy
 
 
 def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> ConditionedImages:

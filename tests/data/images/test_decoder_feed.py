@@ -18,11 +18,6 @@ from tests.scripts import DECODER, words
 SHARDS, EACH = 10, 8
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def flags(folder: Path | str, **more: Any) -> dict[str, Any]:
     return {
         "image_folder": folder, "crop": None, "crop_area": None, "batch_size": 4, "valid_fraction": 0.15,

@@ -86,9 +86,7 @@ def test_folder_that_may_not_be_read_is_named():
 
 def test_index_that_was_kept_when_fewer_endings_were_read_is_made_again(tmp_path, monkeypatch):
     picture = Image.new("RGB", (20, 20))
-    tar = write_tar(
-        tmp_path / "0.tar", {str(i): {kind: encoded(picture, kind)} for i, kind in enumerate(["png", "tiff"])}
-    )
+    tar = write_tar(tmp_path / "0.tar", {kind: {kind: encoded(picture, kind)} for kind in ("png", "tiff")})
     with monkeypatch.context() as before:
         before.setattr("data.images.sets.ENDINGS", (".png",))
         assert len(open_images(str(tar), image_size=8)) == 1

@@ -24,12 +24,6 @@ from tests.data.sources import captions, sound
 RATE = 8000
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def shard(path: Path, n: int, first: int = 0) -> Path:
     """A tar of n sounds."""
     return write_tar(path, {f"{number:06d}": sound(number) for number in range(first, first + n)})

@@ -14,11 +14,6 @@ from tests.data.sources import captions, image, sound, video
 from tests.data.videos.files import SIDE, numbers, picture, write_video
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def opened(spec: Path | str, **changed):
     return open_videos(str(spec), **{"image_size": SIDE, "num_frames": 3, **changed})
 
