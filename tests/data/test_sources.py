@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,8 +31,12 @@ from tests.data.sources import (
     Source,
     by_position,
     captions,
+    conditioned_image,
     embedding,
+    image,
+    npy,
     passes,
+    sound,
     training,
 )
 from tests.processes import Process, on_processes
@@ -129,12 +134,13 @@ def test_what_stands_beside_a_sample_is_its_own(whole: Any) -> None:
     for batch in whole(SOURCES["conditioned of folder"])["train"]:
         assert batch["captions"] == [f"image {index}" for index in batch["ids"]]
         assert torch.equal(batch["image_embed"], torch.stack([torch.from_numpy(embedding(i)) for i in batch["ids"]]))
-    drawn = [0, 0, 0]
+    drawn, told = [0, 0, 0], defaultdict(set)
     for batch in whole(SOURCES["sounds of folder"])["train"]:
         assert batch["all_captions"] == [captions(index) for index in batch["ids"]]
         for caption, index in zip(batch["captions"], batch["ids"], strict=True):
             drawn[captions(index).index(caption)] += 1
-    assert min(drawn) > 10
+            told[index].add(caption)
+    assert min(drawn) > 10 and max(map(len, told.values())) == 2, "another one in the second epoch"
     (valid,) = whole(SOURCES["sounds of folder"])["valid"]
     assert valid["captions"] == [captions(index)[0] for index in valid["ids"]]
 
@@ -224,6 +230,21 @@ def test_the_fingerprint_is_that_of_a_copy_and_of_no_other_samples(on_disk: Sour
         flags = on_disk.written(tmp_path / str(place) / "set", numbers)
         prints.append(on_disk.kind.feed(**flags, batch_size=1).samples.fingerprint)
     assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize("name, changed", [
+    ("sounds of manifest", {"n1": {**sound(1), "txt": b"other words"}}),
+    ("sounds of folder", {"n1": {"wav": sound(1)["wav"], "json": b'{"caption": "a bell"}'}}),
+    ("conditioned of tars", {"n1": {key: part for key, part in conditioned_image(1).items() if key != "txt"}}),
+    ("conditioned of folder", {f"n{i}": {**image(i), "img_emb.npy": npy(embedding(i)[:5])} for i in range(4)}),
+])  # fmt: skip
+def test_the_fingerprint_tells_what_stands_beside_samples(
+    name: str, changed: dict[str, Record], tmp_path: Path
+) -> None:
+    source = SOURCES[name]
+    sets = (source.written(tmp_path / str(len(more)) / "set", range(4), **more) for more in ({}, changed))
+    one, other = (source.kind.feed(**flags, batch_size=1).samples.fingerprint for flags in sets)
+    assert one != other
 
 
 def test_a_process_that_sees_other_samples_is_named_on_all(kind: Kind, tmp_path: Path) -> None:
@@ -372,7 +393,9 @@ def test_missing_package_says_how_to_install_it_and_the_demonstration_needs_none
     assert len(SOURCES[name].kind.feed().start(0)["ids"]) == BATCH
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith(("images", "videos of"))])
+@pytest.mark.parametrize(
+    "name", [f"{kind} of {place}" for kind in ("images", "videos") for place in ("folder", "own", "demonstration")]
+)
 def test_half_of_the_pictures_are_mirrored_as_a_whole_by_seed_epoch_and_index(name: str, flags_of: Any) -> None:
     source = SOURCES[name]
     flags = {**flags_of(source), "crop": None, "crop_area": None, "num_frames": 8 if source.kind is VIDEOS else None}
@@ -385,5 +408,5 @@ def test_half_of_the_pictures_are_mirrored_as_a_whole_by_seed_epoch_and_index(na
         return is_mirrored
 
     assert 10 <= sum(coins(0)) <= 30
-    assert coins(0) == coins(0) != coins(1)
+    assert coins(0) == coins(0) != coins(1) and coins(0) != coins(0, seed=4)
     assert not any(coins(0, random_flip=None))
