@@ -96,7 +96,7 @@ def test_batches_depend_neither_on_processes_and_workers_nor_on_where_a_run_goes
     source: Source, world_size: int, workers: int, flags_of: Any, whole: Any
 ) -> None:
     flags = {**flags_of(source), "num_workers": workers}
-    done = {4: 5, 1: 2}[world_size]
+    done = {4: 2, 1: 6}[world_size]
     found = passes(source.kind, flags, N_BATCHES - done, world_size, done * BATCH)
     for name, batches in whole(source).items():
         assert_same(batches[done:] if name == "train" else batches, found[name])
@@ -402,11 +402,11 @@ def test_half_of_the_pictures_are_mirrored_as_a_whole_by_seed_epoch_and_index(na
 
     def coins(epoch: int, **more: Any) -> list[bool]:
         samples = source.kind.feed(**{**flags, **more}).samples
-        pairs = [(samples.load(index, epoch, True), samples.load(index)) for index in range(N)]
+        pairs = [(samples.load(index, epoch, True), samples.load(index)) for index in range(24)]
         is_mirrored = [torch.equal(drawn, plain.flip(-1)) for drawn, plain in pairs]
         assert all(coin or torch.equal(*pair) for coin, pair in zip(is_mirrored, pairs, strict=True))
         return is_mirrored
 
-    assert 10 <= sum(coins(0)) <= 30
+    assert 6 <= sum(coins(0)) <= 18
     assert coins(0) == coins(0) != coins(1) and coins(0) != coins(0, seed=4)
     assert not any(coins(0, random_flip=None))
