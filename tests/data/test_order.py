@@ -12,9 +12,7 @@ from data.hashing import Draws, mix64
 from data.order import (
     AlternatingOrder,
     Permutation,
-    Ranges,
     TrainingOrder,
-    ValidationOrder,
     split_samples,
     split_shards,
 )
@@ -103,16 +101,6 @@ def test_splits_that_leave_nothing_to_train_on_are_refused():
     assert "leave nothing to train on" in one_line(split_samples, 20, 0.7, 0.3, 0, 1)
 
 
-def test_ranges_are_their_numbers_one_after_the_other():
-    parts = [range(5, 8), range(0), range(2), range(20, 21)]
-    ranges = Ranges(parts)
-    assert list(ranges) == [5, 6, 7, 0, 1, 20] and len(ranges) == 6
-    for outside in (-1, 6):
-        with pytest.raises(IndexError):
-            ranges[outside]
-    assert list(Ranges([])) == []
-
-
 def shards_of(n: int, each: int = 7) -> list[range]:
     """n shards with as many samples as the number says, and an empty one between."""
     shards = [range(i * each, (i + 1) * each) for i in range(n)]
@@ -154,13 +142,6 @@ def test_skipping_goes_round_the_same_epoch():
     order = TrainingOrder(train, seed=0)
     second_epoch = [order(10 + i) for i in range(10)]
     assert [order(17, skip) for skip in range(10)] == second_epoch[7:] + second_epoch[:7]
-
-
-def test_validation_order_is_the_subset_as_it_stands():
-    _, valid = split(50, 0.2, seed=0, at_least=4)
-    order = ValidationOrder(valid)
-    assert [order(i) for i in range(10)] == [(0, index) for index in valid]
-    assert order(9, skip=1) == order(0)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])

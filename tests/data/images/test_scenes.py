@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from data import open_images
 from data.images.embeddings import IMAGE, TEXT
 from data.images.scenes import TRIPLES, Scenes, Triple, attributes, condition_of, encoded, is_held_out
 from data.images.shapes import COLOURS, PLACES, SHAPES, SIZES, Item
@@ -88,8 +87,3 @@ def test_encoded_captions_have_a_vector_for_each_word_at_each_place_and_zeros_be
     assert torch.allclose(one[1] - swapped[1], swapped[2] - one[2], atol=1e-6)  # rounding of fp32
     shown = scenes(5)
     assert torch.equal(shown.embeddings(TEXT).load(2), encoded(shown.caption(2)))
-
-
-def test_the_pictures_of_unconditioned_models_have_one_to_three_shapes():
-    images = open_images("demo:shapes:100", image_size=16)
-    assert {len(images.items(i)) for i in range(100)} == {1, 2, 3}

@@ -131,16 +131,6 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
     assert "lasts 10 s" in bad(sounds, 3)
 
 
-def test_bad_rows_are_met_when_they_are_loaded(tmp_path):
-    write_sound(tmp_path / "a.wav")
-    (tmp_path / "c.wav").write_text("no sound")
-    sounds = opened(manifest(tmp_path / "set.csv", "path,caption\na.wav,\nb.wav,missing\nc.wav,broken\na.wav,good\n"))
-    assert bad(sounds, 0) == "it has no caption"
-    assert "No such file" in bad(sounds, 1)
-    assert "libsndfile" in bad(sounds, 2)
-    assert sounds.texts(3).captions == ["good"]
-
-
 @pytest.mark.parametrize(
     "name, content, expected",
     [
@@ -219,11 +209,3 @@ def test_sound_without_a_caption_is_bad_and_the_others_are_not(tmp_path):
     assert sounds.texts(5).captions == ["one"]
     assert bad(sounds, 6) == "it has no caption"
     assert bad(sounds, 7) == "it has no caption: there is neither a .txt nor a .json beside it"
-
-
-def test_folder_without_captions_says_what_is_missing(tmp_path):
-    write_sound(tmp_path / "birds/a.wav")
-    text = one_line(opened, tmp_path)
-    assert "no sound of the 1" in text and "'birds/a.txt'" in text and "manifest" not in text
-    (tmp_path / "all.csv").write_text("path,caption\nbirds/a.wav,nothing\n")
-    assert f"or give the manifest, {str(tmp_path / 'all.csv')!r}" in one_line(opened, tmp_path)

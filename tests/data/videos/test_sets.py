@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from data import open_sounds, open_videos
-from tests.data.helpers import one_line, write_tar
+from tests.data.helpers import write_tar
 from tests.data.sources import captions, image, sound, video
 from tests.data.videos.files import SIDE, numbers, picture, write_video
 
@@ -70,20 +70,6 @@ def test_a_manifest_names_parts_of_files(name, rows, tmp_path):
     videos = opened(tmp_path / name)
     assert [numbers(videos.load(i, 5, True)) for i in range(3)] == [[10, 11, 12], [25, 26, 27], [0, 1, 2]]
     assert (videos.name(0), videos.describe(0)) == ("v/a.mp4", str(tmp_path / "v" / "a.mp4"))
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ("file,caption\na.mp4,x\n", "the columns have to be path"),
-        ("path,start_seconds,end_seconds\na.mp4,2,1\n", "not after its start"),
-        ("path\na.mp4,b\n", 'paths with a comma stand in "double quotes"'),
-    ],
-)
-def test_a_manifest_that_cannot_be_understood_is_named(rows, said, tmp_path):
-    (tmp_path / "set.csv").write_text(rows)
-    text = one_line(opened, tmp_path / "set.csv")
-    assert said in text and str(tmp_path / "set.csv") in text
 
 
 def test_sounds_beside_videos_in_a_tar_have_an_index_of_their_own(tmp_path):
