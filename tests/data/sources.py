@@ -22,8 +22,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from data import decoder_feed, image_feed, open_tokenizer, sound_feed, video_feed
-from data.feed import Feed
+from data import Feed, decoder_feed, image_feed, open_tokenizer, sound_feed, video_feed
 from tests.data.files.tables import save_to_disk, table, write_parquet
 from tests.data.helpers import assert_same, joined, write_tar
 from tests.processes import Process, on_processes
@@ -154,15 +153,13 @@ def in_tars(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
 
 
 def as_table(write: Callable[..., Path]) -> Callable[[Path, Records, Kind], dict[str, Any]]:
-    """Of images or sounds with captions, whose column has another name for each."""
+    """Of images or sounds with captions. There are no embeddings in it."""
 
     def written(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
-        column = "audio" if kind is SOUNDS else "image"
         media = [{"bytes": next(iter(record.values())), "path": None} for record in records.values()]
-        texts = {"captions" if kind is SOUNDS else "text": [captions_in(record) for record in records.values()]}
-        if kind is not SOUNDS:
-            texts = {"text": ["".join(texts_of) for texts_of in texts["text"]]}
-        write(folder, table({column: media, **texts}))
+        texts = [captions_in(record) for record in records.values()]
+        of_images = {"image": media, "text": ["".join(captions) for captions in texts]}
+        write(folder, table({"audio": media, "captions": texts} if kind is SOUNDS else of_images))
         return {kind.script.data.flag: folder, **({"condition_on": "none"} if kind is CONDITIONED else {})}
 
     return written
@@ -186,8 +183,8 @@ def as_manifest(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
 class Items:
     """A user's own dataset of records, decoded as users do."""
 
-    def __init__(self, records: Records, kind: Kind, fingerprint: str) -> None:
-        self.records, self.kind, self.fingerprint = [*records.values()], kind, fingerprint
+    def __init__(self, records: Records, kind: Kind) -> None:
+        self.records, self.kind, self.fingerprint = [*records.values()], kind, " ".join(map(str, records))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -216,8 +213,8 @@ OWN = sys.modules.setdefault("items_of_the_tests", ModuleType("items_of_the_test
 def as_dataset(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
     """A function of a module, as --dataset names it."""
     folder.mkdir(parents=True)
-    name = f"made_{abs(hash(folder))}"
-    setattr(OWN, name, lambda args: Items(records, kind, " ".join(map(str, records))))
+    name = f"made_{len(vars(OWN))}"
+    setattr(OWN, name, lambda args: Items(records, kind))
     return {"dataset": f"{OWN.__name__}:{name}"}
 
 
