@@ -87,12 +87,21 @@ def test_each_epoch_is_another_shuffle_of_what_is_not_validated_and_each_place_o
     assert {len(entry) for batch in seen["train"] for entry in batch.values()} == {BATCH}
 
 
-@pytest.mark.parametrize("world_size, workers", [(4, 0), (1, 2)])
+# Each place and each kind once.
+HAVE_WORKERS = [
+    "images of tars", "images of arrow", "images of parquet", "images of own", "conditioned of folder",
+    "sounds of manifest", "videos of folder", "videos and images",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, world_size, workers, done", [
+    *((name, 4, 0, 2) for name in SOURCES), *((name, 1, 2, 6) for name in HAVE_WORKERS)
+])  # fmt: skip
 def test_batches_depend_neither_on_processes_and_workers_nor_on_where_a_run_goes_on(
-    source: Source, world_size: int, workers: int, flags_of: Any, whole: Any
+    name: str, world_size: int, workers: int, done: int, flags_of: Any, whole: Any
 ) -> None:
+    source = SOURCES[name]
     flags = {**flags_of(source), "num_workers": workers}
-    done = {4: 2, 1: 6}[world_size]
     found = passes(source.kind, flags, N_BATCHES - done, world_size, done * BATCH)
     for name, batches in whole(source).items():
         assert_same(batches[done:] if name == "train" else batches, found[name])
