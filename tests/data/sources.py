@@ -29,7 +29,6 @@ from tests.processes import Process, on_processes
 from tests.scripts import DECODER, MULAN, RUN, TOKENIZER, VAE, VIDEO_TOKENIZER, WORDS, Script, words
 
 N, BATCH = 40, 8
-RATE = 8000
 Record = Mapping[str, bytes]
 
 

@@ -21,7 +21,6 @@ from tests.data.sources import IMAGES, training
 SIDE = 48
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end, WebP is read as a whole.
 CUT_SHORT = {"JPEG": {}, "PNG": {}, "BMP": {}, "GIF": {}, "TIFF": {}, "PPM": {}}
-RATE = 16000
 
 
 def encoded(kind: str, number: int = 0) -> bytes:

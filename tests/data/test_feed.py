@@ -67,15 +67,6 @@ def test_preview_reads_no_step_and_sends_no_image_more_than_needed(count, n_read
     assert sum(sent) == min(count, 26)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_validation_after_a_preview_is_the_whole_split(num_workers):
-    opened = feed(num_workers=num_workers)
-    opened.start(0)
-    assert torch.equal(opened.preview(8)["images"], valid_images(8))
-    for _ in range(2):
-        assert torch.equal(torch.cat([batch["images"] for batch in opened.validation()]), valid_images())
-
-
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_validation_sees_the_same_few_samples_on_any_number_of_processes_and_the_whole_split_if_asked(world_size):
     def validated(process: Process) -> tuple[list[int], list[int], int]:

@@ -91,15 +91,6 @@ def test_tokenizer_without_marks_has_none_and_refuses_what_it_cannot_read(tmp_pa
     assert "cannot read the text 'gong'" in one_line(tokenizer.encode, ["bell", "gong"])
 
 
-@pytest.mark.parametrize("name", ["clip", "tokenizer.json"])
-def test_tokenizer_goes_to_other_processes(tmp_path, name):
-    spec = name if name == "clip" else hugging_face(tmp_path / name, WORDS)
-    tokenizer = open_tokenizer(spec, 6)
-    other = pickle.loads(pickle.dumps(tokenizer))
-    assert torch.equal(other.encode(["a bell rings"])[0], tokenizer.encode(["a bell rings"])[0])
-    assert (other.name, other.vocab_size, other.max_text_tokens) == (spec, tokenizer.vocab_size, 6)
-
-
 @pytest.mark.parametrize("content", ["", "{}", "no json", '{"model": {"type": "none"}}'])
 def test_what_is_no_tokenizer_is_named(tmp_path, content):
     assert "no tokenizer 'clpi': give clip" in one_line(open_tokenizer, "clpi", 8)

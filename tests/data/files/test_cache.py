@@ -162,14 +162,8 @@ def test_a_damaged_list_is_made_anew(tmp_path):
         {**header, "parts": [*parts[:-1], ["others", *parts[-1][1:]]]},
         {**header, "parts": [*parts, ["x", *parts[-1][1:]]]},
     ]  # fmt: skip
-    contents = [
-        b"",
-        head,
-        whole[:-1],
-        whole + b"\0",
-        b"[" * 5000,
-        *(json.dumps(f).encode() + b"\n" + rest for f in forged),
-    ]
+    contents = [b"", head, whole[:-1], whole + b"\0", b"[" * 5000]
+    contents += [json.dumps(header).encode() + b"\n" + rest for header in forged]
     contents += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(head) + 1, len(whole), 7)]
     for content in contents:
         path.write_bytes(content)
@@ -303,15 +297,3 @@ def test_a_manifest_is_read_once_and_again_after_a_change_that_leaves_its_size(t
     os.utime(path, ns=(0, 10**18))
     settle(path)
     assert parts_in(path)[2][0] == "d.mp4"
-
-
-def test_captions_and_labels_of_a_manifest_are_those_of_the_first_start(tmp_path):
-    path = tmp_path / "set.csv"
-    path.write_text('path,captions,label\na.wav,"[""one"", ""two, ü""]",kind\nb.wav,three|four|three,\nc.wav,,\n')
-    settle(path)
-    cut = {"sample_rate": 8000, "clip_seconds": 1.0}
-    for _ in range(2):
-        sounds = open_sounds(str(path), **cut)
-        assert sounds.texts(0) == (["one", "two, ü"], "kind") and sounds.texts(1) == (["three", "four"], None)
-        assert one_line(sounds.texts, 2) == "it has no caption"
-    assert len(kept(path)) == 1

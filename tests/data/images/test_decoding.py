@@ -60,16 +60,11 @@ def sixteen_bits() -> Image.Image:
 
 GREYS = ((GREY_LEFT,) * 3, (GREY_RIGHT,) * 3)
 COLOUR_CASES = {
-    "RGB.jpg": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6),
-    "RGB.jpeg": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6),
-    "RGB.png": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
-    "RGB.webp": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6),
-    "RGB.bmp": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
-    "RGB.tif": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
+    **{f"RGB.{ending}": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 6) for ending in ("jpg", "jpeg", "webp")},
+    **{f"RGB.{ending}": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0) for ending in ("png", "bmp", "tif", "ppm")},
     "CMYK.tiff": (halves(LEFT, RIGHT, "RGB").convert("CMYK"), (LEFT, RIGHT), 2),
     "grey_16_bits.tif": (sixteen_bits(), GREYS, 0),
     "RGBA.tif": (halves((*LEFT, 255), (*RIGHT, 255), "RGBA"), (LEFT, RIGHT), 0),
-    "RGB.ppm": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0),
     "grey.pgm": (halves(GREY_LEFT, GREY_RIGHT, "L"), GREYS, 0),
     "grey_16_bits.pgm": (sixteen_bits(), GREYS, 0),
     "1_bit.pbm": (halves(1, 0, "1"), ((255,) * 3, (0,) * 3), 0),
