@@ -5,8 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.training.whole import Whole
 from training.ema import ExponentialMovingAverage, PowerAverages, make_ema
@@ -148,39 +146,6 @@ def test_skipped_updates_leave_the_average_and_its_count_as_they_are(kind):
     assert same(ours, theirs)
 
 
-class _Calls(TorchDispatchMode):
-    """Names of the operations, and the largest number of values that one of them returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.largest = [], 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.overloadpacket.__name__)
-        tensors = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
-        self.largest = max(self.largest, sum(tensor.numel() for tensor in tensors))
-        return out
-
-
-@pytest.mark.parametrize("kind", [{"decay": 0.999}, {"decay": 0.0, "lengths": [0.1]}])
-def test_an_update_takes_few_operations_and_no_second_copy_of_the_model(kind):
-    """As on an accelerator, where a launch for each weight is slow: `_foreach_lerp_` with a share on the device is one
-    for each inside."""
-    weights = Whole(nn.ParameterList(nn.Parameter(torch.full((10,), float(n))) for n in range(1000)))
-    average = make_ema(weights, **kind)
-    weights.module = nn.ParameterList(nn.Parameter(torch.full((10,), float(n + 3))) for n in range(1000))
-    for averaged in vars(average).get("_averages", {"": vars(average).get("_average")}).values():
-        averaged.device = torch.device("meta")  # its tensors stay here
-    with _Calls() as calls:
-        average.update()
-    of_weights = [name for name in calls.names if name.startswith("_foreach")]
-    assert "_foreach_lerp_" not in of_weights and len(of_weights) < 100 and calls.largest < 1000
-    share = 1.0 if "lengths" in kind else 9 / 11
-    with average.kept(nullcontext)() as averaged:
-        torch.testing.assert_close(averaged[7], torch.full((10,), 7 + 3 * share))
-
-
 def test_state_that_does_not_fit_is_an_error_of_one_line():
     ema = ExponentialMovingAverage(Whole(Model()), 0.9)
     ours = ema.state_dict()["weights"]
@@ -218,12 +183,3 @@ def test_another_average_at_a_resume_is_an_error_that_names_the_flag():
         state = make_ema(Whole(Model()), *before).state_dict()
         with pytest.raises(ValueError, match=complaint):
             make_ema(Whole(Model()), *now).load_state_dict(state)
-
-
-def test_between_two_evaluations_the_averaged_model_holds_no_weights():
-    """Outside of the context it could be older than the average, or at ZeRO 3 a part of it."""
-    ema = ExponentialMovingAverage(Whole(Model(1.0)), 0.9)
-    for _ in range(2):
-        with ema.averages()["ema"]() as averaged:
-            assert torch.equal(averaged.layer.weight, torch.ones(2, 3))
-        assert all(parameter.numel() == 0 for parameter in averaged.parameters())

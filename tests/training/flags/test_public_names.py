@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import DECODER, MULAN, SCRIPTS, VAE, VQGAN, Script
-from training.flags.public_names import ENDLESS, NEEDED, PUBLIC, batch_arithmetic
+from tests.scripts import DECODER, MULAN, SCRIPTS, VQGAN, Script
+from training.flags.public_names import ENDLESS, NEEDED, PUBLIC
 
 # As the signatures of the packages have them, at the versions in PUBLIC.
 ARGUMENTS = {
@@ -89,18 +89,6 @@ def test_only_the_public_number_of_updates_outlasts_the_epochs() -> None:
         ("--max_steps", "9"): 20, ("--num_train_steps", "9"): ENDLESS, ("--num_train_steps", "9", "--epochs", "3"): 3,
     }.items():  # fmt: skip
         assert MULAN.parsed(*flags).epochs == epochs
-
-
-def test_a_run_with_public_accumulation_says_what_it_trains_on() -> None:
-    said = ["--batch_size", "32", "--grad_accum_every", "4"]
-    line = batch_arithmetic(MULAN.parsed(*said), 2)
-    assert line == (
-        "--grad_accum_every 4: an update trains on 32 samples in all, over 2 processes and 4 micro-batches; "
-        "--batch_size 32 of musiclm-pytorch 0.2.8 is that of a micro-batch of one process, for which --batch_size is "
-        "32 x 4 x 2 = 256 here"
-    )
-    assert batch_arithmetic(MULAN.parsed("--batch_size", "32", "--grad_accum_steps", "4"), 2) is None
-    assert batch_arithmetic(VAE.parsed("--batch_size", "32"), 2) is None
 
 
 def test_a_run_says_it_at_its_start_and_a_batch_that_does_not_divide_is_told_the_product(tmp_path: Path) -> None:

@@ -65,11 +65,6 @@ def test_small_images_are_drawn_larger_pixel_by_pixel():
     assert grid({"large": torch.rand(1, 3, 200, 200)}).height == 204
 
 
-def test_rows_may_differ_in_length_and_size():
-    picture = grid({"many": torch.zeros(4, 1, 8, 8), "large": torch.zeros(1, 3, 40, 20)}, least_side=1)
-    assert picture.height == 2 + 10 + 42 and picture.width >= 4 * 10
-
-
 def test_code_histogram_is_sorted_and_relative_to_the_most_used_code():
     counts = torch.tensor([0, 5, 10, 0])
     ink = (np.asarray(code_histogram(counts, width=4, height=101)) == 0).all(-1).sum(0)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from PIL import Image
 
-from training.pictures import sounds as sound_pictures
 from training.pictures.sounds import Match, best_matches, cubehelix, similarity_picture, spectrogram_grid
 
 GAP, WIDTH, HEIGHT = 14, 320, 128
@@ -83,54 +82,6 @@ def test_only_the_right_caption_is_green_and_ticked():
     assert has(second[:, : GAP + 18], GREEN) and has(second[:, GAP + 60 :], GREEN)
 
 
-@pytest.mark.parametrize(("count", "columns", "rows"), [(1, 1, 1), (3, 3, 1), (4, 4, 1), (6, 3, 2), (9, 3, 3)])
-def test_the_picture_has_room_for_every_clip(count, columns, rows):
-    picture = spectrogram_grid(torch.rand(count, 16, 50), [[match("one line")]] * count)
-    assert picture.size == (GAP + columns * (WIDTH + GAP), GAP + rows * (HEIGHT + 6 + 19 + GAP))
-    tall = [match("word " * 30), match("y", rank=2)]  # a row is as high as its longest captions
-    assert spectrogram_grid(torch.rand(2, 4, 4), [[match("x")], tall]).height == 2 * GAP + HEIGHT + 6 + 3 * 19
-    last = pixels(picture)[-(HEIGHT + 6 + 19 + GAP) :, (count - 1) % columns * (WIDTH + GAP) + GAP :][:HEIGHT, :WIDTH]
-    assert last.std() > 10
-
-
-@pytest.mark.parametrize(
-    "text", ["word " * 300, "x" * 3000, "WWWW " * 9 + "W" * 400, "a dog\nbarks\tloudly\x1b[2J", ""]
-)
-def test_long_and_odd_captions_stay_within_their_column(text):
-    picture = spectrogram_grid(torch.rand(2, 4, 4), [[match(text, True)], []])
-    assert picture.height <= 2 * GAP + HEIGHT + 6 + 2 * 19
-    below = pixels(picture)[GAP + HEIGHT :]
-    assert (below[:, GAP + WIDTH + 1 :] == 255).all(), "nothing is under the second one"
-    assert has(below, GREEN)
-
-
-def test_a_caption_that_fits_is_not_cut():
-    fonts = sound_pictures._Fonts([])
-    assert fonts.wrap(" a\nb\x1b[2J ", 220) == ["a b?[2J"]
-    assert fonts.wrap("a dog barks", 220) == ["a dog barks"]
-    text = "a dog barks and a cat meows in the same room"
-    lines = fonts.wrap(text, 220)
-    assert len(lines) == 2 and " ".join(lines) == text
-    assert fonts.wrap(text * 3, 220)[-1].endswith("...")
-    assert max(fonts.plain.getlength(line) for line in fonts.wrap(text * 3, 220)) <= 220
-
-
-@pytest.mark.parametrize("has_font", [True, False])
-def test_captions_in_other_scripts_are_drawn_as_the_fonts_allow(has_font, monkeypatch):
-    if not has_font:
-        monkeypatch.setattr(sound_pictures, "_WIDE_FONTS", ("no such font.ttf",))
-        assert sound_pictures._Fonts(["é"]).wrap("café 犬", 300) == ["cafe ?"]
-    texts = [
-        "Ein Hund bellt übermütig",
-        "犬が吠える" * 30,
-        "собака",
-        "\U0001f600 \u202e עברית",
-        "\ud800 lone surrogate",
-    ]
-    picture = spectrogram_grid(torch.rand(1, 4, 4), [[match(text, True) for text in texts]])
-    assert has(pixels(picture)[GAP + HEIGHT :], GREEN)
-
-
 def test_best_matches_are_ranked_and_the_right_one_is_shown_however_far_behind():
     audio = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     angles = torch.tensor([0.3, 0.1, 0.2, 0.25, 1.0])  # the second reading of a does not count
@@ -161,26 +112,9 @@ def test_similarities_are_red_above_zero_and_blue_below_on_the_scale_that_is_dra
     assert (picture[47 : 47 + 2 * side, scale] >= 0).all() and picture.shape[1] > scale + GAP
 
 
-def test_the_pairs_that_belong_together_are_framed():
-    picture = pixels(similarity_picture(torch.zeros(4, 6)))
-    side = 512 // 6
-    for row in range(4):
-        for column in range(6):
-            edge = picture[47 + row * side + side // 2, 47 + column * side].tolist()
-            assert (edge == [35, 35, 35]) == (row == column)
-
-
 def test_a_collapsed_model_is_one_colour_and_weak_similarities_are_not_blown_up_beyond_a_tenth():
     picture = pixels(similarity_picture(torch.full((8, 8), 0.999)))
     assert {tuple(cell(picture, i, j, 64)) for i in range(8) for j in range(8)} == {(166, 27, 41)}
     assert cell(pixels(similarity_picture(torch.zeros(2, 2))), 0, 1, 256) == [247, 247, 247]
     faint = pixels(similarity_picture(torch.full((2, 2), 0.001)))
     assert min(cell(faint, 0, 1, 256)) > 240
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (40, 1), (300, 300), (600, 20)])
-def test_matrices_of_any_size_are_drawn(shape):
-    picture = similarity_picture(torch.rand(shape) * 2 - 1)
-    side = max(1, 512 // max(shape))
-    assert picture.width >= 47 + shape[1] * side and picture.height >= 47 + shape[0] * side
-    assert max(picture.size) < 800

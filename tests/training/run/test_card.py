@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import train_mulan
 import train_vae
@@ -17,7 +16,7 @@ import trained
 from hub import KINDS
 from models import __all__ as model_names
 from tests.scripts import ROOT, SCRIPTS
-from training.run.card import Kind, model_card, newest_picture, public_settings, read_metrics
+from training.run.card import Kind, model_card, public_settings
 
 KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-tokenize-images --model {}", ("a-tag",))
 SECRETS = {
@@ -47,12 +46,6 @@ def row(text: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")[1:]]
 
 
-def test_the_front_matter_is_yaml_and_leaves_the_license_to_the_author(tmp_path: Path) -> None:
-    head = card(None).split("---\n")[1]
-    assert yaml.safe_load(head) == {"library_name": "tandem", "tags": ["a-tag", "safetensors"]}
-    assert "# license:" in head
-
-
 def test_metrics_of_the_validation_stand_with_their_last_and_best_value(tmp_path: Path) -> None:
     values = [(0.5, 20.0, 7.0, 0.9), (0.25, 30.0, 8.0, 1.1), (0.75, 25.0, 9.0, 1.0)]
     lines = [
@@ -66,21 +59,6 @@ def test_metrics_of_the_validation_stand_with_their_last_and_best_value(tmp_path
     assert row(text, "valid/odd") == ["9", "", ""]  # nobody knows
     assert row(text, "valid/variance_kept") == ["1", "", ""]  # best at 1
     assert "| loss |" not in text and "| seconds |" not in text
-
-
-def test_without_a_validation_the_losses_of_the_training_stand_there(tmp_path: Path) -> None:
-    lines = [{"step": step, "loss": 1 / step, "seconds": 2.0, "lr": 0.1} for step in (1, 2)]
-    text = card(write_run(tmp_path, lines))
-    assert row(text, "loss") == ["0.5", "0.5", "2"]
-    assert "| seconds |" not in text and "| lr |" not in text
-
-
-def test_a_value_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
-    lines = [{"step": 1, "valid/loss": float("nan")}, {"step": 2, "valid/loss": 2.0}, {"step": 3, "valid/loss": "x"}]
-    assert row(card(write_run(tmp_path, lines)), "valid/loss") == ["2", "2", "2"]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "valid/loss": NaN}\nnot JSON\n[]\n')
-    assert row(card(tmp_path), "valid/loss") == ["nan", "", ""]
-    assert len(read_metrics(tmp_path)) == 1 and read_metrics(tmp_path / "none") == []
 
 
 def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_typed_is_not() -> None:
@@ -124,21 +102,6 @@ def test_the_configuration_of_a_card_is_one_that_the_script_takes(tmp_path: Path
     (tmp_path / "config.yaml").write_text(block)
     again = parser.parse(["--config", str(tmp_path / "config.yaml")])
     assert (again.num_tokens, again.straight_through, again.image_folder) == (77, True, "demo:shapes:64")
-
-
-def test_a_picture_is_shown_where_there_is_one_and_it_is_the_newest(tmp_path: Path) -> None:
-    assert newest_picture(tmp_path) is None and "![" not in card(None)
-    (tmp_path / "samples").mkdir()
-    for step in (20, 100, 3):
-        (tmp_path / "samples" / f"step_{step:08d}.png").touch()
-    assert newest_picture(tmp_path) == tmp_path / "samples" / "step_00000100.png"
-    assert "](sample.png)" in card(None, has_picture=True)
-
-
-def test_without_a_run_the_card_says_how_to_use_the_model_and_nothing_that_nobody_knows() -> None:
-    text = card(None)
-    assert "tandem-tokenize-images --model alice/faces" in text and "snapshot_download" in text
-    assert "## Training" not in text and "## Metrics" not in text and "## Environment" not in text
 
 
 @pytest.mark.parametrize("script", trained.SCRIPTS, ids=lambda script: script.model)

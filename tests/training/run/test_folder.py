@@ -1,10 +1,8 @@
 """The run folder: made, refused, moved away, compared."""
 
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -196,19 +194,6 @@ def test_a_folder_that_was_renamed_or_is_that_of_another_run_is_not_written_to(t
     run.check_is_here()  # a lock that somebody took for a leftover is no reason to lose a run
 
 
-def test_looking_whether_the_folder_is_here_does_not_release_the_lock(tmp_path):
-    run = opened(tmp_path)
-    run.check_is_here()
-    script = f"""if True:
-        import pathlib
-        from tandem.files import writing
-        writing._LOCK_SECONDS = 0
-        writing.hold(pathlib.Path({str(tmp_path)!r}) / ".lock")
-    """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert f"is in use by process {os.getpid()}" in result.stderr
-
-
 @pytest.mark.parametrize("name", [".lock", "..writable.tmp", ".config.yaml.tmp"])
 def test_nothing_is_written_through_a_link_that_is_in_the_folder(tmp_path, name):
     (tmp_path / "treasure").write_text("mine")
@@ -270,16 +255,6 @@ def test_a_run_with_its_model_is_finished(tmp_path):
         assert opened(tmp_path).finished_step == step
 
 
-def test_other_model_arguments_are_named_with_both_values(tmp_path):
-    run = begun(tmp_path)
-    config = {"image_size": 64, "num_tokens": 512, "batch_size": 16}
-    run.check_config({**config, "image_size": 128, "num_tokens": 8192}, ("image_size", "num_tokens"))
-    with pytest.raises(ValueError, match="as another run") as error:
-        run.check_config(config, ("image_size", "num_tokens"))
-    assert "--image_size was 128 and is now 64, --num_tokens was 8192 and is now 512;" in str(error.value)
-    assert "batch_size" not in str(error.value)
-
-
 def test_arguments_that_mean_the_same_are_the_same_and_those_that_do_not_are_named_as_spelled(tmp_path):
     def width_or_dim(settings):
         return {**settings, "width": settings.get("width") or settings.get("dim")}
@@ -297,17 +272,6 @@ def test_arguments_that_mean_the_same_are_the_same_and_those_that_do_not_are_nam
             run.check_config({"dim": dim, "width": width}, names, rule)
 
 
-@pytest.mark.parametrize("content", [None, "a: [", "\x00"])
-def test_a_run_whose_config_is_gone_or_damaged_is_not_resumed(tmp_path, content):
-    run = begun(tmp_path)
-    (tmp_path / "config.yaml").unlink()
-    if content is not None:
-        (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ValueError, match=r"cannot resume: .*config.yaml") as error:
-        run.check_config({"image_size": 128}, ("image_size",))
-    assert "\n" not in str(error.value)
-
-
 def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
     begun(tmp_path / "vae")
 
@@ -323,25 +287,6 @@ def test_every_process_gets_the_roots_findings_and_errors(tmp_path):
 
     root, other = on_processes(2, work)
     assert root == other and root[0] and not (tmp_path / "elsewhere").exists()
-
-
-def test_the_root_opens_the_folder_in_an_agreement_in_which_it_may_wait_for_another_process(tmp_path, monkeypatch):
-    order: list[str] = []
-
-    @contextlib.contextmanager
-    def agreement():
-        order.append("enter")
-        yield
-        order.append("leave")
-
-    def wait(path, mark):
-        mark("waiting")
-        return path.open("wb")
-
-    monkeypatch.setattr("training.run.folder.hold", wait)
-    broadcast = lambda found: (order.append("broadcast"), found)[1]  # noqa: E731
-    opened(tmp_path, broadcast_object=broadcast, agreement=agreement, mark=order.append)
-    assert order == ["enter", "waiting", "leave", "broadcast"]
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tandem.files.writing import say
-from training.run.progress import Progress, ProgressDisplay, changes, duration, total_samples_from
+from training.run.progress import Progress, ProgressDisplay, changes, total_samples_from
 
 
 class Terminal(io.StringIO):
@@ -33,39 +33,6 @@ def test_only_a_batch_in_the_same_parts_keeps_its_bits_on_another_backend(parts,
     now = {"backend": "ddp", "world_size": 2, "device": device, "batch_parts": parts[1]}
     (line,) = changes(before, now)
     assert ("gives the same bits" in line) is bits and ("seventh digit" in line) is not bits
-
-
-def test_step_and_epoch_derive_from_samples():
-    progress = Progress(batch_size=8, samples_per_epoch=20, total_samples=40)
-    seen = []
-    while not progress.finished:
-        progress.advance()
-        seen.append((progress.samples, progress.step, progress.epoch))
-    assert seen == [(8, 1, 0.4), (16, 2, 0.8), (24, 3, 1.2), (32, 4, 1.6), (40, 5, 2.0)]
-    assert progress.total_steps == 5
-
-
-def events(progress: Progress, n_steps: int, until: int) -> list[int]:
-    steps = []
-    while progress.step < until:
-        progress.advance()
-        if progress.every(n_steps):
-            steps.append(progress.step)
-    return steps
-
-
-def test_every_n_fires_after_updates_n_2n_and_never_for_zero():
-    assert not Progress(4, 100, 100).every(1)
-    assert events(Progress(4, 100, 100), 3, 10) == [3, 6, 9]
-    assert events(Progress(4, 100, 100), 0, 10) == []
-
-
-def test_resumed_clock_fires_the_events_of_the_uninterrupted_one():
-    first, second = Progress(4, 100, 100), Progress(4, 100, 100)
-    before = events(first, 3, 5)
-    second.load_state_dict(first.state_dict())
-    assert second.samples == 20
-    assert before + events(second, 3, 12) == [3, 6, 9, 12]
 
 
 def test_a_clock_of_another_batch_size_or_data_set_is_refused():
@@ -122,17 +89,6 @@ def test_bar_starts_where_the_run_resumes_and_messages_do_not_break_it():
     assert len(saved) > 1 and max(map(len, saved)) <= shutil.get_terminal_size().columns
 
 
-def test_the_last_words_of_a_run_are_the_last_lines_of_the_terminal():
-    """A bar at 100% below them says nothing more, and that of a finished run which is started again `? left`."""
-    terminal = Terminal()
-    display = ProgressDisplay(Progress(10, 100, 400), True, terminal)
-    display.say("report: python report.py runs/vae")
-    assert "updates" in terminal.getvalue().rpartition("\n")[2]
-    display.close()
-    *_, drawn, end = terminal.getvalue().rpartition("\n")[2].split("\r")
-    assert drawn.strip() == end == ""
-
-
 @pytest.mark.parametrize("isatty", [False, True])
 def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
     stream, progress = Terminal(), Progress(4, 16, 16)
@@ -149,18 +105,3 @@ def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
     display.close()
     monkeypatch.setattr("sys.stderr", stream)
     say("stopped: nobody reads this")
-
-
-def test_silence_off_the_root():
-    for stream in (Terminal(), io.StringIO()):
-        display = ProgressDisplay(Progress(1, 1, 1), False, stream)
-        display.update()
-        display.log({"loss": 1.0})
-        display.say("x")
-        display.close()
-        assert stream.getvalue() == ""
-
-
-def test_durations_read_well():
-    texts = ["0 s", "59 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "5 h 02 min"]
-    assert [duration(seconds) for seconds in (-1, 59.4, 59.6, 200, 3599.9, 18120)] == texts

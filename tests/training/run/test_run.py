@@ -5,7 +5,6 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -33,7 +32,6 @@ from training.run import loop, stopwatch
 from training.run.best import BestModel
 from training.run.costs import without_costs
 from training.run.loop import Evaluation
-from training.run.random_state import RandomState
 from training.run.run import Run
 from training.run.starts import starts
 from training.run.stopwatch import Deadline
@@ -293,14 +291,6 @@ def test_the_first_validation_after_a_resume_says_what_changed_since_the_one_bef
     assert line.split()[:5] == ["valid", "6/6", "weight", "6.000", "(+2.000)"]
 
 
-def test_a_finished_run_says_so_and_can_be_extended(tmp_path, capsys):
-    train(tmp_path)
-    train(tmp_path)
-    assert "this run is finished" in capsys.readouterr().err
-    train(tmp_path, "--max_steps", "8")
-    assert logged(tmp_path, "weight") == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 def test_a_model_that_the_disk_does_not_take_is_exit_code_1_and_written_by_the_next_start(
     tmp_path, monkeypatch, capsys
 ):
@@ -327,13 +317,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(tmp_path, gone):
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
-def test_fresh_starts_over_and_keeps_the_old_run(tmp_path, capsys):
-    train(tmp_path / "run")
-    assert train(tmp_path / "run", "--fresh", stop_at=1).weight.tolist() == [1, 1]
-    assert logged(tmp_path / "run", "step") == [1] and logged(tmp_path / "run.old-1", "step") == [1, 2, 3, 4, 5, 6]
-    assert "starting over" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("name", "old", "new"), [("width", 2, 3), ("seed", 0, 1)])
 def test_another_model_or_seed_is_refused_and_the_run_left_as_it_was(tmp_path, name, old, new):
     train(tmp_path, stop_at=3)
@@ -341,33 +324,6 @@ def test_another_model_or_seed_is_refused_and_the_run_left_as_it_was(tmp_path, n
         train(tmp_path, f"--{name}", str(new))
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())[name] == old
     assert logged(tmp_path, "step") == [1, 2, 3]
-
-
-def random_state(rank: int, world_size: int, gather) -> RandomState:
-    device = torch.device("cpu")
-    return RandomState(SimpleNamespace(rank=rank, world_size=world_size, device=device, gather=gather))
-
-
-def test_random_generators_go_on_where_they_were():
-    def draw():
-        return random.random(), np.random.rand(), np.random.randn(), random.gauss(0, 1), torch.rand(1).item()  # noqa: NPY002
-
-    # The last of two processes.
-    state = random_state(1, 2, lambda tensor: torch.cat([torch.zeros_like(tensor), tensor]))
-    draw()  # leaves half of a pair of normal numbers in the generators
-    saved = state.state_dict()
-    expected = draw()
-    state.load_state_dict(saved)
-    assert draw() == expected
-
-
-def test_generators_of_another_number_of_processes_are_left_as_they_were_seeded():
-    saved = random_state(0, 1, lambda tensor: torch.cat([tensor, tensor])).state_dict()
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    random_state(0, 1, lambda tensor: tensor).load_state_dict(saved)
-    assert torch.rand(1) == expected
 
 
 def test_a_new_place_and_precision_are_named_with_what_they_mean(tmp_path, capsys):
@@ -407,17 +363,6 @@ def test_each_start_says_how_it_ended(tmp_path):
     ended = [start["ended"] for start in starts(tmp_path)]
     last = json.loads((tmp_path / "model" / "training.json").read_text())["step"]
     assert ended == ["asked to stop at update 1", None, f"finished at update {last}"]
-
-
-def test_flags_that_differ_are_said_on_resume_and_kept_with_the_start(tmp_path, capsys):
-    train(tmp_path, stop_at=2)
-    assert " is now " not in capsys.readouterr().err
-    train(tmp_path, "--max_grad_norm", "2", "--report_to", "none")
-    said = capsys.readouterr().err
-    assert said.count(" is now ") == 1 and "--max_grad_norm was 0 and is now 2" in said
-    assert [(start["step"], start["changed"]) for start in starts(tmp_path)] == [
-        (0, {}), (2, {"max_grad_norm": [0.0, 2.0]})
-    ]  # fmt: skip
 
 
 def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
@@ -512,20 +457,6 @@ def test_a_folder_that_is_renamed_under_a_run_does_not_reappear_and_the_run_says
     monkeypatch.undo()
     train(tmp_path / "b")
     assert logged(tmp_path / "b", "weight") == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_folder_that_is_renamed_while_a_save_begins_does_not_reappear(tmp_path, monkeypatch, capsys):
-    make_room = store.Checkpoints._make_room
-
-    def moved(self) -> None:
-        os.rename(tmp_path / "a", tmp_path / "b")  # after the save looked whether the folder is there
-        make_room(self)
-
-    monkeypatch.setattr(store.Checkpoints, "_make_room", moved)
-    with pytest.raises(SystemExit) as exit:
-        train(tmp_path / "a")
-    assert exit.value.code == 1 and os.listdir(tmp_path) == ["b"]
-    assert "cannot write the checkpoint" in capsys.readouterr().err
 
 
 def test_a_save_is_not_committed_into_a_folder_that_became_that_of_another_run_meanwhile(tmp_path, monkeypatch):
@@ -799,30 +730,6 @@ def test_several_models_have_metrics_and_pictures_of_their_own(tmp_path):
     assert json.loads((tmp_path / "model" / "small" / "config.json").read_text()) == [1.0, 1.0]
 
 
-def test_losses_are_means_over_micro_batches_and_cost_nothing_where_no_line_is_due(tmp_path):
-    class Read:
-        """A loss that notices when it is looked at."""
-
-        def detach(self):
-            raise AssertionError("no line is due")
-
-    args, settings = parsed(tmp_path, "--log_every_n_steps", "2", "--max_steps", "3")
-    here = Process(batch_size=3, grad_accum_steps=3)
-    run = Run(args, settings, here, Numbers(), model_arguments=())
-    run.resume()
-    assert not run.line_due
-    run.add(loss=Read())
-    run.advance()
-    assert run.line() == {} and run.line_due
-    for loss in (0.1, 0.2, 0.4):
-        run.add(loss=torch.tensor(loss))
-    run.advance()
-    mean = sum(torch.tensor(loss).double().item() / 3 for loss in (0.1, 0.2, 0.4))
-    assert without_costs(run.line()) == {"loss": mean, "skipped_updates": 0}
-    assert run.line_due, "the last update has a line"
-    run.close()
-
-
 def test_films_stand_beside_their_picture_and_a_full_disk_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
     args, settings = parsed(tmp_path, "--max_steps", "2", "--sample_every_n_steps", "1")
     run, model = Run(args, settings, Process(), Numbers(), model_arguments=()), Weights()
@@ -937,8 +844,3 @@ def test_a_run_that_is_in_its_samples_on_one_machine_alone_is_refused_on_all(tmp
 
     errors = on_processes(2, start, catches=ValueError)
     assert all("would become samples" in str(error) for error in errors)
-
-
-def test_start_says_which_files_are_skipped(tmp_path, capsys):
-    train(tmp_path / "run")
-    assert capsys.readouterr().err.count("2 files are skipped: 2 .txt") == 1

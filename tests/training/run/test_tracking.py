@@ -53,14 +53,6 @@ def test_a_tracker_that_cannot_start_or_fails_says_so_once_and_the_others_go_on(
     ]
 
 
-def test_a_tracker_that_fails_when_the_terminal_is_gone_stops_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Mock(write=Mock(side_effect=BrokenPipeError(32, "Broken pipe"))))
-    trackers = Trackers(JsonlTracker(tmp_path), {"wandb": lambda: Mock(log=Mock(side_effect=ConnectionError))})
-    trackers.cut_back(0)
-    trackers.log(1, {"loss": 1.0})
-    assert steps(tmp_path) == [1]
-
-
 @pytest.mark.parametrize("failing", ["login", "init", "define_metric", "log", "Image", "Artifact", "finish"])
 def test_wandb_that_raises_anywhere_stops_no_run(tmp_path, monkeypatch, capsys, failing):
     """Whatever the kind of error, at the start, in between, or at the end."""
@@ -113,14 +105,6 @@ def test_a_file_that_was_cut_while_the_run_goes_on_is_said_and_not_filled_with_z
     assert steps(tmp_path)[-2:] == [3, 4]
 
 
-def test_a_file_that_was_deleted_while_the_run_goes_on_begins_again(tmp_path, capsys):
-    tracker = JsonlTracker(tmp_path)
-    tracker.log(1, {})
-    (tmp_path / "metrics.jsonl").unlink()
-    tracker.log(2, {})
-    assert steps(tmp_path) == [2] and "lost lines" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"step": "a"}', '{"step": 1e400}', '{"step": true}', '{"step": null}',
                                   "[]", "7", '{"step": ' + "9" * 5000 + "}"])  # fmt: skip
 def test_a_line_that_no_run_wrote_is_dropped_on_resuming(tmp_path, line):
@@ -156,26 +140,6 @@ def test_cutting_back_is_atomic(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="killed here"):
         tracker.cut_back(1)
     assert steps(tmp_path) == [1, 2, 3]
-
-
-def test_a_step_cannot_be_logged_twice(tmp_path):
-    tracker = JsonlTracker(tmp_path)
-    tracker.log(3, {})
-    with pytest.raises(AssertionError):
-        tracker.log(3, {})
-    resumed = JsonlTracker(tmp_path)
-    resumed.cut_back(3)
-    with pytest.raises(AssertionError):
-        resumed.log(3, {})
-
-
-def test_only_the_root_writes(tmp_path):
-    tracker = make_trackers(["tensorboard"], tmp_path, {}, is_root=False)
-    tracker.cut_back(0)
-    tracker.log(1, {"loss": 1.0})
-    tracker.log_image(1, "grid", PICTURE)
-    tracker.close()
-    assert list(tmp_path.iterdir()) == [] and tracker.failure is None
 
 
 @pytest.mark.parametrize("is_root", [True, False])
