@@ -1,16 +1,55 @@
-"""A disk that fails."""
+"""A disk that fails, and what a kill leaves on it."""
 
 import errno
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from tandem.files import reading
+
+# Names of the C functions and methods that change the disk.
+FILE_OPERATIONS = {
+    "open", "write", "flush", "fsync", "mkdir", "rename", "replace", "truncate", "unlink", "rmdir", "scandir",
+    "serialize_file", "__exit__",
+}  # fmt: skip
+
+
+def left_by_kills(folder: Path, action: Callable[[], object], *, in_threads: bool = False) -> list[Path]:
+    """Copies of a folder, each as a kill before or after a file operation of the action would leave it, in their order
+    and without those that are equal to the one before; the last one is that of no kill.
+
+    The operations are those of this thread, or of the thread that the action starts while this one waits. A kernel
+    keeps what a killed process has written, and what stands in its buffers is lost; so it is in a copy.
+    """
+    copies: list[Path] = []
+    seen: list[dict[str, bytes | None]] = []
+
+    def copy() -> None:
+        content = {str(path): None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+        if not seen or content != seen[-1]:
+            seen.append(content)
+            copies.append(folder.with_name(f"{folder.name} {len(copies)}"))
+            shutil.copytree(folder, copies[-1])
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("c_call", "c_return") and getattr(argument, "__name__", "") in FILE_OPERATIONS:
+            copy()
+
+    module: Any = threading if in_threads else sys
+    module.setprofile(profile)
+    try:
+        action()
+    finally:
+        module.setprofile(None)
+    copy()
+    return copies
 
 
 def failing(

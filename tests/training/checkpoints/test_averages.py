@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
-from tests.training.disk import busy, failing
+from tests.processes import Process
+from tests.training.disk import busy, failing, left_by_kills
 from tests.training.whole import Whole
 from training.checkpoints.averages import AverageFiles
 from training.checkpoints.store import Checkpoints
@@ -103,23 +104,25 @@ def test_an_average_that_cannot_be_deleted_is_told_and_ends_no_start(checkpoints
     assert held in told and [name for name in names(files.folder) if int(name[5:13]) > 20] == [held]
 
 
-def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_killed(tmp_path, checkpoints, is_killed):
-    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(WEIGHTS, [0.1])
+def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_killed(tmp_path):
+    run, averages = tmp_path / "run", PowerAverages(WEIGHTS, [0.1])
+    run.mkdir()
     trained(averages, 1, 3)
     bias = averages.state_dict()["powers"]["0.1"]["weights"]["bias"].item()
 
     def save() -> None:
-        checkpoints.save(3, {"ema": averages.state_dict()}, {}, files.write)
+        checkpoints = Checkpoints(run / "checkpoints", 2, Process())
+        checkpoints.save(3, {"ema": averages.state_dict()}, {}, AverageFiles(run / "snapshots").write)
         checkpoints.wait()
 
-    stage = 0
-    while is_killed(stage, save, in_threads=True):
-        if checkpoints.latest() is not None:
-            assert files.newest("ema")["bias"].item() == bias
-        for path in files.folder.glob("step_*"):
+    is_there = []
+    for folder in left_by_kills(run, save, in_threads=True):
+        is_there.append(Checkpoints(folder / "checkpoints", 2, Process()).latest() is not None)
+        if is_there[-1]:
+            assert AverageFiles(folder / "snapshots").newest("ema")["bias"].item() == bias
+        for path in folder.glob("snapshots/step_*"):
             assert load_file(path).keys() == {"weight", "bias", "count"}, "a file is whole or not there"
-        stage += 3  # before an operation of the disk and after one by turns
-    assert stage > 30 and checkpoints.latest() is not None
+    assert is_there == sorted(is_there) and is_there.index(True) > 5
 
 
 def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, checkpoints, monkeypatch):
