@@ -1,8 +1,6 @@
 """Arguments from the command line and from YAML, and the one line that a mistake gives."""
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -203,16 +201,6 @@ def test_config_values_become_what_the_command_line_would_make_of_them(parser, c
     assert (args.image_folder, args.report_to) == ("010", ("tensorboard", "wandb"))
 
 
-@pytest.mark.parametrize(
-    ("text", "explicit"),
-    [("compile: false", {"compile"}), ("max_steps: null\nimage_folder: ~\n", set()), ("# nothing yet\n", set())],
-)
-def test_a_config_without_other_values_changes_nothing(parser, config, text, explicit):
-    args = parser.parse(["--config", config(text)])
-    assert args.explicit == {"config", *explicit}
-    assert parser.settings(args) == parser.settings(parser.parse([]))
-
-
 def test_saved_settings_read_back_as_the_same_arguments(parser, config):
     args = parser.parse(["--batch_size", "16", "--compile", "--crop", "4", "5", "--tag", "x", "--report_to", "wandb"])
     settings = parser.settings(args)
@@ -297,11 +285,6 @@ def test_a_mistake_on_the_command_line_is_one_line(parser, capsys, argv, expecte
     assert expected in error_line(capsys, parser, *argv)
 
 
-@pytest.mark.parametrize("flag", ["--l", "--ms", "--sed_color", "--backbone", "--x", "--ep_len"])
-def test_nothing_is_suggested_where_nothing_is_near(parser, capsys, flag):
-    assert error_line(capsys, parser, flag, "1") == f"unknown flag {flag}"
-
-
 def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_said_after_the_root_had_time_to_speak(
     capsys, monkeypatch
 ):
@@ -315,20 +298,3 @@ def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_
         other.parse(["--nonsense"])
     assert exit_.value.code == 2 and waited == [2.0, 10.0]
     assert capsys.readouterr() == ("", "train_vae.py: error: unknown flag --nonsense\n")
-
-
-def test_help_shows_groups_units_and_defaults_on_the_root_alone(parser, capsys):
-    for is_root in (True, False):
-        parser._is_root = lambda said=is_root: said
-        with pytest.raises(SystemExit) as exit_:
-            parser.parse(["--help"])
-        assert exit_.value.code == 0
-        text = " ".join(capsys.readouterr().out.split())
-        assert ("checkpoints: --save_every_n_steps UPDATES" in text) is is_root
-        assert ("(default: 8)" in text and "--max_grad_norm NORM" in text and "(default: 0.0)" in text) is is_root
-        assert "(default: None)" not in text and "(default: False)" not in text and "SUPPRESS" not in text
-
-
-def test_importing_the_parser_loads_nothing_heavy():
-    script = "import sys, training.flags.parser; print({'torch', 'numpy', 'yaml', 'PIL'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT) == "set()\n"

@@ -41,13 +41,3 @@ def test_help_fits_on_a_screen_or_two_and_names_every_flag(
         "--learning_rate",
     ):
         assert f"\n  {first}" in explained
-
-
-def test_a_tool_with_few_flags_explains_all_of_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import embed
-
-    with pytest.raises(SystemExit):
-        embed.main(["--help"])
-    assert "all other flags" not in capsys.readouterr().out

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.processes import Process, on_processes
-from training.objectives import contrastive
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 
 SIZES = [[9], [5, 4], [2, 0, 6, 1], [1] * 9]
@@ -108,21 +105,6 @@ def test_value_and_gradients_of_ragged_parts_are_those_of_the_formula(
     assert abs(float(results[0].loss - by_the_formula(kind, *inputs, not mask))) > 1e-3, "what is masked is not nothing"
 
 
-@pytest.mark.parametrize("mask", [True, False], ids=["masked", "unmasked"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_sigmoid_loss_of_a_large_batch_passes_its_texts_around_a_ring_and_finds_the_same(
-    sizes: list[int], mask: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = make()
-    gathered = shared("sigmoid", inputs, sizes, mask_duplicates=mask)
-    monkeypatch.setattr(contrastive, "_GATHERED_BYTES", 0)
-    monkeypatch.setattr(Contrastive, "_over_all_texts", None)
-    around = shared("sigmoid", inputs, sizes, mask_duplicates=mask)
-    assert_equal(joined(around), expected("sigmoid", inputs, mask))
-    assert_equal(joined(around), joined(gathered), 1e-14)
-    assert [float(one.collapsed) for one in around] == pytest.approx([float(one.collapsed) for one in gathered])
-
-
 @pytest.mark.parametrize("pairs", [2, 7, 512])
 def test_collapsed_embeddings_lose_the_logarithm_of_the_number_of_candidates(pairs: int) -> None:
     """What a run reports that learns nothing: ln B, or ln(B - 1) without the diagonal (6.236 at 512)."""
@@ -150,52 +132,6 @@ def test_the_collapsed_value_is_the_loss_of_equal_embeddings(kind: str, captions
         losses.append(float(result.loss))
     assert float(result.collapsed) == pytest.approx(losses[0], rel=1e-12)
     assert kind != "sigmoid" or losses[0] == min(losses)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_even_parts_give_the_same_result_without_an_exchange_of_their_sizes(kind: str, whole: bool) -> None:
-    inputs = make(6)
-    asked = shared(kind, inputs, [2, 2, 2], whole=whole)
-
-    def work(processes: Process) -> ContrastiveResult:
-        gather = processes.gather
-
-        def watched(tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-            assert sizes == [2, 2, 2]
-            return gather(tensor)
-
-        processes.gather = watched  # type: ignore[method-assign]
-        own = slice(2 * processes.rank, 2 * processes.rank + 2)
-        audio, text, scale, bias, captions = inputs
-        loss = Contrastive(kind, processes, whole=whole)
-        return loss.value_and_gradients(audio[own], text[own], scale, bias, captions[own], is_even=True)
-
-    for ours, theirs in zip(on_processes(3, work), asked, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_who_shares_the_batch_is_asked_when_it_is_shared_and_not_when_the_loss_is_made() -> None:
-    """Not in the constructor: processes may connect after it (musiclm-pytorch samples their state there)."""
-    processes: Any = SimpleNamespace(gather=lambda tensor, sizes: tensor, sum=lambda value: value)
-    contrastive = Contrastive("decoupled", processes)
-    processes.rank, processes.world_size = 0, 1
-    audio = torch.nn.functional.normalize(torch.randn(4, 1, 3), dim=-1)
-    result = contrastive.value_and_gradients(audio, audio, torch.ones(1), torch.ones(1), torch.arange(4))
-    assert result.loss.isfinite()
-
-
-def test_sigmoid_loss_in_closed_form() -> None:
-    """Orthogonal pairs: n of them at s + b, n (n - 1) others at b."""
-    n, s, b = 4, 3.0, -2.0
-    vectors = torch.eye(n, dtype=torch.float64).unsqueeze(1)
-    inputs = [vectors, vectors, torch.tensor([s]).double(), torch.tensor([b]).double(), torch.arange(n)]
-    result = shared("sigmoid", inputs, [3, 1])[0]
-    at_positive, at_negative = 1 / (1 + math.exp(s + b)), 1 / (1 + math.exp(-b))
-    wanted = math.log1p(math.exp(-s - b)) + (n - 1) * math.log1p(math.exp(b))
-    assert float(result.loss) == pytest.approx(wanted, rel=1e-12)
-    assert float(result.scale_gradient) == pytest.approx(-at_positive, rel=1e-12)
-    assert float(result.bias_gradient) == pytest.approx(-at_positive + (n - 1) * at_negative, rel=1e-12)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])

@@ -146,13 +146,3 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(capfd: pytest.C
         engine.step()
     assert "the loss is nan" in capfd.readouterr().err
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-
-
-def test_the_engine_sees_the_value_of_the_loss_itself(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reports when an update is not finite."""
-    model = Towers()
-    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    seen: list[float] = []
-    monkeypatch.setattr(engine, "backward", lambda loss, **_: seen.append(float(loss)))
-    result = contrastive_update(engine, backend, Contrastive("softmax", backend), make_batch(), inputs)
-    assert seen == pytest.approx([float(result.loss)] * backend.grad_accum_steps, rel=1e-12)

@@ -22,26 +22,6 @@ def test_a_run_that_was_started_once_has_no_mark() -> None:
     assert marks([], {}, {"skipped_updates": []}) == []
 
 
-@pytest.mark.parametrize(
-    ("step", "save_every", "changed", "kind"),
-    [
-        (0, 50, {}, "killed"),
-        (100, 50, {}, "killed"),
-        (104, 50, {}, "resumed"),
-        (100, 0, {}, "resumed"),  # saved at the end alone
-        (100, None, {}, "resumed"),  # not known
-        (100, 50, {"max_steps": [100, 200]}, "extended"),
-        (100, 70, {"save_every_n_steps": [50, 70]}, "killed"),  # the interval of the start before counts
-        (100, 50, {"save_every_n_steps": [70, 50]}, "resumed"),
-    ],
-)
-def test_how_the_start_before_ended_follows_from_the_update_that_was_saved(
-    step: int, save_every: Any, changed: dict[str, Any], kind: str
-) -> None:
-    found = resumed(step, save_every, changed=changed)
-    assert (found["step"], found["kind"]) == (step, kind)
-
-
 def test_other_processes_are_named() -> None:
     assert resumed(104, **TWO)["text"].endswith("; from single x 1 cpu to ddp x 2 cuda")
     assert resumed(104)["text"].endswith(", on single x 1 cpu")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import train_mulan
 import train_vae
 import trained
 from hub import KINDS
@@ -41,26 +40,6 @@ def card(run: Path | None, settings: dict[str, Any] | None = None, has_picture: 
     return model_card("alice/faces", "DiscreteVAE", "5 parameters", KIND, run, settings or {}, has_picture, "1.2")
 
 
-def row(text: str, name: str) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
-    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
-
-
-def test_metrics_of_the_validation_stand_with_their_last_and_best_value(tmp_path: Path) -> None:
-    values = [(0.5, 20.0, 7.0, 0.9), (0.25, 30.0, 8.0, 1.1), (0.75, 25.0, 9.0, 1.0)]
-    lines = [
-        {"step": step, "samples": 4 * step, "epoch": step / 2, "loss": 9.0, "lr": 0.1, "valid/loss": loss,
-         "valid/psnr": psnr, "valid/odd": odd, "valid/variance_kept": kept, "seconds": 3.0}
-        for step, (loss, psnr, odd, kept) in enumerate(values, start=1)
-    ]  # fmt: skip
-    text = card(write_run(tmp_path, [*lines, {"step": 4, "loss": 1.0}]))
-    assert row(text, "valid/loss") == ["0.75", "0.25", "2"]  # less is better
-    assert row(text, "valid/psnr") == ["25", "30", "2"]  # more is better
-    assert row(text, "valid/odd") == ["9", "", ""]  # nobody knows
-    assert row(text, "valid/variance_kept") == ["1", "", ""]  # best at 1
-    assert "| loss |" not in text and "| seconds |" not in text
-
-
 def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_typed_is_not() -> None:
     parser = train_vae.build_parser()
     args = parser.parse([])
@@ -73,14 +52,6 @@ def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_
     assert public_settings(parser, others, others.keys()) == {}
     for text in ("demo:shapes/../home", "hf_abc", "1e5/x", "s3://bucket", "my run"):
         assert public_settings(parser, {"image_folder": text, "run_name": text}, ()) == {}
-
-
-def test_of_what_describes_the_model_words_are_public_and_paths_are_not() -> None:
-    parser = train_mulan.build_parser()
-    settings = {"spectrogram": "power", "layers": "residual,attend_space", "tokenizer": "/home/alice/t.json"}
-    assert public_settings(parser, settings, settings.keys()) == {
-        key: settings[key] for key in ("spectrogram", "layers")
-    }
 
 
 def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:

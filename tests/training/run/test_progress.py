@@ -1,7 +1,6 @@
 """One clock, and what shows it."""
 
 import io
-import shutil
 
 import pytest
 
@@ -67,26 +66,6 @@ def test_plain_lines_show_clock_metrics_and_time_left(monkeypatch):
         ["update", "10/40", "1.000", "-", "3.000", "-"],
         ["update", "20/40", "0.1235", "7", "3.333", "1:00"],
     ]
-
-
-def test_bar_starts_where_the_run_resumes_and_messages_do_not_break_it():
-    progress = Progress(10, 100, 400)
-    progress.samples = 200
-    terminal = Terminal()
-    display = ProgressDisplay(progress, True, terminal)
-    progress.advance()
-    display.update()
-    display.log({"loss": 0.5})
-    display.say("checkpoint saved " * 20)
-    display.say("a command " * 20, whole=True)
-    display.close()
-    text = terminal.getvalue()
-    assert "20/40" in text and "21/40" in text
-    lines = [line.rpartition("\r")[2] for line in text.splitlines()]
-    assert "a command " * 20 in lines
-    assert [line.split()[:3] for line in lines if "update 21/40" in line] == [["update", "21/40", "0.5000"]]
-    saved = [line for line in lines if "checkpoint" in line]
-    assert len(saved) > 1 and max(map(len, saved)) <= shutil.get_terminal_size().columns
 
 
 @pytest.mark.parametrize("isatty", [False, True])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training.run.table import MetricsTable, difference, number
+from training.run.table import MetricsTable, number
 
 FAULTS = ("skipped_updates", "bad_samples", "partial_samples")
 COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/loss")
@@ -62,12 +62,3 @@ def test_after_a_resume_the_change_is_that_since_the_validation_of_the_start_bef
 )  # fmt: skip
 def test_numbers_have_four_significant_digits(value, text):
     assert number(value).removeprefix("0" if text.startswith(".") else "") == text
-
-
-@pytest.mark.parametrize(
-    ("value", "before", "text"),
-    [(18.25, 17.0, "+1.25"), (0.06431, 0.07, "-0.00569"), (7, 4, "+3"), (3e-5, 4e-5, "-1.0e-05"), (0.0, 1.0, "-1.000"),
-     (0.06431, 12.5, "-12.44"), (0.5, 12345.678, "-12345"), (1e-3, 1.00095, "-1.000"), (math.nan, 1.0, "+nan")],
-)  # fmt: skip
-def test_a_change_has_the_decimals_of_its_value_but_no_more_than_four_digits(value, before, text):
-    assert difference(value, before) == text

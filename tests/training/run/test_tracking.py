@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from tests.scripts import ROOT
+from tests.training.disk import left_by_kills
 from training.pictures.images import code_histogram
-from training.run.tracking import JsonlTracker, Trackers, make_trackers
+from training.run.tracking import JsonlTracker, make_trackers
 
 SCRIPT = os.path.basename(sys.argv[0])
 PICTURE = Image.new("RGB", (4, 3), (255, 0, 0))
@@ -34,23 +35,6 @@ def test_each_log_is_one_line_that_can_be_read_at_once_has_twelve_digits_and_nul
         '{"step": 2, "a": null, "b": null, "c": null, "d": 1}',
     ]
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
-
-
-def test_a_tracker_that_cannot_start_or_fails_says_so_once_and_the_others_go_on(tmp_path, capsys):
-    def cannot_start():
-        raise OSError("no room")
-
-    failing = Mock(log=Mock(side_effect=[None, ConnectionError("no\nnetwork")]))
-    trackers = Trackers(JsonlTracker(tmp_path), {"tensorboard": cannot_start, "wandb": lambda: failing})
-    trackers.cut_back(0)
-    for step in range(1, 5):
-        trackers.log(step, {"loss": 1.0})
-    trackers.close()
-    assert steps(tmp_path) == [1, 2, 3, 4] and failing.log.call_count == 2 and not failing.close.called
-    assert capsys.readouterr().err.splitlines() == [
-        f"{SCRIPT}: tensorboard is switched off, the run goes on: OSError: no room",
-        f"{SCRIPT}: wandb is switched off, the run goes on: ConnectionError: no network",
-    ]
 
 
 @pytest.mark.parametrize("failing", ["login", "init", "define_metric", "log", "Image", "Artifact", "finish"])
@@ -88,17 +72,16 @@ def test_a_resumed_file_holds_each_step_once_and_no_torn_line(tmp_path, torn, st
     assert steps(tmp_path) == [*range(1, min(step, 7) + 1), step + 1]
 
 
-@pytest.mark.parametrize("left", [0, 5, 13])
+@pytest.mark.parametrize("left", [None, 0, 5, 13])
 def test_a_file_that_was_cut_while_the_run_goes_on_is_said_and_not_filled_with_zeros(tmp_path, capsys, left):
     tracker, path = JsonlTracker(tmp_path), tmp_path / "metrics.jsonl"
     tracker.log(1, {})
     tracker.log(2, {})
-    os.truncate(path, left)  # a line has 12 bytes
+    path.unlink() if left is None else os.truncate(path, left)  # a line has 12 bytes
     tracker.log(3, {})
     tracker.log(4, {})
-    assert capsys.readouterr().err.splitlines() == [
-        f"{SCRIPT}: {path} lost lines while the run goes on: {left} of 24 bytes are left"
-    ]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{left or 0} of 24 bytes" in said
     assert path.read_bytes().endswith(b'{"step": 3}\n{"step": 4}\n') and b"\0" not in path.read_bytes()
     resumed = JsonlTracker(tmp_path)
     resumed.cut_back(4)
@@ -132,14 +115,13 @@ def test_metrics_that_are_a_pipe_endless_or_a_link_are_refused_at_once(tmp_path)
     assert (tmp_path / "treasure").read_text() == "mine"
 
 
-def test_cutting_back_is_atomic(tmp_path, monkeypatch):
-    tracker = JsonlTracker(tmp_path)
+def test_cutting_back_is_atomic(tmp_path):
+    (tmp_path / "run").mkdir()
+    tracker = JsonlTracker(tmp_path / "run")
     for step in (1, 2, 3):
         tracker.log(step, {})
-    monkeypatch.setattr("tandem.files.writing.os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
-    with pytest.raises(OSError, match="killed here"):
-        tracker.cut_back(1)
-    assert steps(tmp_path) == [1, 2, 3]
+    left = [steps(folder) for folder in left_by_kills(tmp_path / "run", lambda: tracker.cut_back(1))]
+    assert left[0] == [1, 2, 3] and left[-1] == [1] and all(found in (left[0], left[-1]) for found in left)
 
 
 @pytest.mark.parametrize("is_root", [True, False])
@@ -158,10 +140,14 @@ def test_tensorboard_holds_the_values_of_the_resumed_run(tmp_path):
         for step in range(start + 1, start + 4):
             tracker.log(step, {"loss": value})
         tracker.log_image(start + 3, "grid", PICTURE)
+        tracker.log_image(start + 3, "codes", code_histogram(torch.tensor([3, 0, 5])))
         tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
     assert (events.Images("grid")[-1].width, events.Images("grid")[-1].height) == (4, 3)
+    event = events.Histograms("codes_histogram")[-1]
+    found = event.histogram_value
+    assert (event.step, found.num, found.bucket[0], found.bucket[-1]) == (5, 8, 3, 5)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
@@ -274,17 +260,3 @@ def test_no_process_waits_for_the_end_of_an_upload_and_the_run_is_complete_befor
     facts = json.loads((tmp_path / "run" / "facts.json").read_text())
     assert facts == {"finished": True, "logged": ["final"], "in_a_group": False}
     assert done.stderr.count("wandb ends its run") == 1
-
-
-def test_tensorboard_has_a_histogram_of_the_codes(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tracker = make_trackers(["tensorboard"], tmp_path, {}, is_root=True)
-    tracker.cut_back(0)
-    tracker.log_image(4, "codes", code_histogram(torch.tensor([3, 0, 5])))
-    tracker.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0})
-    events.Reload()
-    (event,) = events.Histograms("codes_histogram")
-    found = event.histogram_value
-    assert (event.step, found.num, found.bucket[0], found.bucket[-1]) == (4, 8, 3, 5)
