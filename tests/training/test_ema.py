@@ -60,16 +60,6 @@ def test_average_is_a_frozen_fp32_model_in_eval_mode():
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_restored_average_continues_as_the_uninterrupted_one():
-    weights = Whole(Model(0.0))
-    whole, first, second = (ExponentialMovingAverage(weights, 0.9) for _ in range(3))
-    trained(whole, weights, [1.0, 2.0, 3.0, 4.0])
-    trained(first, weights, [1.0, 2.0])
-    second.load_state_dict(first.state_dict())
-    trained(second, weights, [3.0, 4.0])
-    assert same(whole.state_dict()["weights"], second.state_dict()["weights"])
-
-
 def trained(averages, weights, values):
     """Updates after which all weights have these values."""
     for value in values:
@@ -107,15 +97,15 @@ def test_the_first_update_is_the_whole_of_a_power_average_and_buffers_are_copied
         assert same(dict(averaged.state_dict()), dict(model.state_dict()))
 
 
-def test_restored_power_averages_continue_as_the_uninterrupted_ones():
+@pytest.mark.parametrize("kind", [{"decay": 0.9}, {"decay": 0.0, "lengths": [0.05, 0.10]}])
+def test_restored_averages_continue_as_the_uninterrupted_ones(kind):
     weights = Whole(Model(0.0))
-    whole, first, second = (PowerAverages(weights, [0.05, 0.10]) for _ in range(3))
+    whole, first, second = (make_ema(weights, **kind) for _ in range(3))
     trained(whole, weights, [1.0, 2.0, 3.0, 4.0])
     trained(first, weights, [1.0, 2.0])
     second.load_state_dict(first.state_dict())
     trained(second, weights, [3.0, 4.0])
-    for length, state in whole.state_dict()["powers"].items():
-        assert same(state["weights"], second.state_dict()["powers"][length]["weights"])
+    torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
 def test_the_run_keeps_the_power_average_of_the_first_length():

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
+from tests.processes import on_processes
 from training.measures.fid import FrechetStatistics, Gaussian, Inception, ReconstructionFID, frechet_distance
 
 
@@ -49,10 +50,10 @@ def test_mean_and_covariance_are_those_of_numpy(scale: float, offset: float) -> 
 
 def test_two_processes_with_unequal_shares_give_the_statistics_of_one() -> None:
     x = some(30, 5)
-    one, first, second = statistics(x).result(), statistics(x[:11]), statistics(x[11:17], x[17:])
-    found = first.result(lambda moments: moments + second._moments)
-    torch.testing.assert_close(found.mean, one.mean, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(found.covariance, one.covariance, rtol=1e-12, atol=1e-14)
+    one, shares = statistics(x).result(), [[x[:11]], [x[11:17], x[17:]]]
+    for found in on_processes(2, lambda here: statistics(*shares[here.rank]).result(here.sum)):
+        torch.testing.assert_close(found.mean, one.mean, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found.covariance, one.covariance, rtol=1e-12, atol=1e-14)
 
 
 def test_fewer_than_two_vectors_are_an_error() -> None:

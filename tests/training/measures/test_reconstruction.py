@@ -6,6 +6,7 @@ import pytest
 import torch
 from skimage.metrics import structural_similarity
 
+from tests.processes import on_processes
 from training.measures.reconstruction import Variety, psnr, ssim
 
 
@@ -100,11 +101,14 @@ def test_variety_pools_exactly_over_batches_and_processes_even_one_without_image
     images, others = coarse_images(), coarse_images().flip(2) * 0.9
     whole = variety((images, others))
     assert variety((images[:1], others[:1]), (images[1:], others[1:])) == pytest.approx(whole)
-    here, there = Variety(), Variety()
-    here.add(images, others)
-    for measured, other in ((here, there), (there, here)):
-        found = measured.result(lambda sums, other=other: sums + other._sums)
-        assert found == pytest.approx(whole)
+
+    def work(here):
+        measured = Variety()
+        if here.is_root:
+            measured.add(images, others)
+        return measured.result(here.sum)
+
+    assert on_processes(2, work) == [pytest.approx(whole)] * 2
 
 
 def test_equal_images_have_no_variety_to_keep():

@@ -1,6 +1,5 @@
 """A run on one process: what it leaves behind, and how it goes on."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,12 +79,6 @@ class Numbers:
         )
         self.validated = self.valid_set
 
-    @contextlib.contextmanager
-    def whole_validation(self):
-        part, self.validated = self.validated, self.valid_set
-        yield
-        self.validated = part
-
     def summary(self):
         return "16 numbers to train on"
 
@@ -130,6 +124,8 @@ def train(
     stop_after: int | None = None,
     here: Process | None = None,
     events: list | None = None,
+    model: Weights | None = None,
+    write: Callable[[Weights, Path], None] = write_model,
 ) -> Weights:
     """Train for --max_steps updates of 4 samples, or be killed after `stop_at` of them; a signal arrives in update
     `stop_after` of this start."""
@@ -138,7 +134,7 @@ def train(
     here = here or Process()
     feed = Numbers()
     run = Run(args, settings, here, feed, model_arguments=("width",))
-    model = Weights()
+    model = model or Weights()
 
     def validate(model, step):
         told.append(f"validate {step}")
@@ -150,7 +146,7 @@ def train(
         return Image.new("RGB", (4, 4))
 
     best = BestModel(run.folder.path, True, metric="valid/ema/weight")
-    evaluation = Evaluation(model, model, validate, draw, write={"model": write_model}, best=best)
+    evaluation = Evaluation(model, model, validate, draw, write={"model": write}, best=best)
     run.resume(model=model, best=best)
     for made, (step, batch) in enumerate(run.updates(evaluation, preview=2), 1):
         assert batch == 4 * step
@@ -165,6 +161,21 @@ def train(
             killed(run)
             return model
     return model
+
+
+def run_of(folder, *flags: str, here: Process | None = None, feed: Numbers | None = None) -> Run:
+    args, settings = parsed(folder, *flags)
+    return Run(args, settings, here or Process(), feed or Numbers(), model_arguments=())
+
+
+def evaluated(run: Run, each: Callable[[int], None] = lambda step: None, **evaluation) -> None:
+    """Train and do something in `each` update; what is not said of the evaluation is blank."""
+    model = Weights()
+    evaluation = {"validate": lambda *_: {}, "draw": lambda *_: Image.new("RGB", (4, 4)), **evaluation}
+    run.resume(model=model)
+    for step, _ in run.updates(Evaluation(model, model, **evaluation), preview=1):
+        each(step)
+        model.step()
 
 
 def killed(run: Run) -> None:
@@ -194,16 +205,17 @@ def test_codes_are_counted_with_each_line_and_drawn_without_a_validation_split(t
     drawn: list[tuple[int, str]] = []
     monkeypatch.setattr(Run, "log_image", lambda run, name, image: drawn.append((run.progress.step, name)))
     for n_valid in (0, 4):
-        feed = Numbers()
+        feed, was_due = Numbers(), []
         feed.valid_set = feed.validated = range(n_valid)
-        args, settings = parsed(tmp_path / str(n_valid), "--validate_every_n_steps", "3", "--log_every_n_steps", "4")
-        run, model, was_due = Run(args, settings, Process(), feed, model_arguments=()), Weights(), []
-        evaluation = Evaluation(model, model, lambda model, step: {}, lambda *_: Image.new("RGB", (4, 4)))
-        run.resume(model=model)
-        for step, _ in run.updates(evaluation, preview=1):
+        flags = ["--validate_every_n_steps", "3", "--log_every_n_steps", "4"]
+        run = run_of(tmp_path / str(n_valid), *flags, feed=feed)
+
+        def each(step, run=run, was_due=was_due):
             was_due.append(run.codes_due)
             run.log_codes([torch.tensor([0, step]), torch.tensor([[0, 1]])] if run.codes_due else [], 8)
-            run.log(model.step())
+            run.log(Weights().step())
+
+        evaluated(run, each)
         histograms, drawn = [step for step, name in drawn if name == "codes"], []
         assert histograms == ([3, 6] if not n_valid else [])
         assert [step for step, due in enumerate(was_due, 1) if due] == ([3, 4, 6] if not n_valid else [4, 6])
@@ -218,16 +230,12 @@ def test_the_first_validation_after_a_resume_says_what_changed_since_the_one_bef
     assert line.split()[:5] == ["valid", "6/6", "weight", "6.000", "(+2.000)"]
 
 
-def test_a_model_that_the_disk_does_not_take_is_exit_code_1_and_written_by_the_next_start(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_model_that_the_disk_does_not_take_is_exit_code_1_and_written_by_the_next_start(tmp_path, capsys):
     def refuse(model: Weights, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as full:
-        full.setitem(globals(), "write_model", refuse)
-        with pytest.raises(SystemExit) as exit:
-            train(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        train(tmp_path, write=refuse)
     assert exit.value.code == 1 and "No space left on device; the newest checkpoint" in capsys.readouterr().err
     train(tmp_path)
     assert "finished: " in capsys.readouterr().err and (tmp_path / "model" / "training.json").exists()
@@ -310,7 +318,7 @@ def test_the_age_of_the_process_includes_its_start():
     assert 0.3 <= float(result.stdout) < 30
 
 
-def train_on_a_full_disk(tmp_path, monkeypatch, first, last):
+def train_on_a_full_disk(tmp_path, first, last):
     """The disk is full while the weight is in a range."""
     disk = pytest.MonkeyPatch()
 
@@ -321,24 +329,23 @@ def train_on_a_full_disk(tmp_path, monkeypatch, first, last):
                 failing(disk, 1, ("fsync",), any_thread=True)
             return super().state_dict()
 
-    monkeypatch.setitem(globals(), "Weights", Full)
     try:
-        train(tmp_path)
+        train(tmp_path, model=Full())
     finally:
         disk.undo()
 
 
-def test_a_full_disk_is_reported_once_training_goes_on_and_the_next_save_succeeds(tmp_path, monkeypatch, capsys):
-    train_on_a_full_disk(tmp_path, monkeypatch, 2, 4)
+def test_a_full_disk_is_reported_once_training_goes_on_and_the_next_save_succeeds(tmp_path, capsys):
+    train_on_a_full_disk(tmp_path, 2, 4)
     said = capsys.readouterr().err
     assert said.count("step_00000002: No space left on device; training goes on") == 1
     assert said.count("step_00000004: No space left on device; training goes on") == 1
     assert [path.name for path in sorted((tmp_path / "checkpoints").glob("s*"))] == ["step_00000006"]
 
 
-def test_a_last_save_that_fails_is_exit_code_1_and_names_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
+def test_a_last_save_that_fails_is_exit_code_1_and_names_the_newest_checkpoint(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        train_on_a_full_disk(tmp_path, monkeypatch, 6, 6)
+        train_on_a_full_disk(tmp_path, 6, 6)
     assert exit.value.code == 1
     assert "step_00000006: No space left on device; the newest checkpoint is step_00000004" in capsys.readouterr().err
 
@@ -359,28 +366,24 @@ def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
     assert logged(tmp_path, "step") == [1, 2, 3, 4] and tracker.failure is None
 
 
-def moved_in_update(monkeypatch, number: int, move) -> None:
-    """Call a function in the middle of an update."""
+class Acting(Weights):
+    """Calls functions in the middle of updates, by their numbers."""
 
-    class Moving(Weights):
-        def step(self):
-            if self.weight[0] == number - 1:
-                move()
-            return super().step()
+    def __init__(self, actions: dict[int, Callable[[], object]]):
+        super().__init__()
+        self._actions = actions
 
-    monkeypatch.setitem(globals(), "Weights", Moving)
+    def step(self):
+        self._actions.get(int(self.weight[0]) + 1, lambda: None)()
+        return super().step()
 
 
-def test_a_folder_that_is_renamed_under_a_run_does_not_reappear_and_the_run_says_that_it_ends_unsaved(
-    tmp_path, monkeypatch, capsys
-):
-    moved_in_update(monkeypatch, 3, lambda: os.rename(tmp_path / "a", tmp_path / "b"))
+def test_a_folder_that_is_renamed_under_a_run_does_not_reappear_and_the_run_says_that_it_ends_unsaved(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        train(tmp_path / "a")
+        train(tmp_path / "a", model=Acting({3: lambda: os.rename(tmp_path / "a", tmp_path / "b")}))
     assert exit.value.code == 1 and os.listdir(tmp_path) == ["b"]
     said = capsys.readouterr().err
     assert f"the run folder {tmp_path / 'a'} is gone; if it was renamed, rename it back" in said
-    monkeypatch.undo()
     train(tmp_path / "b")
     assert logged(tmp_path / "b", "weight") == [1, 2, 3, 4, 5, 6]
 
@@ -399,24 +402,13 @@ def test_a_save_is_not_committed_into_a_folder_that_became_that_of_another_run_m
     assert exit.value.code == 1 and os.listdir(tmp_path / "checkpoints") == []
 
 
-def test_a_folder_that_is_renamed_and_renamed_back_has_all_its_lines(tmp_path, monkeypatch):
-    moved_in_update(monkeypatch, 3, lambda: os.rename(tmp_path / "a", tmp_path / "b"))
-    moved = Weights.step
-
-    def back(self):
-        if self.weight[0] == 4:
-            os.rename(tmp_path / "b", tmp_path / "a")
-        return moved(self)
-
-    monkeypatch.setattr(Weights, "step", back)
-    train(tmp_path / "a")
-    assert (
-        logged(tmp_path / "a", "weight") == [1, 2, 3, 4, 5, 6]
-        and b"\0" not in (tmp_path / "a/metrics.jsonl").read_bytes()
-    )
+def test_a_folder_that_is_renamed_and_renamed_back_has_all_its_lines(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    train(a, model=Acting({3: lambda: os.rename(a, b), 5: lambda: os.rename(b, a)}))
+    assert logged(a, "weight") == [1, 2, 3, 4, 5, 6] and b"\0" not in (a / "metrics.jsonl").read_bytes()
 
 
-def test_a_run_that_began_where_another_one_was_is_left_alone(tmp_path, monkeypatch):
+def test_a_run_that_began_where_another_one_was_is_left_alone(tmp_path):
     def content(folder) -> dict[Path, bytes]:
         return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -431,9 +423,8 @@ def test_a_run_that_began_where_another_one_was_is_left_alone(tmp_path, monkeypa
         before.update(content(tmp_path / "a"))
 
     before: dict[Path, bytes] = {}
-    moved_in_update(monkeypatch, 3, replace)
     with pytest.raises(SystemExit) as exit:
-        train(tmp_path / "a")
+        train(tmp_path / "a", model=Acting({3: replace}))
     assert exit.value.code == 1 and before and content(tmp_path / "a") == before
 
 
@@ -635,13 +626,9 @@ def test_a_start_that_is_killed_in_its_evaluation_is_made_up_for_by_the_next(tmp
 
 
 def test_films_stand_beside_their_picture_and_a_full_disk_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
-    args, settings = parsed(tmp_path, "--max_steps", "2", "--sample_every_n_steps", "1")
-    run, model = Run(args, settings, Process(), Numbers(), model_arguments=()), Weights()
     sample = Sample(Image.new("RGB", (4, 4)), {"gif": b"film", "mp4": b"better film"})
-    run.resume(model=model)
-    for step, _ in run.updates(Evaluation(model, model, lambda *_: {}, lambda *_: sample), preview=1):
-        if step == 1:
-            failing(monkeypatch, 2, ("replace",))
+    run = run_of(tmp_path, "--max_steps", "2", "--sample_every_n_steps", "1")
+    evaluated(run, lambda step: step == 1 and failing(monkeypatch, 2, ("replace",)), draw=lambda *_: sample)
     samples = {path.name: path.read_bytes() for path in (tmp_path / "samples").iterdir()}
     names = ["step_00000001.gif", "step_00000001.mp4", "step_00000001.png", "step_00000002.png"]
     assert sorted(samples) == names and samples["step_00000001.gif"] == b"film"
@@ -652,18 +639,11 @@ def test_films_stand_beside_their_picture_and_a_full_disk_does_not_stop_the_run(
 @pytest.mark.parametrize("is_root", [True, False])
 def test_a_picture_is_written_by_the_root_alone_and_drawn_by_it_or_by_all(tmp_path, is_root, drawn_together):
     """The public VQGAN trainer had every rank write the same file at once."""
-    train(tmp_path, "--max_steps", "1")
-    shutil.rmtree(tmp_path / "samples")
-    here, events = Process(), []
-    args, settings = parsed(tmp_path, "--max_steps", "2")
-    run = Run(args, settings, here, Numbers(), model_arguments=())
-    model = Weights()
-    draw = lambda models, *_: (events.append(list(models)), Image.new("RGB", (4, 4)))[1]  # noqa: E731
-    evaluation = Evaluation(model, model, lambda *_: {}, draw, drawn_together=drawn_together)
-    run.resume(model=model, best=BestModel(run.folder.path, True, metric="valid/ema/weight"))
-    for _ in run.updates(evaluation, preview=1):
-        here.rank = int(not is_root)
-    assert events == [["online", "ema"]] * (is_root or drawn_together)
+    here, drawn = Process(), []
+    run = run_of(tmp_path, "--max_steps", "1", here=here)
+    draw = lambda models, *_: (drawn.append(list(models)), Image.new("RGB", (4, 4)))[1]  # noqa: E731
+    evaluated(run, lambda step: setattr(here, "rank", int(not is_root)), draw=draw, drawn_together=drawn_together)
+    assert drawn == [["online", "ema"]] * (is_root or drawn_together)
     assert (tmp_path / "samples").exists() == is_root
 
 
@@ -671,17 +651,11 @@ def test_a_picture_that_is_drawn_together_may_hold_collectives(tmp_path):
     """Each of two processes draws its part, and the root writes the whole."""
 
     def work(process):
-        args, settings = parsed(tmp_path, "--max_steps", "1")
-        run = Run(args, settings, process, Numbers(), model_arguments=())
-        model = Weights()
-
         def draw(models, shown, step):
             rows = process.gather(torch.full((2, 4, 3), 100 * (process.rank + 1), dtype=torch.uint8))
             return Image.fromarray(rows.numpy())
 
-        run.resume(model=model)
-        for _ in run.updates(Evaluation(model, model, lambda *_: {}, draw, drawn_together=True), preview=1):
-            model.step()
+        evaluated(run_of(tmp_path, "--max_steps", "1", here=process), draw=draw, drawn_together=True)
 
     assert on_processes(2, work) == [None, None]
     drawn = np.asarray(Image.open(tmp_path / "samples" / "step_00000001.png"))
@@ -692,18 +666,17 @@ def test_what_is_watched_is_the_line_of_all_processes_and_a_warning_is_printed_o
     """Each of two processes sees the mean of their losses and what the validation gave."""
 
     def work(process):
-        args, settings = parsed(tmp_path, "--max_steps", "2", "--validate_every_n_steps", "2")
-        run = Run(args, settings, process, Numbers(), model_arguments=())
-        model, seen = Weights(), []
+        seen = []
 
         def watch(step, line):
             seen.append((step, line["loss"], line.get("valid/psnr")))
             return [f"warning: {number} at {step}" for number in ("one", "another")] if step == 2 else []
 
-        run.resume(model=model)
-        draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
-        for _ in run.updates(Evaluation(model, model, lambda *_: {"psnr": 9.0}, draw, watch=watch), preview=1):
+        def each(step):
             run.add(loss=torch.tensor(1.0 + 2 * process.rank))
+
+        run = run_of(tmp_path, "--max_steps", "2", "--validate_every_n_steps", "2", here=process)
+        evaluated(run, each, validate=lambda *_: {"psnr": 9.0}, watch=watch)
         return seen
 
     assert on_processes(2, work) == [[(1, 2.0, None), (2, 2.0, 9.0)]] * 2
@@ -715,15 +688,9 @@ def test_what_is_watched_is_the_line_of_all_processes_and_a_warning_is_printed_o
 
 def test_a_folder_that_another_process_does_not_see_is_told_before_a_resume_needs_it(tmp_path, capsys):
     """Each of two machines has its own disk."""
-    draw = lambda *_: Image.new("RGB", (4, 4))  # noqa: E731
 
     def start(process, max_steps):
-        args, settings = parsed(tmp_path / f"disk{process.rank}", "--max_steps", str(max_steps))
-        run = Run(args, settings, process, Numbers(), model_arguments=())
-        model = Weights()
-        run.resume(model=model)
-        for _ in run.updates(Evaluation(model, model, lambda *_: {}, draw), preview=1):
-            model.step()
+        evaluated(run_of(tmp_path / f"disk{process.rank}", "--max_steps", str(max_steps), here=process))
 
     on_processes(2, lambda process: start(process, 2))
     advice = f"rank 1 does not see {tmp_path}/disk0; put --output_dir on a disk that all machines see"
