@@ -5,30 +5,23 @@ import math
 import pytest
 import torch
 
+from tests.processes import on_processes
 from training.measures.averages import Averages, code_statistics, counts_of_codes
-
-
-def pooled(*readers):
-    """The sum that each of several processes would get; a reader takes an all-reduce."""
-    tensors = []
-
-    def record(tensor):
-        tensors.append(tensor)
-        return tensor
-
-    for read in readers:
-        read(record)
-    return lambda _: sum(tensors)
 
 
 def test_averages_over_ragged_batches_and_processes_equal_the_mean_of_all_items():
     values = torch.rand(11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ranks = [Averages("loss", "psnr") for _ in range(3)]
-    ranks[0].add(loss=values[:4], psnr=values[:4] * 10)
-    ranks[0].add(loss=values[4:5])
-    ranks[1].add(loss=values[5:])
-    result = ranks[2].result(pooled(*(rank.result for rank in ranks)))
-    assert result == pytest.approx({"loss": values.mean().item(), "psnr": 10 * values[:4].mean().item()}, rel=1e-12)
+
+    def work(here):
+        averages = Averages("loss", "psnr")
+        for first, last in ([(0, 4), (4, 5)], [(5, 11)], [])[here.rank]:
+            averages.add(loss=values[first:last])
+        if here.is_root:
+            averages.add(psnr=values[:4] * 10)
+        return averages.result(here.sum)
+
+    expected = {"loss": values.mean().item(), "psnr": 10 * values[:4].mean().item()}
+    assert on_processes(3, work) == [pytest.approx(expected, rel=1e-12)] * 3
 
 
 def test_sums_survive_an_all_reduce_in_place():
@@ -61,11 +54,10 @@ def test_averages_do_not_lose_small_values_behind_a_large_sum():
 
 def test_use_of_codes_pools_over_batches_and_processes():
     codes = torch.randint(0, 7, (3, 4, 5), generator=torch.Generator().manual_seed(0))
-    one, other = codes[:2], codes[2:]
     counts = torch.tensor([(codes == code).sum().item() for code in range(8)])
-    all_reduce = pooled(*(lambda reduce, own=own: counts_of_codes(own, 8, reduce) for own in (one, other)))
-    assert torch.equal(all_reduce(None), counts)
-    assert torch.equal(counts_of_codes(one, 8, all_reduce), counts)
+    shares = [codes[:2], codes[2:]]
+    for found in on_processes(2, lambda here: counts_of_codes(shares[here.rank], 8, here.sum)):
+        assert torch.equal(found, counts)
 
 
 def test_perplexity_of_uniform_use_is_the_number_of_codes_and_of_one_code_is_one():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.measures.test_averages import pooled
+from tests.processes import Process, on_processes
 from training.objectives.diffusion import DiffusionDraws, LossesByNoise, LowresDraws
 
 SHAPE, LOWRES = (3, 8, 8), (3, 4, 4)
@@ -135,11 +135,15 @@ def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_not
 def test_losses_are_pooled_by_quarters_that_are_equally_likely(time_sampling: str) -> None:
     draws = draws_of(time_sampling=time_sampling, logit_normal=(0.7, 1.0), lowres=None)
     times = draws(0, range(400), 400, (1,))["times"]
-    ranks = [draws.losses_by_noise() for _ in range(2)]
-    for first in range(0, 400, 50):
-        part = times[first : first + 50]
-        ranks[first % 100 // 50].add(part, part.float())
-    result = ranks[0].result(pooled(*(rank.result for rank in ranks)))
+
+    def work(here: Process) -> dict[str, float]:
+        losses = draws.losses_by_noise()
+        for first in range(50 * here.rank, 400, 100):
+            part = times[first : first + 50]
+            losses.add(part, part.float())
+        return losses.result(here.sum)
+
+    result = on_processes(2, work)[0]
     quarters = times.double().sort().values.view(4, 100).mean(1)
     assert list(result) == ["q0", "q1", "q2", "q3"]
     # A level on an edge belongs to one quarter, its pictures may be of two.

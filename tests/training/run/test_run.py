@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,20 +20,16 @@ from PIL import Image
 
 from tests.processes import Process, Root, on_processes
 from tests.training.disk import failing
-from training.checkpoints import store
-from training.checkpoints.store import Checkpoints
 from training.flags.converters import positive_int
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_run_arguments
 from training.pictures.images import Sample
-from training.run import stopwatch
 from training.run.best import BestModel
 from training.run.costs import without_costs
 from training.run.loop import Evaluation
 from training.run.run import Run
 from training.run.starts import starts
 from training.run.stopwatch import Deadline
-from training.run.tracking import JsonlTracker
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,8 +41,10 @@ class Weights:
 
     def __init__(self):
         self.weight = torch.zeros(2)
+        self.told: list[str] = []
 
     def state_dict(self):
+        self.told.append(f"save {int(self.weight[0])}")
         return {"weight": self.weight}
 
     def load_state_dict(self, state):
@@ -135,6 +131,7 @@ def train(
     feed = Numbers()
     run = Run(args, settings, here, feed, model_arguments=("width",))
     model = model or Weights()
+    model.told = told
 
     def validate(model, step):
         told.append(f"validate {step}")
@@ -299,25 +296,6 @@ def test_each_start_says_how_it_ended(tmp_path):
     assert ended == ["asked to stop at update 1", None, f"finished at update {last}"]
 
 
-def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(stopwatch, "process_seconds", lambda: now)
-    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now)
-    deadline = Deadline(minutes=60)
-    for _ in range(3):
-        deadline.asked()
-        now += 30.0
-    now = 3600 - 2 * (3 * 30 + 20) - 1
-    assert not deadline.near(save_seconds=20.0) and deadline.near(save_seconds=21.0)
-    assert not Deadline(minutes=None).near(save_seconds=1e9)
-
-
-def test_the_age_of_the_process_includes_its_start():
-    code = "import time; time.sleep(0.3); from training.run.stopwatch import process_seconds; print(process_seconds())"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert 0.3 <= float(result.stdout) < 30
-
-
 def train_on_a_full_disk(tmp_path, first, last):
     """The disk is full while the weight is in a range."""
     disk = pytest.MonkeyPatch()
@@ -350,20 +328,15 @@ def test_a_last_save_that_fails_is_exit_code_1_and_names_the_newest_checkpoint(t
     assert "step_00000006: No space left on device; the newest checkpoint is step_00000004" in capsys.readouterr().err
 
 
-def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
-    tracker = JsonlTracker(tmp_path)
-    tracker.log(1, {})
-    os.rename(tmp_path / "metrics.jsonl", tmp_path / "kept")
-    (tmp_path / "metrics.jsonl").mkdir()  # cannot be opened for writing
-    tracker.log(2, {})
-    tracker.log(3, {})
-    assert capsys.readouterr().err.count("cannot write") == 1 and tracker.failure
-    (tmp_path / "metrics.jsonl").rmdir()
-    os.rename(tmp_path / "kept", tmp_path / "metrics.jsonl")
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2')  # as a disk that fills in the middle of a line leaves it
-    tracker.log(4, {})
-    assert logged(tmp_path, "step") == [1, 2, 3, 4] and tracker.failure is None
+def wait_for_saves() -> None:
+    """Threads outlive a start that is killed in a test."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+
+
+def synced(descriptor: int) -> str:
+    return os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
 class Acting(Weights):
@@ -389,14 +362,15 @@ def test_a_folder_that_is_renamed_under_a_run_does_not_reappear_and_the_run_says
 
 
 def test_a_save_is_not_committed_into_a_folder_that_became_that_of_another_run_meanwhile(tmp_path, monkeypatch):
-    write = store.write_folder
+    fsync = os.fsync
 
-    def taken_over(*args) -> None:
-        write(*args)
-        (tmp_path / ".lock").unlink()
-        (tmp_path / ".lock").write_text("process 1 on another")
+    def taken_over(descriptor: int) -> None:
+        fsync(descriptor)
+        if synced(descriptor) == "state.json":
+            (tmp_path / ".lock").unlink()
+            (tmp_path / ".lock").write_text("process 1 on another")
 
-    monkeypatch.setattr(store, "write_folder", taken_over)
+    monkeypatch.setattr(os, "fsync", taken_over)
     with pytest.raises(SystemExit) as exit:
         train(tmp_path)
     assert exit.value.code == 1 and os.listdir(tmp_path / "checkpoints") == []
@@ -414,9 +388,7 @@ def test_a_run_that_began_where_another_one_was_is_left_alone(tmp_path):
 
     def replace() -> None:
         train(tmp_path / "c", stop_at=2)
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":
-                thread.join()  # the save of the run that is being replaced
+        wait_for_saves()  # of the run that is being replaced
         os.rename(tmp_path / "a", tmp_path / "b")
         os.rename(tmp_path / "c", tmp_path / "a")
         (tmp_path / "a" / ".lock").write_text("process 1 on another")
@@ -460,8 +432,8 @@ def test_a_checkpoint_that_was_edited_and_summed_again_is_one_line(tmp_path, edi
 
 def test_the_lines_before_a_checkpoint_are_synced_before_it_is_there(tmp_path, monkeypatch):
     events = []
-    sync, rename = store.sync, os.rename
-    monkeypatch.setattr(store, "sync", lambda path: (events.append(path.name), sync(path)))
+    sync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append(synced(descriptor)), sync(descriptor)))
     monkeypatch.setattr(os, "rename", lambda *paths: (events.append("rename"), rename(*paths)))
     train(tmp_path, stop_at=2)
     assert events[events.index("rename") - 1] == "metrics.jsonl"
@@ -475,16 +447,8 @@ def without_clocks(folder) -> list[dict]:
 DUE = ["--validate_every_n_steps", "2", "--sample_every_n_steps", "3", "--save_every_n_steps", "4"]
 
 
-@pytest.fixture
-def saves(monkeypatch):
-    """Steps at which a checkpoint was asked for are added to the list of events that this gives."""
-    events = []
-    save = Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", lambda *args: (events.append(f"save {args[1]}"), save(*args))[1])
-    return events
-
-
-def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
+def test_what_is_due_follows_each_update_in_one_order(tmp_path):
+    saves = []
     train(tmp_path, *DUE, events=saves)
     validation = {step: [f"validate {step}"] * 2 for step in (1, 3, 5)}  # trained weights, then their average
     assert saves == [
@@ -502,14 +466,16 @@ def test_what_is_due_follows_each_update_in_one_order(tmp_path, saves):
 
 
 @pytest.mark.parametrize(("stop_after", "stopped_at"), [(1, 2), (2, 2), (3, 3), (4, 4)])
-def test_a_request_that_is_known_late_does_not_wait_for_an_evaluation(tmp_path, saves, stop_after, stopped_at):
+def test_a_request_that_is_known_late_does_not_wait_for_an_evaluation(tmp_path, stop_after, stopped_at):
+    saves = []
     with pytest.raises(SystemExit):
         train(tmp_path, *DUE, here=Process(Root(2)), stop_after=stop_after, events=saves)
     assert saves[-2:] == [f"update {stopped_at - 1}", f"save {stopped_at}"]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 6])
-def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, saves, stop_after, capsys):
+def test_a_stopped_run_saves_at_once_and_the_next_start_evaluates(tmp_path, stop_after, capsys):
+    saves = []
     train(tmp_path / "whole", *DUE)
     saves.clear()
     with pytest.raises(SystemExit) as exit:
@@ -543,7 +509,8 @@ class StoppedIn(Process):
 
 
 @pytest.mark.parametrize(("event", "is_due"), [("validate 1", False), ("validate 3", True), ("validate 5", True)])
-def test_a_run_that_is_stopped_in_an_evaluation_has_saved_and_the_next_start_makes_it(tmp_path, saves, event, is_due):
+def test_a_run_that_is_stopped_in_an_evaluation_has_saved_and_the_next_start_makes_it(tmp_path, event, is_due):
+    saves = []
     train(tmp_path / "whole", *DUE)
     step = int(event[-1]) + 1
     for _ in range(2):  # the start that makes it is stopped too
@@ -563,7 +530,8 @@ def test_a_run_that_is_stopped_in_an_evaluation_has_saved_and_the_next_start_mak
         assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
-def test_an_evaluation_that_no_start_can_finish_before_its_deadline_ends_the_run_for_good(tmp_path, saves, monkeypatch):
+def test_an_evaluation_that_no_start_can_finish_before_its_deadline_ends_the_run_for_good(tmp_path, monkeypatch):
+    saves = []
     monkeypatch.setattr(Deadline, "near", lambda *_: saves[-1:] == ["validate 1"])
     flags = [*DUE, "--save_before_minutes", "60"]
     with pytest.raises(SystemExit) as exit:
@@ -573,33 +541,24 @@ def test_an_evaluation_that_no_start_can_finish_before_its_deadline_ends_the_run
         train(tmp_path, *flags, events=saves)
 
 
-def test_an_evaluation_after_whose_save_the_run_was_killed_is_repeated_only_if_it_did_not_end(
-    tmp_path, saves, monkeypatch
-):
+def test_an_evaluation_after_whose_save_the_run_was_killed_is_repeated_only_if_it_did_not_end(tmp_path):
     """Or if it met samples that could not be read, which the checkpoint does not know then."""
     train(tmp_path / "whole", *DUE)
-    advance = Run.advance
 
-    def killed_in_update_5(run):
-        if run.progress.step == 4:
-            run._saves.wait()  # its thread outlives this start
-            raise Killed
-        advance(run)
+    def killed_in_update_5():
+        wait_for_saves()
+        raise Killed
 
-    monkeypatch.setattr(Run, "advance", killed_in_update_5)
     for repeats, bad in ((False, '"bad_samples": 0'), (True, '"bad_samples": 1'),
                          (True, '"bad_samples": 0, "partial_samples": 1')):  # fmt: skip
-        folder = tmp_path / f"{len(bad)} {bad[15]}"
+        folder, events = tmp_path / f"{len(bad)} {bad[15]}", []
         with pytest.raises(Killed):
-            train(folder, *DUE)
+            train(folder, *DUE, model=Acting({5: killed_in_update_5}))
         metrics = (folder / "metrics.jsonl").read_text()
         assert '"valid/weight": 4.0' in metrics
         (folder / "metrics.jsonl").write_text(metrics.replace('"bad_samples": 0', bad))
-        saves.clear()
-        with monkeypatch.context() as unharmed:
-            unharmed.setattr(Run, "advance", advance)
-            train(folder, *DUE, events=saves)
-        assert saves[0] == ("validate 3" if repeats else "update 4")
+        train(folder, *DUE, events=events)
+        assert events[0] == ("validate 3" if repeats else "update 4")
         lines, expected = without_clocks(folder), without_clocks(tmp_path / "whole")
         assert lines[3:] == expected[3:] and len(lines) == len(expected)
 

@@ -1,6 +1,11 @@
-"""Training time leaves out what is not training."""
+"""Training time leaves out what is not training, and a time limit leaves room for the last save."""
 
-from training.run.stopwatch import Stopwatch
+import subprocess
+import sys
+
+from tests.scripts import ROOT
+from training.run import stopwatch
+from training.run.stopwatch import Deadline, Stopwatch
 
 
 def test_laps_leave_out_pauses_and_the_total_does_not(monkeypatch):
@@ -14,3 +19,22 @@ def test_laps_leave_out_pauses_and_the_total_does_not(monkeypatch):
     assert (watch.lap(), watch.seconds) == (6, 26)
     now[0] += 2
     assert (watch.lap(), watch.seconds) == (2, 28)
+
+
+def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(stopwatch, "process_seconds", lambda: now)
+    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now)
+    deadline = Deadline(minutes=60)
+    for _ in range(3):
+        deadline.asked()
+        now += 30.0
+    now = 3600 - 2 * (3 * 30 + 20) - 1
+    assert not deadline.near(save_seconds=20.0) and deadline.near(save_seconds=21.0)
+    assert not Deadline(minutes=None).near(save_seconds=1e9)
+
+
+def test_the_age_of_the_process_includes_its_start():
+    code = "import time; time.sleep(0.3); from training.run.stopwatch import process_seconds; print(process_seconds())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert 0.3 <= float(result.stdout) < 30

@@ -88,6 +88,22 @@ def test_a_file_that_was_cut_while_the_run_goes_on_is_said_and_not_filled_with_z
     assert steps(tmp_path)[-2:] == [3, 4]
 
 
+def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {})
+    os.rename(tmp_path / "metrics.jsonl", tmp_path / "kept")
+    (tmp_path / "metrics.jsonl").mkdir()  # cannot be opened for writing
+    tracker.log(2, {})
+    tracker.log(3, {})
+    assert capsys.readouterr().err.count("cannot write") == 1 and tracker.failure
+    (tmp_path / "metrics.jsonl").rmdir()
+    os.rename(tmp_path / "kept", tmp_path / "metrics.jsonl")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2')  # as a disk that fills in the middle of a line leaves it
+    tracker.log(4, {})
+    assert steps(tmp_path) == [1, 2, 3, 4] and tracker.failure is None
+
+
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"step": "a"}', '{"step": 1e400}', '{"step": true}', '{"step": null}',
                                   "[]", "7", '{"step": ' + "9" * 5000 + "}"])  # fmt: skip
 def test_a_line_that_no_run_wrote_is_dropped_on_resuming(tmp_path, line):
