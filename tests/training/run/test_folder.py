@@ -169,6 +169,13 @@ def test_fresh_knows_a_run_by_what_is_left_of_it(tmp_path, left):
     assert opened(run.path, fresh=True).moved_to == str(tmp_path / "vae.old-1")
 
 
+def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_written(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
+    with pytest.raises(ValueError, match="is not UTF-8 text") as error:
+        opened(path)
+    assert not path.exists() and str(error.value).encode()
+
+
 def test_a_folder_that_was_renamed_or_is_that_of_another_run_is_not_written_to(tmp_path):
     run = begun(tmp_path / "a")
     run.check_is_here()
