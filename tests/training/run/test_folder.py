@@ -212,7 +212,7 @@ MULTIPLYING = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}
 
 @pytest.mark.parametrize(
     "content",
-    ["[" * 5_000, MULTIPLYING, "a: [", None, "a pipe"],
+    ["[" * 2_000, MULTIPLYING, "a: [", None, "a pipe"],
     ids=["deep", "multiplying", "damaged", "gone", "pipe"],
 )
 def test_a_config_that_is_gone_damaged_or_would_hold_a_start_up_is_one_line(tmp_path, content):

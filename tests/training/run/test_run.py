@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -217,6 +218,23 @@ def test_codes_are_counted_with_each_line_and_drawn_without_a_validation_split(t
         assert histograms == ([3, 6] if not n_valid else [])
         assert [step for step, due in enumerate(was_due, 1) if due] == ([3, 4, 6] if not n_valid else [4, 6])
         assert logged(tmp_path / str(n_valid), "codes_used") == [3, 3]
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(10.0, True), (2.0, False)])
+def test_validations_that_take_more_than_a_tenth_of_the_time_are_told_once(
+    tmp_path, monkeypatch, capsys, seconds, is_told
+):
+    """An update takes 50 s, a validation `seconds` for the weights and for their average each; the first one more."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def spend(more: float) -> dict:
+        clock[0] += more
+        return {}
+
+    run = run_of(tmp_path, "--validate_every_n_steps", "1", "--max_steps", "9")
+    evaluated(run, lambda step: spend(50.0), validate=lambda model, step: spend(seconds if step else 500.0))
+    assert capsys.readouterr().err.count("lower --valid_samples") == is_told
 
 
 def test_the_first_validation_after_a_resume_says_what_changed_since_the_one_before(tmp_path, capsys):

@@ -167,28 +167,11 @@ def test_tensorboard_holds_the_values_of_the_resumed_run(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_wandb_writes_offline_under_one_id_over_resumes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    ids = []
-    for start in (0, 2):
-        tracker = make_trackers(["wandb"], tmp_path, {"batch_size": 8}, is_root=True)
-        tracker.cut_back(start)
-        tracker.log(start + 1, {"loss": 1.0})
-        tracker.log_image(start + 1, "grid", PICTURE)
-        tracker.close()
-        ids.append((tmp_path / "wandb_id.txt").read_text())
-        assert list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[-1]}.wandb"))
-    assert ids[0] == ids[1]
-    assert "switched off" not in capsys.readouterr().err
-    assert steps(tmp_path) == [1, 3]
-
-
 def written(folder):
-    """The records of the one offline run in a folder: a log of LevelDB's format ("log_format.md") behind 7 bytes."""
+    """The records of the newest offline run in a folder: a log of LevelDB's format ("log_format.md") behind 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    path = max((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=os.path.getmtime)
     content, records, part, at = path.read_bytes(), [], b"", 7
     while at + 7 <= len(content):
         if (left := 32768 - at % 32768) < 7:  # no header fits into the end of a block
@@ -203,7 +186,9 @@ def written(folder):
     return records
 
 
-def test_wandb_has_names_tags_a_histogram_of_the_codes_and_the_models(tmp_path, monkeypatch):
+def test_wandb_has_one_id_over_resumes_names_tags_a_histogram_of_the_codes_and_the_models(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
@@ -212,11 +197,18 @@ def test_wandb_has_names_tags_a_histogram_of_the_codes_and_the_models(tmp_path, 
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "vae-final.pt").write_text("weights")
     names = {"project": "mine", "name": "first", "entity": None, "tags": ("a", "b")}
-    tracker = make_trackers(["wandb"], tmp_path, {"seed": 1}, is_root=True, wandb_names=names)
-    counts = torch.zeros(2000, dtype=torch.int64)
+    counts, ids = torch.zeros(2000, dtype=torch.int64), []
     counts[[0, 1999]] = torch.tensor([3, 5])
-    tracker.log_image(1, "codes", code_histogram(counts))
-    tracker.close({"final": tmp_path / "model", "best": tmp_path / "vae-final.pt", "none": tmp_path / "none"})
+    for start, models in (0, {}), (2, {"final": "model", "best": "vae-final.pt", "none": "none"}):
+        tracker = make_trackers(["wandb"], tmp_path, {"seed": 1}, is_root=True, wandb_names=names)
+        tracker.cut_back(start)
+        tracker.log(start + 1, {"loss": 1.0})
+        tracker.log_image(start + 1, "grid", PICTURE)
+        tracker.log_image(start + 1, "codes", code_histogram(counts))
+        tracker.close({name: tmp_path / path for name, path in models.items()})
+        ids.append((tmp_path / "wandb_id.txt").read_text())
+        assert list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb")) and ids[0] == ids[-1]
+    assert steps(tmp_path) == [1, 3] and "switched off" not in capsys.readouterr().err
     records = []
     while not any(record.HasField("exit") for record in records):  # wandb's own process may still be writing
         time.sleep(0.05)
