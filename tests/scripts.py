@@ -34,6 +34,7 @@ import data
 import models
 from data.feed import Feed
 from training.run.costs import without_costs
+from training.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = Path(__file__).with_name("words_tokenizer.json")  # a few words, between marks of start and end
@@ -216,17 +217,18 @@ class Script:
 
     @contextlib.contextmanager
     def in_update(self, step: int, do: Callable[[], None]) -> Iterator[None]:
-        """Call a function in the middle of update number ``step`` (from 0)."""
-        schedule, done = self.module.learning_rate, []
+        """Call a function at the beginning of update number ``step`` (from 0), whose batch is there."""
+        updates, done = Run.updates, []
 
-        def learning_rate(now: int, *args: Any) -> Any:
-            if now == step and not done:
-                done.append(now)
-                do()
-            return schedule(now, *args)
+        def interrupted(run: Run, *evaluations: Any, **more: Any) -> Iterator[tuple[int, Any]]:
+            for now, batch in updates(run, *evaluations, **more):
+                if now == step and not done:
+                    done.append(now)
+                    do()
+                yield now, batch
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.module, "learning_rate", learning_rate)
+            patch.setattr(Run, "updates", interrupted)
             yield
 
     def train_killed(self, step: int, folder: Path, *more: str) -> None:

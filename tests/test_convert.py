@@ -33,7 +33,7 @@ from tests.models.reference import tokenizers
 from tests.scripts import DECODER, MULAN, VIDEO_TOKENIZER, words
 from tests.scripts import TOKENIZER as TOKENIZER_FILE
 from tests.scripts import VQGAN as VQGAN_SCRIPT
-from trained import SCRIPTS, open_model
+from trained import open_model
 from training.profiles import Profile, coefficients, exponent_of
 
 TINY = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--image_size", "16", "--num_layers", "2",
@@ -434,29 +434,6 @@ def test_an_imported_run_starts_from_the_weights_with_the_flags_that_they_need(
     assert_same_bits(train_vae.build_model(args).state_dict(), saved(run, "ema"))
 
 
-def test_an_import_that_found_no_room_can_be_repeated(
-    run: Path, tmp_path: Path, refused: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace, made = os.replace, []
-
-    def full(source: Any, target: Path) -> None:
-        if made:
-            raise OSError(28, "No space left on device")
-        made.append(target)
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        assert "No space left" in refused("import", run, tmp_path / "new")
-    assert made == [tmp_path / "new" / "init" / "model.safetensors"]
-    converted("import", run, tmp_path / "new")
-    assert (tmp_path / "new" / "start.yaml").exists()
-    assert "exists already" in refused("import", run, tmp_path / "new")
-    (tmp_path / "other" / "init").mkdir(parents=True)
-    (tmp_path / "other" / "init" / "notes.txt").touch()
-    assert "exists already" in refused("import", run, tmp_path / "other")
-
-
 @pytest.fixture(scope="module")
 def powers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight updates of a model with buffers, and a save after every second one. Tests only look at it."""
@@ -480,22 +457,6 @@ def test_an_average_of_another_length_is_made_of_those_of_all_saves(powers: Path
             assert torch.equal(found[name], snapshots[-1][name]), "no average averages buffers"
     assert (shares != 0).all() and found.keys() > parameters.keys()
     assert not torch.equal(found["encoder.0.weight"], snapshots[-1]["encoder.0.weight"])
-
-
-@pytest.mark.parametrize("length", ["0.1", "0.05"])
-def test_an_average_of_a_length_that_is_stored_is_returned_as_it_is(length: str, powers: Path, tmp_path: Path) -> None:
-    converted("average", powers, "--ema_length", length, tmp_path / "model")
-    stored = load_file(powers / "snapshots" / f"step_00000008_ema_{length}.safetensors")
-    assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), stored)
-    converted("export", powers, "--to", "model", tmp_path / "best")
-    is_kept = contents(tmp_path / "best") == contents(tmp_path / "model")
-    assert is_kept == (length == "0.1"), "the run keeps the first length"
-
-
-def test_powers_are_described(powers: Path, inspected: Any) -> None:
-    parts = inspected(powers)["parts"]
-    assert parts["ema"]["ema_power"] == "0.1, 0.05"
-    assert parts["ema"]["parameters"] == parts["generator"]["parameters"]
 
 
 def test_an_average_that_cannot_be_made_is_one_line(powers: Path, run: Path, tmp_path: Path, refused: Any) -> None:
@@ -541,12 +502,6 @@ def test_a_model_is_described(name: str, run: Path, inspected: Any) -> None:
     assert facts["arguments"].keys() == (model.config.keys() if name == "model" else set(HPARAMS))
     files = model_of(run) if name == "model" else {name: (run / name).read_bytes()}
     assert facts["bytes"] == {file: len(content) for file, content in files.items()}
-
-
-def test_a_person_reads_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    converted("inspect", run)
-    lines = capsys.readouterr().out.splitlines()
-    assert {"step: 3", "  backend: single", "  world_size: 1", "    optimizer: Adam", "checksums: hold"} <= set(lines)
 
 
 def test_a_flipped_bit_is_told_unless_checksums_are_left_out(
@@ -633,11 +588,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("said", ["", "inspect", "export a b", "export a b --to zip", "train"])
-def test_wrong_flags_are_one_line_and_exit_code_2(said: str, refused: Any) -> None:
-    assert ": error: " in refused(*said.split())
-
-
 def edit_state(folder: Path, edit: Callable[[Any], None]) -> None:
     state = json.loads((folder / "state.json").read_text())
     edit(state)
@@ -692,18 +642,3 @@ def test_checksums_of_files_elsewhere_make_nobody_read_them(name: str, run: Path
     with (folder / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name.format(folder.parent)}\n")
     assert "is no file of this folder" in refused("export", folder, "--to", "model", tmp_path / "out")
-
-
-def test_every_script_that_is_known_has_what_is_asked_of_it() -> None:
-    for script in SCRIPTS:
-        module: Any = __import__(script.module)
-        assert callable(module.build_parser) and callable(module.build_model)
-        # From these weights widths of data and the vocabulary are known.
-        weights = {"unets.0.image_to_tokens.0.weight": torch.zeros(4, 512), "text.tokens.weight": torch.zeros(9, 512)}
-        said = ["--layout", "musiclm"] if script.model == "MusicLMMuLaN" else []
-        model = module.build_model(module.build_parser().parse(said), *script.of_weights(weights))
-        assert type(model).__name__ == script.model
-        # The discriminator is no part of the model.
-        not_its = {"spectrogram", "n_mels", "fmin", "fmax"} if said else set()
-        asked = {name for name in module.MODEL_ARGUMENTS if not name.startswith("discr_")} - not_its
-        assert asked <= convert.FLAGS[script.model](model.config).keys() <= vars(module.build_parser().parse([])).keys()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +16,6 @@ import pytest
 import torch
 
 from tests.scripts import ROOT
-from training.flags.shell import short_help
 
 ADAPTER = ROOT / "distributed" / "backends" / "deepspeed"
 SOURCES = {
@@ -98,23 +95,6 @@ def test_what_is_used_of_torchs_objects_is_in_the_installed_version() -> None:
     assert hasattr(state, _END_OF_BACKWARD), f"FSDP's state of {version} has no {_END_OF_BACKWARD}"
     flag = "_step_supports_amp_scaling"  # of optimizers that skip an update themselves
     assert flag in inspect.getsource(torch.amp.GradScaler.step), f"GradScaler of {version} reads no {flag}"
-
-
-def test_what_the_short_help_uses_of_argparse_is_in_this_python() -> None:
-    parser = argparse.ArgumentParser()
-    parts = [parser, *getattr(parser, "_action_groups", [])]
-    used = set(re.findall(r"\b(parser|group)\.(_\w+)", (ROOT / "training" / "flags" / "shell.py").read_text()))
-    gone = {f"{of}.{name}" for of, name in used if not hasattr(parts[0 if of == "parser" else -1], name)}
-    assert len(used) == 4 and not gone, f"argparse of Python {sys.version.split()[0]} has no {', '.join(sorted(gone))}"
-    for number in range(70):
-        parser.add_argument(f"--flag_{number}")
-    assert "--flag_69" in (short_help(parser) or "")
-
-
-def test_the_library_of_curves_has_the_files_that_a_page_takes() -> None:
-    from training.report.page import library
-
-    assert min(map(len, library().values())) > 1000, f"uplot-python {metadata.version('uplot-python')} has other files"
 
 
 def test_what_is_used_of_open_clip_is_checked_when_it_is_imported() -> None:

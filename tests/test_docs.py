@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from scripts import coming_from
-from training.flags.unets import PER_UNET
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -38,8 +37,6 @@ FLAGS_OF_OTHERS = {
 FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"
 WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json", "benchmarks/results/gpu.json"}
 
-# Their group says it in its title.
-OF_TRAINING = {"learning_rate", "lr_warmup_steps", "weight_decay"}
 
 CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
 
@@ -140,23 +137,6 @@ def test_every_config_is_one_that_its_script_takes(config: Path, capsys: pytest.
     if config == ROOT / "configs/vae/base.yaml":  # the documents say: defaults
         defaults, said = vars(parser.parse([])), args["explicit"] - {"config", "valid_fraction"}
         assert {name: args[name] for name in said} == {name: defaults[name] for name in said}
-
-
-def test_the_base_of_the_decoder_has_every_flag_about_the_method() -> None:
-    said = {line.split(":")[0] for line in (ROOT / "configs/decoder/base.yaml").read_text().splitlines()}
-    groups = {group.title or "": group._group_actions for group in parser_of("train_decoder.py")._action_groups}
-    of_method = ("model (", "conditions", "diffusion (one", "diffusion (the same", "training (", "sampling")
-    for title in of_method:
-        (found,) = (actions for name, actions in groups.items() if name.startswith(title))
-        assert {action.dest for action in found} <= said, title
-
-
-def test_the_help_of_the_decoder_says_which_flags_take_a_value_for_each_unet() -> None:
-    for group in parser_of("train_decoder.py")._action_groups:
-        for action in group._group_actions:
-            is_said = (group.title or "").endswith("(one value for all Unets, or one for each)")
-            is_said = is_said or "one number or one for each" in (action.help or "") or action.dest in OF_TRAINING
-            assert is_said == (action.dest in {*PER_UNET, "image_sizes"}), action.dest
 
 
 def test_the_page_of_public_names_is_what_the_table_says() -> None:

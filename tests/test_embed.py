@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from filling import CLIP, EMBED, RATE, SOUNDS, Killed, files, lines, mulan, saved, stamps, vqgan
+from filling import CLIP, EMBED, RATE, SOUNDS, lines, mulan, saved, vqgan
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import load_file
 from torch.nn import functional as F
@@ -25,8 +25,7 @@ import data
 import embed
 from data.sounds.decoding import ClipDecoder
 from data.sounds.long_sounds import clip_starts, read_clips
-from data.stores.search import TopRows
-from models import MuLaN, ResidualQuantizer
+from models import ResidualQuantizer
 from tests.data.files.tables import save_to_disk, table, write_parquet
 
 
@@ -86,24 +85,6 @@ def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_
         np.testing.assert_allclose(clip[inner], expected[start:][:16000][inner], atol=2e-3)
 
 
-def test_no_more_of_a_long_file_is_read_than_its_clips(tmp_path, monkeypatch):
-    soundfile.write(tmp_path / "x.wav", np.zeros(RATE * 600), RATE)
-    read, frames = soundfile.SoundFile.read, []
-    monkeypatch.setattr(
-        soundfile.SoundFile, "read", lambda self, n, **more: (frames.append(n), read(self, n, **more))[1]
-    )
-    assert read_clips(str(tmp_path / "x.wav"), ClipDecoder(RATE, CLIP), 6).shape == (6, CLIP)
-    assert sum(frames) == 6 * CLIP
-
-
-def test_every_forward_has_one_shape(model, source, tmp_path, monkeypatch):
-    """Kernels are chosen by shape: with another one the last bit may differ."""
-    shapes, encode = [], MuLaN.encode_audio
-    monkeypatch.setattr(MuLaN, "encode_audio", lambda self, x: (shapes.append(tuple(x.shape)), encode(self, x))[1])
-    EMBED.fill(model, source, tmp_path / "index")
-    assert set(shapes) == {(3, CLIP)} and len(shapes) == 5 // 3 + 1 + (1 + 6 + 1 + 4 + 2) // 3 + 1
-
-
 def test_a_manifest_and_the_demonstration_are_embedded_by_their_middles(model, source, tmp_path):
     (tmp_path / "set.csv").write_text(f"path,caption\n{source}/long.wav,a long sound\n{source}/a.wav,a short one\n")
     found = EMBED.rows(EMBED.fill(model, tmp_path / "set.csv", tmp_path / "index"))
@@ -134,21 +115,6 @@ def test_a_folder_of_tables_is_embedded_by_the_middles_of_its_sounds(write, mode
     for name, (path, embedding) in zip(names, EMBED.rows(index).items(), strict=True):
         assert path.startswith(str(folder))
         np.testing.assert_allclose(embedding, middles[name], atol=1e-6)
-
-
-def test_bf16_computes_in_bf16(whole, model, source, tmp_path):
-    found = EMBED.rows(EMBED.fill(model, source, tmp_path / "index", "--precision", "bf16"))
-    exact = EMBED.rows(whole)
-    differences = [np.abs(found[name] - exact[name]).max() for name in SOUNDS]
-    assert 1e-5 < max(differences) < 0.1
-
-
-def test_a_name_that_is_no_text_is_embedded_found_and_shown(model, source, tmp_path, capsys):
-    (tmp_path / "sounds").mkdir()
-    shutil.copy(source / "long.wav", os.fsencode(tmp_path / "sounds") + b"/\xff.wav")
-    index = EMBED.fill(model, tmp_path / "sounds", tmp_path / "index")
-    embed.main(["--model", str(model), "--index", str(index), "--query", "x"])
-    assert r"\udcff.wav" in capsys.readouterr().out
 
 
 def test_embeddings_that_are_not_finite_stop(source, tmp_path, capsys):
@@ -197,34 +163,10 @@ def test_equal_cosines_come_in_the_order_of_the_rows(model, source, tmp_path, ca
     assert [match["path"] for match in answer["matches"]] == names[:7]
 
 
-def test_the_best_rows_do_not_depend_on_how_they_are_added():
-    generator = np.random.default_rng(0)
-    rows = generator.standard_normal((500, 16)).astype(np.float32)
-    rows[300:400] = rows[:100]  # ties
-    queries = generator.standard_normal((3, 16)).astype(np.float32)
-    exact = (rows.astype(np.float64) @ queries.T.astype(np.float64)).astype(np.float32)
-    expected = np.stack([np.lexsort((np.arange(500), -column))[:40] for column in exact.T])
-    for parts in ([500], [1, 250, 249], [7] * 70 + [10]):
-        top = TopRows(queries, 40)
-        for part in np.split(rows, np.cumsum(parts)[:-1]):
-            top.add(part)
-        np.testing.assert_array_equal(top.rows, expected)
-        np.testing.assert_array_equal(top.cosines, np.take_along_axis(exact.T, expected, axis=1))
-
-
 def test_a_query_does_not_depend_on_the_others(whole, model, source, capsys):
     queries = ["a dog", str(source / "a.wav"), "a much longer sentence about several cats"]
     together = answers(capsys, model, whole, *queries)
     assert together == [answers(capsys, model, whole, query)[0] for query in queries]
-
-
-def test_queries_come_from_a_file_too_and_a_table_is_shown(whole, model, tmp_path, capsys):
-    (tmp_path / "queries").write_text("two cats\n\n a horse \n")
-    said = ["--query", "a dog", "--query_file", str(tmp_path / "queries"), "--top_k", "2"]
-    embed.main(["--model", str(model), "--index", str(whole), *said])
-    tables = capsys.readouterr().out.split("\n\n")
-    assert [table.splitlines()[0] for table in tables if table.strip()] == ["a dog", "two cats", "a horse"]
-    assert tables[0].splitlines()[1].split() == ["rank", "cosine", "path"] and len(tables[0].splitlines()) == 4
 
 
 def test_captions_stand_beside_the_paths_where_there_are_some(model, source, tmp_path, capsys):
@@ -290,41 +232,6 @@ def test_a_quantizer_is_fitted_and_its_codes_are_written_beside_the_rows(whole, 
     assert F.mse_loss(quantizer.decode(quantizer.encode(rows)), rows) < 0.1 * rows.var(0).mean()
     (answer,) = answers(capsys, model, index, str(source / "a.wav"), more=["--quantizer", tmp_path / "quantizer"])
     assert answer["codes"] == load_file(index / "codes" / "codes-00000.safetensors")["codes"][0].tolist()
-
-
-def test_fitting_again_gives_the_same_bytes_and_another_index_is_refused(whole, model, source, tmp_path, capsys):
-    one, other = fitted(whole, tmp_path / "one"), fitted(whole, tmp_path / "other")
-    assert files(one) == files(other)
-    before = stamps(one, "*")
-    fitted(whole, one)
-    assert stamps(one, "*.safetensors") == {name: s for name, s in before.items() if name.endswith(".safetensors")}
-    index = EMBED.fill(model, source, tmp_path / "index", "--max_clips", "1")
-    said = EMBED.refused(capsys, "--index", index, "--fit_quantizer", one, "--num_quantizers", "3")
-    assert "index_sha256 was" in said and files(one) == files(other)
-
-
-def test_a_quantizer_is_never_written_over_a_model(whole, model, tmp_path, capsys):
-    copied = shutil.copytree(model, tmp_path / "model")
-    assert "settings.json" in EMBED.refused(capsys, "--index", whole, "--fit_quantizer", copied)
-    assert files(copied) == files(model)
-
-
-def test_killed_while_codes_are_written_and_started_again_gives_the_same_files(whole, tmp_path, on_write):
-    quantizer = fitted(whole, tmp_path / "quantizer")
-    folders = [shutil.copytree(whole, tmp_path / name) for name in ("straight", "killed")]
-    embed.main(["--index", str(folders[0]), "--quantizer", str(quantizer)])
-
-    def write_or_die(path: Path, content: bytes) -> None:
-        if path.name == "codes-00001.json":
-            raise Killed
-        filling.write_atomically(path, content)
-
-    on_write(write_or_die)
-    with pytest.raises(Killed):
-        embed.main(["--index", str(folders[1]), "--quantizer", str(quantizer)])
-    on_write()
-    embed.main(["--index", str(folders[1]), "--quantizer", str(quantizer)])
-    assert files(folders[1]) == files(folders[0])
 
 
 # Mistakes.

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -29,9 +28,7 @@ from distributed.engines.finite import SkipGuard
 from tests.data.files.tables import save_to_disk, table, write_parquet
 from tests.data.helpers import write_tar
 from tests.scripts import (
-    EIGHT,
     ROOT,
-    RUN,
     SCRIPTS,
     KilledError,
     Script,
@@ -43,11 +40,11 @@ from tests.scripts import (
     metrics,
     write_images,
 )
-from training.measures import collapse
 from training.run import stopwatch
+from training.run.loop import Evaluation
+from training.run.run import Run
 from training.run.starts import starts
 
-NOUNS = {"image_folder": "images", "video_folder": "clips", "audio_data": "sounds"}
 EVERY_UPDATE = ("--validate_every_n_steps", "1", "--sample_every_n_steps", "1", "--save_every_n_steps", "1")
 
 
@@ -84,28 +81,21 @@ def test_all_scripts_are_tested() -> None:
 # Arguments.
 
 
-def test_every_config_is_understood(script: Script) -> None:
-    paths = sorted(script.configs.glob("*.yaml"))
-    assert {"demo", "base"} <= {path.stem for path in paths}
-    for path in paths:
-        assert vars(script.parsed("--config", str(path))).keys() >= vars(script.parsed()).keys()
-
-
-def arguments_of(script: Script, monkeypatch: pytest.MonkeyPatch, *said: str) -> Any:
+def arguments_of(script: Script, *said: str) -> Any:
     """The arguments with which `main` trains."""
-    given: list[Any] = []
-    monkeypatch.setattr(script.module, "train", lambda args, *_: given.append(args))
-    script.main(*said)
-    return given[0]
+    flag = script.data.flag
+    return script.module.build_parser().parse(said, demonstration=script.module.DEMO_CONFIG, data_flag=flag)
 
 
-def test_without_data_the_demonstration_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    flag, name = script.data.flag, script.configs.name
-    args = arguments_of(script, monkeypatch)
+def test_without_data_the_demonstration_runs_and_is_announced(script: Script) -> None:
+    flag, name, demonstration = script.data.flag, script.configs.name, os.path.relpath(script.configs / "demo.yaml")
+    args = arguments_of(script)
     assert getattr(args, flag).startswith(script.data.demonstration) and args.output_dir == f"runs/{name}-demo"
-    args = arguments_of(script, monkeypatch, f"--{flag}", "data")
-    assert getattr(args, flag) == "data" and args.output_dir == f"runs/{name}"
+    assert demonstration in args.config_in_force
+    args = arguments_of(script, f"--{flag}", "data")
+    assert (getattr(args, flag), args.output_dir, args.config_in_force) == ("data", f"runs/{name}", None)
+    config = str(script.configs / "base.yaml")
+    assert config in arguments_of(script, "--config", config).config_in_force
 
 
 # Where a script has them, flags with numbers that no machine has room for, and with numbers that it has no room for
@@ -131,16 +121,6 @@ def test_numbers_beyond_any_memory_are_refused_before_any_is_taken(script: Scrip
 
 
 # A run and what it leaves.
-
-
-def test_config_yaml_holds_every_argument_and_is_read_back(script: Script, finished: Path) -> None:
-    written = yaml.safe_load((finished / "config.yaml").read_text())
-    parser = script.module.build_parser()
-    assert parser.settings(parser.parse(["--config", str(finished / "config.yaml")])) == written
-    said = {**RUN, **script.tiny, **EIGHT, **script.all_parts, "distributed_backend": "auto"}
-    assert {name: str(written[name]) for name in said} == {
-        name: str(True if value is None else value) for name, value in said.items()
-    }
 
 
 def test_config_yaml_alone_repeats_the_run(script: Script, finished: Path, tmp_path: Path) -> None:
@@ -181,55 +161,29 @@ def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_
     (of_model,) = (line for line in said if " parameters" in line)
     model = script.model.from_pretrained(tmp_path / "model")
     if script.name != "train_decoder":  # its Unets are counted one by one
-        assert f": {sum(p.numel() for p in model.parameters()):,} parameters" in of_model
-    codes = getattr(model, "num_codes", None)
-    assert (f"{codes} codes" in of_model) == (codes is not None)
-    (of_data,) = (line for line in said if " to train on" in line)
-    why = r"\(a batch is the least; --valid_fraction 0.02 alone is 2\)"
-    split = rf"56 (\w+) to train on, 8 \1 to validate {why}; 1 updates"
-    assert re.fullmatch(f"{script.data.demonstration}:64: {split}", of_data)
+        assert f"{sum(p.numel() for p in model.parameters()):,}" in of_model
+    (of_data,) = (line for line in said if line.startswith(f"{script.data.demonstration}:64: "))
+    # A batch is the least for a validation; 2 are asked for.
+    assert [number for number in ("56", "8", "0.02", "1") if number not in re.findall(r"[\d.]+", of_data)] == []
     last = dict(line.split(": ", 1) for line in said[-4:])
-    assert list(last) == ["model", "picture", "report", "next"]
     for name, path in {"model": "model", "picture": "samples/step_00000001.png"}.items():
         assert last[name].split(", ")[0] == str(tmp_path / path) and (tmp_path / path).exists()
     assert shlex.split(last["report"]) == ["python", "report.py", str(tmp_path)]
-    python, program, *flags = shlex.split(last["next"])
+    _, program, *flags = shlex.split(last["next"])
     parser = importlib.import_module(program.removesuffix(".py")).build_parser()
-    assert python == "python" and parser.parse(flags).model == str(tmp_path / "model")
+    assert parser.parse(flags).model == str(tmp_path / "model")
 
 
-def test_the_terminal_shows_what_the_script_names_in_lines_of_a_hundred_characters(
-    script: Script, tmp_path: Path
-) -> None:
+def test_the_terminal_shows_metrics_that_there_are(script: Script, tmp_path: Path) -> None:
     """A name that a script misspells would be shown nowhere, or as a column of dashes."""
     flags = script.eight if "discr_layers" in script.tiny else []
-    said = script.output_of(tmp_path, *flags, "--max_steps", "6", "--validate_every_n_steps", "2").splitlines()
-    heading = next(n for n, line in enumerate(said) if "samples/s" in line)
-    table = [line for line in said[heading:] if line.startswith(("update", "valid", " "))]
-    assert max(map(len, table)) <= 100
-    lines, columns = metrics(tmp_path), said[heading].split()
-    assert columns[0] == "loss" and 2 <= len(columns[1:-2]) <= 4 and columns[-2:] == ["samples/s", "left"]
-    assert all(name in lines[-1] for name in columns[:-2])
-    rows = [line.split() for line in table if line.startswith("update")]
+    said = script.output_of(tmp_path, *flags, "--max_steps", "6", "--validate_every_n_steps", "6").splitlines()
+    heading = next(line.split() for line in said if "samples/s" in line)
+    rows = [line.split() for line in said if line.startswith("update")]
+    assert all(name in metrics(tmp_path)[-1] for name in heading[:-2]) and len(heading) >= 5
     assert [row[1] for row in rows] == [f"{n}/6" for n in range(1, 7)] and "-" not in rows[-1]
-    validations = [line.split() for line in table if line.startswith("valid")]
-    assert [row[1] for row in validations] == ["2/6", "4/6", "6/6"]
-    main = validations[-1][2]
-    change = lines[5][f"valid/{main}"] - lines[3][f"valid/{main}"]
-    assert float(validations[-1][4].strip("()")) == pytest.approx(change, abs=0.01)
-
-
-def test_the_demonstration_is_announced_and_named_in_the_help(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    demonstration = os.path.relpath(script.configs / "demo.yaml")
-    assert arguments_of(script, monkeypatch).config_in_force.startswith(f"demonstration: {demonstration}, because ")
-    assert arguments_of(script, monkeypatch, f"--{script.data.flag}", "data").config_in_force is None
-    config = str(script.configs / "base.yaml")
-    assert arguments_of(script, monkeypatch, "--config", config).config_in_force == f"configuration: {config}"
-    with pytest.raises(SystemExit):
-        script.module.main(["--help"])
-    assert demonstration in " ".join(capsys.readouterr().out.split())
+    (validation,) = (line.split() for line in said if line.startswith("valid "))
+    assert f"valid/{validation[2]}" in metrics(tmp_path)[-1]
 
 
 def test_a_validation_of_few_samples_ends_with_the_values_of_the_whole_split(script: Script, tmp_path: Path) -> None:
@@ -247,7 +201,7 @@ def test_another_scripts_run_is_named_as_such(script: Script, copied: Path) -> N
     other = next(other for other in SCRIPTS.values() if other is not script)
     before = files(copied)
     line = other.refused(copied)
-    assert f"{copied} is a run of {script.name}.py, not of {other.name}.py" in line and files(copied) == before
+    assert f"{script.name}.py" in line.removeprefix(other.name) and files(copied) == before
 
 
 def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(script: Script, finished: Path) -> None:
@@ -263,13 +217,8 @@ def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(script
 def test_a_dry_run_says_what_the_run_takes_and_leaves_nothing(script: Script, copied: Path) -> None:
     before = files(copied.parent)
     said = script.output_of(copied, "--dry_run", "--max_steps", "1000000")
-    for expected in (
-        r"an update takes \S+ s, \S+ samples per second \(the first one \S+ s\)",
-        r"validation \S+ s; pictures \S+ s; checkpoint \S+ s",
-        r"memory, the most of a process: host \S+ GB; a checkpoint has \S+ MB",
-        r"the whole run, \d+ updates with all that, would take .*; dry run: nothing of it was kept",
-    ):
-        assert re.search(expected, said), said
+    for cost in (r"samples per second", r"validation \S+ s", r"checkpoint \S+ s", r"\S+ GB", r"\S+ MB"):
+        assert re.search(cost, said), said
     assert files(copied.parent) == before
 
 
@@ -283,22 +232,21 @@ def test_a_collapsed_run_is_told_so_once_with_what_to_try_and_one_that_learns_is
 ) -> None:
     """What the validations find is given here, because where a run ends that is trained into a collapse depends on the
     instructions of the CPU."""
-    script = SCRIPTS[name]
-    evaluate, given = script.module.evaluate, {"psnr": 9.0, "variance_kept": 0.7, "explained_variance": 0.5}
+    of_run: list[Evaluation] = []
 
-    def found(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        measured = evaluate(*args, **kwargs)
-        assert measured.keys() >= given.keys()
-        return {**measured, **given}
+    def updates(run: Run, *evaluations: Evaluation, **_: Any) -> list[Any]:
+        of_run.extend(evaluations)
+        return kill()
 
-    monkeypatch.setattr(script.module, "evaluate", found)
-    monkeypatch.setattr(collapse, "_LEAST_UPDATES", 0)
-    monkeypatch.setattr(collapse, "_LEAST_SUM_OF_RATES", 0)
-    said = ["--max_steps", "4", "--validate_every_n_steps", "1"]
-    assert "warning" not in script.output_of(tmp_path / "learns", *said)
-    given |= {"variance_kept": 1e-4, "explained_variance": -1.0}
-    told = [line for line in script.output_of(tmp_path / "collapsed", *said).splitlines() if "warning" in line]
-    assert len(told) == 1 and "almost the same reconstruction" in told[0] and remedy in told[0]
+    monkeypatch.setattr(Run, "updates", updates)
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            SCRIPTS[name].train(tmp_path)
+    learns = {"lr": 1.0, "valid/psnr": 9.0, "valid/variance_kept": 0.7, "valid/explained_variance": 0.5}
+    collapsed = {**learns, "valid/variance_kept": 1e-4, "valid/explained_variance": -1.0}
+    told = [[text for step in range(100, 1000, 100) for text in evaluation.watch(step, line)]
+            for evaluation, line in zip(of_run, (learns, collapsed), strict=True)]  # fmt: skip
+    assert told[0] == [] and len(told[1]) == 1 and remedy in told[1][0]
 
 
 def test_the_weights_and_their_average_are_validated_where_asked(finished: Path) -> None:
@@ -318,13 +266,6 @@ def test_pictures_and_checkpoints_are_written_where_asked_and_never_before_the_f
 def test_the_last_checkpoints_are_kept(script: Script, tmp_path: Path) -> None:
     script.train(tmp_path, "--max_steps", "4", "--save_every_n_steps", "1")
     assert names(tmp_path / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 3, 4))]
-
-
-def test_a_checkpoint_holds_clock_moments_average_and_generators(finished: Path) -> None:
-    text = " ".join(checkpoint(finished, 8))
-    for part in ("random: ", "ema: weights/", "exp_avg/", "exp_avg_sq/"):
-        assert part in text, part
-    assert '"samples": 64' in (finished / "checkpoints" / "step_00000008" / "state.json").read_text()
 
 
 def test_an_update_that_was_skipped_is_no_update_of_the_average(
@@ -411,23 +352,6 @@ def test_validation_and_pictures_compute_in_the_precision_of_training(script: Sc
     assert {name for name in metrics(tmp_path)[-1] if name.startswith("valid/")} and pictures(tmp_path)
 
 
-def test_the_rate_in_the_log_counts_training_and_not_validation(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate, hours = script.module.evaluate, [0]
-
-    def slow(*args: Any) -> Any:
-        hours[0] += 1
-        return evaluate(*args)
-
-    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * hours[0]))
-    monkeypatch.setattr(script.module, "evaluate", slow)
-    script.train(tmp_path, "--max_steps", "3", "--validate_every_n_steps", "2")
-    assert hours[0] == 2 and metrics(tmp_path)[-1]["seconds"] > 3600
-    for line in metrics(tmp_path):
-        assert 8 / 3600 < line["samples_per_second"] < 1e6
-
-
 def test_without_validation_all_samples_are_trained_on_and_nothing_is_validated(script: Script, tmp_path: Path) -> None:
     script.train(tmp_path, "--valid_fraction", "0", "--max_steps", "2", "--validate_every_n_steps", "1")
     for line in metrics(tmp_path):
@@ -455,13 +379,12 @@ def test_what_can_be_read_of_a_file_is_trained_on_if_that_is_accepted(script: Sc
         broken = broken.rename(broken.with_suffix(".png"))
         shutil.copy(next(write_images(tmp_path / "images", 1).iterdir()), broken)
     broken.write_bytes(broken.read_bytes()[: broken.stat().st_size * 2 // 3])
-    for choice, counted, said_so in (("accept", (0, 1), "accepted a part of 1 "), ("replace", (1, 0), "cannot read ")):
+    for choice, counted in {"accept": (0, 1), "replace": (1, 0)}.items():
         said = script.output_of(tmp_path / choice, f"--{script.data.flag}", str(folder), "--epochs", "1",
                                 "--valid_fraction", "0", "--on_bad_sample", choice)  # fmt: skip
         last = metrics(tmp_path / choice)[-1]
         assert (last["bad_samples"], last.get("partial_samples", 0)) == counted
-        (line,) = (line for line in said.splitlines() if broken.name in line)
-        assert line.startswith(said_so)
+        assert said.count(broken.name) == 1
 
 
 def test_crops_change_what_is_trained_on_and_have_no_effect_on_a_demonstration(script: Script, tmp_path: Path) -> None:
@@ -480,7 +403,7 @@ def test_crops_change_what_is_trained_on_and_have_no_effect_on_a_demonstration(s
     assert runs["regions"] == runs["regions again"]
     assert len({*map(tuple, runs.values())}) == 2, "the files are squares: --crop alone has one place"
     for crop in ("--crop", "random"), ("--crop_area", "0.5,1"):
-        assert f"{crop[0]} has no effect with --{script.data.flag} demo:" in script.refused(tmp_path, *crop)
+        assert crop[0] in script.refused(tmp_path, *crop)
 
 
 def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(script: Script, tmp_path: Path) -> None:
@@ -488,7 +411,7 @@ def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(scrip
     said = [*(f"--{script.data.flag}", str(train), "--valid_folder", str(valid)), *EVERY_UPDATE]
     words = [word for word in script.flags(tmp_path / "run", *said) if word not in ("--valid_fraction", "0.2")]
     output = script.main(*words, "--max_steps", "2")
-    assert f" 16 {NOUNS[script.data.flag]} to train on, 9 {NOUNS[script.data.flag]} to validate in {valid}; " in output
+    assert re.search(rf"\b16 .*\b9 .* in {valid};", output)
     assert all(any(key.startswith("valid/") for key in line) for line in metrics(tmp_path / "run"))
     assert pictures(tmp_path / "run")
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
@@ -499,15 +422,10 @@ def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(scrip
 
 
 def test_a_run_is_not_resumed_with_another_split(script: Script, copied: Path) -> None:
-    config = yaml.safe_load((copied / "config.yaml").read_text())
-    chosen = 3 if config["split_seed"] is None else config["split_seed"]  # --seed, by which images were split before
+    was = yaml.safe_load((copied / "config.yaml").read_text())["split_seed"]
     again = [*script.eight, "--max_steps", "9", "--split_seed"]
-    was = config["split_seed"]
-    assert f"--split_seed was {was} and is now 77; use" in script.refused(copied, *again, "77")
-    del config["split_seed"]
-    (copied / "config.yaml").write_text(yaml.safe_dump({**config, **({} if was is None else {"split_seed": was})}))
-    script.train(copied, *again, str(chosen))  # as it was, said in other words
-    assert len(metrics(copied)) == 9
+    assert f"--split_seed was {was} and is now 77" in script.refused(copied, *again, "77")
+    script.train(copied, *again, str(3 if was is None else was))  # as it was, said in other words: that of --seed
 
 
 def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp_path: Path) -> None:
@@ -565,14 +483,12 @@ def test_a_finished_run_says_so_and_how_to_extend_it_asks_nothing_and_changes_no
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: pytest.fail("a folder was deleted"))
     before = files(copied)
     said = script.output_of(copied, *script.eight, "--learning_rate", "0.5")
-    assert "to train on" not in said and "finished:" not in said
-    assert "this run is finished" in said and str(copied / "model") in said and "--max_steps" in said
+    assert "finished:" not in said and str(copied / "model") in said and "--max_steps" in said
     assert files(copied) == before
 
 
 # Files that are written after the last checkpoint, the last one first: another file of the model says that it is whole.
-@pytest.mark.parametrize("lost", [["model/*", "*.pt"], ["model/*"], ["model/config.json", "model/training.json"],
-                                  ["model/training.json"]], ids=str)  # fmt: skip
+@pytest.mark.parametrize("lost", [["model/*", "*.pt"], ["model/config.json", "model/training.json"]], ids=str)
 def test_a_run_killed_after_training_writes_its_model_at_the_next_start(
     lost: list[str], script: Script, copied: Path
 ) -> None:
@@ -592,25 +508,19 @@ def test_fresh_moves_the_old_run_away_and_starts_over(script: Script, copied: Pa
     assert_same_run(copied, moved)
 
 
-@pytest.mark.parametrize(
-    ("script", "flag"),
-    [(script, flag) for script in SCRIPTS.values() for flag in script.other_models],
-    ids=str,
-    indirect=["script"],
-)
-def test_another_model_is_refused_on_resume_by_the_name_of_its_flag(script: Script, flag: str, copied: Path) -> None:
-    was, now = script.other_models[flag]
+def test_another_model_is_refused_on_resume_by_the_name_of_its_flag(script: Script, copied: Path) -> None:
     before = files(copied)
-    line = script.refused(copied, *script.eight, "--max_steps", "9", f"--{flag}", str(now))
-    # Nothing else stands there: a flag that takes its default from this one is not said as well.
-    assert f"--{flag} was {was} and is now {now}; use" in line
+    for flag, (was, now) in script.other_models.items():
+        line = script.refused(copied, *script.eight, "--max_steps", "9", f"--{flag}", str(now))
+        # Nothing else stands there: a flag that takes its default from this one is not said as well.
+        assert f"--{flag} was {was} and is now {now};" in line and line.count(" is now ") == 1
     assert files(copied) == before
 
 
 # Starting from trained weights.
 
 
-@pytest.mark.parametrize("of_run", ["model", ".", "checkpoints/step_00000008"])
+@pytest.mark.parametrize("of_run", ["model", "checkpoints/step_00000008"])
 def test_training_starts_from_the_weights_of_another_run(
     of_run: str, script: Script, finished: Path, tmp_path: Path
 ) -> None:
@@ -626,14 +536,14 @@ def test_weights_of_another_script_are_refused_by_its_name(script: Script, finis
     other = next(other for other in SCRIPTS.values() if other is not script)
     line = other.refused(tmp_path, "--init_from", str(finished))
     kind, expected = script.model.__name__, other.model.__name__
-    assert f"{finished} holds a {kind} of {script.name}.py, not a {expected}" in line
+    assert str(finished) in line and f" {kind} of {script.name}.py" in line and expected in line
 
 
 def test_weights_of_another_model_are_refused_by_what_differs(script: Script, finished: Path, tmp_path: Path) -> None:
     flag, (was, now) = next(iter(script.other_models.items()))
     for source in (finished / "model", finished / "checkpoints" / "step_00000008"):
         line = script.refused(tmp_path, *script.eight, "--init_from", str(source), f"--{flag}", str(now))
-        assert f"{flag} {was}" in line and f"the weights in {source} are of another model" in line
+        assert f"{flag} {was}" in line and str(source) in line
 
 
 # Mistakes.
@@ -678,6 +588,9 @@ class Items:
         if self.kind == "train_tokenizer.py":
             return noise
         return {"image": image, "caption": f"image {index}", "image_embed": np.ones(6) + index}
+
+def texts(args):
+    return ["a text"] * 64
 """
 
 
@@ -715,25 +628,22 @@ def test_an_own_dataset_is_trained_on_and_an_interrupted_run_goes_on_with_the_sa
             thread.join()
     train("cut")
     assert_same_run(tmp_path / "cut", whole)
-    config = yaml.safe_load((whole / "config.yaml").read_text())
-    assert config["dataset"] == own_dataset[1] and config[script.data.flag] == script.data.demonstration
-    again = script.parsed("--config", str(whole / "config.yaml"))
-    assert again.dataset == own_dataset[1]
+    assert script.arguments_of(whole).dataset == own_dataset[1]
     other = script.parsed("--config", str(whole / "config.yaml"), f"--{script.data.flag}", script.data.demonstration)
     assert other.dataset is None, "the command line chooses"
 
 
 def test_an_own_dataset_alone_is_no_demonstration_and_excludes_another_place(
-    script: Script, own_dataset: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: Script, own_dataset: list[str], tmp_path: Path
 ) -> None:
-    args = arguments_of(script, monkeypatch, *own_dataset)
+    args = arguments_of(script, *own_dataset)
     assert args.config_in_force is None and getattr(args, script.data.flag) == script.data.demonstration
     config = tmp_path / "config.yaml"
     config.write_text(f"{script.data.flag}: somewhere\n")
-    args = arguments_of(script, monkeypatch, *own_dataset, "--config", str(config))
+    args = arguments_of(script, *own_dataset, "--config", str(config))
     assert args.dataset == own_dataset[1] and getattr(args, script.data.flag) == script.data.demonstration
     line = script.refused_alone(*own_dataset, f"--{script.data.flag}", "somewhere")
-    assert f"--dataset and --{script.data.flag} exclude one another" in line
+    assert "--dataset" in line and f"--{script.data.flag}" in line
 
 
 @pytest.mark.parametrize(("spec", "text"), [
@@ -745,14 +655,12 @@ def test_an_own_dataset_that_cannot_be_made_is_one_line(spec: str, text: str, sc
     assert f"--dataset {spec}: " in line and text in line
 
 
-def test_an_item_that_is_no_sample_is_one_line(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "texts_of_a_script.py").write_text("def make(args):\n    return ['a text'] * 64\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    flags = flags_without_data(script, tmp_path / "run", "--dataset", "texts_of_a_script:make")
+@pytest.mark.usefixtures("own_dataset")
+def test_an_item_that_is_no_sample_is_one_line(script: Script, tmp_path: Path) -> None:
+    flags = flags_without_data(script, tmp_path / "run", "--dataset", "own_items_of_a_script:texts")
     for workers in ("0", "1"):
         line = script.refused_alone(*flags, "--num_workers", workers)
-        assert "--dataset: texts_of_a_script:make[" in line and "is str 'a text'; it has to be " in line
+        assert "own_items_of_a_script:texts[" in line and "'a text'" in line
 
 
 def in_tars(files: Path, folder: Path) -> Path:
@@ -775,12 +683,13 @@ def test_webdataset_tars_are_trained_on(script: Script, tmp_path: Path) -> None:
     assert "skipped in" not in said, "what stands beside a sample in a tar is expected"
 
 
-def test_the_tokenizer_takes_images_from_tars(tmp_path: Path) -> None:
-    script = SCRIPTS["train_tokenizer"]
-    tars = in_tars(SCRIPTS["train_vae"].data.write(tmp_path / "files", 24), tmp_path / "tars")
-    more = ["--image_folder", str(tars), "--image_every", "2", "--max_steps", "4"]
-    script.train(tmp_path / "run", *more)
-    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
+def test_the_tokenizer_takes_images_from_tars_and_tables(tmp_path: Path) -> None:
+    images = SCRIPTS["train_vae"].data.write(tmp_path / "files", 24)
+    rows = [{"bytes": path.read_bytes(), "path": ""} for path in sorted(images.iterdir())]
+    for source in (in_tars(images, tmp_path / "tars"), write_parquet(tmp_path / "table", table({"image": rows}))):
+        more = ["--image_folder", str(source), "--image_every", "2", "--max_steps", "4"]
+        run = SCRIPTS["train_tokenizer"].train(tmp_path / f"run on {source.name}", *more)
+        assert metrics(run)[-1]["bad_samples"] == 0
 
 
 @pytest.mark.parametrize("write", [save_to_disk, write_parquet])
@@ -796,100 +705,9 @@ def test_tables_are_trained_on(script: Script, write: Callable[..., Path], tmp_p
     assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
 
 
-OWN_FILES = (
-    OWN_DATASET
-    + """
-from pathlib import Path
-from PIL import Image
-
-class Files(Items):
-    def __init__(self, args):
-        self.kind, self.paths = args.script, sorted(Path("files").glob("*.png"))
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        item = Items.__getitem__(self, index)
-        return {**item, "image": Image.open(self.paths[index])} if isinstance(item, dict) else item
-"""
-)
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-
-
-def test_an_own_dataset_is_cropped_accepted_in_part_and_validated_on_files(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_files_of_a_script.py").write_text(OWN_FILES)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    media, valid = script.data.write(tmp_path / "files", 24), script.data.write(tmp_path / "valid", 9)
-    if script.data.flag == "image_folder":
-        cut_off(media / "07.png")
-
-    def train(name: str, *more: str) -> list[float]:
-        said = ["--dataset", "own_files_of_a_script:Files", "--valid_folder", str(valid), "--valid_fraction", "0",
-                "--epochs", "1", "--on_bad_sample", "accept", *more]  # fmt: skip
-        words = flags_without_data(script, tmp_path / name, *said)
-        output = script.main(*words)
-        noun = NOUNS[script.data.flag]
-        assert f"own_files_of_a_script:Files: 24 {noun} to train on, 9 {noun} to validate in {valid}" in output
-        lines = metrics(tmp_path / name)
-        is_cut_off = script.data.flag == "image_folder"
-        assert (lines[-1]["bad_samples"], lines[-1].get("partial_samples", 0)) == (0, int(is_cut_off))
-        assert ("accepted a part of 1 image so far, such as own_files_of_a_script:Files[7]: " in output) == is_cut_off
-        return [line["loss"] for line in lines]
-
-    middle = train("middle")
-    if script.data.flag != "audio_data":
-        crop = ("--crop", "random", "--crop_area", "0.7,0.9")
-        assert train("cropped", *crop) == train("workers", *crop, "--num_workers", "2") != middle
-
-
-@pytest.mark.parametrize("script", [s for s in SCRIPTS.values() if s.name != "train_tokenizer"], ids=str, indirect=True)
-def test_tables_are_cropped_accepted_in_part_and_validated_on(script: Script, tmp_path: Path) -> None:
-    column = "audio" if script.data.flag == "audio_data" else "image"
-
-    def parquet(name: str, n: int, damaged: str = "") -> Path:
-        written = sorted(script.data.write(tmp_path / f"{name} files", n).iterdir())
-        media = [path for path in written if path.suffix in (".png", ".wav")]
-        for path in media:
-            if path.stem == damaged:
-                cut_off(path)
-        rows = {column: [{"bytes": p.read_bytes(), "path": p.name} for p in media], "text": ["a text"] * n}
-        return write_parquet(tmp_path / name, table(rows))
-
-    train, valid = parquet("train", 16, "07"), parquet("valid", 9)
-    said = [f"--{script.data.flag}", str(train), "--valid_folder", str(valid), "--valid_fraction", "0"]
-    said += ["--epochs", "1", "--on_bad_sample", "accept"]
-    said += ["--condition_on", "none"] if script.name == "train_decoder" else []
-    runs = {}
-    for name, crop in {"middle": [], "cropped": ["--crop", "random", "--crop_area", "0.7,0.9"]}.items():
-        if crop and column == "audio":
-            continue
-        output = script.output_of(tmp_path / name, *said, *crop)
-        assert f" to train on, 9 {NOUNS[script.data.flag]} to validate in {valid}" in output
-        lines = metrics(tmp_path / name)
-        assert (lines[-1]["bad_samples"], lines[-1].get("partial_samples", 0)) == (0, 1)
-        runs[name] = tuple(line["loss"] for line in lines)
-    assert len(set(runs.values())) == len(runs)
-
-
-def test_the_tokenizer_takes_images_from_tables(tmp_path: Path) -> None:
-    media = sorted(SCRIPTS["train_vae"].data.write(tmp_path / "files", 24).iterdir())
-    folder = write_parquet(tmp_path / "table", table({"image": [{"bytes": p.read_bytes(), "path": ""} for p in media]}))
-    SCRIPTS["train_tokenizer"].train(tmp_path / "run", "--image_folder", str(folder), "--image_every", "2",
-                                     "--max_steps", "4")  # fmt: skip
-    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
-
-
 def test_the_example_of_the_documents_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = SCRIPTS["train_vae"]
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
-    assert len([line for line in code.splitlines() if line]) <= 10
     (tmp_path / "photos_of_the_documents.py").write_text(code)
     (tmp_path / "photos").mkdir()
     for path in script.data.write(tmp_path / "files", 24).iterdir():

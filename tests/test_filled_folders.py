@@ -64,30 +64,6 @@ def test_loader_workers_change_nothing(script, whole, model, source, tmp_path):
     assert files(script.fill(model, source, tmp_path, "--num_workers", 2)) == files(whole)
 
 
-def test_the_number_of_threads_is_as_said_and_1_by_default(script, model, source, tmp_path, monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    for name, more in (("a", []), ("b", ["--cpu_threads", 3])):
-        script.fill(model, source, tmp_path / name, *more)
-    assert asked == [1, 3]
-    assert [index(tmp_path / name)["cpu_threads"] for name in "ab"] == [1, 3]
-
-
-def test_a_run_folder_is_taken_for_its_model(script, whole, model, source, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "model").symlink_to(model)
-    assert files(script.fill(tmp_path / "run", source, tmp_path / "filled")) == files(whole)
-
-
-@pytest.mark.parametrize("flag", ["--batch_parts", "--zero_stage", "--check_replicas_every_n_steps"])
-def test_flags_of_training_are_not_in_the_help_and_are_refused(flag, script, model, source, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        script.main(["--help"])
-    assert flag not in capsys.readouterr().out
-    said = script.refused(capsys, *script.flags(model, source, tmp_path / "output", flag, 1))
-    assert f"{flag} is for training" in said and not (tmp_path / "output").exists()
-
-
 def test_a_folder_that_is_complete_is_left_as_it_is_and_this_is_said(script, model, source, copied, capsys):
     before = files(copied)
     capsys.readouterr()

@@ -3,13 +3,11 @@ to it, and the commands run as users run them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from safetensors.torch import load_file
 import train_vae
 from models import DiscreteVAE
 from models.files import hub as hub_files
-from tandem import __version__
 from tandem.files.reading import check_inside
 from tests.hub_server import TOKEN, Hub, serving
 from tests.models.helpers import assert_same_bits
@@ -263,20 +260,6 @@ def test_the_cache_does_not_stand_in_for_a_model_that_the_hub_refuses(
     assert "it holds no config.json" in bob.trains_from(NAME, "fails")
 
 
-def test_a_hub_that_never_answers_is_not_waited_for_without_an_end(hub: Hub, bob: User) -> None:
-    hub.failure = "silent"
-    program = (
-        "from models.files import hub\nhub.SECONDS = 1\ntry:\n    hub.{}\nexcept ValueError as error:\n    print(error)"
-    )
-    for call in (f"download('{NAME}')", f"upload(hub.Path('.'), '{NAME}', 'a message')"):
-        done = subprocess.run(
-            [sys.executable, "-c", program.format(call)], cwd=bob.folder, env=bob.environment, capture_output=True,
-            text=True, timeout=120,
-        )  # fmt: skip
-        (line,) = done.stdout.splitlines()
-        assert "no answer (" in line and done.stderr == ""
-
-
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
 def test_the_model_of_every_script_is_pushed_and_started_from(
     hub: Hub, alice: User, bob: User, script: Script, tmp_path: Path
@@ -328,70 +311,6 @@ def test_two_processes_download_once_and_agree(hub: Hub, bob: User, model: dict[
     assert len([line for line in hub.requests if line == f"GET /api/models/{NAME}"]) == 1
 
 
-def test_two_processes_end_with_one_line(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
-    hub.publish(NAME, model)
-    hub.failure = 500
-    done = bob.trains_from(NAME, "runs", launcher=PROCESSES)
-    lines = [line for line in done.stderr.splitlines() if "error:" in line and "train_vae.py" in line]
-    assert done.returncode != 0 and re.findall(r"exitcode\s*: 2", done.stderr)
-    assert len(lines) == 1 and "the Hub answers HTTP 500" in lines[0]
-
-
-class Group:
-    """Two machines with two processes each, one after another: what fetch asks of a backend."""
-
-    def __init__(self, rank: int, said: list[Any]) -> None:
-        self.rank, self.local_rank, self.is_root, self.said = rank, rank % 2, rank == 0, said
-
-    def agreement(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def broadcast_object(self, value: Any) -> Any:
-        if self.is_root:
-            self.said.append(value)
-        return self.said[-1]
-
-    def mark(self, phase: str) -> None:
-        pass
-
-
-def test_where_the_root_sees_a_local_path_no_process_asks_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import hub as tool
-
-    asked: list[str] = []
-    monkeypatch.setattr(hub_files, "download", lambda name, mark=None: asked.append(name))
-    monkeypatch.setattr(hub_files, "_folders", {})
-    monkeypatch.chdir(tmp_path)
-    said: list[Any] = []
-    (tmp_path / NAME).mkdir(parents=True)
-    assert tool.fetch(NAME, Group(0, said)) == NAME
-    shutil.rmtree(tmp_path / NAME)  # another machine does not have it
-    hub_files._folders.clear()
-    assert tool.fetch(NAME, Group(2, said)) == NAME
-    assert hub_files.local(Path(NAME)) == Path(NAME) and asked == []
-
-
-def test_every_process_takes_the_commit_that_the_root_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hub as tool
-
-    newest = ["a" * 40]
-
-    def download(name: str, mark: Callable[[], None]) -> Path:
-        found = hub_files.split(name)
-        return tmp_path / ((found and found[1]) or newest[0])
-
-    monkeypatch.setattr(hub_files, "download", download)
-    monkeypatch.chdir(tmp_path)
-    said: list[Any] = []
-    for rank in range(4):
-        monkeypatch.setattr(hub_files, "_folders", {})
-        assert tool.fetch(NAME, Group(rank, said)) == f"{NAME}@{'a' * 40}"
-        assert hub_files.local(Path(NAME)) == tmp_path / ("a" * 40)
-        newest[0] = "b" * 40  # somebody pushes meanwhile
-
-
 @pytest.mark.parametrize("name, found", [
     ("alice/faces", ("alice/faces", None)), ("alice/faces@v1.0", ("alice/faces", "v1.0")),
     ("alice/faces@refs/pr/1", ("alice/faces", "refs/pr/1")), ("faces", None), ("a/b/c", None), ("./alice/faces", None),
@@ -434,32 +353,6 @@ def test_a_dry_run_writes_the_folder_and_asks_nobody(hub: Hub, alice: User, run:
     written = {path.name for path in (alice.folder / "card").iterdir()}
     assert written == {"README.md", "config.json", "model.safetensors", "sample.png"}
     assert "exists already" in alice.fails("convert.py", "push", run, NAME, "--dry_run", "card")
-
-
-def test_the_card_of_an_own_dataset_names_no_other_data(hub: Hub, alice: User) -> None:
-    (alice.folder / "secret_photos.py").write_text(
-        "import numpy\n\ndef get(args):\n    return [numpy.full((3, 16, 16), 8 * i, numpy.uint8) for i in range(24)]\n"
-    )
-    own = [word for word in TINY if word not in ("--image_folder", "demo:shapes:32")]
-    alice.does("train_vae.py", *own, "--dataset", "secret_photos:get", "--batch_size", 8, "--max_steps", 1)
-    alice.does("convert.py", "push", "runs/vae", NAME, "--dry_run", "card")
-    card = (alice.folder / "card" / "README.md").read_text()
-    assert "demo:" not in card and "secret" not in card and "is for the author to add here" in card
-    assert f"`tandem-training`\n{__version__}." in card
-
-
-def test_a_name_whose_first_part_is_a_folder_here_is_a_misspelt_path(hub: Hub, bob: User) -> None:
-    (bob.folder / "runs").mkdir()
-    assert "does not exist" in bob.trains_from("runs/vaee", "fails")
-    assert hub.requests == []
-
-
-def test_an_edited_card_is_uploaded_as_it_is(hub: Hub, alice: User, run: Path) -> None:
-    alice.does("convert.py", "push", run, NAME, "--dry_run", "card", "--no_picture")
-    assert not (alice.folder / "card" / "sample.png").exists()
-    (alice.folder / "card" / "README.md").write_text("---\nlicense: mit\n---\nMine")
-    alice.does("convert.py", "push", "card", NAME)
-    assert hub.files(NAME)["README.md"].endswith(b"Mine")
 
 
 def test_a_second_push_replaces_the_model_in_one_commit_and_keeps_what_others_wrote(

@@ -131,49 +131,6 @@ def test_links_lead_to_where_the_clone_came_from(origin: str, url: str, source: 
         assert "](docs" not in text and "user" not in url
 
 
-def test_building_without_a_known_address_says_so(source: Path, tmp_path: Path) -> None:
-    assert said_by_building("wheel", source, tmp_path).count("the package has no links to its sources\n") == 1
-    clone = tmp_path / "clone"
-    shutil.copytree(source, clone)
-    for command in (["init", "-q"], ["remote", "add", "origin", "https://example.org/some/tandem"]):
-        subprocess.run(["git", "-C", str(clone), *command], check=True)
-    assert "setup.py:" not in said_by_building("wheel", clone, tmp_path)
-
-
-def test_pages_and_scripts_of_the_wheel_name_the_commands_that_it_installs(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as content:
-        texts = {name: content.read(name).decode() for name in content.namelist() if name.startswith("tandem/")}
-    docs = {name: text for name, text in texts.items() if name.startswith("tandem/docs/")}
-    readme = metadata_of(wheel)
-    scripts = "|".join(path.stem for path in ROOT.glob("*.py"))
-    of_checkout = re.compile(
-        rf"python (?:{scripts})\.py|^(?:#| {{4}}).*\b(?:torchrun|deepspeed) (?:[^`\n]|\\\n)* (?:{scripts})\.py",
-        re.MULTILINE,
-    )
-    shown = {name: text for name, text in texts.items() if re.match(r"tandem/(docs/|configs/|\w+\.py$)", name)}
-    assert len(docs) == len([*(ROOT / "docs").glob("*.md")]) and "tandem/train_vae.py" in shown
-    for name, text in {**shown, "README.md": readme}.items():
-        assert of_checkout.findall(text) == [], name
-    for name, text in {**docs, "README.md": readme}.items():
-        assert "pip install -e" not in text and "![" not in text, name
-        assert "has them. `make`, `tests/`" in text.split("\n# ")[-1 if name == "README.md" else 0][:600], name
-    for name, text in docs.items():
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-            assert os.path.normpath(f"tandem/docs/{target}") in texts, f"{name}: {target}"
-    for line in (
-        "    tandem-train-vae --image_folder photos/   ",
-        "    torchrun --nproc_per_node 8 -m tandem.train_vae --image_folder photos/\n",
-        "    deepspeed --module tandem.train_vae --deepspeed_config configs/deepspeed/zero2.json --image_folder",
-        "    horovodrun -np 8 python -m tandem.train_vae --image_folder photos/\n",
-        'pip install "tandem-training[audio]"',
-    ):
-        assert line in readme
-    assert "\n        -m tandem.train_vae --image_folder photos/\n" in docs["tandem/docs/clusters.md"]  # a second line
-    assert "\n    tandem-train-mulan   " in texts["tandem/train_mulan.py"]
-    assert "#   tandem-convert export" in texts["tandem/configs/mulan/musiclm.yaml"]
-    assert "train_vae.py" in texts["tandem/docs/vae.md"]  # a script that is only named keeps its name
-
-
 def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
         sources = {name: content.read(name).decode() for name in content.namelist() if name.endswith(".py")}

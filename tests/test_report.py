@@ -25,7 +25,7 @@ import pytest
 from PIL import Image
 
 import report
-from tests.scripts import ROOT, SCRIPTS
+from tests.scripts import ROOT
 from training.report import page, watching
 from training.report.pictures import encoded, evenly
 
@@ -87,15 +87,6 @@ def test_a_page_stands_in_the_run_folder_and_is_made_again(tmp_path: Path) -> No
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 0.25}\n')
     assert told(run)[0] == 0 and data_in(path)["runs"][0]["step"] == 4
-
-
-@pytest.mark.parametrize("script", sorted(SCRIPTS))
-def test_every_script_has_its_name_among_those_that_a_page_can_show(script: str, tmp_path: Path) -> None:
-    run = make(tmp_path / "run")
-    start = json.loads((run / "starts.jsonl").read_text()) | {"script": f"{script.removesuffix('.py')}.py"}
-    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    assert told(run)[0] == 0
-    assert data_in(run / "report.html")["runs"][0]["script"] == f"{script.removesuffix('.py')}.py"
 
 
 def test_runs_are_told_apart_by_name(tmp_path: Path) -> None:
@@ -207,19 +198,6 @@ def test_the_page_loads_nothing_and_runs_no_other_script(tmp_path: Path) -> None
     assert not re.findall(r'(?:src|href)="(?!#|data:)', text.split('id="data"')[0])
 
 
-def test_no_script_has_a_lookbehind_with_which_older_safaris_read_none_of_it(tmp_path: Path) -> None:
-    # Since Safari 16.4: https://caniuse.com/js-regexp-lookbehind
-    run = make(tmp_path / "run")
-    told(run)
-    scripts = re.findall("<script>(.*?)</script>", (run / "report.html").read_text(), re.DOTALL)
-    assert len(scripts) == 5 and not [script for script in scripts if "(?<=" in script or "(?<!" in script]
-
-
-def test_no_line_of_the_page_is_longer_than_those_of_the_code() -> None:
-    for path in page._PARTS.iterdir():
-        assert max(map(len, path.read_text().splitlines())) <= 120, path.name
-
-
 def test_a_run_of_nothing_but_ruins_still_has_a_page_that_says_what_cannot_be_read(tmp_path: Path) -> None:
     run = make(tmp_path / "run", [])
     (run / "metrics.jsonl").write_bytes(b'\xff\xfe\x00{"step"\n{"step": 1, "loss": 1}\n{"step": 2, "lo')
@@ -312,19 +290,6 @@ def test_no_picture_gets_larger_and_large_ones_become_webp(tmp_path: Path) -> No
     assert (kind, size) == ("data:image/png", (1600, 400)) and number < path.stat().st_size
 
 
-def test_costs_are_sums_over_all_lines(tmp_path: Path) -> None:
-    lines = [{"step": n, "samples": 8 * n, "samples_per_second": 100.0 + n, "data_seconds": 0.5, "seconds": 2.0 * n,
-              "peak_host_memory_gb": n / 1000} for n in range(1, 2001)]  # fmt: skip
-    run = make(tmp_path / "run", lines)
-    assert told(run)[0] == 0
-    costs = data_in(run / "report.html")["runs"][0]["costs"]
-    assert costs == {
-        "updates": "2,000", "samples": "16,000", "seconds of all starts": "4,000",
-        "samples per second, mean of the lines": "1,100", "samples per second, last line": "2,100",
-        "seconds waited for data": "1,000 (25.0% of all)", "peak host memory, GB": "2",
-    }  # fmt: skip
-
-
 def test_the_status_says_whether_a_run_is_finished(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     told(run)
@@ -414,22 +379,6 @@ def test_a_browser_that_goes_away_prints_nothing(tmp_path: Path) -> None:
         assert process.communicate() == ("stopped\n", "")
 
 
-def test_the_address_is_told_after_the_first_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    read_all = report.read_all
-    monkeypatch.setattr(report, "read_all", lambda readers: seen.append("read") or read_all(readers))
-    monkeypatch.setattr(report, "say", seen.append)
-
-    def interrupted(server: watching.Server) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(watching.Server, "serve_forever", interrupted)
-    handler = signal.getsignal(signal.SIGTERM)
-    assert told(make(tmp_path / "a"), make(tmp_path / "b"), "--watch")[0] == 0
-    signal.signal(signal.SIGTERM, handler)
-    assert seen[:2] == ["reading 2 runs", "read"] and seen[2].startswith("http://") and seen[3:] == ["stopped"]
-
-
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     with watching.Server(dict, 0) as server:
@@ -438,17 +387,3 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     reason = "Address already in use; give another, or leave it out"
     assert err == f"report.py: error: --port {port} cannot be had: {reason}\n"
-
-
-def test_data_are_read_again_only_when_they_are_asked_for_and_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, reads = [0.0], []
-    monkeypatch.setattr(watching.time, "monotonic", lambda: now[0])
-    newest = watching.Newest(
-        lambda: reads.append(0) or {"made": str(len(reads)), "runs": [{"step": len(reads) // 3, "pictures": []}]}
-    )
-    assert newest.get() == newest.get() and len(reads) == 1
-    now[0] = 2.5
-    first = newest.get()
-    assert len(reads) == 2 and first[0]["made"] == "1"  # nothing but the time differs
-    now[0] = 5.0
-    assert newest.get()[1] != first[1]

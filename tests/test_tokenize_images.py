@@ -15,7 +15,7 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, TOKENIZE, broken_copy, files, index, lines, saved, stamps, vqgan
+from filling import IMAGES, SIZE, TOKENIZE, files, index, lines, saved, stamps, vqgan
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from PIL import Image
 from safetensors.numpy import load_file
@@ -24,8 +24,7 @@ from torch import Tensor
 import data
 import tokenize_images
 from data.stores.codes import code_dtype, read_codes
-from data.stores.pngs import output_names
-from models import VQGAN, DiscreteVAE
+from models import DiscreteVAE
 from training.measures.averages import code_statistics
 
 
@@ -116,19 +115,6 @@ def test_the_dtype_is_the_smallest_that_holds_the_codebook(num_codes, dtype):
     assert np.iinfo(dtype).max >= num_codes - 1
 
 
-def test_every_forward_has_one_shape_and_one_image_per_place(model, source, tmp_path, monkeypatch):
-    """Kernels are chosen by shape: with another one the last bit of a latent, and with it a code, may differ."""
-    seen: list[Tensor] = []
-    encode_images = VQGAN.encode
-    monkeypatch.setattr(VQGAN, "encode", lambda self, images: (seen.append(images), encode_images(self, images))[1])
-    TOKENIZE.fill(model, broken_copy(source, tmp_path / "photos", "b.jpg"), tmp_path / "codes")
-    batches = [images for images in seen if len(images) > 1]  # the first, of one image, asks for the grid
-    assert {tuple(images.shape) for images in batches} == {(3, 3, SIZE, SIZE)}
-    assert len(batches) == 2 + 2 + 1
-    expected = pixels(source, IMAGES)
-    assert torch.equal(batches[0][[0, 2]], expected[[0, 2]]) and not batches[0][1].any()
-
-
 def test_bf16_computes_in_bf16(codes, model, source, tmp_path):
     found, exact = TOKENIZE.rows(TOKENIZE.fill(model, source, tmp_path, "--precision", "bf16")), TOKENIZE.rows(codes)
     with torch.autocast("cpu", torch.bfloat16):
@@ -144,14 +130,6 @@ def test_the_report_counts_the_codes_of_all_shards(codes, model, source, capsys)
     said = capsys.readouterr().out
     assert f"{usage['codes_used']} of 512 codes used, perplexity {usage['perplexity']:.4g}" in said
     assert "0 images in" not in said
-
-
-def test_a_bad_file_with_a_name_that_is_no_text_is_reported(model, source, tmp_path, capsys):
-    broken_copy(source, tmp_path / "photos")
-    (tmp_path / "photos" / os.fsdecode(b"\xff.png")).write_bytes(b"")
-    folder = TOKENIZE.fill(model, tmp_path / "photos", tmp_path / "codes")
-    assert r"\udcff.png: the file is empty" in capsys.readouterr().out
-    assert os.fsencode(index(folder)["bad"][0]["path"]) == b"\xff.png"
 
 
 # Decoding.
@@ -183,16 +161,6 @@ def test_decoded_images_are_the_reconstructions_to_8_bits(channels, source, tmp_
     assert np.abs(found - exact).max() <= 0.5 + 1e-3
 
 
-def test_a_discrete_vae_decodes_its_codes(source, tmp_path):
-    vae().save_pretrained(tmp_path / "model")
-    encoded = TOKENIZE.fill(tmp_path / "model", source, tmp_path / "codes")
-    folder = decode(tmp_path / "model", encoded, tmp_path / "images")
-    with torch.no_grad():
-        expected = vae().decode(vae().get_codebook_indices(pixels(source, ["d.bmp"])))
-    found = np.asarray(Image.open(folder / "d.png"))
-    assert np.abs(found - expected[0].clamp(0, 1).permute(1, 2, 0).numpy() * 255).max() <= 0.5 + 1e-3
-
-
 def test_decoding_goes_on_with_the_images_that_are_missing_or_cut_short(codes, model, tmp_path):
     folder = decode(model, codes, tmp_path / "images")
     expected, before = files(folder), stamps(folder, "*.png")
@@ -202,12 +170,6 @@ def test_decoding_goes_on_with_the_images_that_are_missing_or_cut_short(codes, m
     after = stamps(folder, "*.png")
     assert files(folder) == expected
     assert {name for name in before if before[name] != after[name]} == {"b.png", "e.png"}
-
-
-def test_images_of_one_stem_do_not_meet():
-    assert output_names(["a.jpg", "b.webp", "a.webp", "x/a.png"]) == ["a.jpg.png", "b.png", "a.webp.png", "x/a.png"]
-    # a.jpg and a.webp would become a.jpg.png, which is taken
-    assert output_names(["a.jpg", "a.webp", "a.jpg.bmp"]) == ["a.jpg.png", "a.webp.png", "a.jpg.bmp.png"]
 
 
 def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):

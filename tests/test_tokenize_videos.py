@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from data.videos.decoding import ClipDecoder
 from data.videos.moving import Moving
 from models import VideoTokenizer
 from tests.data.videos.files import write_video
-from training.pictures.film import write_mp4
 
 FILMS = [name for name, frames in VIDEOS.items() if frames > 1]
 
@@ -100,11 +98,6 @@ def test_frames_are_taken_by_rate_or_stride(flag, speed, frames, fps, model, sou
     assert lines(folder)[5]["frames"] == 1
 
 
-def test_another_image_size_has_another_grid(model, source, tmp_path):
-    folder = TOKENIZE_VIDEOS.fill(model, source, tmp_path / "codes", "--image_size", "20")
-    assert {rows.shape[1:] for rows in TOKENIZE_VIDEOS.rows(folder).values()} == {(5, 5)}
-
-
 def test_parts_of_one_file_in_a_manifest_are_videos_of_their_own(model, source, tmp_path):
     manifest = tmp_path / "parts.csv"
     shutil.copy(source / "e.mp4", tmp_path)
@@ -113,17 +106,6 @@ def test_parts_of_one_file_in_a_manifest_are_videos_of_their_own(model, source, 
     assert [line["frames"] for line in lines(folder)] == [5, 15]
     videos = decode(model, folder, tmp_path / "videos")
     assert sorted(files(videos)) == ["e.mp4-0.mp4", "e.mp4-1.mp4", "settings.json"]
-
-
-def test_another_part_of_a_file_is_another_listing(model, source, tmp_path, capsys):
-    shutil.copy(source / "e.mp4", tmp_path)
-    manifest = tmp_path / "parts.csv"
-    for end in (0.2, 0.4):
-        manifest.write_text(f"path,end_seconds\ne.mp4,{end}\n")
-        if end == 0.2:
-            TOKENIZE_VIDEOS.fill(model, manifest, tmp_path / "codes")
-    flags = TOKENIZE_VIDEOS.flags(model, manifest, tmp_path / "codes")
-    assert "names_sha256 was" in TOKENIZE_VIDEOS.refused(capsys, *flags)
 
 
 def test_a_file_that_breaks_off_is_left_out_whole(codes, model, source, tmp_path):
@@ -167,21 +149,6 @@ def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
     monkeypatch.setattr(VideoTokenizer, "encode_next", encode)
     TOKENIZE_VIDEOS.fill(model, tmp_path / "films", tmp_path / "codes")
     assert read[0] == 300 and given[0] == 301 and max(waiting) <= 2 * 16 + 1
-
-
-def test_a_slow_file_holds_up_no_other_and_keeps_its_place(codes, model, source, tmp_path, monkeypatch):
-    frames, others_done = ClipDecoder.frames, threading.Event()
-
-    def waiting(self: Any, source: Source) -> Any:
-        if source.path.endswith("a.mp4"):
-            assert others_done.wait(60)
-        yield from frames(self, source)
-        if source.path.endswith("2.png"):  # the last of the first shard
-            others_done.set()
-
-    monkeypatch.setattr(ClipDecoder, "frames", waiting)
-    TOKENIZE_VIDEOS.fill(model, source, tmp_path / "codes", "--num_workers", "2")
-    assert files(tmp_path / "codes") == files(codes)
 
 
 def test_the_demonstration_needs_no_pyav(model, tmp_path, monkeypatch):
@@ -285,38 +252,7 @@ def test_a_film_is_written_whole_or_not_at_all(codes, model, tmp_path, monkeypat
     assert files(decode(model, codes, tmp_path / "videos")) == whole
 
 
-def test_a_full_disk_is_one_line(codes, model, tmp_path, monkeypatch, capsys):
-    def full(file: Any, frames: Any, fps: float) -> None:
-        write_mp4(FullDisk(file), frames, fps)
-
-    monkeypatch.setattr("training.pictures.film.write_mp4", full)
-    said = TOKENIZE_VIDEOS.refused(capsys, *TOKENIZE_VIDEOS.use(model, codes, tmp_path / "videos"))
-    assert "a.mp4: No space left on device; mend that, and the same command goes on" in said
-
-
-class FullDisk:
-    """A file that cannot be written."""
-
-    def __init__(self, file: Any) -> None:
-        self.seek, self.tell = file.seek, file.tell
-
-    def write(self, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-
-def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):
-    other = saved(tmp_path / "model", video_tokenizer(seed=1))
-    said = TOKENIZE_VIDEOS.refused(capsys, *TOKENIZE_VIDEOS.use(other, codes, tmp_path / "videos"))
-    assert "the model that made them" in said
-
-
 # Mistakes.
-
-
-def a_text(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "a.mp4").write_text("no video")
-    return folder
 
 
 def conditional() -> VideoTokenizer:
@@ -348,11 +284,6 @@ def test_a_mistake_gives_one_line(mistake, model, source, tmp_path, capsys):
     argv = [word for flag, value in said.items() if value is not None for word in (flag, value)]
     assert expected in TOKENIZE_VIDEOS.refused(capsys, *argv)
     assert not (tmp_path / "codes").exists()
-
-
-def test_a_text_called_mp4_is_named(model, tmp_path, capsys):
-    flags = TOKENIZE_VIDEOS.flags(model, a_text(tmp_path / "texts"), tmp_path / "codes", "--on_bad_sample", "error")
-    assert "a.mp4: FFmpeg cannot read it" in TOKENIZE_VIDEOS.refused(capsys, *flags)
 
 
 def test_without_pyav_folders_and_mp4s_are_refused_in_one_line(codes, model, source, tmp_path, monkeypatch, capsys):

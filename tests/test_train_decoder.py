@@ -10,22 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-import convert
 import train_decoder
 from data.images.scenes import is_held_out, triples_of
-from distributed import Backend
-from distributed.collectives import Alone
 from models import Decoder
 from models.clip import Clip
 from tests.data.images.conditions import write_rows, write_tars
 from tests.models.test_clip import TOKENS, write_clip
 from tests.scripts import DECODER, assert_same_bits, assert_same_run, metrics, write_captioned, write_images
 from training.generation import Generation
-from training.profiles import Profile, coefficients, exponent_of
 
 ONE = ["--image_sizes", "8", "--max_steps", "2"]
 
@@ -61,52 +56,6 @@ def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit
     assert "unet1/loss" not in metrics(tmp_path)[-1]
     line = DECODER.refused(tmp_path, *more[:2], "--train_unets", "1", "--max_steps", "5")
     assert "cannot load the checkpoint" in line and "unet2" in line
-
-
-def test_unets_that_are_not_trained_get_no_gradient_and_take_no_part_in_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two lines of the log the processes exchange the gradients of the trained Unets and nothing else; several
-    processes also exchange the flag of a stop request, in the background, as in every script."""
-    exchanged: list[str] = []
-    in_update: dict[int, list[str]] = {}
-    built: list[Decoder] = []
-    all_reduce, in_collective = Alone.all_reduce_, Backend._in_collective
-    learning_rate, build_model = train_decoder.learning_rate, train_decoder.build_model
-
-    def all_reduce_(comm: Alone, tensor: Tensor, name: str) -> Any:
-        exchanged.append(name)
-        return all_reduce(comm, tensor, name)
-
-    def counted(backend: Backend, phase: str) -> Any:
-        if phase != "asking whether to stop":
-            exchanged.append(phase)
-        return in_collective(backend, phase)
-
-    def began(step: int, *schedule: Any) -> float:
-        if step not in in_update:  # the first Unet's
-            in_update[step] = list(exchanged)
-            exchanged.clear()
-        return learning_rate(step, *schedule)
-
-    def kept(*said: Any) -> Decoder:
-        built.append(build_model(*said))
-        return built[-1]
-
-    monkeypatch.setattr(Alone, "all_reduce_", all_reduce_)
-    monkeypatch.setattr(Backend, "_in_collective", counted)
-    monkeypatch.setattr(train_decoder, "build_model", kept)
-    monkeypatch.setattr(train_decoder, "learning_rate", began)
-    for trained in (["1", "2"], ["2"], ["1"]):
-        in_update.clear()
-        said = ["--max_steps", "3", "--log_every_n_steps", "2", "--ema_decay", "0.9", "--train_unets", *trained]
-        DECODER.train(tmp_path / "".join(trained), *said)
-        assert in_update[1] == [f"unet{number}.gradients.0" for number in trained]
-        assert len(in_update[2]) > len(in_update[1]), "a line of the log is a sum over the processes"
-        for number, unet in enumerate(built[-1].unets, start=1):
-            is_trained = str(number) in trained
-            assert {weight.grad is not None for weight in unet.parameters()} == {is_trained}
-            assert {weight.requires_grad for weight in unet.parameters()} == {is_trained}
 
 
 @pytest.fixture(scope="module")
@@ -153,25 +102,6 @@ def test_a_run_that_was_killed_between_updates_goes_on_to_the_same_bits(
     DECODER.train_killed_in(owner, name, call, tmp_path, *DECODER.eight)
     assert "resumed from" in DECODER.output_of(tmp_path, *DECODER.eight)
     assert_same_run(tmp_path, run_of_eight(DECODER))
-
-
-def test_an_average_of_another_length_is_made_of_those_of_a_run(tmp_path: Path) -> None:
-    """Of a Unet with a learned weight of its loss, which is no part of the model, and of one that is not trained."""
-    run, lengths = tmp_path / "run", ("0.05", "0.1")
-    DECODER.train(run, "--ema_power", *lengths, "--max_steps", "6", "--save_every_n_steps", "2", "--loss_weight",
-                  "learned", "none", "--train_unets", "1")  # fmt: skip
-    for length in (*lengths, "0.07"):
-        convert.main(["average", str(run), "--ema_length", length, str(tmp_path / length)])
-    found = {length: Decoder.from_pretrained(tmp_path / length).state_dict() for length in (*lengths, "0.07")}
-    for length in lengths:
-        stored = load_file(run / "snapshots" / f"step_00000006_ema_{length}.safetensors")
-        assert_same_bits(dict(found[length]), stored)
-    profiles = [Profile(step, exponent_of(float(length))) for step in (2, 4, 6) for length in lengths]
-    shares, _ = coefficients(profiles, Profile(6, exponent_of(0.07)))
-    snapshots = [load_file(path) for path in sorted((run / "snapshots").iterdir())]
-    for name, weight in found["0.07"].items():
-        expected = sum(share * of[name].double() for share, of in zip(shares, snapshots, strict=True))
-        torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-8)  # of fp32
 
 
 def test_text_is_a_condition_too(tmp_path: Path) -> None:
@@ -295,11 +225,6 @@ def test_one_size_of_crops_is_that_of_the_upsampling_unets(tmp_path: Path) -> No
     }  # fmt: skip
     assert differing["parts"] < 1e-5 < min(differing["whole"], differing["least"]), differing
     assert all(torch.equal(made["whole"][n], t) for n, t in made["one"].items() if n.startswith("unets.0."))
-
-
-def test_tokens_may_be_as_wide_as_embeddings(tmp_path: Path) -> None:
-    width = Decoder.from_pretrained(DECODER.train(tmp_path, *ONE, "--cond_dim", "30") / "model").unet(0).config
-    assert width["cond_dim"] == width["image_embed_dim"] == 30
 
 
 def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

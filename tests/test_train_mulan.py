@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-import yaml
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
 import data
 import train_mulan
@@ -39,9 +36,6 @@ from tests.scripts import (
     write_sounds,
 )
 from trained import load_checkpoint
-from training.measures.embedder import Embedder
-from training.noise import Noise
-from training.optimizers import make_optimizer
 
 LONGER = " with the loud noise of rain and wind and a slow high tone"
 
@@ -63,21 +57,6 @@ def bells(tmp_path_factory: pytest.TempPathFactory) -> str:
 def finished(run_of_eight: Callable[[Script], Path]) -> Path:
     """Eight updates with an average of the weights, validated at each second. Tests only look at it."""
     return run_of_eight(MULAN)
-
-
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], Any]]:
-    """Grows with every forward pass of training: the inputs by position, and the output."""
-    seen = []
-    forward = MuLaN.forward
-
-    def watched(model: MuLaN, waveforms: Tensor, tokens: Tensor, lengths: Tensor, *noise: Any, **noises: Any) -> Any:
-        out = forward(model, waveforms, tokens, lengths, *noise, **noises)
-        seen.append(((waveforms, tokens, lengths), out))
-        return out
-
-    monkeypatch.setattr(MuLaN, "forward", watched)
-    return seen
 
 
 def losses(run: Path) -> list[float]:
@@ -133,13 +112,6 @@ def test_the_learning_rate_stays_where_it_is_after_the_warm_up_if_that_is_asked_
     assert {train_mulan.learning_rate(step, 110, args) for step in range(111)} == {2.0}
 
 
-@pytest.mark.parametrize(("total", "highest"), [(1, 0), (2, 1), (9, 4), (600, 300)])
-def test_a_run_shorter_than_its_warm_up_still_reaches_the_highest_rate(total: int, highest: int) -> None:
-    args = MULAN.parsed("--learning_rate", "2", "--lr_warmup_steps", "500")
-    rates = [train_mulan.learning_rate(step, total, args) for step in range(total)]
-    assert max(rates) == rates[highest] == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize("name", ["demo", "base", "musiccaps"])
 def test_every_config_is_understood_and_builds_its_model(name: str) -> None:
     args = MULAN.parsed("--config", str(MULAN.configs / f"{name}.yaml"))
@@ -150,19 +122,6 @@ def test_every_config_is_understood_and_builds_its_model(name: str) -> None:
 
 
 # A run and what it leaves.
-
-
-def test_the_log_tells_loss_temperature_and_spread_of_every_update(finished: Path) -> None:
-    args = MULAN.arguments_of(finished)
-    for line in metrics(finished):
-        assert line["lr"] == pytest.approx(train_mulan.learning_rate(line["step"] - 1, 8, args), rel=1e-11)
-        assert 0 < line["audio_variance"] < 1 and 0 < line["text_variance"] < 1
-    assert metrics(finished)[0]["temperature"] == pytest.approx(10.0)
-
-
-def test_something_is_in_a_picture(finished: Path) -> None:
-    with Image.open(finished / "samples" / "step_00000004.png") as picture:
-        assert len(set(picture.convert("L").tobytes())) > 20
 
 
 def test_validation_really_runs(finished: Path) -> None:
@@ -176,11 +135,6 @@ def test_validation_really_runs(finished: Path) -> None:
     for line in metrics(finished):
         assert {key for key in line if key.startswith("valid")} == (both if line["step"] % 2 == 0 else set())
     assert len({line["valid/loss"] for line in metrics(finished) if "valid/loss" in line}) == 4  # of other weights
-
-
-def test_a_model_is_left_with_its_tokenizer(finished: Path) -> None:
-    for folder in ("model", "best"):
-        assert (finished / folder / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
 
 
 def test_best_is_the_model_of_the_highest_recall_at_10(finished: Path) -> None:
@@ -243,24 +197,6 @@ def test_data_max_length_is_the_clip_in_samples(tmp_path: Path) -> None:
 # The loss and its update.
 
 
-def formula(audio: Tensor, text: Tensor, kind: str, temperature: float = 10.0, bias: float = -10.0) -> float:
-    """Of unit vectors (n, d), no two captions alike."""
-    s = temperature * audio.double() @ text.double().T
-    n, right = len(s), s.diagonal()
-    if kind == "sigmoid":
-        return -float(functional.logsigmoid((2 * torch.eye(n) - 1) * (s + bias)).sum() / n)
-    others = s.masked_fill(torch.eye(n, dtype=torch.bool), -math.inf) if kind == "decoupled" else s
-    return float((-right + (others.logsumexp(1) + others.logsumexp(0)) / 2).mean())
-
-
-@pytest.mark.parametrize("kind", ["decoupled", "softmax", "sigmoid"])
-def test_the_first_loss_is_the_formulas(kind: str, sounds: str, tmp_path: Path, forwards: list[Any]) -> None:
-    run = MULAN.train(tmp_path / "run", "--audio_data", sounds, "--loss", kind, "--max_steps", "1",
-                      "--valid_fraction", "0")  # fmt: skip
-    _, out = forwards[0]
-    assert losses(run)[0] == pytest.approx(formula(out.audio[:, 0].detach(), out.text[:, 0].detach(), kind), rel=1e-5)
-
-
 def test_sounds_of_equal_captions_are_no_negatives_unless_asked(bells: str, tmp_path: Path) -> None:
     """Where all captions are one, a clip has no negative at all, or only such."""
     said = ("--audio_data", bells, "--max_steps", "1", "--valid_fraction", "0", "--loss", "softmax")
@@ -280,11 +216,6 @@ def test_accumulation_sees_all_negatives_of_the_batch(tmp_path: Path) -> None:
     assert whole[-1]["temperature"] != whole[0]["temperature"]
 
 
-def test_accumulation_takes_a_micro_batch_at_a_time(tmp_path: Path, forwards: list[Any]) -> None:
-    MULAN.train(tmp_path, "--max_steps", "1", "--valid_fraction", "0", "--grad_accum_every", "4")
-    assert [len(waveforms) for (waveforms, *_), _ in forwards] == [2] * 8  # once without a graph, once with one
-
-
 def test_validation_and_pictures_take_no_more_sounds_at_a_time_than_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,21 +232,6 @@ def test_validation_and_pictures_take_no_more_sounds_at_a_time_than_training(
     assert len(sizes) > 8 and max(sizes) == 2  # a batch of 8 in four parts
 
 
-def test_thousands_of_sentences_are_embedded_a_few_hundred_at_a_time() -> None:
-    sizes: list[int] = []
-
-    class Model:
-        def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-            sizes.append(len(tokens))
-            return tokens[:, :2].float()
-
-    words = data.open_tokenizer(str(TOKENIZER), 24)
-    embedder = Embedder(Model(), words, 2, torch.device("cpu"))
-    texts = ["a low noise", "a high sine"] * 500
-    assert torch.equal(embedder.texts(texts), words.encode(texts)[0][:, :2].float())
-    assert max(sizes) <= 256
-
-
 def test_another_tokenizer_is_refused_by_its_content_and_the_same_one_is_taken_from_anywhere(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -329,13 +245,6 @@ def test_another_tokenizer_is_refused_by_its_content_and_the_same_one_is_taken_f
     assert other + "clip" in MULAN.refused(run, *MULAN.eight, "--tokenizer", "clip")
     line = MULAN.refused(tmp_path / "new", *said, "--init_from", str(run / "model"))
     assert "was trained with another tokenizer" in line
-
-
-def test_hierarchical_layers_add_a_loss_each_with_its_temperature(tmp_path: Path) -> None:
-    plain = losses(MULAN.train(tmp_path / "plain", "--max_steps", "2"))
-    run = MULAN.train(tmp_path / "run", "--max_steps", "2", "--hierarchical_layers", "1")
-    assert losses(run)[0] > 1.5 * plain[0]
-    assert MuLaN.from_pretrained(run / "model").tau.shape == (2,)
 
 
 @pytest.mark.parametrize("depths", [("1", "1"), ("1", "3")])
@@ -377,23 +286,6 @@ def test_lion_moves_every_weight_by_the_learning_rate(tmp_path: Path) -> None:
     assert moved > 1000
 
 
-def test_betas_reach_the_optimizer(tmp_path: Path) -> None:
-    """After one update the mean of gradients is (1 - beta1) times the gradient."""
-    means = []
-    for betas in ("0.9,0.99", "0.5,0.99"):
-        run = MULAN.train(tmp_path / betas, "--max_steps", "1", "--betas", betas)
-        (mean,) = (v for k, v in checkpoint(run, 1).items() if "tau" in k and "exp_avg" in k and "sq" not in k)
-        means.append(mean)
-    torch.testing.assert_close(means[1], 5 * means[0])
-
-
-def test_low_precision_keeps_the_loss_near(tmp_path: Path) -> None:
-    exact, rounded = (
-        losses(MULAN.train(tmp_path / name, "--max_steps", "2", "--precision", name)) for name in ("fp32", "bf16")
-    )
-    assert rounded[0] != exact[0] and rounded == pytest.approx(exact, rel=0.05)
-
-
 # The alarm.
 
 
@@ -408,54 +300,7 @@ def test_a_run_whose_captions_are_all_one_is_told_that_it_has_collapsed(bells: s
     assert said.count("the text side has collapsed") == said.count("nothing is learned") == 1
 
 
-def test_the_alarm_begins_after_the_warm_up_of_a_short_run_too(bells: str, tmp_path: Path) -> None:
-    """Its warm-up is cut to half of it, however many updates were asked for."""
-    said = MULAN.output_of(tmp_path, "--audio_data", bells, "--valid_fraction", "0", "--max_steps", "6",
-                           "--lr_warmup_steps", "500", "--duplicates", "negatives")  # fmt: skip
-    assert "the text side has collapsed" in said
-
-
-def test_a_healthy_run_is_not_alarmed(tmp_path: Path) -> None:
-    assert "warning" not in MULAN.output_of(tmp_path, "--max_steps", "8", "--lr_warmup_steps", "1")
-
-
 # Resuming.
-
-
-def test_the_validation_at_which_a_run_was_stopped_is_made_by_the_next_start_and_its_model_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever asks for a stop may not wait for it."""
-    values = iter([0.2, 0.9, 0.5, 0.6])  # of updates 2, 4, 6, 8
-    monkeypatch.setattr(train_mulan, "evaluate", lambda *_: {"r10": next(values)})
-    said = ("--max_steps", "8", "--validate_every_n_steps", "2")
-    MULAN.train_stopped(3, tmp_path, *said)
-    assert best_facts(tmp_path)["step"] == 2
-    MULAN.train(tmp_path, *said)
-    assert [line["valid/r10"] for line in metrics(tmp_path) if "valid/r10" in line] == [0.2, 0.9, 0.5, 0.6]
-    assert (best_facts(tmp_path)["step"], best_facts(tmp_path)["value"]) == (4, 0.9)
-
-
-def test_init_from_takes_weights_for_other_clips(finished: Path, tmp_path: Path) -> None:
-    run = MULAN.train(tmp_path, "--max_steps", "1", "--init_from", str(finished / "model"),
-                      "--learning_rate", "1e-30", "--clip_seconds", "0.6", "--patch_dropout", "0")  # fmt: skip
-    torch.testing.assert_close(final_weights(run), final_weights(finished))
-
-
-def test_a_run_from_before_the_later_arguments_goes_on_and_is_read(finished: Path, tmp_path: Path) -> None:
-    """Its config.yaml has not got them; their values then were those of today's defaults."""
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    later = {*train_mulan.LATER_MODEL_ARGUMENTS, "attn_dropout", "ff_dropout", "freeze_text_tower"}
-    (run / "config.yaml").write_text(yaml.safe_dump({k: v for k, v in config.items() if k not in later}))
-    for flag, was, now in (("--ff_mult", 4, 2), ("--hierarchical_spacing", "last", "even"), ("--audio_heads", 2, 1)):
-        refusal = MULAN.refused(run, *MULAN.eight, "--max_steps", "9", flag, str(now))
-        assert f"{flag} was {was} and is now {now}" in refusal
-    ours, theirs = (load_checkpoint(folder / "checkpoints" / "step_00000008", "online") for folder in (run, finished))
-    assert_same_bits(ours.state_dict(), theirs.state_dict())
-    # As much is said as before, or the values that others decide.
-    MULAN.train(run, *MULAN.eight, "--max_steps", "9", "--audio_heads", "2", "--win_length", "256")
-    assert metrics(run)[-1]["step"] == 9
 
 
 # Dropout, layers and towers.
@@ -472,43 +317,6 @@ def test_dropout_draws_by_update_and_sound_and_accumulation_sees_the_same(tmp_pa
         )
     other = MULAN.train(tmp_path / "other", *said, "--ff_dropout", "0")
     assert abs(losses(other)[0] - losses(runs[0])[0]) > 1e-4
-
-
-def test_a_run_with_dropout_is_the_same_with_recomputed_layers_and_after_an_interruption(tmp_path: Path) -> None:
-    said = ("--max_steps", "4", "--attn_dropout", "0.3", "--ff_dropout", "0.2", "--save_every_n_steps", "1")
-    run = MULAN.train(tmp_path / "run", *said)
-    recomputed = MULAN.train(tmp_path / "recomputed", *said, "--gradient_checkpointing")
-    assert_same_bits(final_weights(run), final_weights(recomputed))
-    MULAN.train_stopped(2, tmp_path / "stopped", *said)
-    assert_same_bits(final_weights(run), final_weights(MULAN.train(tmp_path / "stopped", *said)))
-
-
-def test_each_update_and_each_place_in_the_batch_has_its_own_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-    keys = Noise.keys
-
-    def watched(noise: Noise, step: int, positions: Any, device: Any) -> Tensor:
-        asked.extend((step, position) for position in positions)
-        return keys(noise, step, positions, device)
-
-    monkeypatch.setattr(Noise, "keys", watched)
-    MULAN.train(tmp_path, "--max_steps", "2", "--ff_dropout", "0.1", "--grad_accum_steps", "2")
-    # Both passes over a micro-batch ask for the same.
-    assert sorted(asked) == sorted(2 * [(step, place) for step in range(2) for place in range(8)])
-
-
-def test_frozen_weights_are_none_of_the_optimizers() -> None:
-    model = torch.nn.Linear(3, 2)
-    model.weight.requires_grad_(False)
-    groups = make_optimizer(model, 0.1, (0.9, 0.99), 0.01).param_groups
-    assert [weight for group in groups for weight in group["params"]] == [model.bias]
-
-
-def test_without_dropout_no_keys_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Noise, "keys", lambda *_: pytest.fail("keys were drawn"))
-    MULAN.train(tmp_path, "--max_steps", "1")
 
 
 def test_the_public_models_spectrogram_and_layers_train(tmp_path: Path) -> None:
@@ -591,22 +399,6 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
 
 
 # Data.
-
-
-def test_sounds_of_any_rate_and_channels_train_and_none_cuts_the_texts(
-    sounds: str, tmp_path: Path, forwards: list[Any]
-) -> None:
-    """Stereo broke the public trainer's batches; and what cut sounds to the shortest cut their tokens too."""
-    run = MULAN.train(tmp_path, "--audio_data", sounds, "--epochs", "6", "--valid_fraction", "0")
-    assert metrics(run)[-1]["bad_samples"] == 0
-    seen = set()
-    for (waveforms, tokens, lengths), _ in forwards:
-        assert waveforms.shape[1] == 4000
-        seen.update(tuple(row[:n].tolist()) for row, n in zip(tokens, lengths.tolist(), strict=True))
-    one = {(1, VOCABULARY[word], VOCABULARY["sound"], 2) for word in WORDS[:24]}
-    longer = [VOCABULARY[word] for word in LONGER.split()]
-    other = {(1, VOCABULARY[word], *longer, 2) for word in WORDS[:24]}
-    assert seen <= one | other and len(seen & one) > 12 and len(seen & other) > 12
 
 
 def test_a_sound_without_a_caption_is_named_counted_and_replaced(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import embed
 import train_mulan
 from models import MusicLMMuLaN
 from models.files.musiclm import load_public_mulan
-from tests.scripts import MULAN, Script, assert_same_bits, assert_same_run, final_weights, metrics
+from tests.scripts import MULAN, Script, assert_same_bits, final_weights, metrics
 from trained import load_model
 
 LAYOUT = {
@@ -42,12 +42,6 @@ def converted(*said: Any) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         convert.main([str(word) for word in said])
     return out.getvalue()
-
-
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
-    MUSICLM.train_killed(5, tmp_path / "run", *MUSICLM.eight)
-    MUSICLM.train(tmp_path / "run", *MUSICLM.eight)
-    assert_same_run(tmp_path / "run", finished)
 
 
 def test_accumulation_sees_all_negatives_of_the_batch(tmp_path: Path) -> None:
@@ -76,13 +70,6 @@ def test_a_run_becomes_the_public_file_and_comes_back(finished: Path, tmp_path: 
     early = finished / "checkpoints" / "step_00000002"
     converted("export", early, "--to", "model", tmp_path / "early")
     assert (tmp_path / "early" / "tokenizer.json").exists()
-
-
-def test_a_run_is_pushed_with_a_card(finished: Path, tmp_path: Path) -> None:
-    converted("push", finished, "alice/mulan", "--dry_run", tmp_path / "card")
-    card = (tmp_path / "card" / "README.md").read_text()
-    assert "layout: musiclm\n" in card and "MusicLMMuLaN" in card and "tandem-embed --model alice/mulan" in card
-    assert_same_bits(MusicLMMuLaN.from_pretrained(tmp_path / "card").state_dict(), final_weights(finished))
 
 
 def test_a_training_starts_from_a_public_file_whatever_it_does_not_say(finished: Path, tmp_path: Path) -> None:

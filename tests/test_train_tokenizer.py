@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch import Tensor
 
 import data
 import train_tokenizer
-from models import VideoDiscriminator, VideoTokenizer
+from models import VideoTokenizer
 from models.i3d import I3D, load_i3d
 from tests.scripts import (
     VIDEO_TOKENIZER,
@@ -32,7 +31,6 @@ from tests.scripts import (
 )
 from training.measures.fid import ReconstructionFID
 from training.measures.reconstruction import ssim
-from training.noise import Noise
 from training.objectives.adversaries import AdversarialTraining
 
 ALTERNATING = ["--image_folder", "demo:shapes:64", "--image_every", "3"]
@@ -59,33 +57,6 @@ def test_the_learning_rate_warms_up_and_stays_or_falls_along_a_cosine_to_0() -> 
     shares = [train_tokenizer.learning_rate(step, 110, args) for step in range(111)]
     assert shares[9:11] == [1.0, 1.0] and shares[60] == pytest.approx(0.5) and shares[110] == pytest.approx(0.0)
     assert shares[35] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
-
-
-def test_the_entropy_loss_starts_stronger_and_ends_at_its_weight() -> None:
-    said = ["--entropy_loss_weight", "0.1", "--entropy_anneal_factor", "3", "--entropy_anneal_steps", "200"]
-    args = VIDEO_TOKENIZER.parsed(*said)
-    weights = [train_tokenizer.entropy_loss_weight(step, args) for step in (0, 100, 200, 5000)]
-    assert weights == pytest.approx([0.3, 0.2, 0.1, 0.1])
-
-
-@pytest.mark.parametrize(
-    ("public", "ours"),
-    [
-        ("dataset_folder", "video_folder"), ("num_train_steps", "max_steps"), ("grad_accum_every", "grad_accum_steps"),
-        ("valid_frac", "valid_fraction"), ("random_split_seed", "split_seed"), ("checkpoints_folder", "output_dir"),
-        ("results_folder", "output_dir"), ("discr_start_after_step", "discr_start_step"),
-        ("apply_gradient_penalty_every", "apply_grad_penalty_every"), ("warmup_steps", "lr_warmup_steps"),
-        ("validate_every_step", "validate_every_n_steps"), ("checkpoint_every_step", "save_every_n_steps"),
-    ],
-)  # fmt: skip
-def test_the_public_trainers_names_are_understood(public: str, ours: str, tmp_path: Path) -> None:
-    value = "0.5" if public == "valid_frac" else "3"
-    args, expected = (vars(VIDEO_TOKENIZER.parsed(f"--{name}", value)) for name in (public, ours))
-    assert str(args[ours]) == value and (args.pop("said_as"), expected.pop("said_as")) == ({ours: public}, {ours: ours})
-    differing = {name for name in args if args[name] != expected[name]}
-    assert differing == ({"epochs"} if public == "num_train_steps" else set())
-    (tmp_path / "public.yaml").write_text(f"{public}: {value}")
-    assert getattr(VIDEO_TOKENIZER.parsed("--config", str(tmp_path / "public.yaml")), ours) == args[ours]
 
 
 # A run and what it leaves.
@@ -115,55 +86,6 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     monkeypatch.setattr(AdversarialTraining, "generator_step", generator_step)
     monkeypatch.setattr(AdversarialTraining, "discriminator_step", discriminator_step)
     return seen
-
-
-def test_after_the_warm_up_the_rate_is_what_was_asked_for_and_the_discriminator_follows_once_per_update(
-    updates: list[SimpleNamespace], tmp_path: Path
-) -> None:
-    """The public trainer divides the rate by the warm-up's length for ever, makes two updates of the discriminator in
-    each iteration, and never advances its schedule."""
-    run = VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "4", "--learning_rate", "4e-4", "--discr_learning_rate",
-                                "2e-4", "--save_every_n_steps", "4")  # fmt: skip
-    assert [line["lr"] for line in metrics(run)] == pytest.approx([2e-4, 4e-4, 4e-4, 4e-4])
-    assert [update.discr_lrs for update in updates] == [pytest.approx([rate]) for rate in (1e-4, 2e-4, 2e-4, 2e-4)]
-    state = json.loads((run / "checkpoints" / "step_00000004" / "state.json").read_text())["parts"]
-    assert state["discriminator"]["optimizer"]["step"] == state["generator"]["optimizer"]["step"] == 4
-
-
-def test_the_log_tells_every_loss_and_the_discriminator_starts_at_its_step(finished: Path) -> None:
-    """The public trainer logs neither the quantizer's losses, nor weights, rates and codes."""
-    always = {"recon_loss", "commitment", "codes_used", "perplexity", "entropy_loss_weight"}
-    later = {"gan_loss", "gan_weight", "discr_loss", "discr_real", "discr_fake", "discr_grad_norm", "lecam_loss"}
-    for line in metrics(finished):
-        assert always <= line.keys()
-        assert later & line.keys() == (later if line["step"] >= 4 else set())
-
-
-def test_the_penalty_comes_first_and_then_as_often_as_asked(finished: Path, tmp_path: Path) -> None:
-    assert [line["step"] for line in metrics(finished) if "gradient_penalty" in line] == [5]
-    run = VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "4", "--apply_gradient_penalty_every", "2")
-    assert [line["step"] for line in metrics(run) if "gradient_penalty" in line] == [1, 3]
-
-
-def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_a_whole_one_is_said(tmp_path: Path) -> None:
-    assert VIDEO_TOKENIZER.parsed().gan_weight_scale == 0.1
-    assert VIDEO_TOKENIZER.parsed("--perceptual", "vgg").gan_weight_scale == 1.0
-    said = VIDEO_TOKENIZER.output_of(tmp_path, "--max_steps", "1", "--gan_weight_scale", "1")
-    assert "no perceptual loss" in said and "--gan_weight_scale 1 is for a run with one" in said
-
-
-def test_weights_decay_and_biases_and_scales_do_not(tmp_path: Path) -> None:
-    """A decay that leaves nothing of a weight but the optimizer's first step, which is the learning rate."""
-    run = VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "1", "--lr_warmup_steps", "0", "--weight_decay", "1000",
-                                "--norm", "rms", "--save_every_n_steps", "1")  # fmt: skip
-    weights = {name: t for name, t in checkpoint(run, 1).items() if "weights/" in name and "quantizer" not in name}
-    decayed = {name for name, t in weights.items() if sum(size > 1 for size in t.shape) >= 2}
-    assert {name.partition(":")[0] for name in decayed} == {"generator", "discriminator"}
-    for name in decayed:
-        assert weights[name].abs().max() < 1.01e-3, name
-    for name in weights.keys() - decayed:
-        if name.endswith(("gain", "layers.1.1.weight")):  # scales start as 1
-            assert weights[name].min() > 0.99, name
 
 
 def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the_same(
@@ -199,30 +121,6 @@ def test_rfvd_is_that_of_the_features_of_i3d(tmp_path: Path) -> None:
     fvd.add(videos, model(videos).reconstruction)
     # The difference of two near matrices of 400 x 400; the network's sums depend on the number of clips in a batch.
     assert metrics(run)[-1]["valid/rfvd"] == pytest.approx(fvd.result(), rel=1e-2)
-
-
-@pytest.mark.parametrize("accumulation", ["1", "2"])
-def test_the_frame_that_is_judged_depends_on_seed_update_and_position_alone(
-    accumulation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And it is the same for all losses of an update, however the batch is cut."""
-    seen: list[list[int]] = []
-    forward = VideoDiscriminator.forward
-
-    def noted(self: Any, videos: Tensor, frames: Tensor) -> list[Tensor]:
-        seen.append(frames.tolist())
-        return forward(self, videos, frames)
-
-    monkeypatch.setattr(VideoDiscriminator, "forward", noted)
-    VIDEO_TOKENIZER.train(tmp_path, "--max_steps", "2", "--seed", "5", "--penalty_weight", "0", "--gan_weight", "0.1",
-                          "--grad_accum_steps", accumulation)  # fmt: skip
-    expected = []
-    for step in range(2):
-        frames = (Noise(5, "frame").uniform(step, range(8), ()) * 5).long().tolist()
-        parts = [frames] if accumulation == "1" else [frames[:4], frames[4:]]
-        expected += [*parts, *(2 * part for part in parts)]  # of the generator, and of real and reconstructed clips
-    assert seen == expected
-    assert len({frame for part in seen for frame in part}) == 5
 
 
 def validation_clips(args: argparse.Namespace) -> Tensor:

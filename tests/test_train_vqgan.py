@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from PIL import Image
 
-import convert
 import train_vqgan
 from models import VQGAN as Generator
 from models.quantizers.lookup_free import BinarySphericalQuantizer, LookupFreeQuantizer
@@ -21,12 +17,10 @@ from tests.scripts import (
     Script,
     assert_same_bits,
     checkpoint,
-    final_weights,
     metrics,
     validation_images,
     without_clocks,
 )
-from trained import load_model
 from training.measures.reconstruction import psnr
 from training.objectives.adversaries import AdversarialWeights
 
@@ -111,26 +105,6 @@ def test_the_model_that_is_left_has_the_quality_that_was_validated(finished: Pat
     assert not torch.equal(model.encoder[0].weight, trained), "it is the average, and not what was trained"
 
 
-def test_the_decay_of_the_average_is_that_of_the_flag(tmp_path: Path) -> None:
-    """The public trainer's flag was unused. With a decay of almost 0 the average is the model itself."""
-    last = metrics(VQGAN.train(tmp_path / "run", "--max_steps", "3", "--ema_decay", "1e-9"))[-1]
-    assert last["valid/ema/psnr"] == pytest.approx(last["valid/psnr"], rel=1e-6)
-    last = metrics(VQGAN.train(tmp_path / "none", "--max_steps", "1", "--ema_decay", "0"))[-1]
-    assert not any(key.startswith("valid/ema") for key in last)
-
-
-def test_pictures_show_originals_and_reconstructions_of_both_models(finished: Path) -> None:
-    with Image.open(finished / "samples" / "step_00000004.png") as picture:
-        assert picture.height >= 3 * 16
-
-
-def test_a_checkpoint_holds_both_models_their_codebook_and_lecam(finished: Path) -> None:
-    """Elsewhere step, average, generators and LeCam's averages are missing."""
-    text = " ".join(sorted(checkpoint(finished, 8)))
-    for part in ("generator: ", "discriminator: ", "codebook", "code_sums", "lecam: real"):
-        assert part in text, part
-
-
 def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_whole_beside_one() -> None:
     """With a whole one alone, the discriminator undoes what the reconstruction loss teaches: see docs/vqgan.md."""
     base = ["--config", str(VQGAN.configs / "base.yaml")]
@@ -143,12 +117,6 @@ def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_whole_besid
         args = parser.parse(said)
         assert AdversarialWeights.from_args(args).gan_weight_scale == scale
         assert parser.settings(args)["gan_weight_scale"] == scale  # a resumed run compares it
-
-
-def test_a_whole_adaptive_weight_without_a_perceptual_loss_is_said_at_the_start(tmp_path: Path) -> None:
-    for scale, is_said in (("1", True), ("0.1", False)):
-        said = VQGAN.output_of(tmp_path / scale, "--max_steps", "1", "--gan_weight_scale", scale)
-        assert ("--gan_weight_scale 1 is for a run with one" in said) == is_said
 
 
 def test_weights_of_the_codes_losses_are_those_of_the_quantizers_authors_unless_given() -> None:
@@ -170,14 +138,6 @@ def test_the_inverse_temperature_in_force_is_a_setting() -> None:
     assert parser.parse(["--quantizer", "bsq", "--inv_temperature", "3"]).inv_temperature == 3
 
 
-@pytest.mark.parametrize(("quantizer", "expected"), [("lfq", 10.0), ("bsq", 1.0)])
-def test_the_public_configuration_leaves_the_inverse_temperature_to_the_quantizer(
-    quantizer: str, expected: float
-) -> None:
-    args = VQGAN.parsed("--config", str(VQGAN.configs / "base.yaml"), "--quantizer", quantizer)
-    assert args.inv_temperature == expected
-
-
 def test_each_model_has_its_betas(tmp_path: Path) -> None:
     said = ["--max_steps", "1", "--discr_start_step", "0", "--betas", "0.5,0.9", "--discr_betas", "0.25,0.75"]
     found = checkpoint(VQGAN.train(tmp_path, *said), 1)
@@ -194,59 +154,11 @@ def test_each_model_has_its_betas(tmp_path: Path) -> None:
 # Resuming and starting from weights.
 
 
-def test_the_optimizers_walk_their_models_weights_in_order(tmp_path: Path) -> None:
-    """A set's order changes from process to process."""
-    args = VQGAN.parsed(*VQGAN.flags(tmp_path))
-    for build in (train_vqgan.build_model, train_vqgan.build_discriminator):
-        model, again = build(args), build(args)
-        assert [name for name, _ in model.named_parameters()] == [name for name, _ in again.named_parameters()]
-        assert_same_bits(dict(model.named_parameters()), dict(again.named_parameters()))
-
-
 def test_the_same_model_in_another_spelling_is_resumed(tmp_path: Path) -> None:
     for step, said in enumerate([[], ["--num_resnet_blocks", "0,1"], ["--discr_dim", "8"]], start=1):
         VQGAN.train(tmp_path / "run", "--max_steps", str(step), *said)
     whole = VQGAN.train(tmp_path / "whole", "--max_steps", "3")
     assert_same_bits(checkpoint(tmp_path / "run", 3), checkpoint(whole, 3))
-
-
-@pytest.fixture(scope="module")
-def not_centred(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a version that centred no images and had no flag for it."""
-    run = VQGAN.train(tmp_path_factory.mktemp("version") / "run", "--max_steps", "1", "--no-centred")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config.pop("centred") is False
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    return run
-
-
-def test_a_checkpoint_of_a_version_that_centred_nothing_is_read_as_such(not_centred: Path) -> None:
-    model = load_model(not_centred / "checkpoints" / "step_00000001", "online")
-    assert model.config["centred"] is False
-    torch.testing.assert_close(
-        model.encoder[0].weight, checkpoint(not_centred, 1)["generator: weights/encoder.0.weight"], rtol=0, atol=0
-    )
-
-
-def test_a_run_that_is_not_centred_is_resumed_and_started_from_with_the_flag_that_errors_name(
-    not_centred: Path, tmp_path: Path
-) -> None:
-    more = ["--max_steps", "2"]
-    assert "--centred was False and is now True" in VQGAN.refused(not_centred, *more)
-    assert "--no-centred" in VQGAN.refused(tmp_path / "new", *more, "--init_from", str(not_centred))
-    VQGAN.train(tmp_path / "new", *more, "--init_from", str(not_centred), "--no-centred")
-    VQGAN.train(Path(shutil.copytree(not_centred, tmp_path / "old")), *more, "--no-centred")
-
-
-def test_convert_carries_the_weights_to_a_folder_and_into_a_new_run(finished: Path, tmp_path: Path) -> None:
-    convert.main(["export", str(finished), str(tmp_path / "model"), "--to", "model"])
-    assert_same_bits(final_weights(tmp_path), final_weights(finished))
-    convert.main(["import", str(tmp_path / "model"), str(tmp_path / "more")])
-    VQGAN.main("--config", str(tmp_path / "more" / "start.yaml"), "--discr_layers", "2", "--image_folder",
-               "demo:shapes:64", "--batch_size", "8", "--num_workers", "0", "--max_steps", "1",
-               "--learning_rate", "1e-12", "--vq_decay", "0.8", "--ema_decay", "0")  # fmt: skip
-    ours, theirs = final_weights(tmp_path / "more"), final_weights(finished)
-    torch.testing.assert_close(ours["decoder.0.weight"], theirs["decoder.0.weight"])
 
 
 # Flags.
@@ -290,12 +202,6 @@ def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: 
     # What a run leaves names every flag, and is a config as well.
     again = VQGAN.train(tmp_path / "again", "--config", str(run / "config.yaml"), "--max_steps", "1")
     assert without_clocks(again) == without_clocks(run)
-
-
-def test_flags_of_a_quantizer_are_taken_beside_a_config_that_chooses_it(tmp_path: Path) -> None:
-    (tmp_path / "vq.yaml").write_text("quantizer: vq")
-    config = ("--config", str(tmp_path / "vq.yaml"))
-    VQGAN.train(tmp_path / "run", *config, "--vq_decay", "0.5", "--max_steps", "1")
 
 
 @pytest.mark.parametrize("name", ["demo", "base", "imagenet256"])
