@@ -119,19 +119,6 @@ def test_what_is_used_of_deepspeeds_engine_is_checked_when_a_model_is_wrapped() 
     assert of_classes and of_classes <= set(state._OF_CLASSES)
 
 
-def test_a_class_of_deepspeed_without_what_is_used_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    import deepspeed
-
-    from distributed import UserMistake
-    from distributed.backends.deepspeed.engine import _without_broadcast
-
-    for of, name in ((deepspeed.DeepSpeedEngine, "_broadcast_model"), (deepspeed.zero.Init, "_zero_init_param")):
-        with monkeypatch.context() as patch:
-            patch.delattr(of, name)
-            with pytest.raises(UserMistake, match=rf"^DeepSpeed [\d.]+ has no [\w.]+\.{name}: .*pip install"):
-                _without_broadcast().__enter__()
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_what_another_version_lacks_is_named_in_one_line(stage: int) -> None:
     from distributed import UserMistake

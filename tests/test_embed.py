@@ -163,12 +163,6 @@ def test_equal_cosines_come_in_the_order_of_the_rows(model, source, tmp_path, ca
     assert [match["path"] for match in answer["matches"]] == names[:7]
 
 
-def test_a_query_does_not_depend_on_the_others(whole, model, source, capsys):
-    queries = ["a dog", str(source / "a.wav"), "a much longer sentence about several cats"]
-    together = answers(capsys, model, whole, *queries)
-    assert together == [answers(capsys, model, whole, query)[0] for query in queries]
-
-
 def test_captions_stand_beside_the_paths_where_there_are_some(model, source, tmp_path, capsys):
     folder = shutil.copytree(source, tmp_path / "sounds")
     (folder / "a.txt").write_text("a first tone\nanother caption\n")
@@ -257,12 +251,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
     "an empty folder": (FILL, lambda tmp: {"--audio": empty(tmp)}, "no sound in"),
     "output is a file": (FILL, lambda tmp: {"--output": text_file(tmp)}, "cannot write the folder"),
     "audio without output": (("--model", "--audio"), lambda tmp: {}, "which index?"),
-    "audio without model": (("--audio", "--output"), lambda tmp: {}, "need --model"),
     "output without audio": (QUERY, lambda tmp: {"--output": tmp}, "--output is for --audio"),
     "nothing": ((), lambda tmp: {}, "nothing to do"),
     "an index alone": (("--index",), lambda tmp: {}, "nothing to do"),
     "query without index": (("--model", "--query"), lambda tmp: {}, "which index?"),
-    "query without model": (("--index", "--query"), lambda tmp: {}, "need --model"),
     "no index": (QUERY, lambda tmp: {"--index": tmp / "nowhere"}, "no such folder"),
     "a folder of something else": (QUERY, lambda tmp: {"--index": empty(tmp)}, "holds no index"),
     "index of another model": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
@@ -274,12 +266,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
             "a frame for each sample": {"clip_seconds": 99.0, "hop_length": 1},
         }.items()
     },
-    "no such sound": (QUERY, lambda tmp: {"--query": "missing.wav"}, "no file 'missing.wav'"),
     "a sound that is none": (QUERY, lambda tmp: {"--query": text_file(tmp, "text")}, "cannot read"),
     "an empty query": (QUERY, lambda tmp: {"--query": " "}, "empty"),
-    "no file of queries": (QUERY, lambda tmp: {"--query_file": tmp / "nowhere"}, "cannot read the queries"),
-    "top_k without query": (FILL, lambda tmp: {"--top_k": 3}, "--top_k is for --query"),
-    "quantizer flags alone": (FILL, lambda tmp: {"--codebook_size": 3}, "--codebook_size is for --fit_quantizer"),
     "no quantizer": (("--index",), lambda tmp: {"--quantizer": tmp / "nowhere"}, "nowhere"),
     "width": (("--index",), lambda tmp: {"--quantizer": saved(tmp / "q", ResidualQuantizer(4, 2, 3))}, "not (b, 4)"),
     "a codebook of one": (("--index",), lambda tmp: {"--fit_quantizer": tmp / "q", "--codebook_size": 1}, "at least 2"),

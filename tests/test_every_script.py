@@ -263,11 +263,6 @@ def test_pictures_and_checkpoints_are_written_where_asked_and_never_before_the_f
     assert names(finished / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 4, 6, 8))]
 
 
-def test_the_last_checkpoints_are_kept(script: Script, tmp_path: Path) -> None:
-    script.train(tmp_path, "--max_steps", "4", "--save_every_n_steps", "1")
-    assert names(tmp_path / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 3, 4))]
-
-
 def test_an_update_that_was_skipped_is_no_update_of_the_average(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -644,15 +639,6 @@ def test_an_own_dataset_alone_is_no_demonstration_and_excludes_another_place(
     assert args.dataset == own_dataset[1] and getattr(args, script.data.flag) == script.data.demonstration
     line = script.refused_alone(*own_dataset, f"--{script.data.flag}", "somewhere")
     assert "--dataset" in line and f"--{script.data.flag}" in line
-
-
-@pytest.mark.parametrize(("spec", "text"), [
-    ("nowhere_at_all:make", "there is no module nowhere_at_all"), ("os:sep", "os.py has no function sep"),
-    ("builtins:id", "which has not both __len__ and __getitem__"), ("os:listdir", "the function failed: TypeError"),
-])  # fmt: skip
-def test_an_own_dataset_that_cannot_be_made_is_one_line(spec: str, text: str, script: Script, tmp_path: Path) -> None:
-    line = script.refused_alone(*flags_without_data(script, tmp_path / "run"), "--dataset", spec)
-    assert f"--dataset {spec}: " in line and text in line
 
 
 @pytest.mark.usefixtures("own_dataset")

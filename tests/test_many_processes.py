@@ -18,7 +18,6 @@ from data.feed import Feed
 from distributed import watchdog
 from distributed.backends.ddp import DDPBackend
 from distributed.collectives import Alone
-from distributed.engines.reducer import GradientReducer
 from tests.processes import Root
 from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
 from training.run.metrics import Metrics
@@ -163,46 +162,3 @@ def test_what_an_update_a_line_and_a_checkpoint_exchange_is_what_the_table_says(
         assert of_few[kind] == of_many[kind], kind
     if name == "train_vae" and not flags:  # whose samples have 768 bytes
         assert of_many["bytes of gathers"] - of_few["bytes of gathers"] <= (MANY - FEW) * (768 + 100)
-
-
-# Of the numbers: what must have left when so many are there. Up to a quarter waits for the rest of its bucket.
-PARTS = {0.5: 0.1, 0.75: 0.4}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_gradients_are_sent_while_others_are_computed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every model a tenth of the numbers have left by the time that half of them are there, and four tenths when
-    three quarters are: modules are registered in about the order in which they are called. (A model with one large
-    weight has to wait for that.)"""
-    computed: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    early: dict[tuple[str, float], list[float]] = {}  # the part that has left when this part is there, in each update
-    on_gradient, send = GradientReducer._on_gradient, CountingRoot.all_reduce_
-
-    def count(reducer: GradientReducer, bucket: Any, parameter: Tensor) -> None:
-        on_gradient(reducer, bucket, parameter)
-        if not reducer._armed:
-            return
-        total = sum(parameter.numel() for parameter in reducer.parameters)
-        before, computed[reducer.name] = computed[reducer.name], computed[reducer.name] + parameter.numel()
-        for part in PARTS:
-            if before < part * total <= computed[reducer.name]:
-                early.setdefault((reducer.name, part), []).append(sent[reducer.name] / total)
-
-    def count_sent(root: CountingRoot, tensor: Tensor, what: str) -> Alone:
-        sent[what.partition(".gradients.")[0]] += tensor.numel()
-        return send(root, tensor, what)
-
-    def zero(reducer: GradientReducer) -> None:
-        computed[reducer.name] = sent[reducer.name] = 0
-        clear(reducer)
-
-    clear = GradientReducer.zero_
-    monkeypatch.setattr(GradientReducer, "_on_gradient", count)
-    monkeypatch.setattr(GradientReducer, "zero_", zero)
-    monkeypatch.setattr(CountingRoot, "all_reduce_", count_sent)
-    monkeypatch.setattr("distributed.engines.reducer.SMALLEST_BUCKET_BYTES", 1)
-    counted(SCRIPTS[name], 2, tmp_path, monkeypatch)
-    assert early and all(min(left) >= PARTS[part] for (_, part), left in early.items()), early

@@ -190,7 +190,7 @@ def test_a_folder_is_not_continued_with_other_inputs(
 def test_what_cannot_be_drawn_gives_one_line(
     at: Path, clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    image, text, none = (["--model", at / name] for name in ("image", "text", "none"))
+    image, text = (["--model", at / name] for name in ("image", "text"))
     rows, texts, images = (
         ["--image_embeddings", at / "rows.npy"], ["--text_embeddings", at / "texts.npy"], ["--images", at / "large"]
     )  # fmt: skip
@@ -202,41 +202,28 @@ def test_what_cannot_be_drawn_gives_one_line(
         (image, "the model needs a condition"),
         ([*image, "--prompts", "a red dog on the left"], "is no caption of demo:shapes"),
         ([*image, "--image_embeddings", at / "narrow.npy"], "the model takes image_embed of width 30"),
-        ([*image, "--image_embeddings", at / "texts.npy"], "has the shape (2, 9, 32)"),
         ([*image, "--image_embeddings", "nowhere.npy"], "nowhere.npy"),
         (["--model", huge, *rows], "16 pictures of 2097152 pixels: "),
         ([*image, "--image_embeddings", at / "large" / "0.png"], "it is no numpy array"),
         ([*image, "--start_at_unet", "2"], "--start_at_unet 2 needs --images"),
         ([*image, *RING, *images, "--masks", tmp_path], "no image"),
-        (["--model", "nowhere"], "nowhere"),
-        ([*text, *rows], "--image_embeddings has no effect: the Unets that draw take text_encodings"),
         ([*text, *texts, *rows], "--image_embeddings has no effect: the Unets that draw take text_encodings"),
         ([*text, "--text_embeddings", at / "long.npy"], "gives texts of 13 tokens; the model takes at most 12"),
         ([*image, *texts], "--text_embeddings has no effect: the Unets that draw take image_embed"),
         ([*image, *RING, *rows], "--prompts has no effect: the Unets that draw take image_embed, which --image_emb"),
-        ([*none, *rows], "--image_embeddings has no effect: the Unets that draw take no condition"),
-        ([*none, *RING], "--prompts has no effect: the Unets that draw take no condition"),
-        ([*second, *RING], "--prompts has no effect: the Unets that draw take no condition"),
         ([*second, *rows], "--image_embeddings has no effect: the Unets that draw take no condition"),
         ([*image, *RING, *images], "--images is used for nothing"),
         ([*image, "--start_at_unet", "5", *images], "Unets 5 to 2 do not exist: the model has 1 to 2"),
-        ([*second, "--stop_at_unet", "1"], "Unets 2 to 1 do not exist"),
         ([*second, *masks], "--images are filled in or enlarged"),
         ([*image, *RING, *images, *masks], "2 --images and 1 conditions"),
         ([*image, *RING, *masks], "--masks needs --images"),
         ([*image, *RING, *clip[:2]], "needs the file of its weights"),
-        ([*image, *RING, *clip[2:]], "--clip_weights has no effect with --clip None"),
         ([*image, *rows, *clip], "--clip has nothing to encode"),
         ([*image, *images, *clip], f"--images gives width {DIM}; the model takes image_embed of width 30"),
         ([*image, *rows, "--guide_with", at / "guide"], "--guide_with has no effect with --cond_scale [1.0]"),
-        ([*second, "--guide_with", at / "guide", "--cond_scale", "3", "1"], "--guide_with has no effect"),
         ([*image, *rows, "--guide_with", at / "short", "--cond_scale", "2"], "the guide has 1 Unets"),
         ([*second, "--cond_scale", "3"], "--cond_scale has no effect: the Unets that draw take no condition"),
         ([*image, *rows, "--cond_scale", "3", "1", "1"], "--cond_scale has 3 values and the model 2 Unets"),
-        ([*image, *rows, "--ddim_eta", "0.5"], "--ddim_eta has no effect with --sampler dpmpp_2m"),
-        ([*image, *rows, "--cfg_rescale", "0.5"], "--cfg_rescale has no effect with --cond_scale [1.0]"),
-        ([*image, *rows, "--guidance_interval", "1", "2"], "--guidance_interval has no effect with --cond_scale"),
-        ([*image, *rows, "--resample_times", "3"], "--resample_times has no effect with --masks None"),
     ]  # fmt: skip
     for number, (said, wanted) in enumerate(mistakes):
         line = refusal(capsys, tmp_path / f"out{number}", *said)

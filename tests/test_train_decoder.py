@@ -77,8 +77,7 @@ def test_every_batch_goes_once_through_each_tower_of_clip_that_the_condition_nee
         monkeypatch.setattr(Clip, name, counted(name))
     both = {"embed_images", "embed_text"}
     cases: list[tuple[str, list[str], set[str]]] = [
-        ("image,text", ["8"], both), ("image,text", ["8", "16"], both), ("image,text", ["4", "8", "16"], both),
-        ("image", ["8"], {"embed_images"}), ("text", ["8"], {"embed_text"}),
+        ("image,text", ["8", "16"], both), ("image", ["8"], {"embed_images"}), ("text", ["8"], {"embed_text"}),
     ]  # fmt: skip
     for number, (condition, sizes, towers) in enumerate(cases):
         calls.clear()
@@ -91,10 +90,9 @@ def test_every_batch_goes_once_through_each_tower_of_clip_that_the_condition_nee
     ("owner", "name", "call"),
     [
         (train_decoder.UnetTraining, "validation_errors", 19),  # of 8 in each validation; two weights, two Unets
-        (Generation, "pictures", 1),  # at update 4
         (Generation, "pictures", 2),  # at the last update
     ],
-    ids=["validating", "drawing", "drawing the last picture"],
+    ids=["validating", "drawing the last picture"],
 )
 def test_a_run_that_was_killed_between_updates_goes_on_to_the_same_bits(
     owner: Any, name: str, call: int, run_of_eight: Callable[[Any], Path], tmp_path: Path
@@ -241,33 +239,21 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
     mistakes: list[tuple[list[str], str]] = [
         (["--dim", "8", "16", "8"], "--dim has 3 values for 2 Unets (--image_sizes 8 16): give 1 or 2"),
         (["--image_sizes", "16", "8"], "give them ascending"),
-        (["--image_sizes", "9", "16"], "image size 9 of Unet 1 must be a multiple of 2"),
         (["--train_unets", "3"], "--train_unets 3: there are 2 Unets"),
         (["--objective", "noise"], "objective noise says nothing about the picture at the last noise level"),
-        (["--objective", "flow"], "objective flow needs the schedule flow"),
         (["--min_snr_gamma", "3"], "--min_snr_gamma has no effect"),
-        (["--blur_prob", "0.1", "--image_sizes", "8"], "--blur_prob has no effect with --image_sizes [8]"),
         (["--blur_sigma", "0.8", "0.4"], "--blur_sigma: give one width, or the least and the greatest"),
-        (["--blur_sigma", "0.4", "0.5", "0.6"], "--blur_sigma: give one width, or the least and the greatest"),
         (["--random_crop_sizes", "8", "8"], "--random_crop_sizes 8 8: Unet 1 is trained on whole pictures; give 0"),
         (["--random_crop_sizes", "18"], "crops of 18 pixels for Unet 2: give 0 or a multiple of 2, 16 at most"),
-        (["--random_crop_sizes", "0", "7"], "crops of 7 pixels for Unet 2: give 0 or a multiple of 2, 16 at most"),
-        (["--ddim_eta", "0.5"], "--ddim_eta has no effect with --sampler dpmpp_2m"),
         (["--guidance_interval", "1", "2"], "--guidance_interval has no effect with --cond_scale [1.0]"),
-        (["--cfg_rescale", "0.5", "--cond_scale", "1", "1"], "--cfg_rescale has no effect with --cond_scale"),
-        (["--condition_on", "none", "--cond_scale", "3"], "--cond_scale has no effect with --condition_on"),
         (["--guidance_interval", "2", "1"], "the first number has to be the smaller one"),
         (["--switches", "self_attention"], "expected none, or a comma list of self_attn"),
-        (["--image_folder", str(tmp_path / "none*.tar")], "none*.tar"),
         (["--image_folder", str(bare)], "has none: put KEY.img_emb.npy"),
-        (["--image_folder", str(bare), "--condition_on", "text"], "has none: put KEY.text_emb.npy"),
         (
             ["--image_folder", str(captioned), "--image_sizes", "8", "24"],
             "its shorter side has 20 pixels, fewer than 24",
         ),
-        (["--random_flip"], "--random_flip"),
         (["--resnet_groups", "3"], "resnet_groups 3 must divide"),
-        (["--clip", "ViT-B-32"], "ViT-B-32"),
         (["--dim_mults", "0,1"], "dim_mults"),
         (["--image_folder", str(tmp_path / "texts")], "no image"),
         ([*in_tars, str(rows["few"])], "has no file for 1 of 3 tars, the first is"),
@@ -278,9 +264,6 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),
         (["--evaluate_every_n_steps", "2"], "--evaluate_every_n_steps has no effect"),
         (["--text_cond_drop_prob", "0.1"], "--text_cond_drop_prob has no effect with --condition_on image; leave"),
-        (["--max_text_len", "77"], "--max_text_len has no effect"),
-        (["--condition_on", "text", "--image_cond_drop_prob", "0.2"], "--image_cond_drop_prob has no effect"),
-        (["--condition_on", "text", "--image_embed_scale", "1"], "--image_embed_scale has no effect"),
         (["--condition_on", "none", "--clip", "ViT-B-32", "--clip_weights", "w"], "--clip has no effect"),
     ]
     for number, (said, text) in enumerate(mistakes):

@@ -15,11 +15,11 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import data
 import train_mulan
 from models import MuLaN
+from models.audio_transformer import AudioTransformer
 from models.files.towers import read_audio_tower, read_text_tower
 from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
@@ -78,22 +78,6 @@ OF_TOWERS = ("--sample_rate", "16000", "--max_text_tokens", "12", "--hierarchica
 
 
 # Arguments.
-
-
-def test_the_flags_of_the_public_trainer_are_understood() -> None:
-    """musiclm-pytorch's MuLaNTrainer, and its defaults."""
-    args = MULAN.parsed("--num_train_steps", "7", "--lr", "1e-3", "--betas", "0.8,0.95", "--max_grad_norm", "1",
-                  "--valid_frac", "0.1", "--grad_accum_every", "4", "--save_model_every", "9", "--split_seed", "3",
-                  "--data_max_length", "8000", "--use_lion")  # fmt: skip
-    assert (args.max_steps, args.learning_rate, args.betas, args.max_grad_norm) == (7, 1e-3, (0.8, 0.95), 1.0)
-    assert (args.valid_fraction, args.grad_accum_steps, args.save_every_n_steps) == (0.1, 4, 9)
-    assert (args.split_seed, args.data_max_length, args.use_lion) == (3, 8000, True)
-    args = MULAN.parsed()
-    assert (args.learning_rate, args.betas, args.max_grad_norm, args.valid_fraction) == (3e-4, (0.9, 0.99), 0.5, 0.05)
-    assert (args.split_seed, args.save_every_n_steps, args.grad_accum_steps) == (42, 1000, 1)
-    assert (args.audio_dim, args.audio_depth, args.text_dim, args.text_depth) == (512, 6, 512, 6)
-    assert (args.dim_latent, args.heads, args.dim_head, args.patch_dropout) == (128, 8, 64, 0.25)
-    assert args.loss == "decoupled"
 
 
 def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_falls_along_a_cosine_to_0() -> None:
@@ -216,19 +200,16 @@ def test_accumulation_sees_all_negatives_of_the_batch(tmp_path: Path) -> None:
     assert whole[-1]["temperature"] != whole[0]["temperature"]
 
 
-def test_validation_and_pictures_take_no_more_sounds_at_a_time_than_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_and_pictures_take_no_more_sounds_at_a_time_than_training(tmp_path: Path) -> None:
     """Who accumulates because memory is short must not run out of it at the first validation."""
     sizes: list[int] = []
-    encode = MuLaN._audio_latents
 
-    def counted(model: MuLaN, waveforms: Tensor, *noises: Tensor | None) -> Tensor:
-        sizes.append(len(waveforms))
-        return encode(model, waveforms, *noises)
+    def watch(module: torch.nn.Module, inputs: Any) -> None:
+        if isinstance(module, AudioTransformer):
+            sizes.append(len(inputs[0]))
 
-    monkeypatch.setattr(MuLaN, "_audio_latents", counted)
-    MULAN.train(tmp_path, "--max_steps", "1", "--grad_accum_steps", "4", "--valid_fraction", "0.5")
+    with torch.nn.modules.module.register_module_forward_pre_hook(watch):
+        MULAN.train(tmp_path, "--max_steps", "1", "--grad_accum_steps", "4", "--valid_fraction", "0.5")
     assert len(sizes) > 8 and max(sizes) == 2  # a batch of 8 in four parts
 
 
@@ -245,13 +226,6 @@ def test_another_tokenizer_is_refused_by_its_content_and_the_same_one_is_taken_f
     assert other + "clip" in MULAN.refused(run, *MULAN.eight, "--tokenizer", "clip")
     line = MULAN.refused(tmp_path / "new", *said, "--init_from", str(run / "model"))
     assert "was trained with another tokenizer" in line
-
-
-@pytest.mark.parametrize("depths", [("1", "1"), ("1", "3")])
-def test_towers_of_depth_1_train(depths: tuple[str, str], tmp_path: Path) -> None:
-    """The public model crashed."""
-    run = MULAN.train(tmp_path, "--audio_depth", depths[0], "--text_depth", depths[1], "--max_steps", "2")
-    assert all(math.isfinite(loss) for loss in losses(run))
 
 
 def test_the_temperature_stays_below_100_and_the_loss_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,10 +268,9 @@ def test_a_run_whose_captions_are_all_one_is_told_that_it_has_collapsed(bells: s
     said = MULAN.output_of(tmp_path, "--audio_data", bells, "--valid_fraction", "0", "--max_steps", "10",
                            "--lr_warmup_steps", "1", "--duplicates", "negatives", "--init_temperature", "1",
                            "--learning_rate", "1e-5")  # fmt: skip
-    assert "warning: the text embeddings are almost one and the same vector" in said
     assert losses(tmp_path)[-1] == pytest.approx(math.log(7), rel=0.01)
-    assert "checks at 1.946, its value if every clip is equally near to every caption" in said
-    assert said.count("the text side has collapsed") == said.count("nothing is learned") == 1
+    warnings = [line for line in said.splitlines() if "warning" in line]
+    assert [sum(said_once in line for line in warnings) for said_once in ("the text side", "1.946")] == [1, 1]
 
 
 # Resuming.
@@ -385,13 +358,13 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
     of_text, of_audio = ("--text_tower", text), ("--audio_tower", audio)
     whole = without_own_sizes("text_dim", "text_depth", "tokenizer")
     for script, said, complaint in (
-        (MULAN, of_text, "--text_dim has no effect with --text_tower, which decides that; leave it out"),
-        (WITH_TOWERS, (*of_audio, "--n_mels", "32"), "--n_mels has no effect with --audio_tower"),
-        (MULAN, ("--freeze_text_tower",), "--freeze_text_tower has no effect with --text_tower None"),
-        (whole, (*of_text, "--max_text_tokens", "13"), "the text tower takes up to 12 tokens"),
-        (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--sample_rate", "8000"), "hears sounds of 16000 Hz"),
-        (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--clip_seconds", "0.7"), "takes up to 60 frames, 0.6 seconds"),
-        (whole, ("--max_text_tokens", "12", *of_text, "--tokenizer", "clip"), "clip has 49408 tokens, and"),
+        (MULAN, of_text, "--text_dim"),
+        (WITH_TOWERS, (*of_audio, "--n_mels", "32"), "--n_mels"),
+        (MULAN, ("--freeze_text_tower",), "--freeze_text_tower"),
+        (whole, (*of_text, "--max_text_tokens", "13"), "12 tokens"),
+        (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--sample_rate", "8000"), "16000 Hz"),
+        (WITH_TOWERS, (*OF_TOWERS, *of_audio, "--clip_seconds", "0.7"), "0.6 seconds"),
+        (whole, ("--max_text_tokens", "12", *of_text, "--tokenizer", "clip"), "49408 tokens"),
     ):  # fmt: skip
         assert complaint in script.refused(tmp_path / "run", *said)
     (Path(text) / "tokenizer.json").unlink()
@@ -428,45 +401,13 @@ def test_a_text_of_no_token_is_a_bad_sample_and_not_the_end_of_a_validation(tmp_
         assert said.count(f"{name}.wav: the tokenizer") == 1
 
 
-def manifest(tmp: Path, *lines: str) -> str:
-    (tmp / "m.csv").write_text("".join(f"{line}\n" for line in lines))
-    return str(tmp / "m.csv")
-
-
-def nothing_readable(tmp: Path) -> str:
-    folder = SOUNDS.write(tmp / "broken", 24)
+def test_sounds_of_which_none_can_be_read_are_one_line_and_not_an_endless_loop(tmp_path: Path) -> None:
+    """An empty loader spun for ever in the public trainer."""
+    folder = SOUNDS.write(tmp_path / "broken", 24)
     for path in folder.glob("*.wav"):
         path.write_bytes(b"RIFF no sound")
-    return str(folder)
-
-
-def without_captions(tmp: Path) -> str:
-    folder = SOUNDS.write(tmp / "silent", 3)
-    for path in folder.glob("*.txt"):
-        path.unlink()
-    return str(folder)
-
-
-# What is given as --audio_data, and what the line must name.
-BAD_DATA: dict[str, tuple[Callable[[Path], str], str]] = {
-    "empty folder": (lambda tmp: str(tmp), "no sound in"),
-    "folder without captions": (without_captions, "has a caption"),
-    "manifest without captions": (lambda tmp: manifest(tmp, "path,title", "a.wav,bell"), "caption"),
-    "manifest without rows": (lambda tmp: manifest(tmp, "path,caption"), "no rows"),
-    "manifest of missing files": (
-        lambda tmp: manifest(tmp, "path,caption", *(f"{n}.wav,bell" for n in range(40))),
-        "No such file",
-    ),
-    "broken sounds": (nothing_readable, "sounds could be read"),
-    "no such demonstration": (lambda tmp: "demo:songs", "demo:tones"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_DATA)
-def test_data_that_cannot_be_trained_on_is_one_line_and_not_an_endless_loop(name: str, tmp_path: Path) -> None:
-    """An empty loader spun for ever in the public trainer."""
-    make, text = BAD_DATA[name]
-    assert text in MULAN.refused(tmp_path / "run", "--audio_data", make(tmp_path))
+    for data_folder, reason in ((folder, "could be read"), (tmp_path, str(tmp_path))):
+        assert reason in MULAN.refused(tmp_path / "run", "--audio_data", str(data_folder))
 
 
 @pytest.mark.parametrize(
@@ -474,22 +415,13 @@ def test_data_that_cannot_be_trained_on_is_one_line_and_not_an_endless_loop(name
     [
         (["--batch_size", "1"], "--batch_size 1 leaves a pair without anything"),
         (["--hierarchical_layers", "2"], "hierarchical_layers 2: a tower of 2 layers has 1 below"),
-        (["--hierarchical_layers", "1", "--text_depth", "1"], "hierarchical_layers 1"),
         (["--zero_shot_templates", "a {}|a sound"], "a sound"),
-        (["--betas", "0.9"], "2 values"),
         (["--betas", "0.9,1"], "below 1"),
         (["--data_max_length", "8000"], "--clip_seconds 0.5"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),
         (["--max_text_tokens", "2", "--tokenizer", "clip"], "--max_text_tokens 2"),
-        (["--init_temperature", "1000"], "init_temperature 1000"),
         (["--time_mask_fraction", "0.9", "--patch_dropout", "0.9"], "patch_dropout"),
-        (["--n_mels", "200"], "n_mels 200"),
-        (["--patch_size", "64"], "patch_size 64"),
-        (["--fmin", "3000", "--fmax", "2000"], "fmin 3000"),
-        (["--hop_length", "300"], "hop_length 300"),
         (["--clip_seconds", "1e-9"], "no sample in a clip"),
-        (["--audio_dim", "18"], "18"),
-        (["--loss", "clip"], "decoupled"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
