@@ -64,16 +64,6 @@ def test_loader_workers_change_nothing(script, whole, model, source, tmp_path):
     assert files(script.fill(model, source, tmp_path, "--num_workers", 2)) == files(whole)
 
 
-def test_a_folder_that_is_complete_is_left_as_it_is_and_this_is_said(script, model, source, copied, capsys):
-    before = files(copied)
-    capsys.readouterr()
-    script.fill(model, source, copied)
-    said = capsys.readouterr().out
-    done = "embedded" if script is EMBED else "encoded"
-    assert f"all 3 shards were {done} before, nothing is left to do: {copied}" in said
-    assert files(copied) == before
-
-
 # Files that cannot be read.
 
 
