@@ -5,16 +5,18 @@ import json
 import math
 import os
 import subprocess
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tandem.files import writing
-from tests.processes import Process, on_processes
+from tests.processes import Process, on_processes, single
 from tests.training.disk import busy
 from training.checkpoints import store as checkpoint
 from training.checkpoints.format import check_sums, write_folder
+from training.checkpoints.snapshot import Snapshot
 from training.checkpoints.store import Checkpoints, read_checkpoint
 
 
@@ -66,6 +68,28 @@ def test_processes_share_one_read_of_a_file_and_one_copy_in_memory_because_it_is
                 start, end = (int(address, 16) for address in line.split()[0].split("-"))
                 mapped.append(start <= weight.data_ptr() < end)
     assert any(mapped)
+
+
+def test_an_update_waits_until_the_state_is_copied(tmp_path, monkeypatch):
+    """The copy is held up until the update has been asked for, or would not be waited for."""
+    weights, asked, copy_all = torch.zeros(3), threading.Event(), Snapshot.finish
+
+    def held_up(snapshot: Snapshot) -> None:
+        asked.wait(0.5)
+        copy_all(snapshot)
+
+    monkeypatch.setattr(Snapshot, "finish", held_up)
+    with single(batch_size=1) as backend:
+        checkpoints = Checkpoints(tmp_path, 1, backend)
+        engine = backend.wrap(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=1.0), name="model")
+        checkpoints.save(1, {"model": {"weights": weights}}, {})
+        for micro in engine.micro_batches({"x": torch.ones(1, 1)}):
+            engine.backward(engine(micro["x"]).sum())
+        engine.step()
+        weights.fill_(1.0)  # what the update does to a state
+        asked.set()
+        checkpoints.wait()
+        assert_same(checkpoints.load(checkpoints.latest())[0]["model"]["weights"], torch.zeros(3))
 
 
 def test_views_strides_and_shared_tensors_are_saved_by_value(checkpoints):

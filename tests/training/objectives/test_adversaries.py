@@ -15,7 +15,7 @@ from torch.nn.grad import conv3d_weight
 
 from distributed import Backend
 from models import VQGAN, Discriminator, VideoDiscriminator
-from tests.processes import single
+from tests.processes import on_processes, single
 from training.objectives.adversarial import (
     LeCam,
     gradient_penalty,
@@ -148,6 +148,27 @@ def test_updates_equal_the_plain_loop_on_the_whole_batch(backend: Backend, quant
     assert_same_change(start[0], generator, plain[0])
     assert_same_change(start[1], discriminator, plain[1])
     torch.testing.assert_close(game.lecam.state_dict(), lecam.state_dict(), rtol=1e-5, atol=1e-7)
+
+
+def test_two_processes_make_the_updates_of_the_whole_batch() -> None:
+    start = models("fsq")
+    plain, *of_ranks = (copy.deepcopy(start) for _ in range(3))
+    batches = [torch.rand(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(step)) for step in range(2)]
+
+    def work(process: Any) -> list[Tensor]:
+        game = make_game(process, *of_ranks[process.rank], lecam_weight=0.3)
+        mine = slice(process.rank * BATCH // 2, (process.rank + 1) * BATCH // 2)
+        return [play(game, images[mine], step=step)["gan_weight"] for step, images in enumerate(batches)]
+
+    weights = on_processes(2, work, batch_size=BATCH)
+    lecam = LeCam(0.999)
+    for step, images in enumerate(batches):
+        weight = plain_update(*plain, images, lecam, lecam_weight=0.3).detach()
+        for of_rank in weights:
+            torch.testing.assert_close(of_rank[step].float(), weight, rtol=1e-4, atol=0)
+    for of_rank in of_ranks:
+        assert_same_change(start[0], of_rank[0], plain[0])
+        assert_same_change(start[1], of_rank[1], plain[1])
 
 
 class Reconstructor(nn.Module):
