@@ -1,11 +1,11 @@
 # Two commands do everything on a fresh machine with Python 3.10 or later, g++ and make:
 #   make demo    install, train the demonstration, name the picture to look at
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
-# and: test-all (every combination, before a release), test-avx2 (tests that train, as on a smaller CPU), lint, bench (speed), gpu (all about a machine with a GPU, in ten
-# minutes), parity (the backends' numbers side by side; the same bits of the full model on your images: parity
-# IMAGES=photos/), torture MINUTES=10 (runs killed at random; MACHINES=2: on machines of lab), fuzz MINUTES=10 (damaged
-# files for every tool), faults (how many of a hundred seeded faults the tests find: hours, in which a second start goes
-# on), lab (several machines, made of Linux namespaces)
+# and: test-all (every combination, before a release), test-avx2 (tests that train, as on a smaller CPU), lint, bench
+# (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by side; the same bits
+# of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random; MACHINES=2: on
+# machines of lab), fuzz MINUTES=10 (damaged files for every tool), faults (how many of a hundred seeded faults the tests
+# find: hours, in which a second start goes on), lab (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
