@@ -30,7 +30,6 @@ import train_vae
 import train_vqgan
 from benchmarks import references
 from benchmarks.jobs import one_process
-from data.images.scenes import WIDTH
 from models.decoder import Sampling
 from tests.scripts import (
     DECODER,
@@ -48,6 +47,7 @@ from training.noise import Noise
 from training.objectives.diffusion import DiffusionDraws, LowresDraws
 
 UPDATES = 20
+WIDTH = 30  # of the demonstration's embeddings of images
 # With this seed no latent of the quantizing models comes closer to 0 than 1.8e-5, so that rounding flips none of their
 # signs. A flipped one is another reconstruction: 3e-3 of the loss, 6e-2 of a gradient.
 SEED = 3

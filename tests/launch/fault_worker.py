@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 import distributed
 import training.checkpoints.format
+from data import open_images
 from data.feed import Feed
-from data.images.sets import open_images
 from data.stream import collate_images
 from distributed import Backend, TrainingStopped, UserMistake, torch_comm
 from training.checkpoints.store import Checkpoints
