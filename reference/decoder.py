@@ -40,7 +40,6 @@ class Settings:  # flags of train_decoder.py, with its defaults but for image_si
     image_cond_drop_prob: float = 0.1
     timesteps: int = 1000
     noise_schedule: str = "cosine"  # or linear
-    objective: str = "v"  # or noise
     lowres_noise_level: float = 0.2
     batch_size: int = 64
     max_steps: int = 1000
@@ -194,7 +193,7 @@ class Decoder(nn.Module):
     def __init__(self, s: Settings, image_width: int) -> None:
         super().__init__()
         self.unets = nn.ModuleList(Unet(s, image_width, index > 0) for index in range(len(s.image_sizes)))
-        self.register_buffer("levels", schedule(s.noise_schedule, s.timesteps, s.objective == "v"), persistent=False)
+        self.register_buffer("levels", schedule(s.noise_schedule, s.timesteps, ends_in_noise=True), persistent=False)
         self.register_buffer("lowres_levels", schedule("linear", s.timesteps), persistent=False)
 
     def lowres(self, small: Tensor, side: int, level: Tensor, noise: Tensor) -> Tensors:
@@ -226,8 +225,7 @@ def train(
                 given = decoder.lowres(small, side, drawn["lowres_time"], drawn["lowres_noise"])
             x0, (alpha, sigma) = resized(images, side), decoder.levels[:, drawn["times"]]
             prediction = unet(alpha * x0 + sigma * drawn["noise"], drawn["times"], given)
-            v = alpha * drawn["noise"] - sigma * x0  # Salimans and Ho 2022
-            loss = F.mse_loss(prediction, v if s.objective == "v" else drawn["noise"])
+            loss = F.mse_loss(prediction, alpha * drawn["noise"] - sigma * x0)  # v of Salimans and Ho 2022
             optimizer.zero_grad()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(unet.parameters(), s.max_grad_norm)
@@ -252,8 +250,8 @@ def sample(decoder: Decoder, image_embed: Tensor, s: Settings) -> list[Tensor]:
             prediction = unet(x.repeat(copies, 1, 1, 1), torch.full((copies * b,), now, device=device), given)
             if copies == 2:  # away from what is drawn without the condition (Ho and Salimans 2022)
                 prediction = prediction[b:] + s.cond_scale * (prediction[:b] - prediction[b:])
-            (alpha, sigma), is_v = decoder.levels[:, now], s.objective == "v"
-            x0 = (alpha * x - sigma * prediction if is_v else (x - sigma * prediction) / alpha).clamp(-1, 1)
+            alpha, sigma = decoder.levels[:, now]
+            x0 = (alpha * x - sigma * prediction).clamp(-1, 1)
             x = decoder.levels[0, then] * x0 + decoder.levels[1, then] * (x - alpha * x0) / sigma
         pictures.append(x)
     return pictures

@@ -235,7 +235,7 @@ REFERENCES = (
     of_mulan("mulan", max_grad_norm=1.0, weight_decay=0.5),
     # With few levels it matters that the last one is noise alone; with two blocks, which map goes to which block.
     of_decoder("decoder", weight_decay=0.5, timesteps=50, num_resnet_blocks=2),
-    of_decoder("decoder, noise", noise_schedule="linear", objective="noise", **{"no-zero_terminal_snr": None}),
+    of_decoder("decoder, linear", noise_schedule="linear"),
 )  # fmt: skip
 
 
