@@ -244,7 +244,10 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--min_snr_gamma", "3"], "--min_snr_gamma has no effect"),
         (["--blur_sigma", "0.8", "0.4"], "--blur_sigma: give one width, or the least and the greatest"),
         (["--random_crop_sizes", "8", "8"], "--random_crop_sizes 8 8: Unet 1 is trained on whole pictures; give 0"),
-        (["--random_crop_sizes", "18"], "crops of 18 pixels for Unet 2: give 0 or a multiple of 2, 16 at most"),
+        (
+            ["--dim_mults", "1,2", "--random_crop_sizes", "18"],
+            "crops of 18 pixels for Unet 2: give 0 or a multiple of 2, 16 at most",
+        ),
         (["--guidance_interval", "1", "2"], "--guidance_interval has no effect with --cond_scale [1.0]"),
         (["--guidance_interval", "2", "1"], "the first number has to be the smaller one"),
         (["--switches", "self_attention"], "expected none, or a comma list of self_attn"),

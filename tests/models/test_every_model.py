@@ -217,8 +217,10 @@ def test_no_sample_depends_on_its_neighbours_on_the_graph_or_on_the_global_gener
     for row in range(BATCH):
         alone = results(model, {key: value[row : row + 1] for key, value in inputs.items()})
         for key, value in compared.items():
-            # Kernels add in another order for another number of rows, and up to 50 layers follow one another.
-            assert (alone[key][0] - value[row]).abs().max() <= 1e-4 * value.abs().max(), key
+            # Kernels add in another order for another number of rows, and up to 50 layers follow one another. A
+            # distance is a sum of squares of small differences between features.
+            bound = 1e-3 if name in DISTANCES else 1e-4
+            assert (alone[key][0] - value[row]).abs().max() <= bound * value.abs().max(), key
 
 
 @pytest.mark.parametrize(("name", "dtype", "how"), [
