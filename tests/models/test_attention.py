@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.attention import Attention, FeedForward, Transformer, l2_normalize, layers_read
+from models.attention import Attention, FeedForward, l2_normalize, layers_read
 
 
 def attention_written_out(module: Attention, x: Tensor, bias: Tensor) -> Tensor:
@@ -44,12 +44,6 @@ def test_attention_is_the_softmax_written_out() -> None:
     assert torch.equal(module(x), module(x, torch.zeros(1, 1, 7, 7)))
 
 
-def test_nothing_has_a_bias() -> None:
-    modules = list(Transformer(8, 2).modules())
-    assert not any(getattr(module, "bias", None) is not None for module in modules)
-    assert sum(isinstance(module, nn.Linear) for module in modules) == 8
-
-
 @pytest.mark.parametrize(("dim", "inner"), [(128, 341), (512, 1365), (6, 16), (2, 5)])
 def test_feed_forward_is_geglu_of_two_thirds_of_four_times_the_width(dim: int, inner: int) -> None:
     module = FeedForward(dim)
@@ -73,14 +67,6 @@ def test_normalised_vectors_have_length_one_and_zero_a_finite_gradient_in_attent
     nn.init.zeros_(module.to_qkv.weight)
     module(torch.randn(2, 3, 8, dtype=dtype)).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
-
-
-def test_a_transformer_gives_the_output_of_each_layer() -> None:
-    module, x = Transformer(8, 3, heads=2, dim_head=4), torch.randn(2, 5, 8)
-    for attention, feed_forward, output in zip(module.attention, module.feed_forward, module(x), strict=True):
-        x = x + attention(x)
-        x = x + feed_forward(x)
-        assert torch.equal(x, output)
 
 
 def test_even_layers_are_those_of_the_published_formula() -> None:

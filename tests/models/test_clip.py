@@ -6,7 +6,6 @@ import copy
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import open_clip
@@ -188,23 +187,3 @@ def test_weights_and_configurations_that_do_not_fit_are_named(folder, tmp_path):
 def test_a_missing_package_says_how_to_install_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
     assert 'pip install -e ".[clip]"' in refused(folder / "tiny.json", folder / "tiny.pt")
-
-
-def test_a_torchvision_of_another_pytorch_is_one_line(folder, tmp_path, monkeypatch):
-    """It raises RuntimeError, not ImportError, while open_clip imports it."""
-    (tmp_path / "open_clip.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "open_clip")
-    text = refused(folder / "tiny.json", folder / "tiny.pt")
-    assert "open_clip cannot be imported (operator torchvision::nms does not exist)" in text and "torchvision" in text
-
-
-@pytest.mark.parametrize(("owner", "name", "instead", "missing"), [
-    (open_clip, "get_model_config", None, "get_model_config"),
-    (open_clip.CLIP, "encode_text", None, "model.encode_text"),
-    (open_clip, "SimpleTokenizer", lambda **_: SimpleNamespace(eot_token_id=1), "tokenizer.vocab_size"),
-])  # fmt: skip
-def test_a_version_that_lacks_a_name_that_is_used_is_one_line(owner, name, instead, missing, folder, monkeypatch):
-    monkeypatch.setattr(owner, name, instead) if instead else monkeypatch.delattr(owner, name)
-    text = refused(folder / "tiny.json", folder / "tiny.pt")
-    assert f"open_clip {open_clip.__version__} has no {missing}: it differs from the versions" in text

@@ -105,20 +105,6 @@ def test_an_output_below_the_last_is_that_of_a_shallower_model(
         torch.testing.assert_close(out.text[:, below], expected.text[:, 0])
 
 
-def test_each_tower_has_its_own_heads_and_both_the_same_width_of_feed_forwards() -> None:
-    model = small(audio_heads=4, text_dim_head=8, ff_mult=2)
-    towers: tuple[tuple[Any, int, int, int], ...] = ((model.audio, 4, 4, 16), (model.text, 2, 8, 12))
-    for tower, heads, dim_head, dim in towers:
-        attention, feed_forward = tower.transformer.attention[0], tower.transformer.feed_forward[0]
-        assert attention.heads == heads and attention.to_out.in_features == heads * dim_head
-        assert attention.q_scale.shape == (dim_head,)
-        assert feed_forward.contract.in_features == int(dim * 2 * 2 / 3)
-    assert towers[0][0].relative_bias.mlp[-1].out_features == 4
-    sizes = {name: model.config[name] for name in ("audio_heads", "text_heads", "audio_dim_head", "text_dim_head")}
-    assert sizes == {"audio_heads": 4, "text_heads": 2, "audio_dim_head": 4, "text_dim_head": 8}
-    model(**some_pairs(model))
-
-
 def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | None) -> Tensor:
     """(b, n, p x p), as they enter the embedding."""
     seen: list[Tensor] = []
