@@ -23,16 +23,17 @@ COMPRESSING = {
     2: "residual,compress_time:6,attend_time,gateloop_time,adaptive",
     4: "residual,compress_space:6,compress_time,gateloop_time,adaptive,compress_time,attend_time,residual",
 }
-EVERY = "cond_attend_time,attend_space,cond_residual,linear_attend_space,cond_attend_space,residual_space"
-CONDITIONAL = f"{EVERY},compress_time:6,cond_linear_attend_space,adaptive,compress_time,consecutive_residual:2"
-UNCONDITIONAL = "attend_space,residual,linear_attend_space,compress_space:6,gateloop_time,attend_time"
+EVERY = (
+    "attend_time,attend_space,residual,linear_attend_space,residual_space,compress_time:6,adaptive,compress_time,"
+    "consecutive_residual:2"
+)
 SMALL: dict[str, Any] = {**TOKENIZER, "heads": 2, "dim_head": 3, "linear_heads": 2, "linear_dim_head": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"layers": COMPRESSING[4], "norm": "none"},
     "haar": {"layers": COMPRESSING[4], "patch_size": 2},
     "first": {"layers": COMPRESSING[2], "separate_first_frame": True, "pad_mode": "replicate"},
     "window": {"layers": COMPRESSING[1], "time_window": 2, "patch_size": 2, "patch": "pixels"},
-    "cond": {"layers": CONDITIONAL, "dim_cond": 3},
+    "every layer": {"layers": EVERY},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -43,20 +44,15 @@ def tokenizer(variant: str = "haar", **changes: Any) -> VideoTokenizer:
     return lively(VideoTokenizer(**{**SMALL, **VARIANTS[variant], **changes})).eval()
 
 
-def condition(model: VideoTokenizer, batch: int = 2) -> tuple[Tensor, ...]:
-    """What the model's methods take after their first argument."""
-    return (some(batch, 3),) if model.is_conditional else ()
-
-
 # The vectors between encoder and decoder have no public way in or out: codes would hide what they depend on.
 
 
-def latents(model: VideoTokenizer, videos: Tensor, *cond: Tensor) -> Tensor:
-    return torch.cat(list(model._latents(videos, *(cond or condition(model, len(videos)) or (None,)))), dim=2)
+def latents(model: VideoTokenizer, videos: Tensor) -> Tensor:
+    return torch.cat(list(model._latents(videos, None)), dim=2)
 
 
-def frames_of(model: VideoTokenizer, quantized: Tensor, *cond: Tensor) -> Tensor:
-    return model._decode(quantized, *(cond or condition(model, len(quantized)) or (None,)))[0]
+def frames_of(model: VideoTokenizer, quantized: Tensor) -> Tensor:
+    return model._decode(quantized, None)[0]
 
 
 def depends_on(outputs: Tensor, inputs: Tensor) -> Tensor:
@@ -106,24 +102,24 @@ def test_a_clip_in_chunks_is_the_clip_at_once(variant: str) -> None:
 @variants
 def test_an_image_has_the_codes_and_the_picture_of_the_first_frame(variant: str) -> None:
     model = tokenizer(variant)
-    cond, videos = condition(model), some_videos(2, 9)
+    videos = some_videos(2, 9)
     with torch.no_grad():
-        whole, image = model(videos, *cond), model(videos[:, :, 0], *cond)
+        whole, image = model(videos), model(videos[:, :, 0])
         assert torch.equal(image.codes, whole.codes[:, 0])
         assert torch.equal(image.reconstruction, whole.reconstruction[:, :, 0])
-        assert torch.equal(model.encode(videos[:, :, 0], *cond), image.codes)
-        assert torch.equal(model.decode(image.codes, *cond), image.reconstruction)
+        assert torch.equal(model.encode(videos[:, :, 0]), image.codes)
+        assert torch.equal(model.decode(image.codes), image.reconstruction)
 
 
 def encoded(model: VideoTokenizer, videos: Tensor, plan: list[int]) -> Tensor:
-    state = model.start_encoding(*condition(model, len(videos)))
+    state = model.start_encoding()
     codes = torch.cat([model.encode_next(part, state) for part in videos.split(plan, dim=2)], dim=1)
     model.finish_encoding(state)
     return codes
 
 
 def decoded(model: VideoTokenizer, codes: Tensor, plan: list[int]) -> Tensor:
-    state = model.start_decoding(*condition(model, len(codes)))
+    state = model.start_decoding()
     return torch.cat([model.decode_next(part, state) for part in codes.split(plan, dim=1)], dim=2)
 
 
@@ -131,13 +127,13 @@ def decoded(model: VideoTokenizer, codes: Tensor, plan: list[int]) -> Tensor:
 @pytest.mark.parametrize("plan", [[1, 4, 4], [1, 8], [5, 4], [1] * 9, [3, 2, 0, 3, 1]], ids=str)
 def test_a_stream_gives_the_bits_of_the_whole_clip(variant: str, plan: list[int]) -> None:
     model = tokenizer(variant)
-    cond, videos = condition(model), some_videos(2, 9)
-    codes = model.encode(videos, *cond)
+    videos = some_videos(2, 9)
+    codes = model.encode(videos)
     assert torch.equal(encoded(model, videos, plan), codes)
     frames = codes.shape[1]
     plan = [frames] if len(plan) == 2 else [1] * frames if len(plan) > 5 else [frames - 1, 0, 1]
     with torch.no_grad():
-        assert torch.equal(decoded(model, codes, plan), model.decode(codes, *cond))
+        assert torch.equal(decoded(model, codes, plan), model.decode(codes))
 
 
 def bytes_of(state: StreamState) -> int:
@@ -147,7 +143,7 @@ def bytes_of(state: StreamState) -> int:
 @variants
 def test_a_stream_needs_no_more_memory_the_longer_it_gets(variant: str) -> None:
     model = tokenizer(variant, time_window=2)
-    state, back = (start(*condition(model)) for start in (model.start_encoding, model.start_decoding))
+    state, back = (start() for start in (model.start_encoding, model.start_decoding))
     sizes = []
     for _ in range(50):
         codes = model.encode_next(some_videos(2, 4), state)
@@ -162,9 +158,8 @@ def test_a_stream_needs_no_more_memory_the_longer_it_gets(variant: str) -> None:
 @variants
 def test_streams_do_not_mix_and_go_on_from_a_pickled_state(variant: str) -> None:
     model = tokenizer(variant)
-    cond = condition(model)
     videos = [some_videos(2, 9, seed=1), some_videos(2, 9, 8, 12, seed=2)]
-    states, backs = ([start(*cond) for _ in videos] for start in (model.start_encoding, model.start_decoding))
+    states, backs = ([start() for _ in videos] for start in (model.start_encoding, model.start_decoding))
     codes, frames = ([[] for _ in videos] for _ in range(2))
     for start, number in itertools.product(range(0, 9, 3), range(2)):
         states[number], backs[number] = pickle.loads(pickle.dumps((states[number], backs[number])))
@@ -173,7 +168,7 @@ def test_streams_do_not_mix_and_go_on_from_a_pickled_state(variant: str) -> None
         frames[number].append(model.decode_next(new, backs[number]))
     with torch.no_grad():
         for number, video in enumerate(videos):
-            out = model(video, *cond)
+            out = model(video)
             assert torch.equal(torch.cat(codes[number], dim=1), out.codes)
             assert torch.equal(torch.cat(frames[number], dim=2), out.reconstruction)
 
@@ -261,19 +256,6 @@ def test_an_inflated_model_learns_to_look_back(tmp_path: Path) -> None:
     # Three of attend_time and one of gateloop_time, in both halves.
     assert len(gains) == 8 and not any(gain.any() for gain in gains.values())
     assert all(gain.grad is not None and gain.grad.any() for gain in gains.values())
-
-
-def test_a_condition_reaches_codes_and_frames_and_is_neither_forgotten_nor_superfluous() -> None:
-    model, other = tokenizer("cond"), tokenizer()
-    videos = some_videos(2, 5)
-    with torch.no_grad():
-        z, frames = (f(model, x) for f, x in ((latents, videos), (frames_of, some(2, 4, 2, 8, 8))))
-        conds = some(2, 3, seed=5)
-        assert not torch.equal(latents(model, videos, conds), z)
-        assert not torch.equal(frames_of(model, some(2, 4, 2, 8, 8), conds), frames)
-        for call in (model, model.encode, lambda x: model.start_encoding()):
-            assert "give cond" in refused(call, videos)
-        assert "no layer takes one" in refused(other, videos, conds)
 
 
 def test_the_first_frame_of_clips_and_images_has_a_convolution_of_its_own() -> None:

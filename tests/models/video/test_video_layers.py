@@ -14,7 +14,7 @@ from models.video.attention import AdaptiveNorm, Attend, Attention, GateLoop, Ta
 from models.video.causal import CausalConv3d, Context, SpaceUp, TimeUp
 from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
 from models.video.patches import PATCHES, from_patches, to_patches
-from models.video.residual import ModulatedConv3d, ResidualUnit, RMSNorm, SqueezeExcite
+from models.video.residual import ResidualUnit, RMSNorm, SqueezeExcite
 from tests.models.helpers import some
 
 WHOLE = Context()
@@ -136,16 +136,6 @@ def test_a_residual_unit_is_what_its_norm_says(norm: str) -> None:
         first, second = unit.norms
         expected = x + unit.mix(F.silu(second(unit.conv(F.silu(first(x, WHOLE)), WHOLE), WHOLE)))
     torch.testing.assert_close(unit(x, WHOLE), expected)
-
-
-def test_a_modulated_convolution_has_weights_of_its_own_for_each_clip() -> None:
-    conv, x, cond = ModulatedConv3d(6, 4, (3, 3, 3), dim_cond=3), video(), video(2, 3)
-    out = conv(x, Context(cond=cond))
-    for clip in range(2):
-        weight = conv.weight * (1 + conv.to_scale(cond[clip]))[:, None, None, None]
-        weight = weight / weight.square().sum(dim=(1, 2, 3, 4), keepdim=True).sqrt()
-        expected = F.conv3d(F.pad(x[clip], (0, 0, 0, 0, 2, 0)), weight, padding=(0, 1, 1))
-        torch.testing.assert_close(out[clip], expected)
 
 
 @pytest.mark.parametrize("window", [None, 2])
