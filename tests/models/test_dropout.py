@@ -65,11 +65,6 @@ def test_draws_are_pinned_so_that_a_checkpoint_meets_the_same_later() -> None:
     assert ["".join(map(str, row)) for row in dropped[0].int().tolist()] == ["00001100", "10110011"]
 
 
-def test_nothing_is_computed_without_keys_or_without_a_share() -> None:
-    x = some(2, 3, 4)
-    assert dropout(x, 0.0, some_keys(2)) is x and dropout(x, 0.5, None) is x
-
-
 def test_attention_drops_weights_and_outputs_and_the_feed_forward_its_inner_numbers() -> None:
     torch.manual_seed(0)
     keys, x, bias = some_keys(2), some(2, 5, 12), some(2, 3, 5, 5, seed=2)

@@ -267,16 +267,6 @@ def test_in_the_layout_of_musiclm_a_token_0_is_hidden_wherever_it_stands() -> No
     assert (moved - model.encode_text(tokens, lengths)[:1]).abs().max() > 1e-3
 
 
-def test_in_the_layout_of_musiclm_towers_have_heads_of_their_own_and_a_common_width_of_feed_forwards() -> None:
-    model = small_musiclm(audio_heads=3, text_dim_head=6, ff_mult=2)
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    assert shapes["audio.transformer.layers.0.0.to_q.weight"] == (3 * 4, 16)
-    assert shapes["audio.dynamic_pos_bias_mlp.4.weight"] == (3, 4)
-    assert shapes["text.transformer.layers.0.0.to_kv.weight"] == (2 * 2 * 6, 12)
-    assert shapes["text.transformer.layers.1.1.4.weight"] == (12, 2 * 2 * 12 // 3)
-    model(**some_pairs(model))
-
-
 def test_in_the_layout_of_musiclm_temperature_and_bias_of_each_output_are_those_of_its_loss() -> None:
     model = small_musiclm(audio_depth=4, text_depth=4, hierarchical_layers=3)
     model.multi_layer_contrastive_learning.contrast.temperatures.data.view(-1)[:] = torch.tensor([1.0, 2.0, 9.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import VQGAN, DiscreteVAE
+from models import DiscreteVAE
 from models.files.dalle import save_dalle_file
 from tests.models.helpers import VAE, assert_same_bits, one_line_of, some_images
 from tests.models.reference import tokenizers
@@ -73,12 +72,3 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)):
         save_dalle_file(tmp_path / "vae.pt", {**model.config, "image_size": lambda: 16}, small_vae().state_dict())
     assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt"), model)
-
-
-def test_config_json_says_how_many_codes_there_are_and_one_without_it_loads(tmp_path: Path) -> None:
-    """The levels of FSQ that are published for 1024 codes make 1000."""
-    VQGAN(image_size=8, dim=4, num_layers=1, quantizer="fsq", codebook_size=1024).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["codebook_size"], config.pop("num_codes")) == (1024, 1000)
-    (tmp_path / "config.json").write_text(json.dumps(config))  # of an older version
-    assert VQGAN.from_pretrained(tmp_path).codebook_summary == "fsq: 1000 codes, levels 8,5,5,5"
