@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from models.quantizers import clustering
 from models.quantizers.hashing import random_indices
+from models.quantizers.statistics import sums_by_code
 from models.quantizers.vector import VectorQuantizer
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 from tests.processes import on_processes
@@ -70,6 +71,15 @@ def test_with_cosine_vectors_and_entries_have_length_one(kmeans_init: bool) -> N
         update(quantizer, 10 * some_vectors(seed=step), step)
         torch.testing.assert_close(quantizer.codebook.norm(dim=1), torch.ones(7))
     assert quantizer(10 * some_vectors()).losses["commitment"] < 4 / 5
+
+
+def test_sums_by_code_are_exact() -> None:
+    vectors, codes = torch.randn(50, 3), torch.randint(0, 6, (50,))
+    codes[codes == 4] = 5
+    counts, sums = sums_by_code(vectors, codes, 6)
+    assert counts.tolist() == torch.bincount(codes, minlength=6).tolist()
+    expected = torch.zeros(6, 3, dtype=torch.float64).index_add_(0, codes, vectors.double())
+    torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
 
 
 def test_a_skipped_update_leaves_the_codebook_as_it_was() -> None:
