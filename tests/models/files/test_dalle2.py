@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from models.files.dalle2 import (
     to_public,
 )  # fmt: skip
 from models.files.dalle2_config import DECODER_WIDE, training_config
+from models.files.public_decoder import is_public_decoder
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
 from tests.models.reference.unets import (
     BASE,
@@ -277,23 +279,33 @@ def doubled(times: int) -> list[Any]:
 # What differs from a decoder's file, in the arguments of `laion`, and what the message has to say.
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no unets": ({"config": changed(unets=[])}, "unets"),
+    "unets of numbers": ({"config": changed(unets=[1, 2])}, "unets"),
     "one unet": ({"config": changed(unets=CONFIG["unets"][:1])}, "unet 2"),
     "a configuration that is a list": ({"config": []}, "no part about a decoder"),
     "sizes": ({"config": changed(image_sizes=[8])}, "image_sizes [8]"),
+    "sizes as words": ({"config": changed(image_sizes=["8", "16"])}, "2 unets"),
     "schedule": ({"config": changed(beta_schedule="exp")}, "['exp', 'exp']"),
+    "schedules": ({"config": changed(beta_schedule=["cosine"])}, "['cosine']"),
     "another width": ({"config": with_unet(dim=16)}, "unet 2"),
     "more blocks": ({"config": with_unet(num_resnet_blocks=2)}, "should have shape"),
+    "a huge width": ({"config": with_unet(dim=10**12)}, "dim 1000000000000"),
     "many blocks": ({"config": with_unet(num_resnet_blocks=4_000_000)}, "many more weights"),
     "a dict as a width": ({"config": with_unet(dim={})}, "dim {}"),
     "groups": ({"config": with_unet(resnet_groups=3)}, "resnet_groups 3"),
     "heads of size 0": ({"config": with_unet(attn_dim_head=0)}, "is not a decoder"),
     "2^40 sizes": ({"config": changed(image_sizes=[doubled(40)])}, "1048576"),
+    "2^40 schedules": ({"config": changed(beta_schedule=doubled(40))}, "1048576"),
     "no weights": ({"model": {"a": torch.ones(1)}}, "no weights of unets"),
+    "a list of weights": ({"model": [1]}, "no dict of names"),
+    "a word as a weight": ({"model": {"unets.0.a": "b"}}, "unets.0.a"),
     "a VQGAN": ({"model": {**PUBLIC, "vaes.0.a": torch.ones(1)}}, "VQGAN"),
     "stride 0": ({"model": {**PUBLIC, "unets.0.to_out.bias": torch.zeros(1).expand(10**9)}}, "larger than"),
+    "code as the version": ({"version": Call(os.mkdir, "ran")}, "posix.mkdir"),
     "code in the configuration": ({"config": Call(os.mkdir, "ran")}, "posix.mkdir"),
+    "code in the weights": ({"model": Call(os.system, "mkdir ran")}, "posix.system"),
     "a function of packaging": ({"version": Call(packaging.version.parse, "1.0")}, "packaging.version.parse"),
     "10 GB": ({"version": Call(bytearray, 10**10)}, "bytearray"),
+    "a version as weights": ({"model": VERSION}, "no dict of names"),
     "a version as a number": ({"config": with_unet(dim=VERSION)}, "Ignored"),
 }  # fmt: skip
 
@@ -321,6 +333,18 @@ def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(
     ):
         make()
         assert complaint in one_line_of(lambda path: read_public([path]), path)
+
+
+def test_compressed_pickles_that_are_damaged_are_no_decoder_and_raise_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "latest.pth"
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2):
+        with zipfile.ZipFile(path, "w", method) as archive:
+            archive.writestr("archive/data.pkl", bytes(range(256)) * 40)
+            start = archive.infolist()[0].header_offset + 30 + len("archive/data.pkl")
+        content = bytearray(path.read_bytes())
+        content[start + 9 : start + 40] = b"\xff" * 31
+        path.write_bytes(content)
+        assert not is_public_decoder(path)
 
 
 PRIVATE: dict[str, tuple[int, dict[str, Any], str]] = {

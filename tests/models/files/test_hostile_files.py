@@ -3,6 +3,7 @@ have taken memory that its data do not fill."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from torch import Tensor
 import convert
 import train_vae
 from models import DiscreteVAE
+from models.files.building import build_with_weights
 from tests.models.helpers import VAE, Call, assert_same_bits, one_line_of
 
 HPARAMS = {**VAE, "num_resnet_blocks": 0, "channels": 3}
@@ -69,6 +71,21 @@ def rezipped(path: Path, method: int = zipfile.ZIP_STORED, change: Callable[[byt
             archive.writestr(name, change(content) if name.endswith("/data.pkl") else content)
 
 
+def member_twice(path: Path) -> None:
+    """The largest member stands in the table of contents under a second name, and takes no room for it."""
+    with zipfile.ZipFile(path, "a") as archive:
+        twin = copy.copy(max(archive.filelist, key=lambda info: info.file_size))
+        twin.filename += "9"
+        archive.filelist.append(twin)
+        archive.comment = b""  # marks the archive as changed
+
+
+def other_pickle(path: Path) -> None:
+    """Python's reader finds data.pkl, and one that does not look at capitals may find another."""
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{archive.namelist()[0].split('/')[0]}/DATA.PKL", b"")
+
+
 def edited(path: Path, edit: Callable[[bytes], bytes]) -> None:
     path.write_bytes(edit(path.read_bytes()))
 
@@ -109,6 +126,12 @@ def doubled(times: int) -> dict[str, Any]:
     return value
 
 
+def with_pickle(path: Path, operations: bytes) -> None:
+    """A dict whose key is what these operations make of the empty tuple."""
+    pt(path)
+    rezipped(path, change=lambda pickled: b"\x80\x02})" + operations + b"K\x01s.")
+
+
 RAN = Path("ran")  # made by code that runs, in the folder of the test
 CALLS = {
     "posix.mkdir": Call(os.mkdir, str(RAN)), "posix.system": Call(os.system, f"mkdir {RAN}"),
@@ -143,6 +166,11 @@ PT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "meta": (lambda path: pt(path, weights={"a": torch.zeros(10**12, device="meta")}), "meta"),
     "stride 0": (stride_0, "larger than the file"), "one storage for all": (one_storage, "larger than the file"),
     "storage of 8 GB": (longer_storage, ""),
+    "deflated": (lambda path: (pt(path), rezipped(path, zipfile.ZIP_DEFLATED)), "unpack"),
+    "overlapping members": (lambda path: (pt(path, weights=weights_of(hidden_dim=99)), member_twice(path)), "unpack"),
+    "second pickle": (lambda path: (pt(path), other_pickle(path)), "data.pkl 2 times"),
+    "bytes in front": (lambda path: (pt(path), edited(path, lambda pt: b"PK\3\4" + pt)), "more than one way"),
+    "comment": (lambda path: (pt(path), edited(path, lambda pt: pt[:-2] + b"\4\0zip!")), "more than one way"),
     "truncated": (lambda path: (pt(path), edited(path, lambda pt: pt[:-100])), "zip"),
     "nothing": (lambda path: None, "No such file"), "folder": (os.mkdir, "directory"),
     "legacy": (lambda path: torch.save({}, path, _use_new_zipfile_serialization=False), "without running code"),
@@ -153,6 +181,10 @@ PT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "few hparams": (lambda path: pt(path, {"image_size": 16}), "codebook_dim, hidden_dim"),
     "no weights": (lambda path: torch.save({"hparams": HPARAMS, "weights": {}}, path), "codebook.weight"),
     "weight that is a number": (lambda path: pt(path, weights={"a": 1}), "not a tensor"),
+    "key of 2 million tuples": (lambda path: with_pickle(path, b"\x85" * 2_000_000), "1024"),
+    "key of 2^40 values": (lambda path: with_pickle(path, b"q\0h\0\x86" * 40), "1024"),
+    "pickle without a stack": (lambda path: with_pickle(path, b"s" * 9), "damaged"),
+    "pickle of 5 MB": (lambda path: with_pickle(path, b"K\0" * 2_500_000), "data.pkl"),
     "whole numbers": (lambda path: pt(path, weights=cast(torch.int64)), "torch.int64"),
     "complex weights": (lambda path: pt(path, weights=cast(torch.cfloat)), "ComplexFloat"),
 }  # fmt: skip
@@ -379,3 +411,9 @@ def test_a_long_clip_or_a_large_codebook_is_no_absurd_number(tmp_path: Path) -> 
     model = DiscreteVAE(**{**VAE, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20})
     model.save_pretrained(tmp_path)
     assert DiscreteVAE.from_pretrained(tmp_path).config == model.config
+
+
+def test_building_is_bounded_even_without_a_limit_on_numbers(warm: None) -> None:
+    weights = weights_of()
+    with little_memory(), pytest.raises(ValueError, match="many more weights than the file"):
+        build_with_weights(lambda: DiscreteVAE(**{**VAE, "num_resnet_blocks": 10**9}), weights)

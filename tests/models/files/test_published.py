@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import os
 import pickle
 import re
+import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from models.files.published import read_state_dict
 from tests.models.helpers import Call, assert_same_bits, one_line_of
 
 WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.tensor([1, 2, 3])}
+MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({"little_endian": True}, 2)
 
 
 def save_old(content: Any, path: Path, pickle_protocol: int = 2) -> None:
@@ -43,6 +46,13 @@ def test_a_published_file_of_before_pytorch_1_6_is_read_onto_the_cpu() -> None:
     assert_same_bits(heads, torch.load(path, map_location="cpu", weights_only=True))
 
 
+def test_tensors_as_the_first_versions_of_pytorch_wrote_them_are_read(tmp_path: Path) -> None:
+    weight = WEIGHTS["a.weight"]
+    old = Call(torch._utils._rebuild_tensor, weight._typed_storage(), 0, (3, 4), (4, 1))
+    save_old(collections.OrderedDict(weight=old), tmp_path / "old.pth")
+    assert torch.equal(read_state_dict(tmp_path / "old.pth")["weight"], weight)
+
+
 @pytest.mark.parametrize("save", [torch.save, save_old], ids=["zip", "old"])
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_file_with_a_call_is_refused_and_not_run(save: Callable[..., None], protocol: int, tmp_path: Path) -> None:
@@ -51,6 +61,24 @@ def test_a_file_with_a_call_is_refused_and_not_run(save: Callable[..., None], pr
         complaint = one_line_of(read_state_dict, tmp_path / "x.pth")
         assert "without running code" in complaint and not (tmp_path / "trace").exists()
         assert protocol > 2 or re.search(r"it calls for \S+, and no plain tensor needs that", complaint)
+
+
+def old_file(elements: bytes) -> bytes:
+    """A state dict with one tensor whose storage has as many elements as an instruction says."""
+    storage = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpu" + elements + b"NtQ"
+    sizes = b"K\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes
+    return MAGIC + b"\x80\x02}U\x01a" + tensor + b"s." + pickle.dumps(["0"], 2) + struct.pack("<qf", 1, 2.5)
+
+
+def test_an_old_file_may_claim_no_more_elements_than_it_can_hold(tmp_path: Path) -> None:
+    path, many = tmp_path / "x.pth", b"\x8a\x06" + (2**40).to_bytes(6, "little")
+    path.write_bytes(old_file(b"K\x01"))
+    assert read_state_dict(path)["a"].tolist() == [2.5]
+    path.write_bytes(old_file(many))
+    assert "its tensors are larger than the file" in one_line_of(read_state_dict, path)
+    path.write_bytes(old_file(many + b"q\x090h\x09"))  # put away and fetched again: nothing that PyTorch writes
+    assert "it describes a tensor in a way that PyTorch does not" in one_line_of(read_state_dict, path)
 
 
 def tar(path: Path) -> None:
