@@ -175,7 +175,8 @@ class Backend(Processes, ABC):
             if stopped is not None and (self.is_root or stopped.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stopped}")
-            # Nobody is waited for after a mistake: one that a process met alone would end the job at its time limit.
+            # After a mistake nobody is waited for: the others may not have met it, and would not come before the time
+            # limit.
             is_graceful = is_mistake or ((is_done or is_mutual) and self._all_are_done())
         finally:
             self.watchdog.stop(None if is_done or is_mutual else error)

@@ -11,7 +11,7 @@ Parts, in this order:
     processes  two processes on the one GPU leave the same bits as one process, with --batch_parts 2
     waits      how often per update the host waits for the GPU
     zero       losses of DeepSpeed's ZeRO stages and of FSDP against those of one process without them
-    speed      samples per second and peak memory, and those of bare loops with PyTorch's own settings
+    speed      samples per second and peak memory, and those of the references with PyTorch's own settings
 
 Each job has a process and a time limit of its own: one that fails or is too slow is a row that says why. Jobs whose
 time is measured run alone, the others several at a time. A part may also use the time that earlier parts left.
