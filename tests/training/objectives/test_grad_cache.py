@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed import Backend
-from tests.processes import single
+from tests.processes import Process, on_processes, single
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 from training.objectives.grad_cache import contrastive_update
 
@@ -118,6 +118,26 @@ def test_loss_and_all_gradients_are_those_of_one_graph(kind: str, whole: bool, b
     assert 0.0 not in model.arrived[0]
     # Where bits must be the same, even a single micro-batch is embedded without a graph first.
     assert model.calls == (1 if parts == 1 and not whole else 2 * parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_have_the_gradients_of_one_graph(kind: str) -> None:
+    """Those of temperature and bias, which are totals over the batch, too."""
+    of_ranks = [Towers(), Towers()]
+
+    def work(process: Process) -> dict[str, Tensor]:
+        mine = slice(process.rank * BATCH // 2, (process.rank + 1) * BATCH // 2)
+        batch = {name: rows[mine] for name, rows in make_batch().items()}
+        model = of_ranks[process.rank]
+        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), name="model")
+        contrastive_update(engine, process, Contrastive(kind, process), batch, inputs)
+        engine.step()
+        return dict(engine.state_dict()["optimizer"]["moments"]["momentum_buffer"])
+
+    _, wanted = in_one_graph(kind)
+    for gradients in on_processes(2, work, batch_size=BATCH):
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
