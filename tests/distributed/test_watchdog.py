@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,7 @@ import pytest
 import torch
 
 from distributed import Backend, Launch, TrainingStopped, collectives, watchdog
-from distributed.collectives import Alone
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
-from distributed.signals import Signals
 from distributed.watchdog import Watchdog
 from tests.processes import Process, Root, on_processes
 
@@ -161,34 +159,6 @@ def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
     assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True}
     dog.mark("computing")
     assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False}
-
-
-@pytest.mark.parametrize("is_at_work", [True, False])
-def test_a_process_that_writes_gets_on_as_long_as_it_uses_the_processor(
-    is_at_work: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dog, used = dog_of(1), iter(range(10))
-    monkeypatch.setattr(watchdog, "processor_time", lambda thread: next(used) if is_at_work else 7)
-    dog.mark("writing the model", writes=True)
-    assert len({beat_of(dog)["count"] for _ in range(5)}) == (5 if is_at_work else 1)
-    dog.mark("computing")
-    assert beat_of(dog)["count"] == beat_of(dog)["count"]
-
-
-@pytest.mark.parametrize(("used", "ticks"), [(range(9), 6), ([7] * 9, 3), ([None] * 9, 6)], ids=str)
-def test_a_process_that_ends_waits_for_its_writes_while_they_get_on(
-    used: Sequence[int | None], ticks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most for the timeout, here 6 ticks. Nobody waits for the idle threads of a pool."""
-    joined: list[float] = []
-    write = SimpleNamespace(name="checkpoint", join=joined.append, is_alive=lambda: True)
-    idle = SimpleNamespace(name="ThreadPoolExecutor-0_0")
-    dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 6 / 60)  # ticks have a second
-    monkeypatch.setattr(watchdog, "_STILL_TICKS", 3)
-    monkeypatch.setattr(watchdog, "processor_time", lambda thread: used[len(joined)])
-    monkeypatch.setattr(watchdog.threading, "enumerate", lambda: [threading.main_thread(), idle, write])
-    dog.let_writes_end()
-    assert len(joined) == ticks
 
 
 def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
@@ -335,19 +305,6 @@ def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(mo
     assert other.hears() == ["end", "lost contact with rank 0 at update 0 (starting): KeyError: 'x'"]
 
 
-def test_a_root_that_leaves_while_its_thread_has_just_noticed_it_leaves_quietly(
-    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bell = liveness._bell
-
-    def ring_late(text: bytes) -> int:
-        liveness._thread.join()  # it looks once in a tick by itself, and then closes the bell
-        return bell.send(text)
-
-    monkeypatch.setattr(liveness, "_bell", SimpleNamespace(send=ring_late, close=bell.close))
-    liveness.stop()
-
-
 def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> None:
     for hello in (["here", "0123", 1], ["here", liveness.token, "x"], ["here", liveness.token, 2], ["met"], [],
                   ["\0" * 100_000]):  # fmt: skip
@@ -416,30 +373,6 @@ def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: L
     finally:
         os.write(writing, b"x")
         os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize(("number", "asks"), [(signal.SIGTERM, True), (signal.SIGCHLD, False)])
-def test_the_root_hears_that_the_job_is_asked_to_end(number: signal.Signals, asks: bool, liveness: Liveness) -> None:
-    liveness.hear_signal(number)
-    first, second = members(liveness)  # the bell was rung before
-    first.say("met")
-    second.say("met")
-    assert first.hears() == ["met"]
-    assert liveness._is_asked_to_end == asks
-
-
-def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
-    heard = queue.Queue[int]()
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    signals = Signals(lambda: False, is_root=False)
-    try:
-        signals.watchdog = SimpleNamespace(hear_signal=heard.put)  # type: ignore[assignment]
-        signals.begin()  # otherwise it would end this process
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard.get(timeout=PATIENCE_SECONDS) == signal.SIGTERM
-    finally:
-        signals.close()
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_nothing_piles_up_at_a_process_that_is_stopped(liveness: Liveness) -> None:
