@@ -424,22 +424,3 @@ def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources() -> 
     (met, explained), _ = on_processes(2, work)
     assert met.startswith("rank 0: lost contact with rank 1 ") and met.endswith(": KeyError: 'x'")
     assert explained.startswith(f"{met} (Read error [127.0.0.1]:30598: Conn") and ".cc" not in explained
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("all [../gloo/pair.cc:598] lost\nmore", "all lost"),
-        ("lost [../gloo/pair.cc:598]\nmore", "lost"),
-        ("[/gloo/a.h:1]\n", "RuntimeError"),
-        ("", "RuntimeError"),
-        ("no place [1] nor [a b.cc:3]", "no place [1] nor [a b.cc:3]"),
-        ("word " * 40, "word " * 39 + "word"),
-        ("word " * 41, "word " * 39 + "word ..."),
-        ("letters " * 26, "letters " * 24 + "letters ..."),
-        ("a " + "letters " * 26, "a " + "letters " * 23 + "letters ..."),
-        ("x" * 300, "x" * 200 + " ..."),
-    ],
-)
-def test_an_error_is_told_in_one_line_that_ends_with_a_word(text: str, line: str) -> None:
-    assert watchdog._short(RuntimeError(text)) == line

@@ -14,9 +14,7 @@ from unittest.mock import patch
 import torch
 from lion_pytorch import Lion
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 from distributed import Backend, Engine
@@ -28,7 +26,6 @@ from training.objectives.grad_cache import contrastive_update
 BATCH, HEADS, DIM = 48, 2, 5  # divides by 1, 2, 3 and 4 processes with 1 or 4 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "1"]
 RAGGED = [5, 0, 11, 2]  # pairs on each of four processes; of fewer processes, the last one takes the rest
-LOCAL = 64  # pairs per process where memory is measured
 
 
 class Output(NamedTuple):
@@ -131,39 +128,6 @@ def ragged(backend: Backend) -> dict[str, Any]:
     return found
 
 
-class _Memory(TorchDispatchMode):
-    """Measures in its context the size of the largest tensor and the peak of all live tensors, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = call(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, storage.nbytes())
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return made
-
-
-def memory(backend: Backend) -> dict[str, list[int]]:
-    """Memory of every loss, with the same number of pairs per process for any number of processes."""
-    found = {}
-    vectors = F.normalize(torch.ones(LOCAL, 1, 8), dim=-1)
-    for kind in KINDS:
-        with _Memory() as used:
-            Contrastive(kind, backend).value_and_gradients(
-                vectors, vectors, torch.ones(1), torch.ones(1), torch.arange(LOCAL) + LOCAL * backend.rank
-            )
-        found[kind] = [used.largest, used.peak]
-    return found
-
-
 def lion(backend: Backend, makers: dict[str, Callable[..., Engine]]) -> dict[str, Any]:
     """Differences found when the state of Lion from each kind of engine is continued in the next kind, and that of the
     last kind in the first."""
@@ -247,7 +211,7 @@ def measure_once(args: argparse.Namespace, backend: Backend, zero_stages: list[i
         makers[f"zero {stage}"] = make
     found = {"ragged": ragged(backend), "lion": lion(backend, makers)}
     with patch.object(losses, "_GATHERED_BYTES", 0):  # as if the batch were large
-        found |= {"ragged, around a ring": ragged(backend), "memory": memory(backend)}
+        found["ragged, around a ring"] = ragged(backend)
     write(args, backend, found)
 
 

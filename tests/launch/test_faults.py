@@ -24,7 +24,6 @@ from launching import (
     Job,
     Launcher,
     finish,
-    free_port,
     run,
     send,
     start,
@@ -347,22 +346,6 @@ def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fre
         f"resumed from {tmp_path}/checkpoints/step_00000008" in finished.output
         and "starting over" not in finished.output
     )
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
-
-
-@pytest.mark.long  # tests/lab has machines
-def test_a_process_lost_on_one_of_two_machines_starts_all_again(tmp_path: Path) -> None:
-    # Each torchrun counts the failures of its own processes alone, so the two counts differ after this.
-    command = [*ENDLESS, "--output_dir", str(tmp_path), "--fresh", "--max_steps", "12", "--save_every_n_steps", "1"]
-    command += ["--interrupt", "SIGKILL@9", "--last_alone"]
-    worker = "tests/launch/interrupted_worker.py"
-    flags = ["--nnodes", "2", "--max-restarts", "1", "--rdzv_backend", "c10d", "--rdzv_id", "two"]
-    flags += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--master_port", str(free_port())]
-    machines = [start(Launcher("torchrun", 1), worker, command, launcher_flags=flags) for _ in range(2)]
-    finished = [finish(machine) for machine in machines]
-    assert [each.returncode for each in finished] == [0, 0], finished
-    said = "".join(each.output for each in finished)
-    assert f"resumed from {tmp_path}/checkpoints/step_00000008" in said and "starting over" not in said
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
 
 
