@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -50,21 +49,6 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(["--only", "waits,sped"])
     assert ended.value.code == 2 and "there is no 'sped'; there are tests, resume" in capsys.readouterr().err
-
-
-def test_parts_share_the_time_and_inherit_what_was_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    deadlines = {}
-
-    def part(plan: Plan) -> Iterator[Row]:
-        deadlines[plan.part] = plan.deadline
-        yield plan.row("row")
-
-    monkeypatch.setattr(
-        command, "PARTS", {name: (part, s) for name, s in {"tests": 10, "waits": 20, "zero": 30}.items()}
-    )
-    monkeypatch.setattr(command.time, "monotonic", lambda: 1000.0)
-    command.main(["--scale", "toy", "--minutes", "1", "--json", str(tmp_path / "gpu.json")])
-    assert deadlines == {"tests": 1010, "waits": 1030, "zero": 1060}
 
 
 def test_a_part_that_fails_is_a_row_and_the_others_go_on(
@@ -161,19 +145,6 @@ def test_jobs_see_one_gpu(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         found.append(plan.job(say).strip())
     assert found == ["3", "", "0"]
-
-
-def test_files_that_differ_are_named_but_not_the_states_of_python_generators(tmp_path: Path) -> None:
-    for run, (step, name, content) in itertools.product("ab", [
-        ("model", "model", "same"), ("checkpoints/step_00000008", "vae", "{}"),
-        ("checkpoints/step_00000020", "vae", "{}"), ("checkpoints/step_00000020", "random", "{}"),
-    ]):  # fmt: skip
-        path = tmp_path / run / step / f"{name}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content.format() if content == "same" else run)
-    assert worker.different_tensors(tmp_path / "a", tmp_path / "b") == ["checkpoints/step_00000020/vae.safetensors"]
-    (tmp_path / "a" / "model" / "model.safetensors").unlink()
-    assert len(worker.different_tensors(tmp_path / "a", tmp_path / "b")) == 2
 
 
 def test_the_toy_size_shows_on_a_cpu_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

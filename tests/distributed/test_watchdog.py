@@ -22,6 +22,7 @@ import torch
 
 from distributed import Backend, Launch, TrainingStopped, collectives, watchdog
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
+from distributed.signals import Signals
 from distributed.watchdog import Watchdog
 from tests.processes import Process, Root, on_processes
 
@@ -373,6 +374,30 @@ def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: L
     finally:
         os.write(writing, b"x")
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(("number", "asks"), [(signal.SIGTERM, True), (signal.SIGCHLD, False)])
+def test_the_root_hears_that_the_job_is_asked_to_end(number: signal.Signals, asks: bool, liveness: Liveness) -> None:
+    liveness.hear_signal(number)
+    first, second = members(liveness)  # the bell was rung before
+    first.say("met")
+    second.say("met")
+    assert first.hears() == ["met"]
+    assert liveness._is_asked_to_end == asks
+
+
+def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
+    heard = queue.Queue[int]()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    signals = Signals(lambda: False, is_root=False)
+    try:
+        signals.watchdog = SimpleNamespace(hear_signal=heard.put)  # type: ignore[assignment]
+        signals.begin()  # otherwise it would end this process
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.get(timeout=PATIENCE_SECONDS) == signal.SIGTERM
+    finally:
+        signals.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_nothing_piles_up_at_a_process_that_is_stopped(liveness: Liveness) -> None:

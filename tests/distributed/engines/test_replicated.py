@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend, Engine, UserMistake
-from tests.processes import Process, on_processes
+from distributed import Backend, Engine
+from tests.processes import Process
 
 BATCH = 12
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -334,20 +334,6 @@ def test_a_state_that_does_not_fit_is_refused_by_name(part: str, text: str, spoi
     spoil(state["weights"] if part == "weights" else state["optimizer"]["moments"][part])
     with pytest.raises(ValueError, match=f"{part.removesuffix('s')} of {text}"):
         engine.load_state_dict(state)
-
-
-def test_a_state_that_one_process_refuses_is_refused_by_all() -> None:
-    def load(process: Process) -> None:
-        model = nn.Linear(1, 1)
-        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        state = engine.state_dict()
-        if process.rank == 1:
-            del state["weights"]["bias"]
-        engine.load_state_dict(state)
-
-    errors = on_processes(2, load, catches=UserMistake)
-    assert all("bias is missing" in str(error) and "rank 1" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(
