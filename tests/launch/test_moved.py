@@ -34,6 +34,7 @@ WAYS = {
     "tokenizer-vq": ["kill ddp", "ask zero1"],
     "decoder": [*(f"kill {name}" for name in OTHERS), "kill zero2"],
     "mulan-dropout": ["kill single", "kill zero3"],
+    "mulan-sigmoid": ["kill zero1", *(f"kill {name}" for name in OTHERS), "kill zero2"],  # by Lion, in two groups
 }
 FLAGS_OF = {
     "single": [], "ddp": [], **{f"zero{stage}": ["--zero_stage", str(stage)] for stage in range(4)},
