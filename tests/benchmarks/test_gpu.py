@@ -45,10 +45,6 @@ def test_without_a_gpu_it_ends_with_one_line_and_code_2(capsys: pytest.CaptureFi
     ]
 
 
-def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--only", "waits,sped"])
-    assert ended.value.code == 2 and "there is no 'sped'; there are tests, resume" in capsys.readouterr().err
 
 
 def test_a_part_that_fails_is_a_row_and_the_others_go_on(

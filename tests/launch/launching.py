@@ -235,11 +235,6 @@ def wait_until(job: Job, condition: Callable[[], bool], pause: float = 0.1) -> N
         time.sleep(pause)
 
 
-def worker_pids(job: Job, script: str | None = None) -> list[int]:
-    """Ids of the training processes of a job by rank, without launchers and loader workers."""
-    return [process.pid for process in job.ranks()]
-
-
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -28,7 +28,6 @@ from launching import (
     send,
     start,
     wait_until,
-    worker_pids,
 )
 from run_outputs import lines
 
@@ -81,7 +80,7 @@ def test_a_launcher_that_ends_has_the_run_saved_the_next_start_resumes_and_a_kil
         resumed = f"resumed from {tmp_path}/checkpoints/step_{assert_saved(finished, tmp_path):08d}"
     victim = VICTIMS[launcher]
     job = start_training(launcher, tmp_path)
-    os.kill(worker_pids(job)[victim], signal.SIGKILL)
+    send([job.ranks()[victim]], signal.SIGKILL)
     finished = finish(job)
     assert finished.returncode != 0 and resumed in finished.output, finished.output
     lost = f"stopped: rank {1 - victim}: lost contact with rank {victim} at update"
@@ -301,7 +300,7 @@ def test_a_stalled_process_is_named_and_ends_the_job(launcher: Launcher, rank: i
                 raise
     else:
         pytest.fail("it does not start without a pause of 0.9 minutes")
-    os.kill(worker_pids(job)[rank], signal.SIGSTOP)
+    send([job.ranks()[rank]], signal.SIGSTOP)
     finished = finish(job)
     assert finished.returncode != 0
     stands = f"no progress for {minutes} minutes: rank 1 stands at update"
