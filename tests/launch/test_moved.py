@@ -37,7 +37,7 @@ WAYS = {
     "mulan-sigmoid": ["kill zero1", *(f"kill {name}" for name in OTHERS), "kill zero2"],  # by Lion, in two groups
 }
 FLAGS_OF = {
-    "single": [], "ddp": [], **{f"zero{stage}": ["--zero_stage", str(stage)] for stage in range(4)},
+    "single": [], "ddp": [], **{f"zero{stage}": ["--deepspeed", "--zero_stage", str(stage)] for stage in range(4)},
     **{str(launcher.backend): launcher.flags for launcher in CHOSEN_ON_TWO},
 }  # fmt: skip
 
