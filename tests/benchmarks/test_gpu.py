@@ -45,8 +45,6 @@ def test_without_a_gpu_it_ends_with_one_line_and_code_2(capsys: pytest.CaptureFi
     ]
 
 
-
-
 def test_a_part_that_fails_is_a_row_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
