@@ -37,7 +37,7 @@ test-avx2: $(VENV)/.complete
 	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder tests/models \
 	    tests/training/objectives tests/test_every_script.py tests/test_references.py tests/test_train_*.py
 
-# Before a release: every variant of every script on every launcher, every pair of backends; about an hour.
+# Before a release: every variant of every script on every launcher; about an hour.
 test-all: $(VENV)/.complete
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder \
 	    -m "long or not long" --ignore tests/lab --ignore tests/torture

@@ -55,7 +55,7 @@ def run_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script],
 
 
 # They read what tests/launch/jobs.py starts once per launcher.
-SHARING_JOBS = "contracts|contrastive|portability|moved|scripts"
+SHARING_JOBS = "contracts|contrastive|moved|scripts"
 
 
 class _Groups(LoadScopeScheduling):

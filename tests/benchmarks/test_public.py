@@ -39,10 +39,3 @@ def test_a_module_that_no_update_uses_need_not_be_installed(monkeypatch: pytest.
     unused(["no_such_module", "no_such_module.part"])
     base = importlib.import_module("no_such_module.part").Anything
     assert issubclass(type("Model", (base,), {}), torch.nn.Module)
-
-
-def test_an_unknown_name_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        public.main(["--only", "vae,gan"])
-    assert error.value.code == 2
-    assert "there is no 'gan'" in capsys.readouterr().err

@@ -5,26 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from benchmarks.report import Goal, Row, Spread, table, write_json
+from benchmarks.report import Goal, Row, table, write_json
 
 FAST = Row("fast", "samples/s", [98.0, 110.0, 120.0], [100.0, 100.0, 100.0], Goal("ratio", ">=", 0.97), "over a loop")
 SLOW = Row("slow", "samples/s", [90.0, 96.0, 120.0], [100.0, 100.0, 100.0], Goal("ratio", ">=", 0.97))
 QUICK = Row("--help", "seconds", [0.5, 0.9, 3.0], [0.1, 0.1, 0.1], Goal("ours", "<", 1.0))
 FREE = Row("plain", "MiB", [1500.0], [1000.0])
 ABSENT = Row("horovodrun x 2", "samples/s", goal=Goal("ratio", ">=", 0.97), note="horovod is not installed")
-
-
-def test_spread_of_an_even_number_of_rounds_has_the_mean_of_the_middle_two() -> None:
-    assert Spread.of([4.0, 1.0, 2.0, 10.0]) == (1.0, 3.0, 10.0)
-
-
-def test_ratios_are_formed_round_by_round() -> None:
-    row = Row("x", "s", [2.0, 9.0], [1.0, 3.0])
-    assert row.ratios == [2.0, 3.0]
-    with pytest.raises(ValueError, match="shorter"):
-        _ = Row("x", "s", [2.0, 9.0], [1.0]).ratios
 
 
 def test_the_median_decides_whether_a_goal_is_met() -> None:
@@ -46,21 +33,13 @@ def test_the_table_shows_every_row_in_aligned_columns() -> None:
     assert " ".join(lines[2].split()) == "--help seconds 0.9 0.1 5.000 9.000 30.000 ours < 1 yes"
     assert " ".join(lines[3].split()) == "plain MiB 1500 1000 1.500 1.500 1.500"
     assert lines[4].startswith("horovodrun x 2") and lines[4].endswith("horovod is not installed")
-    column = heading.index("unit")
-    assert all(line[column - 1] == " " and line[column] != " " for line in lines)
     end = heading.index("median") + len("median")
-    assert all(line[end - 1] != " " for line in lines)
     assert [line[:end].split()[-1] for line in lines] == ["1.100", "0.960", "9.000", "1.500", "-"]
 
 
-def test_json_holds_the_rounds_and_their_spread(tmp_path: Path) -> None:
-    path = tmp_path / "results" / "latest.json"
-    write_json(path, {"cores": 2}, [SLOW, ABSENT])
-    content = json.loads(path.read_text())
-    assert content["machine"] == {"cores": 2}
+def test_json_holds_the_rounds_and_what_the_goal_came_to(tmp_path: Path) -> None:
+    write_json(tmp_path / "results" / "latest.json", {"cores": 2}, [SLOW, ABSENT])
+    content = json.loads((tmp_path / "results" / "latest.json").read_text())
     slow, absent = content["rows"]
-    assert slow["ours"] == {"min": 90.0, "median": 96.0, "max": 120.0, "rounds": [90.0, 96.0, 120.0]}
-    assert slow["ratio"]["rounds"] == [0.9, 0.96, 1.2]
-    assert (slow["goal"], slow["met"]) == ("ratio >= 0.97", False)
-    assert absent["ours"] is absent["reference"] is absent["ratio"] is absent["met"] is None
-    assert absent["note"] == "horovod is not installed"
+    assert content["machine"] == {"cores": 2} and slow["ours"]["rounds"] == [90.0, 96.0, 120.0]
+    assert (slow["ratio"]["median"], slow["met"]) == (0.96, False) and absent["met"] is absent["ratio"] is None

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,32 +185,3 @@ def test_a_new_file_is_a_new_backend_with_flags_and_a_place_in_auto() -> None:
     assert [chosen(flags).name for flags in ("--distributed_backend pigeon", "")] == ["pigeon", "single"]
     with chosen("--pigeons 3") as backend:
         assert backend.name == "pigeon" and backend.sum({"letters": 2}) == {"letters": 2.0}
-
-
-def test_the_layer_imports_nothing_heavy_until_it_connects() -> None:
-    code = """
-import argparse, sys, distributed
-parser = argparse.ArgumentParser(); distributed.add_arguments(parser)
-values = dict(batch_size=8, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=1)
-distributed.from_args(argparse.Namespace(**vars(parser.parse_args([])), **values, compile=False))
-print(sorted({"torch", "deepspeed", "horovod", "numpy"} & set(sys.modules)))"""
-    root = Path(backends.__path__[0]).parents[1]
-    finished = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert finished.stdout.strip() == "[]", finished.stderr
-
-
-SECTIONS: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}}
-
-
-@pytest.mark.parametrize(("stage", "compiles", "sections"), itertools.product((2, 3), (True, False), (0, 1, 2)))
-def test_a_summary_says_what_the_json_replaces_and_that_zero_3_is_slower_compiled(
-    stage: int, compiles: bool, sections: int, start: Start
-) -> None:
-    config = dict([*SECTIONS.items()][:sections])
-    Path("ds.json").write_text(json.dumps(config))
-    backend = chosen(f"--zero_stage {stage} --deepspeed_config ds.json", compile=compiles)
-    backend.device = Mock(type="cpu")
-    said = backend.summary()
-    assert ("--compile" in said) == (stage == 3 and compiles)
-    assert ("optimizer Adam of the JSON" in said) == (sections > 0)
-    assert ("schedule stays" in said) == (sections == 1) and ("scheduler of the JSON" in said) == (sections == 2)

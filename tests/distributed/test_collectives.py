@@ -61,21 +61,6 @@ def test_rows_that_few_processes_have_arrive_bit_for_bit_without_padding_those_o
         assert calls == ["all_gather", *(["sum_of_bytes"] if sum(sizes) else [])]
 
 
-@pytest.mark.parametrize("sizes", [[2], [2, 2], [3, 0, 1], [1, 0, 5, 2]], ids=str)
-def test_what_is_shifted_comes_from_the_previous_rank_and_is_home_after_one_round(sizes: list[int]) -> None:
-    world, whole = len(sizes), counted(sizes)
-
-    def work(process: Process) -> Tensor:
-        visiting = part_of(process.rank, sizes, whole)
-        for step in range(1, world + 1):
-            came_from = (process.rank - step) % world
-            visiting = process.shift(visiting, sizes[came_from])
-            assert torch.equal(visiting, part_of(came_from, sizes, whole))
-        return visiting
-
-    assert torch.equal(torch.cat(on_processes(world, work)), whole)
-
-
 @pytest.mark.parametrize(
     ("dtype", "values", "expected"),
     [

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend
 from distributed.collectives import Alone
 from distributed.engines.reducer import GradientReducer
 from distributed.signals import SIGNALS, Signals
 from distributed.stop import StopRequest
-from tests.processes import Process, Root, on_processes
+from tests.processes import Process, on_processes
 
 
 @pytest.fixture
@@ -45,13 +42,6 @@ def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: Stop
     assert request_.agreed(here=True) and not request_.agreed()  # a process may ask for it itself, each time
     os.kill(os.getpid(), number)
     assert request_.agreed() and request_.agreed()
-
-
-def test_a_backend_hears_them_while_it_is_entered(single: Callable[..., Backend]) -> None:
-    backend = single()
-    assert not backend.stop_requested()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert backend.stop_requested()
 
 
 def ended_with(
@@ -179,16 +169,6 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
     assert told in first and last == "saved"
 
 
-def test_a_closed_one_keeps_no_run_in_memory() -> None:
-    """It holds a method of the backend, which holds models and data."""
-    signals = Signals(lambda: False, is_root=True)
-    signals.close()
-    released = weakref.ref(signals)
-    del signals
-    gc.collect()
-    assert released() is None
-
-
 def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor_is_closed_twice() -> None:
     signals = Signals(lambda: False, is_root=True)
     signals.begin()
@@ -274,36 +254,3 @@ def test_where_no_gradients_are_sent_a_request_travels_by_itself() -> None:
         return [*answers, process.stop_requested(), process.stop_requested()]
 
     assert on_processes(2, work) == [[False, False, True]] * 2
-
-
-class Cuda:
-    """What `arrive` needs of a GPU: a tensor that says it is on one, whose copy to the host is there when asked for."""
-
-    def __init__(self, value: float) -> None:
-        self.value, self.device, self.dtype = value, torch.device("cuda"), torch.float32
-
-
-def test_a_gpu_is_asked_one_call_later_so_that_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-
-    class Event:
-        def record(self) -> None: ...
-        def synchronize(self) -> None:
-            waited.append(update)
-
-    class Pinned:
-        def copy_(self, source: Cuda, non_blocking: bool) -> None:
-            assert non_blocking
-            self.value = source.value
-
-        def __bool__(self) -> bool:
-            return bool(self.value)
-
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: Pinned())
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    stop, answers = StopRequest(Root(2)), []
-    for update in range(4):
-        stop.depart()
-        stop.arrive(Cuda(float(update == 1)))  # type: ignore[arg-type]
-        answers.append(stop.agreed())
-    assert answers == [False, False, True, True] and waited == [1, 2, 3]

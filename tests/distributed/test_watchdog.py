@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from distributed import Backend, Launch, TrainingStopped, collectives, watchdog
-from distributed.collectives import Alone
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
 from distributed.signals import Signals
 from distributed.watchdog import Watchdog
@@ -161,34 +160,6 @@ def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
     assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True}
     dog.mark("computing")
     assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False}
-
-
-@pytest.mark.parametrize("is_at_work", [True, False])
-def test_a_process_that_writes_gets_on_as_long_as_it_uses_the_processor(
-    is_at_work: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dog, used = dog_of(1), iter(range(10))
-    monkeypatch.setattr(watchdog, "processor_time", lambda thread: next(used) if is_at_work else 7)
-    dog.mark("writing the model", writes=True)
-    assert len({beat_of(dog)["count"] for _ in range(5)}) == (5 if is_at_work else 1)
-    dog.mark("computing")
-    assert beat_of(dog)["count"] == beat_of(dog)["count"]
-
-
-@pytest.mark.parametrize(("used", "ticks"), [(range(9), 6), ([7] * 9, 3), ([None] * 9, 6)], ids=str)
-def test_a_process_that_ends_waits_for_its_writes_while_they_get_on(
-    used: Sequence[int | None], ticks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most for the timeout, here 6 ticks. Nobody waits for the idle threads of a pool."""
-    joined: list[float] = []
-    write = SimpleNamespace(name="checkpoint", join=joined.append, is_alive=lambda: True)
-    idle = SimpleNamespace(name="ThreadPoolExecutor-0_0")
-    dog = Watchdog(Alone(), torch.device("cpu"), Launch("python"), 6 / 60)  # ticks have a second
-    monkeypatch.setattr(watchdog, "_STILL_TICKS", 3)
-    monkeypatch.setattr(watchdog, "processor_time", lambda thread: used[len(joined)])
-    monkeypatch.setattr(watchdog.threading, "enumerate", lambda: [threading.main_thread(), idle, write])
-    dog.let_writes_end()
-    assert len(joined) == ticks
 
 
 def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
@@ -335,19 +306,6 @@ def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(mo
     assert other.hears() == ["end", "lost contact with rank 0 at update 0 (starting): KeyError: 'x'"]
 
 
-def test_a_root_that_leaves_while_its_thread_has_just_noticed_it_leaves_quietly(
-    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bell = liveness._bell
-
-    def ring_late(text: bytes) -> int:
-        liveness._thread.join()  # it looks once in a tick by itself, and then closes the bell
-        return bell.send(text)
-
-    monkeypatch.setattr(liveness, "_bell", SimpleNamespace(send=ring_late, close=bell.close))
-    liveness.stop()
-
-
 def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> None:
     for hello in (["here", "0123", 1], ["here", liveness.token, "x"], ["here", liveness.token, 2], ["met"], [],
                   ["\0" * 100_000]):  # fmt: skip
@@ -491,22 +449,3 @@ def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources() -> 
     (met, explained), _ = on_processes(2, work)
     assert met.startswith("rank 0: lost contact with rank 1 ") and met.endswith(": KeyError: 'x'")
     assert explained.startswith(f"{met} (Read error [127.0.0.1]:30598: Conn") and ".cc" not in explained
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("all [../gloo/pair.cc:598] lost\nmore", "all lost"),
-        ("lost [../gloo/pair.cc:598]\nmore", "lost"),
-        ("[/gloo/a.h:1]\n", "RuntimeError"),
-        ("", "RuntimeError"),
-        ("no place [1] nor [a b.cc:3]", "no place [1] nor [a b.cc:3]"),
-        ("word " * 40, "word " * 39 + "word"),
-        ("word " * 41, "word " * 39 + "word ..."),
-        ("letters " * 26, "letters " * 24 + "letters ..."),
-        ("a " + "letters " * 26, "a " + "letters " * 23 + "letters ..."),
-        ("x" * 300, "x" * 200 + " ..."),
-    ],
-)
-def test_an_error_is_told_in_one_line_that_ends_with_a_word(text: str, line: str) -> None:
-    assert watchdog._short(RuntimeError(text)) == line

@@ -1,4 +1,4 @@
-"""Contrastive updates of toy towers, the losses alone on ragged batches, and Lion's state, on any backend."""
+"""Contrastive updates of toy towers, and the losses alone on ragged batches, on any backend."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from lion_pytorch import Lion
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
-from distributed import Backend, Engine
-from distributed.engines.replicated import ReplicatedEngine
+from distributed import Backend
 from training.objectives import contrastive as losses
 from training.objectives.contrastive import KINDS, Contrastive
 from training.objectives.grad_cache import contrastive_update
@@ -28,7 +23,6 @@ from training.objectives.grad_cache import contrastive_update
 BATCH, HEADS, DIM = 48, 2, 5  # divides by 1, 2, 3 and 4 processes with 1 or 4 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "1"]
 RAGGED = [5, 0, 11, 2]  # pairs on each of four processes; of fewer processes, the last one takes the rest
-LOCAL = 64  # pairs per process where memory is measured
 
 
 class Output(NamedTuple):
@@ -131,90 +125,6 @@ def ragged(backend: Backend) -> dict[str, Any]:
     return found
 
 
-class _Memory(TorchDispatchMode):
-    """Measures in its context the size of the largest tensor and the peak of all live tensors, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = call(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, storage.nbytes())
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return made
-
-
-def memory(backend: Backend) -> dict[str, list[int]]:
-    """Memory of every loss, with the same number of pairs per process for any number of processes."""
-    found = {}
-    vectors = F.normalize(torch.ones(LOCAL, 1, 8), dim=-1)
-    for kind in KINDS:
-        with _Memory() as used:
-            Contrastive(kind, backend).value_and_gradients(
-                vectors, vectors, torch.ones(1), torch.ones(1), torch.arange(LOCAL) + LOCAL * backend.rank
-            )
-        found[kind] = [used.largest, used.peak]
-    return found
-
-
-def lion(backend: Backend, makers: dict[str, Callable[..., Engine]]) -> dict[str, Any]:
-    """Differences found when the state of Lion from each kind of engine is continued in the next kind, and that of the
-    last kind in the first."""
-    batch = global_batch(torch.float32)["sounds"]
-    size = BATCH // backend.world_size
-    use_accumulation(backend, 1)
-
-    def train(engine: Engine) -> dict[str, Any]:
-        for part in itertools.chain.from_iterable(
-            engine.micro_batches({"x": batch[backend.rank * size : (backend.rank + 1) * size]}) for _ in range(3)
-        ):
-            engine.backward((engine(part["x"]) - 1).square().mean())
-            engine.step()
-        return engine.state_dict()
-
-    def fresh(make: Callable[..., Engine], seed: int) -> Engine:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-        groups = [
-            {"params": [p for p in model.parameters() if (p.ndim > 1) is is_matrix]} for is_matrix in (True, False)
-        ]
-        groups[0]["weight_decay"] = 0.1
-        return make(model, Lion(groups, lr=1e-2), name=f"lion{next(NUMBERS)}")
-
-    written, ends = {}, {}
-    for name, make in makers.items():
-        engine = fresh(make, 3)
-        written[name] = train(engine)
-        ends[name] = train(engine)
-    found: dict[str, Any] = {"kept": sorted(next(iter(written.values()))["optimizer"]["moments"]), "differences": []}
-    found["type"] = next(iter(written.values()))["optimizer"]["type"]
-    for writer, reader in zip(written, [*list(written)[1:], next(iter(written))], strict=True):
-        engine = fresh(makers[reader], 4)
-        engine.load_state_dict(written[writer])
-        pair = f"{writer} -> {reader}"
-        found["differences"] += [f"{pair}: {d}" for d in _differences(engine.state_dict(), written[writer], 0.0)]
-        # Sums over processes and slices in a different order differ in the last bit.
-        found["differences"] += [f"{pair}, later: {d}" for d in _differences(train(engine), ends[writer], 1e-6)]
-    return found
-
-
-def _differences(got: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> Iterator[str]:
-    trees = [{"weights": s["weights"], **s["optimizer"]["moments"]} for s in (got, wanted)]
-    if (got["optimizer"]["step"], got["updates"]) != (wanted["optimizer"]["step"], wanted["updates"]):
-        yield "counts"
-    for slot, tensors in trees[1].items():
-        for name, tensor in tensors.items():
-            if float((trees[0][slot][name] - tensor).abs().max()) > tolerance:
-                yield f"{slot} of {name}"
-
-
 def measure(args: argparse.Namespace, backend: Backend) -> None:
     """Measure what depends on the engine: with accumulation, or with --batch_parts."""
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -231,23 +141,11 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
     write(args, backend, found)
 
 
-def measure_once(args: argparse.Namespace, backend: Backend, zero_stages: list[int]) -> None:
+def measure_once(args: argparse.Namespace, backend: Backend) -> None:
     """Measure what a job measures only once, for all its ZeRO stages."""
-    makers: dict[str, Callable[..., Engine]] = {
-        "replicated": lambda model, optimizer, name: ReplicatedEngine(
-            backend, model, optimizer, name=name, max_grad_norm=None
-        )
-    }
-    for stage in zero_stages:
-
-        def make(model: nn.Module, optimizer: Any, name: str, stage: int = stage) -> Engine:
-            backend.zero_stage = stage  # read whenever a model is wrapped
-            return backend.wrap(model, optimizer, name=name)
-
-        makers[f"zero {stage}"] = make
-    found = {"ragged": ragged(backend), "lion": lion(backend, makers)}
+    found = {"ragged": ragged(backend)}
     with patch.object(losses, "_GATHERED_BYTES", 0):  # as if the batch were large
-        found |= {"ragged, around a ring": ragged(backend), "memory": memory(backend)}
+        found["ragged, around a ring"] = ragged(backend)
     write(args, backend, found)
 
 

@@ -1,7 +1,6 @@
 """A toy training in which something goes wrong, mostly on rank 1; ``--fault`` says what:
 
 nan            its gradient is NaN in every update after the first two, although its loss is finite
-drift          its weights differ from the other ranks' after three updates
 lost_in_meeting, lost_unnoticed, lost_at_end
                it is killed while the others wait: in a meeting; in a collective that does not report it, as NCCL's
                may not; for the last time, all work being done
@@ -160,9 +159,6 @@ def train(backend: Backend, fault: str) -> None:
         load(engine, backend)
     for update in range(20):
         model.spoil = fault == "nan" and update >= 2 and backend.rank == 1
-        if fault == "drift" and update == 3 and backend.rank == 1:
-            with torch.no_grad():
-                model[1].bias[0] += 1e-7
         engine.backward(engine(torch.ones(2, 3)).square().mean())
         engine.step()
 

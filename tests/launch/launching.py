@@ -24,7 +24,7 @@ from distributed.backends import all_backends
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 HANG_SECONDS = 3600.0
-# `make test-all`: every variant of every script on every launcher, and every pair of backends.
+# `make test-all`: every variant of every script on every launcher.
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 MARK = "TANDEM_TEST_JOB"  # in the environment of every process of a job
 ENVIRONMENT = {
@@ -233,11 +233,6 @@ def wait_until(job: Job, condition: Callable[[], bool], pause: float = 0.1) -> N
             job.kill()
             raise AssertionError(job.output)
         time.sleep(pause)
-
-
-def worker_pids(job: Job, script: str | None = None) -> list[int]:
-    """Ids of the training processes of a job by rank, without launchers and loader workers."""
-    return [process.pid for process in job.ranks()]
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:

@@ -16,7 +16,6 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, ["--distributed_backend", "single"]),
     "alone": (1, []),
     "two": (2, []),
-    "four": (4, []),
     "kept": (2, ["--no-fsdp_reshard_after_forward"]),
     "offloaded": (2, ["--fsdp_offload"]),
     "bf16": (2, ["--precision", "bf16"]),
@@ -47,7 +46,7 @@ def numbers(measured: dict[str, list[Measured]], name: str) -> list[float]:
     return [*first["losses"], first["evaluated"], *first["norms"]]
 
 
-@pytest.mark.parametrize("name", ["alone", "two", "four", "kept", "offloaded"])
+@pytest.mark.parametrize("name", ["alone", "two"])
 def test_losses_are_those_of_one_process(name: str, measured: dict[str, list[Measured]]) -> None:
     assert numbers(measured, name) == pytest.approx(numbers(measured, "one"), rel=1e-6)  # another order of sums
 
@@ -57,13 +56,11 @@ def test_what_is_kept_where_changes_no_bit(name: str, measured: dict[str, list[M
     assert numbers(measured, name) == numbers(measured, "two")
 
 
-@pytest.mark.parametrize(("name", "processes"), [("two", 2), ("four", 4), ("offloaded", 2)])
-def test_a_process_holds_its_rows_and_all_rows_are_held_once(
-    name: str, processes: int, measured: dict[str, list[Measured]]
-) -> None:
+@pytest.mark.parametrize("name", ["two", "offloaded"])
+def test_a_process_holds_its_rows_and_all_rows_are_held_once(name: str, measured: dict[str, list[Measured]]) -> None:
     held, total = [rank["held"] for rank in measured[name]], measured[name][0]["total"]
-    assert sum(held) == total + processes - 1  # the scale, without dimensions, is on every process
-    assert max(held) < total / processes * 1.2
+    assert sum(held) == total + 1  # the scale, without dimensions, is on both
+    assert max(held) < total / 2 * 1.2
 
 
 def test_a_block_is_gathered_for_each_of_its_passes_and_its_gradients_leave_once(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,13 @@ def test_what_a_torture_over_machines_lacks_is_one_line(
     assert capsys.readouterr().err.endswith("error: no machines here: network namespaces need Linux and root\n")
 
 
-def write_checkpoint(run: Path, step: int) -> Path:
+def write_checkpoint(run: Path, step: int, left_out: Sequence[str] = ()) -> Path:
     folder = run / "checkpoints" / f"step_{step:08d}"
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     contents = {"model.safetensors": b"weights of %d" % step, "state.json": b'{"parts": {"progress": {}}}'}
+    for name in left_out:
+        del contents[name]
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     sums = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()]
@@ -60,73 +64,87 @@ def write_checkpoint(run: Path, step: int) -> Path:
     return folder
 
 
-def write_metrics(run: Path, losses: list[float]) -> None:
-    lines = [json.dumps({"step": step, "loss": loss, "seconds": id(run)}) for step, loss in enumerate(losses, 1)]
-    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-
-
 FILES = {"model.safetensors", "state.json"}
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped bit": lambda folder: (folder / "model.safetensors").write_bytes(b"weights of 8"),
-    "a missing file": lambda folder: (folder / "state.json").unlink(),
-    "missing sums": lambda folder: (folder / "SHA256SUMS").unlink(),
-    "empty sums": lambda folder: (folder / "SHA256SUMS").write_text(""),
-    "an unlisted file": lambda folder: (folder / "ema.safetensors").write_bytes(b""),
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of nine updates that saved every three, beside its reference, which is equal."""
+    for folder in (tmp_path / "run", tmp_path / "reference"):
+        for step in (3, 6, 9):
+            write_checkpoint(folder, step)
+        for name in ("samples/step_00000009.png", "model/model.safetensors"):
+            (folder / name).parent.mkdir()
+            (folder / name).write_bytes(b"0")
+        lines = [json.dumps({"step": step, "loss": 0.25, "valid/loss": 0.25}) for step in range(1, 10)]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return tmp_path / "run"
+
+
+def check(run: Path, tolerance: float = 0.0) -> None:
+    """All that is checked of the files of a run which was asked to stop, and of one that ended."""
+    checks.check_checkpoints(run, [3, 6, 9], 2, FILES)
+    checks.check_kept_up(run, [9], 3)
+    checks.check_same_run(run, run.with_name("reference"), 9, tolerance)
+    checks.check_polite_end("asked to stop: saved update 9; run the same", run, 20)
+    checks.check_polite_end("nothing is heard", run, 20, is_heard=False)
+
+
+def replace(name: str, old: str, new: str) -> Callable[[Path], object]:
+    """Changes the last such text in a file of a run."""
+    return lambda run: (run / name).write_text(new.join((run / name).read_text().rsplit(old, 1)))
+
+
+def log_another(run: Path) -> None:
+    for folder in (run, run.with_name("reference")):
+        with (folder / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"step": 10}\n')
+
+
+LAST = "checkpoints/step_00000009"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit of the newest": (replace(f"{LAST}/model.safetensors", "9", "8"), "step_00000009 is damaged"),
+    "and of the oldest": (replace("checkpoints/step_00000003/model.safetensors", "3", "2"), "step_00000003 is damaged"),
+    "a missing file": (lambda run: (run / LAST / "state.json").unlink(), "damaged: state.json"),
+    "missing sums": (lambda run: (run / LAST / "SHA256SUMS").unlink(), "has no SHA256SUMS"),
+    "empty sums": (lambda run: (run / LAST / "SHA256SUMS").write_text(""), "damaged"),
+    "an unlisted file": (lambda run: (run / LAST / "ema.safetensors").touch(), "damaged: ema"),
+    "a part that is missing with its sum": (lambda run: write_checkpoint(run, 9, ["state.json"]), "instead of"),
+    "a newest checkpoint that is gone": (lambda run: shutil.rmtree(run / LAST), "are gone"),
+    "an update that is missing": (replace("metrics.jsonl", '"step": 8', '"step": 9'), "twice or missing"),
+    "a bit of a loss": (replace("metrics.jsonl", '"loss": 0.25,', '"loss": 0.25000000000000006,'), "update 9"),
+    "a bit of a validation": (replace("metrics.jsonl", "0.25}", "0.25000000000000006}"), "valid/loss"),
+    "a bit of the weights": (replace("model/model.safetensors", "0", "1"), "model/model.safetensors"),
+    "a bit of a picture": (replace("samples/step_00000009.png", "0", "1"), "samples/"),
+    "an update after the save of a stop": (log_another, "logged 10 updates"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("step", [3, 6, 9])
-def test_damage_to_any_checkpoint_is_found(damage: str, step: int, tmp_path: Path) -> None:
-    folders = {each: write_checkpoint(tmp_path, each) for each in (3, 6, 9)}
-    checks.check_checkpoints(tmp_path, [3, 6, 9], 3, FILES)
-    DAMAGES[damage](folders[step])
-    with pytest.raises(checks.Lost, match=f"step_0000000{step}"):
-        checks.check_checkpoints(tmp_path, [3, 6, 9], 3, FILES)
+def test_each_kind_of_loss_is_found(damage: str, run: Path) -> None:
+    check(run)
+    harm, complaint = DAMAGES[damage]
+    harm(run)
+    with pytest.raises(checks.Lost, match=complaint):
+        check(run)
 
 
-def test_a_checkpoint_that_lacks_a_part_with_its_checksum_is_found(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 3)
-    with pytest.raises(checks.Lost, match="instead of"):
-        checks.check_checkpoints(tmp_path, [3], 3, FILES | {"ema.safetensors"})
+def test_what_is_no_loss_is_not_taken_for_one(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_00000003")  # of which the two newest are kept
+    replace("metrics.jsonl", "0.25}", "0.25000000000000006}")(run)
+    check(run, tolerance=1e-5)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 10, "lo')  # torn by a kill
+    check(run, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(("there", "lost"), [([6, 9], False), ([9, 12], False), ([9], True), ([3, 6], True)])
-def test_only_the_oldest_checkpoints_may_go(there: list[int], lost: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("there", "reached"), [([], 6), ([3], 9)])
+def test_a_run_that_falls_behind_with_its_saves_is_found(there: list[int], reached: int, tmp_path: Path) -> None:
     for step in there:
         write_checkpoint(tmp_path, step)
-    if lost:
-        with pytest.raises(checks.Lost, match="are gone"):
-            checks.check_checkpoints(tmp_path, [3, 6, 9], 2, FILES)
-    else:
-        checks.check_checkpoints(tmp_path, [3, 6, 9], 2, FILES)
-
-
-@pytest.mark.parametrize(
-    ("there", "reached", "lost"), [([], 6, False), ([], 7, True), ([3], 7, False), ([3], 10, True)]
-)
-def test_a_run_that_falls_behind_with_its_saves_is_found(
-    there: list[int], reached: int, lost: bool, tmp_path: Path
-) -> None:
-    for step in there:
-        write_checkpoint(tmp_path, step)
-    if lost:
-        with pytest.raises(checks.Lost, match=f"though update {reached} was reached"):
-            checks.check_kept_up(tmp_path, [reached], 3)
-    else:
-        checks.check_kept_up(tmp_path, [reached], 3)
-
-
-@pytest.mark.parametrize("steps", [[1, 2, 2, 3], [1, 3], [2, 3], [1, 2, 3, 2]])
-def test_an_update_that_is_missing_or_there_twice_is_found(steps: list[int], tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
-    with pytest.raises(checks.Lost, match="twice or missing"):
-        checks.read_metrics(tmp_path)
-
-
-def test_a_torn_last_line_is_no_loss(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
-    assert [line["step"] for line in checks.read_metrics(tmp_path)] == [1, 2]
+    checks.check_kept_up(tmp_path, [reached], 3)
+    with pytest.raises(checks.Lost, match=f"though update {reached + 1} was reached"):
+        checks.check_kept_up(tmp_path, [reached + 1], 3)
 
 
 TRAINED = "61 images to train on\nupdate {step:>2}/20  0.5000\n"
@@ -154,60 +172,17 @@ def test_a_silent_fresh_start_is_found(log: str, newest: int | None, complaint: 
             checks.check_continuation(log, newest, (newest or 0) + 1, tmp_path)
 
 
-def test_a_run_that_was_stopped_before_its_evaluation_logs_the_update_again(tmp_path: Path) -> None:
-    assert checks.next_line(tmp_path) == 1
-    folder = write_checkpoint(tmp_path, 6)
-    assert checks.next_line(tmp_path) == 7
-    (folder / "state.json").write_text('{"parts": {"progress": {"unfinished_line": {"loss": 1.0}}}}')
-    write_metrics(tmp_path, [1.0] * 6)
-    assert checks.next_line(tmp_path) == 7, "the line follows the evaluation"
-    write_metrics(tmp_path, [1.0] * 5)
-    assert checks.next_line(tmp_path) == 6
-    checks.check_polite_end("asked to stop: saved update 6; run the same", tmp_path, 20)
-
-
-def test_a_stop_that_was_asked_for_and_not_saved_is_found(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 6)
-    write_metrics(tmp_path, [1.0] * 6)
-    checks.check_polite_end("asked to stop: saved update 6; run the same", tmp_path, 20)
-    for log in ("asked to stop: saved update 7; run the same", "stopped"):
+def test_a_run_that_was_stopped_before_its_evaluation_logs_the_update_again(run: Path) -> None:
+    assert checks.next_line(run) == 10
+    (run / LAST / "state.json").write_text('{"parts": {"progress": {"unfinished_line": {"loss": 1.0}}}}')
+    assert checks.next_line(run) == 10, "the line follows the evaluation"
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert checks.next_line(run) == 9
+    checks.check_polite_end("asked to stop: saved update 9; run the same", run, 20)
+    for log in ("asked to stop: saved update 10; run the same", "stopped"):
         with pytest.raises(checks.Lost):
-            checks.check_polite_end(log, tmp_path, 20)
-    checks.check_polite_end("nothing is heard", tmp_path, 20, is_heard=False)
-    write_metrics(tmp_path, [1.0] * 7)
-    with pytest.raises(checks.Lost):
-        checks.check_polite_end("nothing is heard", tmp_path, 20, is_heard=False)
-
-
-def test_one_bit_of_a_loss_or_of_the_weights_is_found(tmp_path: Path) -> None:
-    losses, next_float = [1.0, 0.5, 0.25], 0.25000000000000006
-    runs = {name: tmp_path / name for name in ("reference", "same", "other loss", "other weights")}
-    runs["other picture"] = tmp_path / "other picture"
-    for name, run in runs.items():
-        write_checkpoint(run, 3)
-        (run / "samples").mkdir()
-        (run / "samples" / "step_00000003.png").write_bytes(b"1" if name == "other picture" else b"0")
-        (run / "model").mkdir()
-        (run / "model" / "model.safetensors").write_bytes(b"1" if name == "other weights" else b"0")
-        write_metrics(run, [*losses[:2], next_float] if name == "other loss" else losses)
-    checks.check_same_run(runs["same"], runs["reference"], 3)
-    complaints = {"other loss": "update 3", "other weights": "model/model.safetensors", "other picture": "samples/"}
-    for name, complaint in complaints.items():
-        with pytest.raises(checks.Lost, match=complaint):
-            checks.check_same_run(runs[name], runs["reference"], 3)
-    assert checks.loss_difference(runs["other loss"], runs["reference"]) == pytest.approx(2.2e-16, rel=0.1)
-
-
-def test_only_a_validation_may_differ_by_rounding(tmp_path: Path) -> None:
-    for run, value in (("ours", 0.25000000000000006), ("theirs", 0.25)):
-        write_checkpoint(tmp_path / run, 1)
-        (tmp_path / run / "model").mkdir()
-        (tmp_path / run / "model" / "model.safetensors").touch()
-        (tmp_path / run / "metrics.jsonl").write_text(json.dumps({"step": 1, "valid/loss": value}) + "\n")
-    checks.check_same_run(tmp_path / "ours", tmp_path / "theirs", 1, tolerance=1e-5)
-    for tolerance in (0.0, 1e-17):
-        with pytest.raises(checks.Lost, match="valid/loss"):
-            checks.check_same_run(tmp_path / "ours", tmp_path / "theirs", 1, tolerance)
+            checks.check_polite_end(log, run, 20)
 
 
 def test_a_traceback_of_a_process_is_found_and_one_of_a_launcher_is_not() -> None:
@@ -221,8 +196,24 @@ def test_a_traceback_of_a_process_is_found_and_one_of_a_launcher_is_not() -> Non
     assert checks.last_words(said) == ["stopped: rank 1: lost contact with rank 0 at update 6"]
 
 
-def test_a_plan_over_machines_follows_from_its_seed() -> None:
-    names = ["python", "torchrun", "deepspeed", "horovodrun", "mpirun"]
+NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
+
+
+def test_a_plan_follows_from_its_seed_and_plans_hold_every_fault_of_every_launcher() -> None:
+    plans = [draw_plan(7, trial, NAMES, 4) for trial in range(200)]
+    assert plans[:16] == [draw_plan(7, trial, NAMES, 4) for trial in range(16)]
+    assert plans[:16] != [draw_plan(8, trial, NAMES, 4) for trial in range(16)]
+    # Every launcher, ZeRO stage and other backend occurs in a trial that is compared bit for bit.
+    assert len({plan.last for plan in plans[:16] if plan.stays}) == 8
+    assert all(blow.launcher == plan.last for plan in plans if plan.stays for blow in plan.blows)
+    what = {"SIGHUP to root", "SIGHUP to all", "SIGSTOP to everything for a moment", "a protected checkpoint",
+            "a taken port", "SIGKILL to worker", "SIGTERM to last, in a validation",
+            "SIGKILL to everything"}  # fmt: skip
+    assert what <= {blow.fault for plan in plans for blow in plan.blows}
+
+
+def test_plans_over_machines_hold_every_fault_of_every_launcher() -> None:
+    names = [*NAMES, "mpirun"]
     plans = [draw_plan_over_machines(7, trial, names, 4) for trial in range(60)]
     assert plans == [draw_plan_over_machines(7, trial, names, 4) for trial in range(60)]
     blows = [blow for plan in plans for blow in plan.blows]
@@ -231,23 +222,4 @@ def test_a_plan_over_machines_follows_from_its_seed() -> None:
         (name, what) for name in names[1:] for what in ("root", "last", "launcher", "machine", "power", "link")
     }
     assert not any(blow.victims in ("machine", "power", "link") for blow in blows if blow.launcher.machines == 1)
-    assert {blow.launcher.name for blow in blows if blow.launcher.machines == 1} == set(names[:4])
-
-
-def test_plans_hold_every_fault() -> None:
-    names = ["python", "torchrun", "deepspeed", "horovodrun"]
-    faults = {blow.fault for trial in range(200) for blow in draw_plan(7, trial, names, 4).blows}
-    what = {"SIGHUP to root", "SIGHUP to all", "SIGSTOP to everything for a moment", "a protected checkpoint",
-            "a taken port", "SIGKILL to worker", "SIGTERM to last, in a validation",
-            "SIGKILL to everything"}  # fmt: skip
-    assert what <= faults
-
-
-def test_a_plan_follows_from_its_seed() -> None:
-    names = ["python", "torchrun", "deepspeed", "horovodrun"]
-    plans = [draw_plan(7, trial, names, 4) for trial in range(16)]
-    assert plans == [draw_plan(7, trial, names, 4) for trial in range(16)]
-    assert plans != [draw_plan(8, trial, names, 4) for trial in range(16)]
-    # Every launcher, ZeRO stage and other backend occurs in a trial that is compared bit for bit.
-    assert len({plan.last for plan in plans if plan.stays}) == 8
-    assert all(blow.launcher == plan.last for plan in plans if plan.stays for blow in plan.blows)
+    assert {blow.launcher.name for blow in blows if blow.launcher.machines == 1} == set(NAMES)

@@ -94,18 +94,6 @@ def test_the_numbers_of_these_tests_show_the_order_of_a_sum() -> None:
         assert not torch.equal(sum(parts[1:], start=parts[0]), sum(parts[-2::-1], start=parts[-1]))
 
 
-def test_a_nan_of_one_rank_is_everybodys() -> None:
-    def work(process: Process) -> int:
-        model, numbers = Weights(), gradients_of(process.rank, 0)
-        parts = GradientParts(list(model.parameters()), process.comm, 2)
-        numbers[5] = torch.nan if process.rank == 1 else 1.0
-        parts.backward(model.loss(numbers), torch.tensor(1.0), None, retain_graph=False)
-        parts.finish()
-        return int(parts.by_parameter[model.matrix].isnan().sum())
-
-    assert on_processes(2, work) == [1, 1]
-
-
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_an_unfused_adam_steps_alike_however_parameters_are_cut(amsgrad: bool) -> None:
     """ZeRO steps slices of a flat buffer. The fused kernel on AVX-512 fails this."""

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed.collectives import Alone
 from distributed.engines import reducer as reducer_module
-from distributed.engines.parts import GradientParts
 from distributed.engines.reducer import GradientReducer
 from tests.processes import Process, on_processes
 
@@ -168,17 +167,6 @@ def test_buckets_hold_one_dtype_each_and_no_more_than_their_size(monkeypatch: py
     # In reverse, each in units of 16 bytes; 30 x 4 bytes are more than a bucket and travel alone.
     expected = [(4, half), (32, half), (4, half), (4, full), (4 + 8 + 4, half)]
     assert [(len(bucket), bucket.dtype) for bucket in buckets] == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_each_gradient_begins_at_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((4, 5), (3,), (), (7, 3), (1,))]
-    reducer, parts = GradientReducer(parameters, Alone(), "toy"), GradientParts(parameters, Alone(), 3)
-    for gradient in (*(p.grad for p in parameters), *parts.by_parameter.values()):
-        assert gradient is not None and gradient.data_ptr() % 16 == 0
-        gradient.fill_(1)
-    n = sum(parameter.numel() for parameter in parameters)
-    assert [int(flat.sum()) for flat in (*reducer.gradients, *parts.gradients)] == [n, n]  # what lies between stays 0
 
 
 def test_a_layer_that_is_recomputed_twice_adds_up_and_with_reentrant_checkpoints_raises() -> None:

@@ -6,14 +6,13 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend, Engine, TrainingStopped, UserMistake
-from tests.processes import Process, on_processes
+from distributed import Backend, Engine
+from tests.processes import Process
 
 BATCH = 12
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -163,29 +162,7 @@ def test_micro_batches_are_consecutive_parts_of_tensors_and_lists(make: Make) ->
             list(engine.micro_batches({**given, key: given[key][:5]}))
 
 
-def test_only_the_last_micro_batch_sends_its_gradients_while_it_computes() -> None:
-    def work(process: Process) -> list[int]:
-        model, sent = nn.Linear(2, 2), []
-        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        before = len(process.comm.calls)
-        for part in engine.micro_batches({"x": torch.ones(6, 2)}):
-            engine.backward(engine(part["x"]).sum())
-            sent.append(len(process.comm.calls) - before)
-        engine.backward(engine(torch.ones(1, 2)).sum())  # outside the loop: more may come
-        return [*sent, len(process.comm.calls) - before]
-
-    assert on_processes(2, work, batch_size=12, grad_accum_steps=3) == [[0, 0, 1, 1]] * 2
-
-
 # Low precision.
-
-
-def test_bf16_runs_the_forward_pass_in_bf16_around_fp32_weights(make: Make) -> None:
-    engine = make("fused Adam", precision="bf16")
-    assert engine(batch(0)).dtype == torch.bfloat16
-    engine_loop(engine, range(1))
-    assert all(p.dtype == torch.float32 for p in engine.module.parameters())
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "fused Adam"])
@@ -248,19 +225,6 @@ def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it
 
 
 # What an update waits for.
-
-
-def test_where_an_update_may_wait_for_others_the_watchdog_knows_it(single: Callable[..., Backend]) -> None:
-    backend, model = single(), nn.Linear(1, 1)
-    engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    with patch.object(backend.watchdog, "mark") as mark:
-        engine.step()
-        assert not backend.stop_requested()
-    marks = [(call.args[0].split()[0], call.kwargs.get("collective", False)) for call in mark.call_args_list]
-    assert marks == [
-        ("reducing", True), ("updating", False), ("waiting", True), ("computing", False), ("asking", True),
-        ("computing", False),
-    ]  # fmt: skip
 
 
 def test_copies_of_the_state_are_finished_before_an_update_or_a_load_changes_it() -> None:
@@ -370,30 +334,6 @@ def test_a_state_that_does_not_fit_is_refused_by_name(part: str, text: str, spoi
     spoil(state["weights"] if part == "weights" else state["optimizer"]["moments"][part])
     with pytest.raises(ValueError, match=f"{part.removesuffix('s')} of {text}"):
         engine.load_state_dict(state)
-
-
-def test_a_state_that_one_process_refuses_is_refused_by_all() -> None:
-    def load(process: Process) -> None:
-        model = nn.Linear(1, 1)
-        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        state = engine.state_dict()
-        if process.rank == 1:
-            del state["weights"]["bias"]
-        engine.load_state_dict(state)
-
-    errors = on_processes(2, load, catches=UserMistake)
-    assert all("bias is missing" in str(error) and "rank 1" in str(error) for error in errors)
-
-
-def test_a_lack_of_memory_while_weights_are_shared_ends_this_process_alone(make: Make) -> None:
-    """The others wait in a collective, so this process must not wait for them where they agree on a load."""
-    engine = make("fused Adam")
-    # Nothing is shared on this backend, so what other backends do here has to be replaced.
-    shares = patch.object(engine, "_share_weights", Mock(side_effect=MemoryError))
-    with shares, pytest.raises(TrainingStopped, match="rank 0: not enough memory") as stopped:
-        engine.load_state_dict(engine.state_dict())
-    assert stopped.value.alone
 
 
 @pytest.mark.parametrize(
