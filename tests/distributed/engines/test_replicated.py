@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import Backend, Engine
-from tests.processes import Process
+from tests.processes import Process, on_processes
 
 BATCH = 12
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -160,6 +160,21 @@ def test_micro_batches_are_consecutive_parts_of_tensors_and_lists(make: Make) ->
     for key in ("x", "positions"):
         with pytest.raises(ValueError, match=rf"{key}.* 5 .* 12"):
             list(engine.micro_batches({**given, key: given[key][:5]}))
+
+
+def test_only_the_last_micro_batch_sends_its_gradients_while_it_computes() -> None:
+    def work(process: Process) -> list[int]:
+        model, sent = nn.Linear(2, 2), []
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = len(process.comm.calls)
+        for part in engine.micro_batches({"x": torch.ones(6, 2)}):
+            engine.backward(engine(part["x"]).sum())
+            sent.append(len(process.comm.calls) - before)
+        engine.backward(engine(torch.ones(1, 2)).sum())  # outside the loop: more may come
+        return [*sent, len(process.comm.calls) - before]
+
+    assert on_processes(2, work, batch_size=12, grad_accum_steps=3) == [[0, 0, 1, 1]] * 2
 
 
 # Low precision.
