@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import distributed
+from scripts.launching import ONE_PROCESS, ROOT, Job, Launcher
 
 from .machine import cores
 from .references import HOROVOD, REFERENCES
 from .slow_network import SlowNetwork
 
-ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_SECONDS = 600
 _WORKER = "benchmarks.worker"
 # Switch off all work other than the updates, so that every update does the same; logging keeps its defaults.
@@ -45,52 +41,16 @@ class JobFailed(RuntimeError):
     """A job gave no result; the text says why in one line."""
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """A way to start the script.
-
-    Args:
-        name: Name in the table.
-        backend: Name in ``distributed.available()``.
-        tool: Program beside this Python, or None to start Python itself.
-        flags: Flags of the script that this way of starting it needs.
-    """
-
-    name: str
-    backend: str
-    tool: str | None
-    flags: tuple[str, ...] = ()
-
-    def commands(self, processes: int, flags: Sequence[str], network: SlowNetwork | None = None) -> list[list[str]]:
-        """Command lines that start a job of workers with these flags: one, or on a network one for each machine.
-
-        Raises:
-            JobFailed: the backend or the launcher is not installed.
-        """
-        if not distributed.available()[self.backend]:
-            raise JobFailed(f"{self.backend} is not installed")
-        if self.tool is None:
-            return [[sys.executable, "-m", _WORKER, *flags]]
-        path = Path(sys.executable).parent / self.tool
-        if not path.exists():
-            raise JobFailed(f"{self.tool} is not installed beside {sys.executable}")
-        n, port = str(processes), free_port()
-        if network is not None:
-            return network.commands(self.tool, processes, port, ["-m", _WORKER, *flags])
-        start = {
-            "torchrun": [str(path), "--nproc_per_node", n, "--master_port", str(port), "-m"],
-            "deepspeed": [str(path), "--num_gpus", n, "--master_port", str(port), "--module"],
-            "horovodrun": [str(path), "-np", n, sys.executable, "-m"],
-        }[self.tool]
-        return [[*start, _WORKER, *flags]]
-
-
-PYTHON = Launcher("python", "single", None)
-TORCHRUN = Launcher("torchrun", "ddp", "torchrun")
-HOROVODRUN = Launcher("horovodrun", "horovod", "horovodrun")
-FSDP = Launcher("torchrun, FSDP", "fsdp", "torchrun", ("--distributed_backend", "fsdp"))
-ZERO = tuple(Launcher(f"deepspeed, ZeRO {n}", "deepspeed", "deepspeed", ("--zero_stage", str(n))) for n in range(4))
+PYTHON, TORCHRUN, HOROVODRUN = ONE_PROCESS, Launcher("torchrun"), Launcher("horovodrun")
+FSDP = Launcher("torchrun", backend="fsdp")
+ZERO = tuple(Launcher("deepspeed", zero_stage=stage) for stage in range(4))
 LAUNCHERS = (TORCHRUN, FSDP, *ZERO, HOROVODRUN)
+
+
+def label(launcher: Launcher) -> str:
+    """The launcher in the tables, such as "deepspeed, ZeRO 3 x 2"."""
+    stage = "" if launcher.zero_stage is None else f", ZeRO {launcher.zero_stage}"
+    return f"{launcher.name}{stage}{f', {launcher.backend.upper()}' if launcher.backend else ''} x {launcher.processes}"
 
 
 def one_process(batch_size: int, precision: str = "fp32") -> distributed.Backend:
@@ -104,7 +64,7 @@ def one_process(batch_size: int, precision: str = "fp32") -> distributed.Backend
 
 def measure(
     launcher: Launcher, sides: Sequence[str], script_flags: Sequence[str], *, script: str = "train_vae",
-    processes: int = 1, threads: int | None = None, rounds: int, turns: int, updates: int, warmup: int = 2,
+    threads: int | None = None, rounds: int, turns: int, updates: int, warmup: int = 2,
     environment: Mapping[str, str] | None = None, network: SlowNetwork | None = None,
     seconds: float = _TIMEOUT_SECONDS,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
@@ -127,20 +87,19 @@ def measure(
     Raises:
         JobFailed: a launcher is not installed, or a job failed or took longer.
     """
-    threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // processes)
+    threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // launcher.processes)
     counts = {"--rounds": rounds, "--turns": turns, "--updates": updates, "--warmup": warmup}
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         flags = [
             *("--script", script, "--folder", folder, "--sides", ",".join(sides)),
             *(word for flag, count in counts.items() for word in (flag, str(count))),
-            *(*_DATA.get(script, _IMAGES), *_SCRIPT_FLAGS, *script_flags, *launcher.flags),
+            *(*_DATA.get(script, _IMAGES), *_SCRIPT_FLAGS, *script_flags),
             *(*REFERENCES[script].flags, "--output_dir", str(Path(folder) / "run")),
         ]
-        started = [
-            _launcher_of(side, launcher, processes).commands(processes, ["--side", side, *flags], network)
-            for side in sides
-        ]
-        commands = [command for of_side in started for command in of_side]
+        commands = []
+        for side in sides:
+            of_side = replace(_launcher_of(side, launcher), processes=launcher.processes)
+            commands += _commands(of_side, ["--side", side, *flags, *launcher.flags], network)
         run(commands, {"OMP_NUM_THREADS": str(threads), **(environment or {})}, seconds)
         results = {side: Path(folder) / f"{side}.json" for side in sides}
         if absent := [side for side, path in results.items() if not path.exists()]:
@@ -148,20 +107,29 @@ def measure(
         return {side: json.loads(path.read_text()) for side, path in results.items()}
 
 
-def _launcher_of(side: str, launcher: Launcher, processes: int) -> Launcher:
+def _launcher_of(side: str, launcher: Launcher) -> Launcher:
     """How people start this side."""
     if side == "script":
-        return launcher
+        return launcher.bare  # whose flags are among those of the script
     if side == HOROVOD:
         return HOROVODRUN
-    return PYTHON if processes == 1 else TORCHRUN
+    return PYTHON if launcher.processes == 1 else TORCHRUN
+
+
+def _commands(launcher: Launcher, flags: Sequence[str], network: SlowNetwork | None) -> list[list[str]]:
+    """Command lines that start workers with these flags: one, or on a network one for each machine."""
+    if network is not None:
+        return network.commands(launcher, ["-m", _WORKER, *flags])
+    try:
+        return [launcher.command(_WORKER, flags, is_patient=False)]
+    except FileNotFoundError as error:
+        raise JobFailed(str(error)) from None
 
 
 def run(
     commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float = _TIMEOUT_SECONDS
 ) -> list[str]:
-    """Run jobs side by side, each in a session of its own, and kill all processes of the sessions before returning.
-    Returns what each wrote.
+    """Run jobs side by side, and kill all their processes before returning. Returns what each wrote.
 
     Args:
         environment: Environment variables to set in addition to those of this process.
@@ -170,42 +138,29 @@ def run(
     Raises:
         JobFailed: one of them failed, or took longer.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    jobs: list[tuple[subprocess.Popen[str], Any]] = []
+    jobs: list[Job] = []
+    deadline = time.monotonic() + seconds
     try:
         for command in commands:
-            output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed below)
-            jobs.append((subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                text=True, start_new_session=True,
-            ), output))  # fmt: skip
-        deadline = time.monotonic() + seconds
-        while None in [process.poll() for process, _ in jobs]:  # asks all of them: one may have failed
+            # Without what the tests change in every process (tests/launch/startup).
+            jobs.append(Job(command, "", **{"PYTHONPATH": str(ROOT), **environment}))
+        while None in [job.poll() for job in jobs]:  # asks all of them: one may have failed
             _raise_failure(jobs)  # the others wait for one that failed
             if time.monotonic() > deadline:
                 raise JobFailed(f"took longer than {seconds:.0f} s")
             time.sleep(0.1)
         _raise_failure(jobs)
-        return [_written(output) for _, output in jobs]
+        return [job.output for job in jobs]
     finally:
-        for process, output in jobs:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            output.close()
+        for job in jobs:
+            job.kill()
 
 
-def _raise_failure(jobs: Sequence[tuple[subprocess.Popen[str], Any]]) -> None:
-    for process, output in jobs:
-        if process.returncode:
-            text = _written(output)
-            print(text[-3000:], file=sys.stderr)
-            raise JobFailed(f"exit code {process.returncode}: {reason(text)}")
-
-
-def _written(output: Any) -> str:
-    output.seek(0)
-    return str(output.read())
+def _raise_failure(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        if code := job.poll():
+            print(job.output[-3000:], file=sys.stderr)
+            raise JobFailed(f"exit code {code}: {reason(job.output)}")
 
 
 def reason(output: str) -> str:
@@ -216,9 +171,3 @@ def reason(output: str) -> str:
         if found := [line for line in lines if re.match(pattern, line)]:
             return found[-1][:300]
     return "it said nothing"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-_HOROVODRUN = ROOT / "tests" / "launch" / "horovodrun.py"
+from scripts.launching import PATIENT_HOROVODRUN, ROOT, Launcher, free_port, tool
+
 _MTU = 9000  # bytes; with the usual 1500, moving the packets would take most of a core
 
 
@@ -25,22 +25,22 @@ class SlowNetwork:
     def __init__(self, lab: Any) -> None:
         self._lab = lab
 
-    def commands(self, tool: str, processes: int, port: int, worker: list[str]) -> list[list[str]]:
+    def commands(self, launcher: Launcher, worker: list[str]) -> list[list[str]]:
         """Command lines that start a job of this Python's arguments ``worker``."""
-        share, python = str(processes // 2), sys.executable
-        if tool == "horovodrun":
+        share, python = str(launcher.processes // 2), sys.executable
+        if launcher.name == "horovodrun":
             hosts = ",".join(f"{machine.name}:{share}" for machine in self._lab.machines)
-            started = [python, _HOROVODRUN, "--gloo", "-np", processes, "-H", hosts, python, *worker]
+            started = [python, PATIENT_HOROVODRUN, "--gloo", "-np", launcher.processes, "-H", hosts, python, *worker]
             return [self._lab[0].command(*started)]
-        rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{port}", "--rdzv_id", "benchmark"]
-        torchrun = [Path(python).parent / "torchrun", "--nnodes", "2", "--nproc_per_node", share, *rendezvous]
+        rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "benchmark"]
+        torchrun = [tool("torchrun"), "--nnodes", "2", "--nproc_per_node", share, *rendezvous]
         return [machine.command(*torchrun, *worker) for machine in self._lab.machines]
 
 
 @contextlib.contextmanager
 def slow_network() -> Iterator[SlowNetwork]:
     """A context with the network. Raises OSError, in one line, where it cannot be made."""
-    sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("lab", "launch")]
+    sys.path.insert(0, str(ROOT / "tests" / "lab"))
     from lab import Lab, Link, missing
 
     if lacks := missing("/dev/net/tun", "sshd", "ssh-keygen"):

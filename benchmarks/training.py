@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import machine
-from .jobs import FSDP, GIVE_MEMORY_BACK, HOROVODRUN, LAUNCHERS, PYTHON, TORCHRUN, ZERO, JobFailed, Launcher, measure
+from .jobs import (
+    FSDP,
+    GIVE_MEMORY_BACK,
+    HOROVODRUN,
+    LAUNCHERS,
+    PYTHON,
+    TORCHRUN,
+    ZERO,
+    JobFailed,
+    Launcher,
+    label,
+    measure,
+)
 from .references import DDP, DESCRIPTIONS, HOROVOD, REFERENCE
 from .report import Goal, Row
 from .slow_network import SlowNetwork, slow_network
@@ -88,25 +101,26 @@ def scaling(rounds: int) -> Iterator[Row]:
     model, share, turns, updates = ((), 32, 3, 10) if gpus else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 1)
     for launcher in LAUNCHERS:
         medians: dict[int, dict[str, float]] = {}
-        for processes in _counts(launcher, gpus, smallest=1):
-            name = f"{launcher.name} x {processes}"
+        for started in _counted(launcher, gpus, smallest=1):
+            processes = started.processes
             try:
                 flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
-                speeds = rates(measure(
-                    launcher, ["script", REFERENCE], flags, processes=processes,
-                    threads=max(1, machine.cores() // 2), rounds=rounds, turns=turns, updates=updates,
-                ))  # fmt: skip
+                threads = max(1, machine.cores() // 2)
+                sides = ["script", REFERENCE]
+                speeds = rates(
+                    measure(started, sides, flags, threads=threads, rounds=rounds, turns=turns, updates=updates)
+                )
             except JobFailed as error:
-                yield Row(name, "samples/s", note=str(error))
+                yield Row(label(started), "samples/s", note=str(error))
                 continue
             medians[processes] = {side: statistics.median(values) for side, values in speeds.items()}
-            yield Row(name, "samples/s", speeds["script"], speeds[REFERENCE], note=_speed_up(medians))
+            yield Row(label(started), "samples/s", speeds["script"], speeds[REFERENCE], note=_speed_up(medians))
 
 
-def _counts(launcher: Launcher, gpus: int, smallest: int) -> list[int]:
-    """Numbers of processes to measure a launcher with, of which a GPU has one."""
+def _counted(launcher: Launcher, gpus: int, smallest: int) -> list[Launcher]:
+    """The launcher with each number of processes to measure it with, of which a GPU has one."""
     wanted = (1, 2, 4) if launcher in _COMPARED else (1, 2)
-    return [count for count in wanted if smallest <= count <= (gpus or count)]
+    return [replace(launcher, processes=count) for count in wanted if smallest <= count <= (gpus or count)]
 
 
 def exchange(rounds: int) -> Iterator[Row]:
@@ -130,13 +144,13 @@ def _exchanges(rounds: int, counts: Sequence[int], network: SlowNetwork | None) 
     model, share, turns, updates = ((), 32, 3, 10) if machine.gpus() else (_SMALL_MODEL, _SAMPLES_PER_PROCESS, 5, 2)
     for launcher, side in ((TORCHRUN, DDP), (HOROVODRUN, HOROVOD)):
         for processes in counts:
-            name = f"{launcher.name} x {processes}{', 1 Gbit/s, 2 ms' if network else ''}"
+            started = replace(launcher, processes=processes)
+            name = f"{label(started)}{', 1 Gbit/s, 2 ms' if network else ''}"
             flags = (*model, "--batch_size", str(share * processes), "--log_every_n_steps", str(turns * updates))
             try:
                 result = measure(
-                    launcher, ["script", side], flags, processes=processes, rounds=rounds, turns=turns,
-                    updates=updates, network=network,
-                )  # fmt: skip
+                    started, ["script", side], flags, rounds=rounds, turns=turns, updates=updates, network=network
+                )
             except JobFailed as error:
                 yield Row(name, "samples/s", note=str(error))
                 continue
@@ -150,16 +164,16 @@ def memory() -> Iterator[Row]:
     """
     gpus = machine.gpus()
     try:
-        reference = _memory(PYTHON, REFERENCE, processes=1)
+        reference = _memory(PYTHON, REFERENCE)
     except JobFailed as error:
         yield Row("reference", "MiB", note=str(error))
         return
     smallest = 1 if gpus == 1 else 2
-    several = [(launcher, count) for launcher in LAUNCHERS for count in _counts(launcher, gpus, smallest)]
-    for launcher, n in [(PYTHON, 1), *several]:
-        name = f"memory, {launcher.name} x {n}"
+    several = [started for launcher in LAUNCHERS for started in _counted(launcher, gpus, smallest)]
+    for launcher in [PYTHON, *several]:
+        name = f"memory, {label(launcher)}"
         try:
-            ours = _memory(launcher, "script", n)
+            ours = _memory(launcher, "script")
         except JobFailed as error:
             yield Row(name, "MiB", note=str(error))
             continue
@@ -193,11 +207,9 @@ def _speed_up(medians: dict[int, dict[str, float]]) -> str:
     return f"1 -> 2 processes: {script:.2f} x (reference {reference:.2f} x)"
 
 
-def _memory(launcher: Launcher, side: str, processes: int) -> dict[str, int]:
-    flags = (*_HEAVY_MODEL, "--batch_size", str(_SAMPLES_PER_PROCESS * processes))
-    result = measure(
-        launcher, [side], flags, processes=processes, rounds=1, turns=3, updates=1, environment=GIVE_MEMORY_BACK
-    )
+def _memory(launcher: Launcher, side: str) -> dict[str, int]:
+    flags = (*_HEAVY_MODEL, "--batch_size", str(_SAMPLES_PER_PROCESS * launcher.processes))
+    result = measure(launcher, [side], flags, rounds=1, turns=3, updates=1, environment=GIVE_MEMORY_BACK)
     found: dict[str, int] = result[side]["memory_bytes"]
     return found
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "tests/launch"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from launching import CHOSEN_ON_TWO, ONE_PROCESS, ROOT, Launcher
+from scripts import launching
+from scripts.launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher
 
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
@@ -66,18 +66,11 @@ def launchers(processes: int) -> list[Launcher]:
     ]
 
 
-def run(
-    launcher: Launcher, script: str, flags: Sequence[str], output: Path, threads: int | None = 1
-) -> list[dict[str, float]]:
-    """Losses and gradient norms of every update of one run. ``threads`` is the number of CPU threads per process if the
-    environment does not set OMP_NUM_THREADS; None leaves the number to the launcher."""
-    environment = dict(os.environ)
-    if threads is not None:
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-    command = launcher.command(script, [*flags, "--output_dir", str(output)])
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{(result.stdout + result.stderr)[-3000:]}")
+def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> list[dict[str, float]]:
+    """Losses and gradient norms of every update of one run, on one CPU thread per process."""
+    finished = launching.run(launcher, script, [*flags, "--output_dir", str(output)], timeout_seconds=math.inf)
+    if finished.returncode:
+        sys.exit(f"{launcher}, {script} failed:\n{finished.output[-3000:]}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -104,11 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODELS[args.script].split()
     if not args.batch_parts:
         flags = [*STEADY.get(args.script, []), *flags]
-    threads: int | None = 1
     first_tolerance, last_tolerance = FIRST_TOLERANCE, LAST_TOLERANCE
     if args.batch_parts:
         flags = [*flags, "--batch_parts", str(args.batch_parts)]
-        threads, first_tolerance, last_tolerance = None, 0.0, 0.0  # --batch_parts itself sets the threads
+        first_tolerance, last_tolerance = 0.0, 0.0
         print(f"--batch_parts {args.batch_parts}: every loss has to have the same bits")
     folder = Path(tempfile.mkdtemp(prefix="parity-"))
     failed = False
@@ -116,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         for variant in args.variants:
             of_run = [*SHARED, *VARIANTS[variant], *flags]
-            reference = run(ONE_PROCESS, args.script, of_run, folder / variant.replace(" ", "_"), threads)
+            reference = run(ONE_PROCESS, args.script, of_run, folder / variant.replace(" ", "_"))
             for processes in args.processes:
                 for launcher in launchers(processes):
                     if args.launchers not in str(launcher):
                         continue
                     output = folder / f"{variant}-{launcher}".replace(" ", "_")
-                    ours = run(launcher, args.script, of_run, output, threads)
+                    ours = run(launcher, args.script, of_run, output)
                     losses, norms = difference(ours, reference, "loss"), difference(ours, reference, "grad_norm")
                     ok = losses[0] <= first_tolerance and max(losses) <= last_tolerance
                     failed |= not ok

@@ -16,10 +16,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from launching import free_port
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts.launching import free_port
 from tests.scripts import ROOT, SCRIPTS, words
 
 SITE = Path(sysconfig.get_paths()["purelib"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -18,13 +19,11 @@ VAE = (
 
 @pytest.mark.parametrize("script", SMALL_MODELS)
 def test_a_script_and_its_reference_take_turns(script: str) -> None:
-    check(PYTHON, script, SMALL_MODELS[script][0].split(), ["script", "reference"], 1)
+    check(PYTHON, script, SMALL_MODELS[script][0].split(), ["script", "reference"])
 
 
-def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str], processes: int) -> None:
-    measured = measure(
-        launcher, sides, flags, script=script, processes=processes, threads=1, rounds=2, turns=1, updates=1
-    )
+def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str]) -> None:
+    measured = measure(launcher, sides, flags, script=script, threads=1, rounds=2, turns=1, updates=1)
     assert list(measured) == sides
     for of_side in measured.values():
         assert len(of_side["samples_per_second"]) == 2 and all(rate > 0 for rate in of_side["samples_per_second"])
@@ -32,7 +31,7 @@ def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str
 
 
 def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> None:
-    check(TORCHRUN, "train_vae", VAE, ["script", "ddp"], 2)
+    check(replace(TORCHRUN, processes=2), "train_vae", VAE, ["script", "ddp"])
 
 
 def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:

@@ -93,7 +93,7 @@ class Fault:
 
     def stages(self) -> list[list[str]]:
         """Arguments of pytest, one run after the other: the tests beside the file and those that are named, those of
-        the folder, of the scripts, and launches."""
+        the folder, launches that are named, and those of the scripts."""
         path = Path(self.file)
         folder = Path("tests") / path.parent
         beside = [str(each) for each in sorted(folder.glob(f"test_{path.stem}*.py"))]
@@ -104,7 +104,7 @@ class Fault:
         scripts = self.scripts.split()
         of_each = [str(each) for name in scripts for each in sorted(Path("tests").glob(f"test_train_{name}*.py"))]
         of_all = [EVERY_SCRIPT, "-k", " or ".join(f"train_{name}" for name in scripts)] if scripts else []
-        stages = [near, [each for each in others if each not in near], of_each, of_all, launches]
+        stages = [near, [each for each in others if each not in near], launches, of_each, of_all]
         return [stage for stage in stages if stage]
 
 

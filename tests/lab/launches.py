@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab import Lab
-from launching import HERE, ROOT, WITHOUT_COMPILER, Job, Launcher, tool
 from slurm import Slurm
+
+from scripts.launching import PATIENT_HOROVODRUN, ROOT, WITHOUT_COMPILER, Job, Launcher, tool
 
 #: What has to be installed beside what `make test` installs.
 TOOLS = {
@@ -42,7 +43,7 @@ def start_on_all(
         command = [tool("deepspeed"), "--hostfile", hostfile, path, *flags]
         environment |= WITHOUT_COMPILER
     elif launcher.name == "horovodrun":
-        command = [python, HERE / "horovodrun.py", "--gloo", "-np", n, "-H", slots, python, path, *flags]
+        command = [python, PATIENT_HOROVODRUN, "--gloo", "-np", n, "-H", slots, python, path, *flags]
     elif launcher.name == "mpirun":
         address = ["--allow-run-as-root", "-x", f"MASTER_ADDR={hosts[0]}"]
         command = ["mpirun", *address, "-np", n, "-H", slots, python, path, *flags]

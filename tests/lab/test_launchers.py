@@ -11,10 +11,10 @@ import pytest
 from forks import fork
 from lab import Lab, missing
 from launches import TOOLS, start_on_all
-from launching import CHOSEN_ON_TWO, Launcher, finish
 from run_outputs import lines, unequal
 from slurm import Slurm
 
+from scripts.launching import CHOSEN_ON_TWO, Launcher, finish
 from scripts.parity import FIRST_TOLERANCE, LAST_TOLERANCE, SHARED, SMALL_MODELS, STEADY, difference
 
 IN_PARTS = ["--batch_parts", "4"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from launching import Launcher, run
+from scripts.launching import Launcher, run
 
 
 class Task(NamedTuple):

@@ -10,7 +10,8 @@ from typing import Any
 import contracts
 import pytest
 from jobs import Jobs, Task
-from launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
+
+from scripts.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 
 LAUNCHERS = [
     Launcher("torchrun", 2),

@@ -11,8 +11,9 @@ import contrastive as worker
 import pytest
 import torch
 from jobs import Jobs, Task
-from launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 from torch import Tensor
+
+from scripts.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 
 KINDS = ["softmax", "decoupled", "sigmoid"]
 TWO, FOUR = Launcher("torchrun", 2), Launcher("torchrun", 4)

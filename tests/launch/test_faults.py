@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from forks import Forked, completed, fork
-from launching import (
+from run_outputs import lines
+
+from scripts.launching import (
     CHOSEN_ON_TWO,
     ENVIRONMENT,
     HANG_SECONDS,
@@ -29,8 +31,6 @@ from launching import (
     start,
     wait_until,
 )
-from run_outputs import lines
-
 from training.run.costs import without_costs
 
 ENDLESS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",

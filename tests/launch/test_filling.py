@@ -18,10 +18,10 @@ import soundfile
 import torch
 from filling import Script, files
 from forks import Forked, fork
-from launching import Launcher, run
 from PIL import Image
 
 from models import VQGAN, MuLaN, VideoTokenizer
+from scripts.launching import Launcher, run
 from tests.data.videos.files import write_video
 
 N_ITEMS, PER_SHARD, RATE = 42, 3, 8000

@@ -11,8 +11,9 @@ import pytest
 import test_scripts
 from forks import fork
 from jobs import Jobs, Task
-from launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
 from run_outputs import unequal
+
+from scripts.launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:

@@ -18,11 +18,11 @@ import pytest
 import torch
 from forks import fork
 from jobs import Jobs, Task
-from launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
 from PIL import Image
 from run_outputs import CLOCKS, lines, unequal
 from safetensors.torch import load_file
 
+from scripts.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
 from tests.scripts import RUN, SCRIPTS, assert_same_bits, files, words
 
 TWO = Launcher("torchrun", 2)

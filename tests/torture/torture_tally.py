@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launching import Launcher
 from torture_checks import last_words
 from torture_plan import Blow
+
+from scripts.launching import Launcher
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Read by every Python process of a job when it starts (launching.py). Imports take most of a start, and looking for
-garbage among what they leave, of which nothing is garbage, took a sixth of them."""
+"""Read by every Python process of a job when it starts (scripts/launching.py). Imports take most of a start, and a
+sixth of them was the search for garbage among what they leave, of which nothing is garbage."""
 
 import gc
 

@@ -10,7 +10,7 @@ from horovod.runner.launch import run_commandline
 # Horovod waits for the processes by this function. For the shell around them, which it has stopped, it still waits 5 s.
 # Horovod spawns helper processes, which import this file again and so wait in the same way.
 _wait_procs = psutil.wait_procs
-psutil.wait_procs = functools.wraps(_wait_procs)(lambda processes, timeout=None: _wait_procs(processes, 3600))
+psutil.wait_procs = functools.wraps(_wait_procs)(lambda processes, timeout=None: _wait_procs(processes, 3600))  # type: ignore[assignment]
 
 if __name__ == "__main__":
     sys.exit(run_commandline())

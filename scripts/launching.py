@@ -21,8 +21,8 @@ import psutil
 
 from distributed.backends import all_backends
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+PATIENT_HOROVODRUN = ROOT / "scripts" / "horovodrun.py"
 HANG_SECONDS = 3600.0
 # `make test-all`: every variant of every script on every launcher.
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # sums must not depend on how many cores are free
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE / 'startup'}",
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'launch' / 'startup'}",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(HANG_SECONDS)),  # seconds to connect; the default is 30
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),  # seconds to end after torchrun got a signal; default 30
 }
@@ -78,20 +78,27 @@ class Launcher:
     def command(
         self, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = (), *, is_patient: bool = True
     ) -> list[str]:
-        """``is_patient``: horovodrun waits for processes that it has asked to end."""
-        n, path, flags = str(self.processes), str(ROOT / script), [*flags, *self.flags]
+        """The command line that starts a script of the repository, or a module by its name. ``is_patient``: horovodrun
+        waits for processes that it has asked to end.
+
+        Raises:
+            FileNotFoundError: the launcher is not installed.
+        """
+        n, flags = str(self.processes), [*flags, *self.flags]
+        path = [str(ROOT / script)] if str(script).endswith(".py") else ["-m", str(script)]
         if self.name == "python":
-            return [sys.executable, path, *flags]
+            return [sys.executable, *path, *flags]
         port = ["--master_port", str(free_port())]
         if self.name == "torchrun":
-            return [str(tool("torchrun")), "--nproc_per_node", n, *port, *launcher_flags, path, *flags]
+            return [str(tool("torchrun")), "--nproc_per_node", n, *port, *launcher_flags, *path, *flags]
         if self.name == "deepspeed":
-            return [str(tool("deepspeed")), "--num_gpus", n, *port, path, *flags]
+            path = ["--module" if word == "-m" else word for word in path]
+            return [str(tool("deepspeed")), "--num_gpus", n, *port, *path, *flags]
         assert self.name == "horovodrun", self.name
         if not is_patient:
-            return [str(tool("horovodrun")), "-np", n, sys.executable, path, *flags]
+            return [str(tool("horovodrun")), "-np", n, sys.executable, *path, *flags]
         # Where --gloo does not say so, horovodrun imports PyTorch once more, to find out that there is no MPI.
-        return [sys.executable, str(HERE / "horovodrun.py"), "--gloo", "-np", n, sys.executable, path, *flags]
+        return [sys.executable, str(PATIENT_HOROVODRUN), "--gloo", "-np", n, sys.executable, *path, *flags]
 
 
 ONE_PROCESS = Launcher("python")
@@ -206,7 +213,7 @@ def start(
 ) -> Job:
     """Start a job; ``is_patient`` is that of ``Launcher.command``."""
     command = launcher.command(script, flags, launcher_flags, is_patient=is_patient)
-    return Job(command, script, **launcher.environment)
+    return Job(command, script, None, **launcher.environment)
 
 
 def finish(job: Job, timeout_seconds: float = HANG_SECONDS) -> Finished:
@@ -242,9 +249,10 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 
 
 def tool(name: str) -> Path:
-    """Path of a launcher that is installed in this Python's environment."""
+    """Path of a launcher that is installed in this Python's environment. Raises FileNotFoundError if it is not."""
     path = Path(sys.executable).parent / name
-    assert path.exists(), f"{name} is not installed beside {sys.executable}; `make test` installs every backend"
+    if not path.exists():
+        raise FileNotFoundError(f"{name} is not installed beside {sys.executable}; `make test` installs every backend")
     return path
 
 
