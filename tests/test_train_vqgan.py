@@ -94,6 +94,13 @@ def test_the_penalty_in_fp16_is_scaled_as_its_loss_is(tmp_path: Path) -> None:
     assert half["gradient_penalty"] == pytest.approx(full["gradient_penalty"], rel=1e-5)  # computed in fp32 in both
 
 
+def test_validations_change_nothing_of_what_is_trained(tmp_path: Path) -> None:
+    """The codebook is an average that moves in training mode, so before and after them and not within."""
+    flags = ["--quantizer", "vq", "--max_steps", "3", "--save_every_n_steps", "3", "--validate_every_n_steps"]
+    often, never = (checkpoint(VQGAN.train(tmp_path / every, *flags, every), 3) for every in ("1", "0"))
+    assert_same_bits(often, never)
+
+
 def test_the_model_that_is_left_has_the_quality_that_was_validated(finished: Path) -> None:
     """The public trainer's EMA file could not be loaded."""
     model = Generator.from_pretrained(finished / "model")
