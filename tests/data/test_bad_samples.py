@@ -61,14 +61,6 @@ def test_a_hundred_thousand_bad_samples_make_a_small_checkpoint(tmp_path):
     assert (tmp_path / "saved" / STATE).stat().st_size < 200_000, "the names of the first alone"
 
 
-@pytest.mark.parametrize("n", [5, 9, 2000])
-def test_the_state_of_a_set_of_another_size_is_taken_as_far_as_both_go(n, tmp_path):
-    log, restored = BadSampleLog(20), BadSampleLog(n)
-    log.add(BadSample(i, f"{i}.jpg", "no embedding", is_incomplete=True) for i in range(3, 20))
-    restored.load_state_dict(saved(log, tmp_path / "saved"))
-    assert restored.count_incomplete == min(n, 20) - 3
-
-
 def test_incomplete_samples_are_counted_once_and_never_too_many(tmp_path):
     log, restored = BadSampleLog(100), BadSampleLog(100)
     incomplete = [BadSample(i, f"{i}.jpg", "no embedding", is_incomplete=True) for i in range(60)]

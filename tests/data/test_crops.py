@@ -6,7 +6,6 @@ import argparse
 import math
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -15,11 +14,9 @@ from torchvision.transforms import RandomResizedCrop
 
 from data import open_images
 from data.crops import Crop, Square
-from data.files.source import Source
 from data.hashing import Draws
 from data.images.captioned import open_captioned
 from data.images.decoding import decode_image
-from data.videos.decoding import ClipDecoder
 from data.videos.sets import open_videos
 from tests.data.videos.files import write_video
 from training.flags.converters import area_range
@@ -134,14 +131,6 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
     assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
 
 
-def test_a_small_region_of_a_jpeg_is_not_decoded_at_fewer_pixels_than_the_sample_has(tmp_path, monkeypatch):
-    Image.new("RGB", (400, 400)).save(tmp_path / "a.jpg")
-    asked = []
-    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.draft", lambda image, mode, size: asked.append(size))
-    decode_image(str(tmp_path / "a.jpg"), 40, 3, cut=lambda width, height: Square(0, 0, 100))
-    assert asked == [(160, 160)]
-
-
 def test_a_region_of_a_turned_image_is_turned(tmp_path):
     places(tmp_path / "a.png", 90, 40)
     with Image.open(tmp_path / "a.png") as image:
@@ -164,12 +153,6 @@ def test_nothing_smaller_than_the_pictures_to_draw_is_cut_out(tmp_path):
         assert image[0, 0, -1] - image[0, 0, 0] == 31, "not enlarged"
 
 
-def noise(number: int) -> np.ndarray:
-    """A grey picture (48, 96) that is alike nowhere, and smooth."""
-    coarse = np.random.default_rng(number).integers(0, 256, (3, 6), dtype=np.uint8)
-    return np.asarray(Image.fromarray(coarse).resize((96, 48), Image.Resampling.BICUBIC))
-
-
 def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
     ramp = np.tile(np.arange(96, dtype=np.uint8) * 2, (48, 1))
     write_video(tmp_path / "a.mkv", 8, codec="ffv1", pictures=[ramp] * 8)
@@ -180,28 +163,6 @@ def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
         assert clip.shape == (3, 4, 48, 48) and torch.equal(clip, clip[:, :1].expand_as(clip))
         begins.add(int(clip[0, 0, 0, 0]))
     assert len(begins) > 6 and films.load(0)[0, 0, 0, 0] == pytest.approx(48, abs=2), "validation sees the middle"
-
-
-class _At(Crop):
-    """A crop at a known place."""
-
-    def __init__(self, square: Square) -> None:
-        object.__setattr__(self, "known", square)
-
-    def cut(self, epoch, index):
-        return lambda width, height: self.known  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("square", [Square(10, 4, 40), Square(60, 20, 24), Square(0, 0, 48), Square(48, 0, 48)])
-def test_a_square_of_a_frame_is_that_of_the_same_frame_as_an_image(tmp_path, square):
-    write_video(tmp_path / "a.mkv", 8, codec="ffv1", pictures=[noise(i) for i in range(8)])
-    with av.open(str(tmp_path / "a.mkv")) as container:
-        first = next(container.decode(video=0)).to_ndarray(format="rgb24")
-    Image.fromarray(first).save(tmp_path / "frame.png")
-    expected = decode_image(str(tmp_path / "frame.png"), 24, 3, cut=lambda width, height: square)
-    found = ClipDecoder(24, 8, crop=_At(square)).load(Source(str(tmp_path / "a.mkv")), 0, 0, augment=True)[:, 0]
-    # FFmpeg and Pillow weight neighbours differently where they resize.
-    assert (found.int() - expected.int()).abs().float().mean() < 4
 
 
 @pytest.mark.parametrize(

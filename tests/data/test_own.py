@@ -224,18 +224,6 @@ def test_clips_are_cut_out_of_videos(own):
     assert frames_of(twice.load(0)) == [9, 10, 10]
 
 
-def test_all_frames_of_a_clip_are_cut_at_one_place(own):
-    across = torch.arange(12, dtype=torch.uint8).expand(20, 3, 8, 12)  # the value of a pixel is its column
-    clips = seeing(own(lambda i: across), crop=Crop("random", seed=1))
-    begins = set()
-    for epoch in range(20):
-        clip = clips.load(0, epoch, True)
-        left = int(clip[0, 0, 0, 0])
-        assert torch.equal(clip, torch.arange(left, left + 8).to(torch.uint8).expand(3, 3, 8, 8))
-        begins.add(left)
-    assert len(begins) > 3 and clips.load(0)[0, 0, 0, 0] == 2, "validation sees the middle"
-
-
 def test_an_item_that_is_no_video_is_named(own):
     for item in ("x", planar(0), numbered(3).permute(0, 2, 3, 1), numbered(0), numbered(3).long()):
         assert one_line(seeing(own(lambda i, item=item: item)).load, 2).startswith("--dataset: own_items:make[2] is ")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from models import Decoder
 from models.decoder import Sampling
 from models.diffusion.sampling import sampling_levels
 from models.resizing import cropped
-from models.unets.attention import CrossAttention
 from tests.models.helpers import refused
 
 SMALL: dict[str, Any] = {
@@ -90,42 +87,6 @@ def test_the_condition_and_its_scale_matter_and_only_to_the_unet_that_has_one() 
     assert torch.equal(*second)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "scale", "interval", "first"),
-    [
-        ("dpmpp_2m", 2.0, None, [8, 8, 8, 8]),
-        ("ddim", 1.0, None, [4, 4, 4, 4]),
-        ("ddim", 0.0, None, [4, 4, 4, 4]),
-        ("dpmpp_2m", 2.0, (0.1, 1.0), [4, 4, 8, 4]),  # sigma / alpha is infinite, 1.6, 0.6 and about 0.03
-        ("heun", 2.0, None, [8] * 6),  # no correction at an infinite sigma / alpha, nor at the last step
-    ],
-)
-def test_a_step_is_one_pass_and_conditions_are_computed_once(
-    sampler: str, scale: float, interval: tuple[float, float] | None, first: list[int]
-) -> None:
-    """Rows of each pass of the first Unet for four pictures; the second one has no condition to be guided by."""
-    model = decoder()
-    rows: list[list[int]] = [[], []]
-    computed = Counter[tuple[int, int]]()  # (attention to the condition, rows) -> times its keys were computed
-
-    def count_rows(index: int, x: Tensor | None) -> None:
-        if x is not None:
-            rows[index].append(len(x))
-
-    for index in (0, 1):
-        model.unet(index).register_forward_pre_hook(lambda _, inputs, i=index: count_rows(i, inputs[0]))
-    attending = [module for module in model.unet(0).modules() if isinstance(module, CrossAttention)]
-    for index, attention in enumerate(attending):
-        attention.to_kv.register_forward_pre_hook(
-            lambda _, inputs, i=index: computed.update([(i, len(inputs[0]))] if inputs[0].shape[1] > 2 else [])
-        )
-    sampling = Sampling(sampler, steps=[4], cond_scale=[scale], interval=interval)
-    model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4)
-    assert rows == [first, [4] * len(first)]
-    # Of one or two blocks of rows, each once; the two tokens of the noise level are new in every step.
-    assert computed == {(i, n): 1 for i in range(len(attending)) for n in set(first)} and attending
-
-
 def test_a_cascade_in_two_calls_is_the_cascade_in_one() -> None:
     model, noise, sampling = decoder(), noise_of(range(4)), Sampling(steps=[3, 4])
     both: list[torch.Tensor] = []
@@ -187,27 +148,6 @@ def test_the_spacing_of_the_noise_levels_reaches_every_unet() -> None:
     assert levels["uniform"] != levels["karras"]
 
 
-def test_what_is_masked_stays_and_the_rest_is_new() -> None:
-    model, image = decoder(), torch.rand(4, 3, 16, 16)
-    mask = torch.zeros(4, 16, 16, dtype=torch.bool)
-    mask[:, :8] = True
-    drawn = model.sample(
-        {"image_embed": EMBEDDINGS}, noise_of(range(4)), Sampling(steps=[3]), batch=4, inpaint_image=image,
-        inpaint_mask=mask, resample_times=2,
-    )  # fmt: skip
-    torch.testing.assert_close(drawn[:, :, :8], image[:, :, :8], rtol=0, atol=1e-6)
-    assert (drawn[:, :, 8:] - image[:, :, 8:]).abs().mean() > 0.05
-
-
-def test_the_tables_of_the_noise_are_where_the_weights_are_and_are_moved_once() -> None:
-    model = decoder(lowres_condition="noise")
-    copied = model.to("meta").with_unets(list(model.unets))
-    for find in (Decoder.lowres_schedule, lambda each: each.schedule(1)):
-        assert {getattr(find(copied), name).device.type for name in ("alpha", "sigma", "log_snr")} == {"meta"}
-        assert find(copied) is find(model)
-    assert decoder().lowres_schedule() is None
-
-
 def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
     model = decoder(lowres_condition="noise", lowres_noise_level=1.0, second={"lowres_noise_cond": True})
     levels = []
@@ -217,10 +157,6 @@ def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
     images = torch.rand(2, 3, 8, 8)
     drawn = model.sample({}, noise_of(range(2)), Sampling(steps=[2]), batch=2, start_at=2, images=images)
     assert {tuple(level.tolist()) for level in levels if level is not None} == {(49, 49)} and drawn.isfinite().all()
-
-
-def test_a_model_without_a_condition_draws_as_many_pictures_as_asked() -> None:
-    assert decoder(first={}).sample({}, noise_of(range(3)), Sampling(steps=[2]), batch=3).shape == (3, 3, 16, 16)
 
 
 def test_training_pictures_are_of_each_size_and_between_minus_one_and_one() -> None:
@@ -269,14 +205,6 @@ def test_crops_lie_where_their_shares_say() -> None:
     places = torch.tensor([[0.0, 0.0], [0.999, 0.999], [0.5, 0.0]])
     assert cropped(images, places, 4)[:, 0, 0, 0].tolist() == [0.0, 14.0, 6.0]
     assert torch.equal(cropped(images, places, 6), images)
-
-
-def test_it_is_saved_and_loaded_with_equal_pictures(tmp_path: Path) -> None:
-    model = decoder(lowres_condition="none", noise_shift=32)
-    model.save_pretrained(tmp_path)
-    loaded = Decoder.from_pretrained(tmp_path)
-    drawn = [m.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), batch=4) for m in (model, loaded)]
-    assert torch.equal(*drawn)
 
 
 def drawn_by(start_at: int, images: Tensor | None = None, conditions: dict[str, Tensor] | None = None) -> Tensor:

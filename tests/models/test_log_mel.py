@@ -76,14 +76,6 @@ def test_silence_and_short_clips_give_numbers_in_as_many_frames_as_said(kind: st
         assert (out[0] == -2.0).all()  # -100 dB
 
 
-def test_a_clip_shorter_than_the_fewest_frames_is_padded_with_silence() -> None:
-    clip = torch.rand(1, 100)
-    longer = torch.nn.functional.pad(clip, (0, 15 * 160 - 100))
-    spectrogram = Spectrogram(min_frames=16)
-    assert spectrogram.frames(100) == 16
-    assert torch.equal(spectrogram(clip), Spectrogram()(longer))
-
-
 def test_what_inference_has_cached_serves_in_training() -> None:
     spectrogram, waveforms = Spectrogram(), torch.rand(1, 1000, requires_grad=True)
     with torch.inference_mode():

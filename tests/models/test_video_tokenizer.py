@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import VideoTokenizer
-from models.video.streams import StreamState
 from tests.models.helpers import TOKENIZER, lively, refused, some, some_videos
 
 # Layers that divide time by S_t: one that keeps the number of frames comes before and after each that does not.
@@ -136,43 +133,6 @@ def test_a_stream_gives_the_bits_of_the_whole_clip(variant: str, plan: list[int]
         assert torch.equal(decoded(model, codes, plan), model.decode(codes))
 
 
-def bytes_of(state: StreamState) -> int:
-    return len(pickle.dumps(state))
-
-
-@variants
-def test_a_stream_needs_no_more_memory_the_longer_it_gets(variant: str) -> None:
-    model = tokenizer(variant, time_window=2)
-    state, back = (start() for start in (model.start_encoding, model.start_decoding))
-    sizes = []
-    for _ in range(50):
-        codes = model.encode_next(some_videos(2, 4), state)
-        model.decode_next(codes, back)
-        sizes.append((bytes_of(state), bytes_of(back)))
-    # The number of frames used takes a byte more from 256 on.
-    assert all(abs(late - early) <= 2 for late, early in zip(sizes[-1], sizes[4], strict=True))
-    tensors = [tensor for it in (state, back) for tensor in (it.pending, *it.kept.values()) if tensor is not None]
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)  # none is a view
-
-
-@variants
-def test_streams_do_not_mix_and_go_on_from_a_pickled_state(variant: str) -> None:
-    model = tokenizer(variant)
-    videos = [some_videos(2, 9, seed=1), some_videos(2, 9, 8, 12, seed=2)]
-    states, backs = ([start() for _ in videos] for start in (model.start_encoding, model.start_decoding))
-    codes, frames = ([[] for _ in videos] for _ in range(2))
-    for start, number in itertools.product(range(0, 9, 3), range(2)):
-        states[number], backs[number] = pickle.loads(pickle.dumps((states[number], backs[number])))
-        new = model.encode_next(videos[number][:, :, start : start + 3], states[number])
-        codes[number].append(new)
-        frames[number].append(model.decode_next(new, backs[number]))
-    with torch.no_grad():
-        for number, video in enumerate(videos):
-            out = model(video)
-            assert torch.equal(torch.cat(codes[number], dim=1), out.codes)
-            assert torch.equal(torch.cat(frames[number], dim=2), out.reconstruction)
-
-
 def test_frames_that_do_not_fit_are_refused_with_the_nearest_that_do_in_a_stream_too() -> None:
     model = tokenizer()
     for frames, use in ((0, "1 or 5"), (4, "1 or 5"), (16, "13 or 17"), (18, "17 or 21")):
@@ -206,17 +166,6 @@ def test_latents_of_lfq_alone_are_clamped_softly() -> None:
     torch.testing.assert_close(soft, 0.5 * torch.tanh(sharp / 0.5))
     others = [latents(tokenizer(quantizer="bsq", soft_clamp=clamp), videos) for clamp in (0.0, 0.5)]
     assert torch.equal(*others)
-
-
-@pytest.mark.parametrize("variant", ["plain", "first"])
-def test_images_train_the_last_time_slice_of_each_kernel_alone(variant: str) -> None:
-    model = tokenizer(variant).train()
-    out = model(some_videos(3, 1))
-    F.mse_loss(out.reconstruction, some_videos(3, 1)).backward()
-    kernels = [p for p in model.parameters() if p.dim() == 5 and p.shape[2] > 1]
-    assert kernels and all(p.grad is not None and not p.grad[:, :, :-1].any() for p in kernels)
-    is_used = [bool(p.grad[:, :, -1].any()) for p in kernels]  # type: ignore[index]
-    assert is_used.count(False) == (2 if variant == "first" else 0)
 
 
 @pytest.mark.parametrize("variant", ["plain", "haar", "first", "window"])

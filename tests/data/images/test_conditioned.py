@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,15 +96,6 @@ def test_tars_are_selected_by_their_numbers_the_last_one_included(tmp_path, spec
     assert_images_are(opened(tars / spec, text=False, shards=Shards(**shards)), numbers, with_text=False)
 
 
-def test_only_what_the_model_takes_is_read(tmp_path):
-    tars = write_tars(tmp_path / "tars", "txt", "img_emb.npy", "text_emb.npy")
-    for takes in itertools.product((False, True), repeat=2):
-        found = opened(tars, *takes[::-1])
-        wanted = {key for key, is_taken in zip(WIDTHS, takes, strict=True) if is_taken}
-        assert found.widths == {key: WIDTHS[key] if key in wanted else None for key in WIDTHS}
-        assert found.load(0).keys() == {"images", "captions", *wanted}
-
-
 def test_an_image_without_a_caption_has_an_empty_one(tmp_path):
     tars = write_tars(tmp_path / "tars", "txt", "npy", but={1: members(1, "npy")})
     found = opened(tars, text=False)
@@ -160,26 +149,6 @@ def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):
     but = {2: {**members(2), "text.npy": npy(np.ones((7, TEXT_WIDTH), np.float16))}}
     found = opened(write_tars(tmp_path / "tars", "text.npy", but=but), image=False)
     assert one_line(found.load, 2) == "its text encoding: shape (7, 4), where others have (5, 4)"
-
-
-def test_rows_are_read_one_by_one_and_not_mapped(tmp_path):
-    """Beside a file of 64 MiB, a sample costs a row: the process grows by far less than the file."""
-    tars, rows = write_tars(tmp_path / "tars", "txt", shards=1), tmp_path / "emb"
-    rows.mkdir()
-    big = np.lib.format.open_memmap(rows / "img_emb_0000.npy", "w+", np.float32, (8192, 2048))
-    big[:4] = np.arange(1, 5)[:, None]
-    big.flush()
-    del big
-
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    if sys.platform != "linux":
-        pytest.skip("the kernel counts the pages")
-    before = resident_bytes()
-    found = opened(tars, text=False, shards=by_row(rows))
-    assert [found.load(i)["image_embed"].mean().item() for i in range(4)] == [1, 2, 3, 4]
-    assert resident_bytes() - before < 8 * 2**20
 
 
 def test_a_row_beyond_the_file_is_named(tmp_path):
@@ -241,21 +210,6 @@ def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):
     assert "--random_flip would make" in one_line(opened, "demo:shapes", flip=True, image=False, text=False)
     plain = opened(write_tars(tmp_path / "plain", "npy"), text=False, image=False, flip=True)
     assert plain.load(0).keys() == {"images", "captions"}
-
-
-def test_tokens_replace_stored_embeddings(tmp_path):
-    tars = write_tars(tmp_path / "tars", "txt", "npy", "text.npy")
-    said: list[str] = []
-
-    def tokenize(texts):
-        said.extend(texts)
-        return torch.full((len(texts), 7), len(said))
-
-    found = opened(tars, tokenize=tokenize)
-    assert found.widths == {"image_embed": None, "text_encodings": None}
-    sample = found.load(3)
-    assert sample.keys() == {"images", "captions", "tokens"}
-    assert sample["tokens"].tolist() == [1] * 7 and said == ["image 3"]
 
 
 def test_two_files_of_one_kind_for_one_image_are_refused(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.images.embeddings import IMAGE, TEXT
-from data.images.scenes import TRIPLES, Scenes, Triple, attributes, condition_of, encoded, is_held_out
+from data.images.scenes import TRIPLES, Scenes, Triple, attributes, condition_of, is_held_out
 from data.images.shapes import COLOURS, PLACES, SHAPES, SIZES, Item
 
 BACKGROUNDS = ["dark", "light"]
@@ -75,15 +75,3 @@ def test_a_picture_shows_its_item_alone():
         assert len(near) > 3
         # A crescent's mass lies 0.3 radii beside its middle; the largest radius is 0.224.
         assert (centre - torch.tensor([item.y, item.x])).abs().max() < 0.08, str(item)
-
-
-def test_encoded_captions_have_a_vector_for_each_word_at_each_place_and_zeros_behind():
-    one, other = encoded("a red ring top left"), encoded("a small red ring top left")
-    assert one.shape == other.shape == (9, 32)
-    assert [bool(row.any()) for row in one] == [True] * 5 + [False] * 4
-    assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[2]), "red, at another place"
-    # red - ring, at the same places in both sentences: the vectors of the places cancel
-    swapped = encoded("a ring red top left")
-    assert torch.allclose(one[1] - swapped[1], swapped[2] - one[2], atol=1e-6)  # rounding of fp32
-    shown = scenes(5)
-    assert torch.equal(shown.embeddings(TEXT).load(2), encoded(shown.caption(2)))

@@ -6,12 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from PIL import Image
-
 from data import open_images
 from data.images.captioned import open_captioned
-from tests.data.helpers import one_line, write_tar
-from tests.data.sources import encoded
+from tests.data.helpers import one_line
 
 
 def touch(*paths: Path) -> None:
@@ -82,12 +79,3 @@ def test_folder_that_may_not_be_read_is_named():
             if uid == 0:
                 os.seteuid(0)
             locked.chmod(0o755)
-
-
-def test_index_that_was_kept_when_fewer_endings_were_read_is_made_again(tmp_path, monkeypatch):
-    picture = Image.new("RGB", (20, 20))
-    tar = write_tar(tmp_path / "0.tar", {kind: {kind: encoded(picture, kind)} for kind in ("png", "tiff")})
-    with monkeypatch.context() as before:
-        before.setattr("data.images.sets.ENDINGS", (".png",))
-        assert len(open_images(str(tar), image_size=8)) == 1
-    assert len(open_images(str(tar), image_size=8)) == 2

@@ -69,9 +69,3 @@ def test_one_scene_looks_the_same_at_every_size():
         error = (small.load(index).float() - averaged).abs()
         assert error.mean() < 1.0
         assert error.max() < 90  # at edges, where one pixel's cover is estimated
-
-
-def test_alpha_is_opaque():
-    with_alpha, plain = (open_images("demo:shapes", image_size=16, channels=c).load(3) for c in (4, 3))
-    assert torch.equal(with_alpha[:3], plain)
-    assert (with_alpha[3] == 255).all()

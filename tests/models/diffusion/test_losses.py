@@ -73,15 +73,6 @@ def test_the_loss_of_an_estimate_does_not_depend_on_what_is_predicted(weight: st
         torch.testing.assert_close(found.loss, expected, rtol=1e-9, atol=0, msg=objective)
 
 
-@pytest.mark.parametrize(("loss_type", "of_difference"), [
-    ("l1", lambda d: d.abs()), ("huber", lambda d: torch.where(d.abs() < 1, d.square() / 2, d.abs() - 0.5)),
-])  # fmt: skip
-def test_other_distances_are_means_over_each_picture(loss_type: str, of_difference: Any) -> None:
-    found, network = loss_of("x_start", loss_type=loss_type)
-    difference = network(LINEAR.add_noise(X0, NOISE, TIMES), TIMES) - X0
-    torch.testing.assert_close(found.error, of_difference(difference).flatten(1).mean(1), rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("schedule", [LINEAR, FLOW], ids=["linear", "flow"])
 def test_bits_of_a_learned_variance_are_those_of_the_estimate_whatever_is_predicted(schedule: Schedule) -> None:
     estimate = 0.9 * Gaussian(schedule, 0.5).estimate(schedule.add_noise(X0, NOISE, TIMES), TIMES)
@@ -98,15 +89,6 @@ def test_bits_of_a_learned_variance_are_those_of_the_estimate_whatever_is_predic
         assert of_variance.abs().min() > 0
     few = loss_of("x_start", Schedule("linear", 1000), learned_variance=True, vb_loss_weight=0.5)[0]
     torch.testing.assert_close(few.loss, few.error + 500 * few.bits, rtol=1e-12, atol=0)
-
-
-def test_any_part_of_a_batch_has_the_losses_of_its_pictures_in_the_batch() -> None:
-    network = Estimator("v", LINEAR, learned_variance=True)
-    loss = DiffusionLoss(LINEAR, "v", learned_variance=True)
-    whole = loss(network, X0, {}, times=TIMES, noise=NOISE)
-    for rows in (slice(0, 1), slice(1, 5)):
-        part = loss(network, X0[rows], {}, times=TIMES[rows], noise=NOISE[rows])
-        assert torch.equal(part.loss, whole.loss[rows]) and torch.equal(part.bits, whole.bits[rows])
 
 
 @pytest.mark.parametrize("objective", ["noise", "v"])

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from models.video.attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
 from models.video.causal import CausalConv3d, Context, SpaceUp, TimeUp
 from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
-from models.video.patches import PATCHES, from_patches, to_patches
-from models.video.residual import ResidualUnit, RMSNorm, SqueezeExcite
+from models.video.patches import to_patches
+from models.video.residual import RMSNorm, SqueezeExcite
 from tests.models.helpers import some
 
 WHOLE = Context()
@@ -84,16 +84,6 @@ def test_upsampled_frame_f_is_frame_f_over_2_rounded_up_and_four_pixels_start_eq
     torch.testing.assert_close(fresh[:, :, 1::2], fresh[:, :, 2::2])
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", PATCHES)
-def test_patches_lose_nothing_and_keep_the_energy(kind: str, size: int) -> None:
-    whole_numbers = torch.randint(0, 256, (2, 3, 2, 8, 4)).float()
-    patches = to_patches(whole_numbers, size, kind)
-    assert patches.shape == (2, 3 * size**2, 2, 8 // size, 4 // size)
-    assert torch.equal(from_patches(patches, size, kind), whole_numbers)
-    torch.testing.assert_close(patches.square().sum(), whole_numbers.square().sum())
-
-
 def test_haar_is_the_transform_of_the_four_pixels() -> None:
     a, b, c, d = 1.0, 2.0, 4.0, 8.0
     x = torch.tensor([[a, b], [c, d]]).view(1, 1, 1, 2, 2)
@@ -114,28 +104,6 @@ def test_norms_and_gates_look_at_one_frame_and_start_open() -> None:
     for layer in (lambda y: norm(y, WHOLE), gate):
         torch.testing.assert_close(layer(mixed)[0, :, 0], layer(x)[0, :, 0], rtol=1e-14, atol=1e-14)
     assert not torch.equal(gate(x), x)
-
-
-def test_a_gate_is_computed_from_the_attended_mean_of_its_frame() -> None:
-    gate, x = SqueezeExcite(6), video()
-    nn.init.normal_(gate.excite.weight)
-    for b, f in itertools.product(range(2), range(5)):
-        pixels = x[b, :, f].flatten(1)
-        weights = (gate.to_weights.weight.flatten() @ pixels + gate.to_weights.bias).softmax(dim=0)  # type: ignore[operator]
-        hidden = F.leaky_relu(gate.squeeze(pixels @ weights), 0.1)
-        expected = 2 * torch.sigmoid(gate.excite(hidden))[:, None, None] * x[b, :, f]
-        torch.testing.assert_close(gate(x)[b, :, f], expected)
-
-
-@pytest.mark.parametrize("norm", ["none", "rms"])
-def test_a_residual_unit_is_what_its_norm_says(norm: str) -> None:
-    unit, x = ResidualUnit(6, CausalConv3d(6, 6, (3, 3, 3)), nn.Identity(), norm), video()
-    if norm == "none":
-        expected = x + F.elu(unit.mix(F.elu(unit.conv(x, WHOLE))))
-    else:
-        first, second = unit.norms
-        expected = x + unit.mix(F.silu(second(unit.conv(F.silu(first(x, WHOLE)), WHOLE), WHOLE)))
-    torch.testing.assert_close(unit(x, WHOLE), expected)
 
 
 @pytest.mark.parametrize("window", [None, 2])
