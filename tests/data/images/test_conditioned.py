@@ -112,6 +112,12 @@ def test_an_image_that_would_have_to_be_enlarged_is_missing(tmp_path):
     assert [found.load(index)["images"].shape for index in (2, 3)] == [(3, 8, 8)] * 2
 
 
+def claiming(content: bytes, n: int) -> bytes:
+    """A .npy whose header says that it has n numbers."""
+    shape = f"({n},), }}".encode()
+    return content.replace(b"(6,), }" + b" " * (len(shape) - 7), shape)
+
+
 def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_damaged(tmp_path):
     nan = embedding(5)
     nan[2] = np.nan
@@ -121,27 +127,18 @@ def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_d
     }  # fmt: skip
     contents = {number: npy(array) for number, array in odd.items()}
     contents |= {7: b"no array", 8: npy(embedding(8))[:-1], 9: npy(embedding(9)[None])}
+    contents[10] = claiming(npy(embedding(10)), 10**13)
     but = {number: {**members(number), "npy": content} for number, content in contents.items()} | {0: members(0)}
     found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
-    reasons = {}
-    for index in range(12):
-        try:
+    for index in (0, 1):
+        with pytest.raises(Incomplete):
             found.load(index)
-        except Incomplete as error:
-            reasons[index] = f"missing: {error}"
-        except ValueError as error:
-            reasons[index] = str(error)
-    assert reasons == {
-        0: "missing: it has no image embedding",
-        1: "missing: its image embedding: zeros only, which stand for none",
-        2: "its image embedding: shape (5,), where others have (6,)",
-        3: "its image embedding: shape (2, 6), where others have (6,)",
-        4: "its image embedding: not all numbers are finite",
-        5: "it holds numbers of the type int64: save it as float16 or float32 in C order",
-        6: "it holds an array in Fortran order: save it as float16 or float32 in C order",
-        7: "it is no numpy array (.npy)",
-        8: "it is cut off: an array of shape (6,) takes 12 bytes",
-    }, "number 9 is an array (1, 6)"
+    for index, said in {
+        2: "(5,)", 3: "(2, 6)", 4: "finite", 5: "int64", 6: "Fortran order", 7: "no numpy array",
+        8: "takes 12 bytes", 10: "(10000000000000,) takes 20000000000000 bytes",
+    }.items():  # fmt: skip
+        assert said in one_line(found.load, index)
+    assert found.load(9)["image_embed"].shape == (WIDTH,), "of an array (1, 6)"
 
 
 def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):
@@ -164,14 +161,11 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "rows of text for images": (
         lambda tars, rows: np.save(rows / "img_emb_0000.npy", np.ones((4, 2, 7), np.float32)), "has the shape (2, 7)"
     ),
-    "rows of integers": (
-        lambda tars, rows: np.save(rows / "img_emb_0000.npy", np.ones((4, 6), np.int32)), "img_emb_0000.npy': it holds"
-    ),
     "rows without a number": (
         lambda tars, rows: (rows / "img_emb_0001.npy").rename(rows / "img_emb_b.npy"), "does not end with the number"
     ),
-    "a tar without a number": (
-        lambda tars, rows: (tars / "00001.tar").rename(tars / "b.tar"), "does not end with the number"
+    "more rows than the file holds": (
+        lambda tars, rows: (rows / "img_emb_0001.npy").write_bytes(claiming(npy(embedding(0)), 10**13)), "img_emb_0001"
     ),
     "keys without a row": (lambda tars, rows: write_tar(tars / "00001.tar", {"cat": members(1)}), "the key 'cat' in"),
 }  # fmt: skip
@@ -195,7 +189,6 @@ def test_flags_that_contradict_one_another_are_refused(tmp_path):
     assert "have 0 to 2" in one_line(opened, tars, shards=Shards(first=7))
     assert "smaller than --start_shard" in one_line(opened, tars / "{}.tar", shards=Shards(2, 1, 5))
     assert "00003.tar" in one_line(opened, tars / "{}.tar", shards=Shards(0, 3, 5))
-    assert "no file is named like" in one_line(opened, tars / "{}.tar", shards=Shards(width=6))
     assert "has no shards" in one_line(opened, "demo:shapes", shards=Shards(first=2))
     (tmp_path / "loose").mkdir()
     (tmp_path / "loose" / "a.png").write_bytes(picture(0))
@@ -204,10 +197,9 @@ def test_flags_that_contradict_one_another_are_refused(tmp_path):
 
 
 def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):
-    for kinds, taken in ((("txt",), False), (("npy",), True), (("txt", "npy"), True)):
+    for kinds, taken in ((("txt",), False), (("npy",), True)):
         tars = write_tars(tmp_path / "-".join(kinds), *kinds)
-        assert "--random_flip would make" in one_line(opened, tars, text=False, image=taken, flip=True)
-    assert "--random_flip would make" in one_line(opened, "demo:shapes", flip=True, image=False, text=False)
+        assert "--random_flip" in one_line(opened, tars, text=False, image=taken, flip=True)
     plain = opened(write_tars(tmp_path / "plain", "npy"), text=False, image=False, flip=True)
     assert plain.load(0).keys() == {"images", "captions"}
 

@@ -127,14 +127,11 @@ def without(state: State, *names: str) -> State:
 # The file's weights with others, and what the message has to say.
 MISTAKES: list[tuple[State, str]] = [
     ({**STATE, "quantizer._codebook.embed": torch.zeros(1, 4, 8)}, "LFQ"),
-    ({**STATE, "quantizer.mask": torch.ones(4)}, "several codebooks"),
     ({**STATE, "enc_dec.encoders.0.weight": torch.zeros(16, 3, 7, 7)}, "7 x 7"),
     ({**STATE, "enc_dec.encoders.3.0.weight": torch.zeros(48, 16, 4, 4)}, "double"),
     (without(STATE, "enc_dec.encoders"), "it lacks enc_dec.encoders.0.weight"),
-    (without(STATE, *(f"enc_dec.encoders.{i}." for i in range(1, 6))), "have [] channels"),
     ({**STATE, "transformer.weight": torch.zeros(1)}, "transformer.weight"),
     (without(STATE, "enc_dec.decoders.2.0.bias"), "decoder.3.0.bias should have"),
-    (without(STATE, "quantizer.project_out.weight"), "should have shape (32, 8, 1, 1)"),
     ({**without(STATE, "quantizer.mask"), "quantizer.project_in.weight": torch.zeros(64, 32)}, "64 bits"),
     ({**STATE, "enc_dec.decoders.5.bias": torch.ones(3).long()}, "of the kind"),
     ({**STATE, "enc_dec.x": Call(print, "ran")}, "without running code"), ([STATE], "a list"),
@@ -150,10 +147,6 @@ def test_another_file_is_refused_in_one_line(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("name", "complaint"), [
-    ("layers.0.0.weight", "discr.layers.0.0.weight"), ("layers.2.0.weight", "to_logits.0.weight should have"),
-    ("to_logits.2.bias", "to_logits.2.bias should have shape (1,)"),
-])  # fmt: skip
-def test_half_a_discriminator_is_refused(name: str, complaint: str, tmp_path: Path) -> None:
-    torch.save(without(STATE, f"discr.{name}"), tmp_path / "vae.pt")
-    assert complaint in one_line_of(load_public_discriminator, tmp_path / "vae.pt")
+def test_half_a_discriminator_is_refused(tmp_path: Path) -> None:
+    torch.save(without(STATE, "discr.to_logits.2.bias"), tmp_path / "vae.pt")
+    assert "to_logits.2.bias should have shape (1,)" in one_line_of(load_public_discriminator, tmp_path / "vae.pt")

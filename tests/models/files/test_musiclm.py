@@ -123,14 +123,11 @@ PATCHES, NUMBERS, LAYERS = "audio.to_patch_tokens.2.weight", "audio_layers_indic
 # The file's weights with others, and what the message has to say.
 MISTAKES: list[tuple[State, str]] = [
     (without(LAYERS, "audio.spec"), "lacks audio.spec.window"),
-    ({**LAYERS, "audio.spec.window": torch.ones(40)}, "audio.spec.window"),
     ({**LAYERS, "audio.spec.window": torch.zeros(1 << 20)}, "1048576 samples"),
     ({**LAYERS, NUMBERS: torch.tensor([0, 3])}, NUMBERS), (without(LAYERS, NUMBERS), f"lacks {NUMBERS} of (2,)"),
-    ({**LAYERS, PATCHES: torch.zeros(20, 32)}, "squares"), (without(LAYERS, PATCHES), f"lacks {PATCHES}"),
+    ({**LAYERS, PATCHES: torch.zeros(20, 32)}, "squares"),
     ({**LAYERS, "multi_layer_contrastive_learning.audio_gamma": torch.zeros(1 << 40, 1, 0)}, "1099511627776 layers"),
-    ({**LAYERS, "rq.weight": torch.zeros(1)}, "rq.weight should have shape none"),
     (without(LAYERS, "text.transformer.layers.1.0.to_q"), "1.0.to_q.weight should have shape (24, 16), not none"),
-    ({**LAYERS, "text.transformer.layers.0.1.1.weight": torch.zeros(64, 16)}, "should have shape (84,"),
     ({**LAYERS, "text.cls_token": torch.ones(16).long()}, "of the kind"),
     ({**LAYERS, PATCHES: torch.zeros(1, 1).expand(20, 10**10)}, "larger than the file"),
     ({**LAYERS, "audio.x": Call(print, "ran")}, "without running code"), ([LAYERS], "a list"),
