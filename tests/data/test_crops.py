@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from data.images.captioned import open_captioned
 from data.images.decoding import decode_image
 from data.videos.sets import open_videos
 from tests.data.videos.files import write_video
-from training.flags.converters import area_range
 
 N = 4000
 # Two samples of N draws from one distribution are farther apart once in 10,000 times (Kolmogorov-Smirnov).
@@ -56,11 +54,6 @@ def test_regions_reach_every_edge_of_the_picture():
     """Of a small one: in one of hundreds of pixels, the distribution hardly changes without its last column."""
     left, top, across, down = regions(Crop(area=(0.2, 0.6)), 12, 12).T
     assert (left.min(), top.min(), (left + across).max(), (top + down).max()) == (0, 0, 12, 12)
-
-
-def test_a_picture_into_which_no_region_fits_gives_the_widest_one_in_its_middle():
-    # A tenth of the width would be the height: no part of 1000 x 10 pixels with 90% of them is that narrow.
-    assert set(map(tuple, regions(Crop(area=(0.9, 1.0)), 1000, 10))) == {(493, 0, 13, 10)}
 
 
 def test_a_random_square_is_everywhere_where_it_fits_equally_often():
@@ -163,13 +156,3 @@ def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
         assert clip.shape == (3, 4, 48, 48) and torch.equal(clip, clip[:, :1].expand_as(clip))
         begins.add(int(clip[0, 0, 0, 0]))
     assert len(begins) > 6 and films.load(0)[0, 0, 0, 0] == pytest.approx(48, abs=2), "validation sees the middle"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0.5", "2 values"), ("0.9,0.5", "smaller number first"), ("0,1", "from 0.01"), ("0.5,1.5", "from 0.01")],
-)
-def test_a_range_of_areas_that_is_none_is_refused(text, expected):
-    with pytest.raises(argparse.ArgumentTypeError, match=expected):
-        area_range(text)
-    assert area_range("0.25,1") == (0.25, 1.0) and area_range.text((0.25, 1.0)) == "0.25,1.0"

@@ -17,15 +17,6 @@ def intact() -> Images:
     return open_images(f"demo:shapes:{N}", image_size=4, flip=True)
 
 
-def test_epochs_follow_each_other_without_a_ragged_batch(intact):
-    seen = ids(global_batches(intact, 12))  # 96 samples of a set of 30
-    for epoch in range(3):
-        assert sorted(seen[30 * epoch : 30 * (epoch + 1)]) == list(range(30))
-    assert seen[:30] != seen[30:60] and seen[:24] != ids(global_batches(intact, 3, seed=1))
-    (batch,) = global_batches(intact, 1, batch_size=64)  # larger than the set
-    assert batch["ids"] == seen[:64]
-
-
 def test_order_of_samples_survives_another_batch_size(intact):
     before, after = global_batches(intact, 3), global_batches(intact, 4, batch_size=6, start_samples=24)
     assert ids(before + after) == ids(global_batches(intact, 6))

@@ -55,17 +55,6 @@ def test_signals_to_workers_change_nothing(name):
     assert all(worker.is_alive() for worker in workers)
 
 
-def test_worker_obeys_the_main_process_which_hears_its_signals_again():
-    others = set(multiprocessing.active_children())
-    batches = iter(stream(open_images("demo:shapes", image_size=8), num_workers=1))
-    next(batches)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-    (worker,) = set(multiprocessing.active_children()) - others
-    worker.terminate()
-    worker.join(timeout=5)
-    assert worker.exitcode == 0
-
-
 def test_a_worker_that_was_killed_between_two_passes_is_one_line():
     others = set(multiprocessing.active_children())
     loader = Loader(abs, range(4), num_workers=1, keep_workers=True)

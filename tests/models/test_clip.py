@@ -125,16 +125,6 @@ def test_the_configuration_says_how_images_are_normalised_and_texts_are_cleaned(
     assert torch.equal(clip.tokenize(["A red, ring!"]), clip.tokenize(["a red ring"]))
 
 
-def test_a_model_with_a_text_tower_of_its_own_is_read(tmp_path):
-    config = {**TINY, "custom_text": True}
-    (tmp_path / "custom.json").write_text(json.dumps(config))
-    torch.save(network(config).state_dict(), tmp_path / "custom.pt")
-    clip = Clip.from_file(str(tmp_path / "custom.json"), tmp_path / "custom.pt")
-    embeddings, encodings = clip.embed_text(clip.tokenize(TEXTS))
-    torch.testing.assert_close(embeddings, network(config).encode_text(clip.tokenize(TEXTS), normalize=True).detach())
-    assert encodings.shape == (3, TOKENS, TEXT_DIM) and not encodings[1, 2:].any()
-
-
 @pytest.mark.parametrize("name, tokens", [("ViT-B-32", 77), ("PE-Core-B-16", 32)])
 def test_the_tokenizer_is_that_of_the_model(name, tokens, tmp_path):
     """With the tower of another size, so that no large network is built."""

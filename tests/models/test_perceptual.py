@@ -119,17 +119,6 @@ def test_weights_come_from_the_cache_or_a_folder_under_their_published_names(
         assert_same_bits(load_perceptual(kind, tmp_path if is_named else None, widths=NARROW), narrow(kind))
 
 
-@pytest.mark.with_packages
-def test_the_heads_are_found_in_the_package_that_carries_them(cache: Path) -> None:
-    torch.manual_seed(0)
-    trunk = part(published(PerceptualLoss("lpips")), "features")
-    torch.save(trunk, cache / TRUNK_NAME)
-    found = load_perceptual("lpips")
-    assert found is not None
-    for number, weight in enumerate(torch.load(HEADS_FILE, map_location="cpu", weights_only=True).values()):
-        assert torch.equal(found.heads[number].weight, weight)
-
-
 @pytest.mark.parametrize(("network", "said"), [
     ("vgg16", "vgg16-397923af.pth"), ("inception", "6726825d"), ("i3d", "fid-metrics"), ("", ""),
 ])  # fmt: skip

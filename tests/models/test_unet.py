@@ -14,7 +14,7 @@ from models import Unet
 from models.files.dalle2 import build_unets, read_public, to_public
 from models.files.dalle2_config import unet_arguments
 from models.unets.attention import CrossAttention
-from tests.models.helpers import UNET, refused, some, some_unet_inputs
+from tests.models.helpers import UNET, some, some_unet_inputs
 from tests.models.reference.unets import CASES, STRIDE, inputs_of, public_config, stored, weights_of
 
 CONDITIONS = ("image_embed", "text_encodings")
@@ -117,11 +117,3 @@ def test_any_sides_that_the_levels_can_halve_are_taken() -> None:
         assert model.smallest_multiple == multiple
         x = some(1, 3, multiple, 3 * multiple)
         assert model(**{**some_unet_inputs(1), "x": x}).shape == x.shape
-
-
-def test_conditions_and_what_they_stand_for_exclude_each_other() -> None:
-    model, inputs = unet(), some_unet_inputs()
-    conditions = model.condition(*(inputs.pop(name) for name in CONDITIONS))
-    keep = torch.ones(4, dtype=torch.bool)
-    assert "leave these out" in refused(model, **inputs, conditions=conditions, keep_image=keep)
-    assert "4 images, and there are 2" in refused(model, inputs["x"][:2], inputs["time"][:2], conditions=conditions)

@@ -194,26 +194,3 @@ def test_a_model_inflated_from_images_codes_every_frame_like_an_image(
             assert torch.equal(out.codes[:, last // per_code], image.codes)
             # The kernels have three slices here and one there: other sums, equal but for rounding.
             torch.testing.assert_close(out.reconstruction[:, :, frame], image.reconstruction, rtol=1e-5, atol=1e-5)
-
-
-def test_an_inflated_model_learns_to_look_back(tmp_path: Path) -> None:
-    tokenizer("plain").save_pretrained(tmp_path)
-    model = tokenizer("plain").train()
-    model.inflate_from(tmp_path)
-    F.mse_loss(model(some_videos(2, 9)).reconstruction, some_videos(2, 9)).backward()
-    gains = {name: p for name, p in model.named_parameters() if name.endswith("past_gain")}
-    # Three of attend_time and one of gateloop_time, in both halves.
-    assert len(gains) == 8 and not any(gain.any() for gain in gains.values())
-    assert all(gain.grad is not None and gain.grad.any() for gain in gains.values())
-
-
-def test_the_first_frame_of_clips_and_images_has_a_convolution_of_its_own() -> None:
-    model = tokenizer("first")
-    videos, images = some_videos(2, 5), some_videos(2, 1)
-    with torch.no_grad():
-        whole, image = model(videos), model(images)
-        model.decoder.conv_out.first.bias += 2  # of values in [-1, 1], which become [0, 1]
-        again, image_again = model(videos), model(images)
-    torch.testing.assert_close(again.reconstruction[:, :, 0], whole.reconstruction[:, :, 0] + 1)
-    torch.testing.assert_close(image_again.reconstruction, image.reconstruction + 1)
-    assert torch.equal(again.reconstruction[:, :, 1:], whole.reconstruction[:, :, 1:])

@@ -176,7 +176,7 @@ def reduced_and_full(folder: Path, image: Image.Image, size: int) -> tuple[Tenso
     return decode_image(str(folder / "a.jpg"), size, 3), decode_image(str(folder / "full.png"), size, 3)
 
 
-@pytest.mark.parametrize("width, height, size", [(375, 281, 128), (375, 281, 100), (500, 375, 64), (513, 400, 32)])
+@pytest.mark.parametrize("width, height, size", [(375, 281, 128), (513, 400, 32)])
 def test_jpeg_decoded_at_reduced_scale_looks_like_the_full_decode(tmp_path, width, height, size):
     reduced, full = reduced_and_full(tmp_path, photo(width, height), size)
     assert 35 < psnr(reduced, full) < math.inf  # on such noise, harder than photographs, which reach 43

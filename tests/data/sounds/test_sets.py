@@ -165,15 +165,6 @@ def test_folder_has_its_texts_beside_the_sounds(tmp_path):
     assert all(sounds.load(i).shape == (RATE // 2,) for i in range(4))
 
 
-def test_texts_beside_the_sounds_are_found_whatever_the_case_of_their_endings(tmp_path):
-    for name in ("a.wav", "a.b.wav", "c.WAV", "d/.e/f.wav", "d.e.wav"):
-        write_sound(tmp_path / name)
-    texts = {"a.TXT": "upper", "a.b.Txt": "mixed", "c.TXT": "upper", "c.txt": "lower", "d.e.JSON": '{"text": "json"}'}
-    for name, text in {**texts, "d.e.txt": "a .json is read before this", "d.txt": "of no sound"}.items():
-        (tmp_path / name).write_text(text)
-    assert listed(opened(tmp_path)) == [["mixed"], ["upper"], ["lower"], ["json"]]
-
-
 def test_sound_without_a_caption_is_bad_and_the_others_are_not(tmp_path):
     jsons = ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}']
     for i in range(8):

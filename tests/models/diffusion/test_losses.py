@@ -122,20 +122,6 @@ def test_levels_stay_whole_numbers_and_pictures_fp32_whatever_the_precision() ->
     assert network.calls[0]["x"][:, 0, 0, 0].unique().numel() == 100
 
 
-def test_low_resolution_pictures_get_the_noise_that_is_drawn_and_the_network_is_told_its_level() -> None:
-    network, images = Estimator("flow", FLOW), normal(5, 3, 6, 6, seed=5)
-    # The published decoder samples at level 200 of this schedule, whose alpha^2 is 0.65635.
-    assert abs(LINEAR.alpha[200].item() ** 2 - 0.65635) < 5e-6
-    times, noise = TIMES.flip(0), normal(5, 3, 6, 6, seed=6)
-    loss = DiffusionLoss(FLOW, "flow", lowres_schedule=LINEAR)
-    loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE, lowres_time=times, lowres_noise=noise)
-    for given, image, t, n in zip(network.calls[0]["lowres_image"], images, times, noise, strict=True):
-        assert torch.equal(given, LINEAR.alpha[t] * image + LINEAR.sigma[t] * n)
-    assert torch.equal(network.calls[0]["lowres_time"], times)
-    loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE)
-    assert torch.equal(network.calls[1]["lowres_image"], images) and "lowres_time" not in network.calls[1]
-
-
 def test_a_learned_weight_divides_the_error_and_learns_its_size() -> None:
     network = WithLearnedWeight(Estimator("v", LINEAR), LINEAR)
     loss = DiffusionLoss(LINEAR, "v", weight="learned")

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import ResidualQuantizer
-from models.quantizers import clustering
 from tests.models.helpers import refused, some
 
 DIM, LEVELS, SIZE = 6, 4, 5
@@ -71,16 +70,6 @@ def test_gradients_go_straight_through_and_commitment_pulls_to_the_entries() -> 
     assert torch.equal(gradient, weights)
     (gradient,) = torch.autograd.grad(out.losses["commitment"][-1], embeddings)
     torch.testing.assert_close(gradient, 2 * (embeddings - out.quantized).detach() / embeddings.numel())
-
-
-def test_the_first_batch_makes_the_first_entries_level_by_level() -> None:
-    quantizer = untrained()
-    quantizer(some_embeddings())
-    residual = some_embeddings()
-    for level in quantizer.levels:
-        centres, _ = clustering.kmeans(residual, SIZE, normalize=lambda means: means)
-        assert torch.equal(level.codebook, centres)
-        residual = residual - centres[clustering.nearest(residual, centres)]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -57,15 +57,6 @@ def test_updates_agree_with_the_library(cosine: bool) -> None:
         torch.testing.assert_close(quantizer.code_counts, book.cluster_size[0])
 
 
-@pytest.mark.parametrize("kmeans_init", [False, True])
-def test_with_cosine_vectors_and_entries_have_length_one(kmeans_init: bool) -> None:
-    quantizer = started(cosine=True, revive_below=0.5, kmeans_init=kmeans_init)
-    for step in range(1, 4):
-        update(quantizer, 10 * some_vectors(seed=step), step)
-        torch.testing.assert_close(quantizer.codebook.norm(dim=1), torch.ones(7))
-    assert quantizer(10 * some_vectors()).losses["commitment"] < 4 / 5
-
-
 def test_sums_by_code_are_exact() -> None:
     vectors, codes = torch.randn(50, 3), torch.randint(0, 6, (50,))
     codes[codes == 4] = 5
@@ -73,17 +64,6 @@ def test_sums_by_code_are_exact() -> None:
     assert counts.tolist() == torch.bincount(codes, minlength=6).tolist()
     expected = torch.zeros(6, 3, dtype=torch.float64).index_add_(0, codes, vectors.double())
     torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
-
-
-def test_a_skipped_update_leaves_the_codebook_as_it_was() -> None:
-    quantizer = started(revive_below=0.5)
-    update(quantizer, some_vectors())
-    before = state_of(quantizer)
-    update(quantizer, torch.full((12, 5, 2, 2), math.nan), 2, skipped=torch.tensor(True))
-    assert_same_bits(quantizer, before)
-    other = started(revive_below=0.5)
-    update(other, some_vectors(), skipped=torch.tensor(False))
-    assert_same_bits(other, before)
 
 
 def test_training_goes_on_from_a_state_dict_to_the_bit() -> None:
