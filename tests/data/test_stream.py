@@ -27,12 +27,6 @@ def test_start_far_in_the_future_is_immediate(intact):
     assert len(batch["ids"]) == 8
 
 
-def test_two_passes_over_one_stream_do_not_disturb_each_other(intact):
-    batches = stream(intact, 4, num_workers=1)
-    one, two = iter(batches), iter(batches)
-    assert ids([next(one), next(one)]) == ids([next(two), next(two)])
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_streams_leave_the_random_state_of_the_training_alone(intact, num_workers):
     before = torch.get_rng_state()

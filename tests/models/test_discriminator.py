@@ -25,14 +25,6 @@ def of_videos(**overrides: Any) -> VideoDiscriminator:
     return VideoDiscriminator(**{"dim": 4, "layers": 2, "groups": 2, **overrides})
 
 
-def test_128_pixels_give_5_by_5_logits_and_the_channels_of_the_specification() -> None:
-    model = Discriminator(dim=16)
-    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    assert [conv.out_channels for conv in convs] == [16, 16, 32, 64, 128, 128, 1]
-    assert [conv.kernel_size[0] for conv in convs] == [5, 4, 4, 4, 4, 1, 4]
-    assert model(some_images(size=128)).shape == (2, 1, 5, 5)
-
-
 @pytest.mark.parametrize(("dim", "groups"), [(16, [16, 16, 16]), (24, [8, 16, 16]), (10, [2, 4, 8]), (7, [1, 2, 4])])
 def test_groups_that_do_not_divide_the_channels_become_their_common_divisor(dim: int, groups: list[int]) -> None:
     model = small(dim=dim, layers=3, groups=16)

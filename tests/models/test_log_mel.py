@@ -97,29 +97,3 @@ def test_masks_cannot_erase_a_whole_input_in_thousands_of_draws(time: float, fre
     most = 1 - (1 - time) * (1 - frequency)
     assert hidden.flatten(1).float().mean(dim=1).max() <= most + 1e-6
     assert not hidden.all(dim=2).all(dim=1).any(), "every frequency is gone"
-
-
-def test_a_mask_is_one_range_of_each_side_chosen_for_each_sample() -> None:
-    noise = torch.rand(3000, 4, generator=torch.Generator().manual_seed(0))
-    hidden = masked(noise, 0.25, 0.25)
-    in_time, in_frequency = hidden.all(dim=1), hidden.all(dim=2)
-    assert torch.equal(hidden, in_time[:, None, :] | in_frequency[:, :, None])
-    for ranges, longest in ((in_time, 12), (in_frequency, 8)):
-        starts = (ranges.int().diff(dim=1, prepend=torch.zeros(len(ranges), 1).int()) == 1).sum(dim=1)
-        assert starts.max() == 1
-        lengths = ranges.sum(dim=1).bincount()
-        assert len(lengths) == longest + 1  # 0 to the longest, each as likely as another
-        expected = len(noise) / (longest + 1)
-        assert (lengths - expected).abs().max() < 5 * expected**0.5
-        assert ranges.any(dim=0).all(), "a place that no mask reaches"
-
-
-def test_frames_and_bands_are_masked_by_numbers_of_their_own() -> None:
-    noise = torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
-    others = torch.rand(50, 2, generator=torch.Generator().manual_seed(2))
-    first, of_time, of_frequency = (
-        masked(draws, 0.25, 0.25)
-        for draws in (noise, torch.cat([others, noise[:, 2:]], 1), torch.cat([noise[:, :2], others], 1))
-    )
-    assert torch.equal(of_time.all(dim=2), first.all(dim=2)) and not torch.equal(of_time, first)
-    assert torch.equal(of_frequency.all(dim=1), first.all(dim=1)) and not torch.equal(of_frequency, first)

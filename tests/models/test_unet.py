@@ -109,11 +109,3 @@ def test_an_earlier_prediction_that_is_missing_is_zeros_the_embedding_is_scaled_
         assert not torch.equal(model(**inputs, self_cond=torch.ones(2, 3, 8, 8)), out)
         assert torch.equal(plain(**{**inputs, "image_embed": 4 * inputs["image_embed"]}), out)
     assert not Unet(**UNET)(**inputs).any()
-
-
-def test_any_sides_that_the_levels_can_halve_are_taken() -> None:
-    for early, multiple in ((False, 4), (True, 8)):
-        model = unet(dim_mults=[1, 2, 2], num_resnet_blocks=1, memory_efficient=early, combine_upsample_fmaps=True)
-        assert model.smallest_multiple == multiple
-        x = some(1, 3, multiple, 3 * multiple)
-        assert model(**{**some_unet_inputs(1), "x": x}).shape == x.shape

@@ -146,20 +146,6 @@ def test_frames_that_do_not_fit_are_refused_with_the_nearest_that_do_in_a_stream
     assert "width 10" in refused(model.encode_next, some_videos(2, 3, 8, 10), state)
 
 
-@pytest.mark.parametrize("frames", [1, 5, 13])
-@pytest.mark.parametrize("side", [(8, 8), (4, 12), (16, 8)])
-def test_any_number_of_frames_and_any_size_that_fit_are_taken(frames: int, side: tuple[int, int]) -> None:
-    model = tokenizer()
-    videos = some_videos(2, frames, *side)
-    with torch.no_grad():
-        out = model(videos)
-        codes = model.tokenize(videos)
-        assert codes.shape == (2, 1 + (frames - 1) // 4, side[0] // 4, side[1] // 4)
-        assert model.decode_from_code_indices(codes).shape == videos.shape == out.reconstruction.shape
-    assert "height 6" in refused(model.encode, some_videos(1, 1, 6, 8))
-    assert "7 codes" in refused(model.decode, torch.zeros(1, 7, dtype=torch.int64))
-
-
 def test_latents_of_lfq_alone_are_clamped_softly() -> None:
     videos = some_videos(1, 1)
     sharp, soft = (latents(tokenizer(quantizer="lfq", soft_clamp=clamp), videos) for clamp in (0.0, 0.5))

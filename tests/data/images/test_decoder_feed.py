@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.helpers import assert_same, ids, one_line
+from tests.data.helpers import assert_same, ids
 from tests.data.images.conditions import write_rows, write_tars
 from tests.data.sources import CONDITIONED, passes, training
 from tests.scripts import DECODER
@@ -43,12 +43,6 @@ def test_every_image_is_in_one_of_three_splits_the_same_for_any_number_of_proces
     assert ids(feed.test()) == list(feed.test_set)
     if split_by == "shard":
         assert [len({index // EACH for index in split}) for split in splits] == [7, 2, 1]
-
-
-def test_splits_that_cannot_be_are_refused(tars):
-    two = flags(tars / "{00000..00001}.tar", split_by="shard")
-    assert "at least 3 are needed" in one_line(CONDITIONED.feed, **two)
-    assert "--split_by shard splits by tars" in one_line(CONDITIONED.feed, **flags("demo:shapes:40", split_by="shard"))
 
 
 def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_path):

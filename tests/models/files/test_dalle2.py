@@ -221,13 +221,7 @@ def test_names_of_before_1_15_and_half_precision_are_read(tmp_path: Path) -> Non
 
 def test_keys_without_any_effect_there_have_none_here(tmp_path: Path) -> None:
     """As in the public package, whose README itself gives one that does nothing; CLIP's weights are left out."""
-    unet = {
-        **CONFIG["unets"][1],
-        "sparse_attn_window": 3,
-        "out_dim": 7,
-        "attend_at_middle": False,
-        "lowres_cond": False,
-    }
+    unet = {**CONFIG["unets"][1], "sparse_attn_window": 3, "lowres_cond": False}
     config = {**CONFIG, "unets": [CONFIG["unets"][0], unet], "colour": 1}
     model = {**PUBLIC, "clip.clip.logit_scale": torch.ones(())}
     found = read_public([laion(tmp_path / "latest.pth", config, model)])

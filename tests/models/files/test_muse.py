@@ -18,7 +18,7 @@ from models.files.muse import (
     load_public_vqgan,
     save_public_vqgan,
 )
-from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images
+from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
 from tests.models.reference import tokenizers
 
 STATE = tokenizers.state_of("vqgan")
@@ -90,23 +90,6 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     trained = load_public_vqgan(tmp_path / "vae.0.ema.pt", weights="online").state_dict()
     assert_same_bits(trained, {name: tensor + 1 for name, tensor in plain.items()})
     assert "--weights ema" in one_line_of(lambda path: load_public_vqgan(path, weights="ema"), tmp_path / "vae.pt")
-
-
-def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
-    """The public package projects nothing where the last level has as many channels as a code has bits."""
-    torch.manual_seed(0)
-    source = VQGAN(image_size=16, dim=16, num_layers=1, codebook_size=256, centred=False)
-    save_public_vqgan(source, tmp_path / "vae.pt")
-    state = torch.load(tmp_path / "vae.pt", weights_only=True)
-    state = {name: tensor for name, tensor in state.items() if "project" not in name}
-    state["quantizer.mask"] = 2 ** torch.arange(15, -1, -1)
-    torch.save(state, tmp_path / "vae.pt")
-    model, images = load_public_vqgan(tmp_path / "vae.pt"), some_images(size=16)
-    with torch.no_grad():
-        features = source.encoder[:-1](images)
-    bits = (features > 0).long() * 2 ** torch.arange(15, -1, -1)[:, None, None]
-    assert torch.equal(model.encode(images), bits.sum(dim=1))
-    assert "16" in refused(save_public_vqgan, model, tmp_path / "back.pt")
 
 
 @pytest.mark.parametrize(("sizes", "complaint"), [

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.video.attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
-from models.video.causal import CausalConv3d, Context, SpaceUp, TimeUp
-from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
+from models.video.causal import CausalConv3d, Context
 from models.video.patches import to_patches
 from models.video.residual import RMSNorm, SqueezeExcite
 from tests.models.helpers import some
@@ -31,14 +30,6 @@ def in_fp64() -> object:
 
 def video(*shape: int, seed: int = 1) -> Tensor:
     return some(*(shape or (2, 6, 5, 4, 4)), seed=seed).double()
-
-
-def test_a_list_of_layers_says_what_fits() -> None:
-    layers = " residual, compress_space:64,consecutive_residual:2,compress_time ,compress_space"
-    assert parse_layers(layers)[1:4] == [("compress_space", 64), ("consecutive_residual", 2), ("compress_time", None)]
-    assert (frames_per_code(layers), pixels_per_code(layers), pixels_per_code(layers, 2)) == (2, 4, 8)
-    with pytest.raises(ValueError, match=r"^width 3 must be a multiple of 4, .*; use 4 or 8$"):
-        check_side("width", 3, 4)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -65,23 +56,6 @@ def test_for_an_image_a_causal_convolution_is_the_2d_convolution_of_its_last_sli
     (ours,), (theirs,) = (torch.autograd.grad(y.square().sum(), conv.weight) for y in (out, whole))
     torch.testing.assert_close(ours, theirs)
     assert not ours[:, :, :-1].any() and ours[:, :, -1].any()
-
-
-def test_upsampled_frame_f_is_frame_f_over_2_rounded_up_and_four_pixels_start_equal() -> None:
-    x = video(2, 3, 4, 2, 2)
-    time, space = TimeUp(3, 3), SpaceUp(3, 3)
-    with torch.no_grad():
-        for up, parts in ((time, 2), (space, 4)):
-            up.expand.weight.copy_(torch.eye(3).repeat_interleave(parts, dim=0).view(up.expand.weight.shape))
-        frames, pixels = time(x, WHOLE), space(x, WHOLE)
-    assert frames.shape == (2, 3, 7, 2, 2)
-    for f in range(7):
-        torch.testing.assert_close(frames[:, :, f], F.silu(x[:, :, math.ceil(f / 2)]))
-    torch.testing.assert_close(pixels, F.silu(x).repeat_interleave(2, dim=3).repeat_interleave(2, dim=4))
-    fresh = SpaceUp(3, 5)(x, WHOLE)
-    torch.testing.assert_close(fresh, fresh[..., ::2, ::2].repeat_interleave(2, dim=3).repeat_interleave(2, dim=4))
-    fresh = TimeUp(3, 5)(x, WHOLE)
-    torch.testing.assert_close(fresh[:, :, 1::2], fresh[:, :, 2::2])
 
 
 def test_haar_is_the_transform_of_the_four_pixels() -> None:
