@@ -22,11 +22,6 @@ def test_order_of_samples_survives_another_batch_size(intact):
     assert ids(before + after) == ids(global_batches(intact, 6))
 
 
-def test_start_far_in_the_future_is_immediate(intact):
-    (batch,) = global_batches(intact, 1, start_samples=10**15)
-    assert len(batch["ids"]) == 8
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_streams_leave_the_random_state_of_the_training_alone(intact, num_workers):
     before = torch.get_rng_state()
@@ -83,8 +78,3 @@ def test_validation_can_be_repeated_with_the_same_workers(intact):
     assert_same(list(batches), list(batches))
     next(iter(batches))  # given up after one batch
     assert len(list(batches)) == len(batches) == 4
-
-
-def test_empty_validation_has_no_batches(intact):
-    nothing = split(30, 0.0, 0, 1)[1]
-    assert list(ValidationStream(intact, nothing, batch_size=8, rank=0, world_size=2)) == []

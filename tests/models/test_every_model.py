@@ -487,7 +487,6 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (discriminator, {"time_strides": (2, 1)}, "[2, 1]"), (discriminator, {"layers": 4_000_000}, "40"),
     (build_in_memory, {"kind": DiscreteVAE, "num_tokens": 10**12}, "num_tokens 1000000000000"),
     (build_in_memory, {"kind": DiscreteVAE, "hidden_dim": 4_000_000}, "GB of memory"),
-    (build_in_memory, {"kind": DiscreteVAE, "num_resnet_blocks": 4_000_000}, "16384 tensors"),
     (build_in_memory, {"kind": Discriminator, "dim": 4_000_000, "layers": 40}, "a smaller one"),
     (unet_of, {"resnet_groups": [16, 8], "dim_mults": [2, 2]}, "resnet_groups 16 must divide the 8"),
     (unet_of, {"combine_upsample_fmaps": True, "dim": 12, "resnet_groups": 4}, "combine_upsample_fmaps"),

@@ -124,26 +124,6 @@ def test_a_damaged_file_is_one_line(write, tmp_path):
         assert one_line(opened, folder).startswith(f"cannot read {str(path)!r}: "), damaged[:8]
 
 
-def test_bytes_that_were_changed_never_end_the_process(write, tmp_path):
-    path = sorted(write(tmp_path / "table", images(), shards=1).glob("*00000*"))[0]
-    whole, noise = path.read_bytes(), np.random.default_rng(0)
-    for _ in range(60):
-        content = bytearray(whole)
-        for place in noise.integers(0, len(whole), 3):
-            content[place] = noise.integers(256)
-        path.write_bytes(content)
-        try:
-            rows = opened(path)
-        except ValueError as error:
-            assert "\n" not in str(error)
-            continue
-        for i in range(min(len(rows), N)):
-            try:
-                rows.load(i)
-            except (ValueError, OSError) as error:
-                assert "\n" not in str(error)
-
-
 def test_a_table_without_a_fitting_column_is_one_line_that_names_the_columns(tmp_path):
     write_arrow(tmp_path / "a.arrow", table({"caption": ["a"], "n": [1]}))
     assert "it has caption, n" in one_line(opened, tmp_path / "a.arrow")
