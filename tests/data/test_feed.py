@@ -78,6 +78,21 @@ def test_a_validation_sees_a_tenth_of_what_is_trained_on_before_it_and_at_least_
     assert (f"({seen} at each validation" in opened.summary()) is (seen < 26)
 
 
+def test_a_preview_that_cannot_be_read_ends_all_processes(tmp_path):
+    files = in_folder(tmp_path / "set", {number: IMAGES.record(number) for number in range(N)}, IMAGES)
+    bad = IMAGES.feed(**files).valid_set[6]
+    [path] = (tmp_path / "set").glob(f"{bad:03d}.*")
+    path.write_bytes(b"no picture")
+
+    def preview(process: Process, count: int = 8) -> int:
+        opened = IMAGES.feed(process, **files, on_bad_sample="error", batch_size=4)
+        opened.start(0)
+        return len(opened.preview(count)["images"])
+
+    assert all(path.name in str(error) for error in on_processes(2, preview, catches=ValueError))
+    assert on_processes(2, lambda process: preview(process, 4)) == [4, 4], "a step before it"
+
+
 def test_white_is_one():
     images = torch.tensor([[0, 51, 255]], dtype=torch.uint8)
     assert to_unit_range(images).tolist() == [[0.0, pytest.approx(0.2), 1.0]]

@@ -66,6 +66,15 @@ def test_sums_by_code_are_exact() -> None:
     torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
 
 
+def test_the_averages_stay_fp32_when_the_model_is_cast() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 1), started())
+    before = state_of(model[1])
+    model.bfloat16()
+    assert model[0].weight.dtype == torch.bfloat16
+    assert_same_bits(model[1], before)
+    assert model[1].codebook.dtype == torch.float32
+
+
 def test_training_goes_on_from_a_state_dict_to_the_bit() -> None:
     quantizer, resumed = started(kmeans_init=True, revive_below=0.3), started(kmeans_init=True, revive_below=0.3)
     for step in range(1, 3):
