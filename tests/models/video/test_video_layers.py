@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from models.video.attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
 from models.video.causal import CausalConv3d, Context
 from models.video.patches import to_patches
-from models.video.residual import RMSNorm, SqueezeExcite
+from models.video.residual import ResidualUnit, RMSNorm, SqueezeExcite
 from tests.models.helpers import some
 
 WHOLE = Context()
@@ -78,6 +78,14 @@ def test_norms_and_gates_look_at_one_frame_and_start_open() -> None:
     for layer in (lambda y: norm(y, WHOLE), gate):
         torch.testing.assert_close(layer(mixed)[0, :, 0], layer(x)[0, :, 0], rtol=1e-14, atol=1e-14)
     assert not torch.equal(gate(x), x)
+
+
+def test_a_residual_unit_with_norms_is_its_formula() -> None:
+    """One without is held against that of reference/tokenizer.py."""
+    unit, x = ResidualUnit(6, CausalConv3d(6, 6, (3, 3, 3)), nn.Identity(), "rms"), video()
+    first, second = unit.norms
+    expected = x + unit.mix(F.silu(second(unit.conv(F.silu(first(x, WHOLE)), WHOLE), WHOLE)))
+    torch.testing.assert_close(unit(x, WHOLE), expected)
 
 
 @pytest.mark.parametrize("window", [None, 2])
