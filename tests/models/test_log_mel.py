@@ -97,3 +97,14 @@ def test_masks_cannot_erase_a_whole_input_in_thousands_of_draws(time: float, fre
     most = 1 - (1 - time) * (1 - frequency)
     assert hidden.flatten(1).float().mean(dim=1).max() <= most + 1e-6
     assert not hidden.all(dim=2).all(dim=1).any(), "every frequency is gone"
+
+
+def test_frames_and_bands_are_masked_by_numbers_of_their_own() -> None:
+    noise = torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
+    others = torch.rand(50, 2, generator=torch.Generator().manual_seed(2))
+    first, of_time, of_frequency = (
+        masked(draws, 0.25, 0.25)
+        for draws in (noise, torch.cat([others, noise[:, 2:]], 1), torch.cat([noise[:, :2], others], 1))
+    )
+    assert torch.equal(of_time.all(dim=2), first.all(dim=2)) and not torch.equal(of_time, first)
+    assert torch.equal(of_frequency.all(dim=1), first.all(dim=1)) and not torch.equal(of_frequency, first)
