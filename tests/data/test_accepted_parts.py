@@ -16,7 +16,6 @@ from data import open_images
 from data.bad_samples import accepting_parts
 from data.images.decoding import decode_image_file
 from tests.data.helpers import one_line, write_tar
-from tests.data.sources import IMAGES, training
 
 SIDE = 48
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end, WebP is read as a whole.
@@ -81,14 +80,3 @@ def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, mon
     monkeypatch.setattr(os, "pread", fail_late)
     with accepting_parts(), pytest.raises(OSError, match="Input/output error"):
         images.load(0)
-
-
-def test_a_run_whose_files_are_all_cut_off_goes_on(tmp_path):
-    for number in range(40):
-        (tmp_path / f"{number:02d}.png").write_bytes(cut(encoded("PNG", number)))
-    feed = IMAGES.feed(image_folder=tmp_path, on_bad_sample="accept")
-    said: list[str] = []
-    training(feed, 5)
-    feed.report_bad_samples(said.append)
-    assert feed.bad_samples.counts == {"bad_samples": 0, "partial_samples": 40}
-    assert len(said) == 1 and said[0].startswith("accepted a part of 40 images so far, such as ")

@@ -9,7 +9,7 @@ import pytest
 
 from data import BadSample, BadSampleLog
 from tests.data.helpers import one_line
-from training.checkpoints.format import STATE, read_checkpoint, write_folder
+from training.checkpoints.format import read_checkpoint, write_folder
 from training.checkpoints.snapshot import Snapshot
 
 
@@ -47,26 +47,6 @@ def test_state_survives_a_checkpoint(tmp_path):
     restored.load_state_dict(saved(log, tmp_path / "saved"))
     assert restored.count == 3
     assert restored.add(bad(4)) == bad(4)[3:]
-
-
-def test_a_hundred_thousand_bad_samples_make_a_small_checkpoint(tmp_path):
-    n = 100_000
-    log, restored = BadSampleLog(n), BadSampleLog(n)
-    log.add(BadSample(i, f"photos/{i}.jpg", "truncated", i % 3 == 1, i % 3 == 2) for i in range(n))
-    restored.load_state_dict(saved(log, tmp_path / "saved"))
-    counts = (restored.count, restored.count_incomplete, restored.count_partial)
-    assert counts == (n // 3 + 1, n // 3, n // 3)
-    assert not restored.add(bad(2)) and "photos/0.jpg: truncated" in one_line(restored.check)
-    assert sum(file.stat().st_size for file in (tmp_path / "saved").iterdir()) < 3 * n / 8 + 200_000
-    assert (tmp_path / "saved" / STATE).stat().st_size < 200_000, "the names of the first alone"
-
-
-@pytest.mark.parametrize("n", [5, 9, 2000])
-def test_the_state_of_a_set_of_another_size_is_taken_as_far_as_both_go(n, tmp_path):
-    log, restored = BadSampleLog(20), BadSampleLog(n)
-    log.add(BadSample(i, f"{i}.jpg", "no embedding", is_incomplete=True) for i in range(3, 20))
-    restored.load_state_dict(saved(log, tmp_path / "saved"))
-    assert restored.count_incomplete == min(n, 20) - 3
 
 
 def test_incomplete_samples_are_counted_once_and_never_too_many(tmp_path):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -15,14 +13,11 @@ from torchvision.transforms import RandomResizedCrop
 
 from data import open_images
 from data.crops import Crop, Square
-from data.files.source import Source
 from data.hashing import Draws
 from data.images.captioned import open_captioned
 from data.images.decoding import decode_image
-from data.videos.decoding import ClipDecoder
 from data.videos.sets import open_videos
 from tests.data.videos.files import write_video
-from training.flags.converters import area_range
 
 N = 4000
 # Two samples of N draws from one distribution are farther apart once in 10,000 times (Kolmogorov-Smirnov).
@@ -59,11 +54,6 @@ def test_regions_reach_every_edge_of_the_picture():
     """Of a small one: in one of hundreds of pixels, the distribution hardly changes without its last column."""
     left, top, across, down = regions(Crop(area=(0.2, 0.6)), 12, 12).T
     assert (left.min(), top.min(), (left + across).max(), (top + down).max()) == (0, 0, 12, 12)
-
-
-def test_a_picture_into_which_no_region_fits_gives_the_widest_one_in_its_middle():
-    # A tenth of the width would be the height: no part of 1000 x 10 pixels with 90% of them is that narrow.
-    assert set(map(tuple, regions(Crop(area=(0.9, 1.0)), 1000, 10))) == {(493, 0, 13, 10)}
 
 
 def test_a_random_square_is_everywhere_where_it_fits_equally_often():
@@ -134,14 +124,6 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
     assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
 
 
-def test_a_small_region_of_a_jpeg_is_not_decoded_at_fewer_pixels_than_the_sample_has(tmp_path, monkeypatch):
-    Image.new("RGB", (400, 400)).save(tmp_path / "a.jpg")
-    asked = []
-    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.draft", lambda image, mode, size: asked.append(size))
-    decode_image(str(tmp_path / "a.jpg"), 40, 3, cut=lambda width, height: Square(0, 0, 100))
-    assert asked == [(160, 160)]
-
-
 def test_a_region_of_a_turned_image_is_turned(tmp_path):
     places(tmp_path / "a.png", 90, 40)
     with Image.open(tmp_path / "a.png") as image:
@@ -164,12 +146,6 @@ def test_nothing_smaller_than_the_pictures_to_draw_is_cut_out(tmp_path):
         assert image[0, 0, -1] - image[0, 0, 0] == 31, "not enlarged"
 
 
-def noise(number: int) -> np.ndarray:
-    """A grey picture (48, 96) that is alike nowhere, and smooth."""
-    coarse = np.random.default_rng(number).integers(0, 256, (3, 6), dtype=np.uint8)
-    return np.asarray(Image.fromarray(coarse).resize((96, 48), Image.Resampling.BICUBIC))
-
-
 def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
     ramp = np.tile(np.arange(96, dtype=np.uint8) * 2, (48, 1))
     write_video(tmp_path / "a.mkv", 8, codec="ffv1", pictures=[ramp] * 8)
@@ -180,35 +156,3 @@ def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
         assert clip.shape == (3, 4, 48, 48) and torch.equal(clip, clip[:, :1].expand_as(clip))
         begins.add(int(clip[0, 0, 0, 0]))
     assert len(begins) > 6 and films.load(0)[0, 0, 0, 0] == pytest.approx(48, abs=2), "validation sees the middle"
-
-
-class _At(Crop):
-    """A crop at a known place."""
-
-    def __init__(self, square: Square) -> None:
-        object.__setattr__(self, "known", square)
-
-    def cut(self, epoch, index):
-        return lambda width, height: self.known  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("square", [Square(10, 4, 40), Square(60, 20, 24), Square(0, 0, 48), Square(48, 0, 48)])
-def test_a_square_of_a_frame_is_that_of_the_same_frame_as_an_image(tmp_path, square):
-    write_video(tmp_path / "a.mkv", 8, codec="ffv1", pictures=[noise(i) for i in range(8)])
-    with av.open(str(tmp_path / "a.mkv")) as container:
-        first = next(container.decode(video=0)).to_ndarray(format="rgb24")
-    Image.fromarray(first).save(tmp_path / "frame.png")
-    expected = decode_image(str(tmp_path / "frame.png"), 24, 3, cut=lambda width, height: square)
-    found = ClipDecoder(24, 8, crop=_At(square)).load(Source(str(tmp_path / "a.mkv")), 0, 0, augment=True)[:, 0]
-    # FFmpeg and Pillow weight neighbours differently where they resize.
-    assert (found.int() - expected.int()).abs().float().mean() < 4
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0.5", "2 values"), ("0.9,0.5", "smaller number first"), ("0,1", "from 0.01"), ("0.5,1.5", "from 0.01")],
-)
-def test_a_range_of_areas_that_is_none_is_refused(text, expected):
-    with pytest.raises(argparse.ArgumentTypeError, match=expected):
-        area_range(text)
-    assert area_range("0.25,1") == (0.25, 1.0) and area_range.text((0.25, 1.0)) == "0.25,1.0"

@@ -6,11 +6,8 @@ import hashlib
 import subprocess
 import sys
 
-import pytest
-import torch
-
 from data import open_images, open_sounds, open_videos
-from tests.data.helpers import ROOT, one_line
+from tests.data.helpers import ROOT
 
 SIZES = {
     "shapes": {"image_size": 16},
@@ -24,11 +21,6 @@ def opened(name: str, spec: str = "", **options):
     return OPEN[name](f"demo:{name}{spec}", **SIZES[name], **options)
 
 
-def described(samples, i: int):
-    """What is known of a sample apart from its pixels or waveform."""
-    return next(getattr(samples, name)(i) for name in ("caption", "texts", "movers") if hasattr(samples, name))
-
-
 def digest(name: str, **options) -> str:
     samples = opened(name, **options)
     return hashlib.sha256(b"".join(samples.load(i).numpy().tobytes() for i in range(20))).hexdigest()
@@ -40,18 +32,3 @@ def test_samples_are_the_same_in_every_process_and_depend_on_the_seed():
     other = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
     for name, elsewhere in zip(SIZES, other.stdout.split(), strict=True):
         assert elsewhere == digest(name) == digest(name, seed=0) != digest(name, seed=1)
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_every_sample_is_its_own_and_the_number_of_samples_changes_none_of_them(name):
-    few, many = opened(name, ":50"), opened(name, ":5000")
-    assert len({few.load(i).numpy().tobytes() for i in range(50)}) == 50
-    assert all(torch.equal(few.load(i), many.load(i)) for i in range(5))
-    assert [described(few, i) for i in range(5)] == [described(many, i) for i in range(5)]
-    with pytest.raises(IndexError):
-        few.load(50)
-
-
-@pytest.mark.parametrize("rate, seconds", [(4000, 2), (16000, 0.25)])
-def test_clip_in_which_attributes_cannot_be_heard_is_refused(rate, seconds):
-    assert "8000 Hz" in one_line(open_sounds, "demo:tones", sample_rate=rate, clip_seconds=seconds)

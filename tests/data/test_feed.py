@@ -16,8 +16,6 @@ from tests.data.helpers import assert_same, ids, one_line
 from tests.data.images.conditions import write_tars
 from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training
 from tests.processes import Process, on_processes
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_run_arguments
 
 
 def feed(process: Process | None = None, **flags: Any) -> Feed[ImageBatch]:
@@ -52,19 +50,6 @@ def test_preview_without_validation_is_the_beginning_of_the_first_batch():
 
     firsts, shown = zip(*on_processes(2, preview), strict=True)
     assert all(torch.equal(images, torch.cat(firsts)[:3]) for images in shown)
-
-
-@pytest.mark.parametrize(("count", "n_read"), [(1, 6), (6, 6), (7, 13), (13, 13), (14, 19), (100, 26)])
-def test_preview_reads_no_step_and_sends_no_image_more_than_needed(count, n_read, monkeypatch):
-    read, sent, process = [], [], Process()
-    process.gather = lambda tensor: (sent.append(len(tensor)), tensor)[1]
-    opened = feed(process)
-    load, valid = opened.samples.load, set(opened.valid_set)
-    monkeypatch.setattr(opened.samples, "load", lambda index, *rest: (read.append(index), load(index, *rest))[1])
-    opened.start(0)
-    opened.preview(count)
-    assert sum(index in valid for index in read) == n_read
-    assert sum(sent) == min(count, 26)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -164,16 +149,3 @@ def test_a_set_to_test_is_still_held_out_of_the_first_set_which_flags_of_shards_
     for path in valid.glob("*.npy"):
         np.save(path, np.ones(5, np.float32))
     assert f"{valid} have 5 numbers, those to train on 6" in one_line(CONDITIONED.feed, **flags)
-
-
-def test_a_set_to_validate_takes_the_place_of_the_fraction(tmp_path):
-    def fraction(*words: str) -> float:
-        parser = ArgumentParser("test.py", "", is_root=lambda: True)
-        add_run_arguments(parser, output_dir="runs")
-        return parser.parse(list(words)).valid_fraction
-
-    (tmp_path / "c.yaml").write_text("valid_fraction: 0.2\n")
-    assert fraction() == 0.05 and fraction("--valid_folder", "v", "--valid_fraction", "0") == 0.0
-    assert fraction("--valid_folder", "v") == fraction("--config", str(tmp_path / "c.yaml"), "--valid_folder", "v") == 0
-    with pytest.raises(SystemExit):
-        fraction("--valid_folder", "v", "--valid_fraction", "0.1")

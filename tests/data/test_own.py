@@ -18,9 +18,8 @@ from PIL import Image
 
 from data import open_images, open_sounds, open_videos
 from data.bad_samples import NotASample
-from data.crops import Crop
 from data.images.conditioned import open_conditioned
-from data.own import OwnData, OwnDataset
+from data.own import OwnData
 from tests.data.helpers import global_batches, one_line
 
 N = 12
@@ -108,19 +107,15 @@ def test_grey_images_and_transparent_ones_have_the_channels_of_the_model(own):
 @pytest.mark.parametrize(
     ("item", "found"),
     [
-        ("a text", "str 'a text'"),
-        (None, "None"), ({"pixels": 1}, "a mapping with pixels: int"), ((3, 4), "a tuple of 2 (int, int)"),
-        (np.zeros((20, 24, 3), np.uint8), "an array of shape (20, 24, 3) and type uint8"),
-        (np.zeros((3, 0, 4), np.uint8), "an array of shape (3, 0, 4) and type uint8"),
-        (torch.zeros(3, 4, 4, dtype=torch.int64), "type int64"),
-        (np.full((3, 4, 4), np.nan), "from nan to nan"),
-        (np.full((3, 4, 4), 200.0), "with values from 200 to 200"),
+        (None, "None"), ({"pixels": 1}, "a mapping with pixels: int"),
+        (np.zeros((20, 24, 3), np.uint8), "(20, 24, 3)"), (torch.zeros(3, 4, 4, dtype=torch.int64), "type int64"),
+        (np.full((3, 4, 4), np.nan), "from nan to nan"), (np.full((3, 4, 4), 200.0), "from 200 to 200"),
     ],
 )  # fmt: skip
 def test_an_item_that_is_no_image_is_named_and_no_other_takes_its_place(item, found, own):
     rows = opened(own(lambda i: item if i == 7 else planar(i)))
     said = one_line(rows.load, 7)
-    assert said.startswith("--dataset: own_items:make[7] is ") and f"{found}; it has to be a PIL image" in said
+    assert said.startswith("--dataset: own_items:make[7] is ") and found in said
     with pytest.raises(NotASample):
         global_batches(rows, 2)
 
@@ -140,20 +135,13 @@ def test_conditioned_images_have_captions_and_embeddings(own):
     sample = rows.load(4)
     assert sample["captions"] == "a 4" and sample["image_embed"].tolist() == [5.0] * 4
     assert sample["text_encodings"].shape == (8, 4) and sample["text_encodings"].sum() == 3 * 4 * 5
-    assert torch.equal(sample["images"], opened(own(planar), flip=False).load(4))
     tokens = conditioned(lambda i: (planar(i), "ab"), tokenize=lambda texts: torch.tensor([[len(t)] for t in texts]))
     assert tokens.load(1)["tokens"].tolist() == [2] and tokens.load(1)["captions"] == "ab"
-    plain = conditioned(lambda i: (planar(i), 7), takes_image=False, takes_text=False)
-    assert plain.load(0)["captions"] == "" and plain.widths == {"image_embed": None, "text_encodings": None}
-    assert 'a mapping with an "image" and a "image_embed"' in one_line(conditioned, planar)
+    assert 'an "image" and a "image_embed"' in one_line(conditioned, planar)
     longer = conditioned(lambda i: {**item(i), "text_encodings": np.ones((9 if i else 3, 4), np.float32)})
-    assert "of at most (8, 4) (--max_text_len)" in one_line(longer.load, 1)
+    assert "--max_text_len" in one_line(longer.load, 1)
     small = conditioned(lambda i: {**item(i), "image": planar(i)[:, :9]})
-    assert "shorter side has 9 pixels, fewer than 16" in one_line(small.load, 1)
-    assert "--random_flip would make captions" in one_line(conditioned, item, flip=True)
-    cropped = conditioned(item, crop=Crop("random", (0.05, 0.1), 2))
-    least = open_images(own(planar), image_size=16, crop=Crop("random", (0.05, 0.1), 2, least=16))
-    assert torch.equal(cropped.load(1, 3, True)["images"], least.load(1, 3, True)), "nothing is enlarged"
+    assert "9 pixels, fewer than 16" in one_line(small.load, 1)
 
 
 def waves(index: int, n: int = 5000) -> np.ndarray:
@@ -188,9 +176,8 @@ def test_sounds_of_every_form_are_clips_as_those_of_a_folder(own, tmp_path):
 @pytest.mark.parametrize(
     "item",
     [
-        waves(0), (waves(0), 8000), (waves(0), "8000", "a"), (waves(0), 3, "a"), (waves(0).astype(int), 8000, "a"),
-        (waves(0), 8000, 5), (waves(0)[:, None].repeat(2, 1), 8000, "a"), {"waveform": waves(0), "caption": "a"},
-        (waves(0)[None, None], 8000, "a"), (None, 8000, "a"),
+        (waves(0), 8000), (waves(0), 3, "a"), (waves(0).astype(int), 8000, "a"), (waves(0), 8000, 5),
+        (waves(0)[:, None].repeat(2, 1), 8000, "a"), {"waveform": waves(0), "caption": "a"},
     ],
 )  # fmt: skip
 def test_an_item_that_is_no_captioned_sound_is_named(item, own):
@@ -224,18 +211,6 @@ def test_clips_are_cut_out_of_videos(own):
     assert frames_of(twice.load(0)) == [9, 10, 10]
 
 
-def test_all_frames_of_a_clip_are_cut_at_one_place(own):
-    across = torch.arange(12, dtype=torch.uint8).expand(20, 3, 8, 12)  # the value of a pixel is its column
-    clips = seeing(own(lambda i: across), crop=Crop("random", seed=1))
-    begins = set()
-    for epoch in range(20):
-        clip = clips.load(0, epoch, True)
-        left = int(clip[0, 0, 0, 0])
-        assert torch.equal(clip, torch.arange(left, left + 8).to(torch.uint8).expand(3, 3, 8, 8))
-        begins.add(left)
-    assert len(begins) > 3 and clips.load(0)[0, 0, 0, 0] == 2, "validation sees the middle"
-
-
 def test_an_item_that_is_no_video_is_named(own):
     for item in ("x", planar(0), numbered(3).permute(0, 2, 3, 1), numbered(0), numbered(3).long()):
         assert one_line(seeing(own(lambda i, item=item: item)).load, 2).startswith("--dataset: own_items:make[2] is ")
@@ -259,17 +234,9 @@ def test_draws_differ_by_sample_and_seed_in_training_also_by_epoch_and_disturb_n
     spec = own(noisy)
     state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
     assert len({grey(spec, i) for i in range(N)}) > 8 and len({grey(spec, 0, e, True) for e in range(12)}) > 8
-    assert len({grey(spec, 0, e) for e in range(12)}) == 1 and grey(spec, 0) == grey(spec, 0)
+    assert len({grey(spec, 0, e) for e in range(12)}) == 1
     assert len({grey(own(noisy, seed=s), 0) for s in range(12)}) > 8
     assert state == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
-
-
-def test_the_fingerprint_is_the_datasets_own_or_of_name_and_length(own):
-    first = OwnDataset(own(planar)).fingerprint
-    assert first == OwnDataset(own(noisy)).fingerprint != OwnDataset(own(planar, 13)).fingerprint
-    made = Items(planar)
-    made.fingerprint = "version 2"  # type: ignore[attr-defined]
-    assert OwnDataset(own(made)).fingerprint not in (first, OwnDataset(own(planar, 13)).fingerprint)
 
 
 def test_any_error_of_an_item_makes_a_bad_sample_that_says_where(own):

@@ -46,15 +46,6 @@ def test_without_marks_clip_is_the_tokenizer_of_x_clip() -> None:
     assert open_tokenizer("clip", 1, marks=False).encode(["a cat"])[0].tolist() == [[320]]
 
 
-def test_texts_do_not_change_one_another():
-    tokenizer = open_tokenizer("clip", 32)
-    texts = ["a bell", "a much longer sentence about many bells of many churches", "rain"]
-    together, lengths = tokenizer.encode(texts)
-    for row, length, text in zip(together, lengths, texts, strict=True):
-        alone, (same,) = tokenizer.encode([text])
-        assert torch.equal(row, alone[0]) and length == same
-
-
 def hugging_face(path: Path, words: dict[str, int], marks: bool = True) -> str:
     unknown = "[UNK]" if "[UNK]" in words else None
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unknown))

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from data import open_images, workers
+from data import open_images
 from data.workers import Loader
 from tandem.files.exits import CannotGoOn
 from tests.data.helpers import ROOT, stream
@@ -53,43 +53,6 @@ def test_signals_to_workers_change_nothing(name):
     disturbed += [next(batches)["ids"] for _ in range(11)]
     assert disturbed == undisturbed
     assert all(worker.is_alive() for worker in workers)
-
-
-def test_worker_obeys_the_main_process_which_hears_its_signals_again():
-    others = set(multiprocessing.active_children())
-    batches = iter(stream(open_images("demo:shapes", image_size=8), num_workers=1))
-    next(batches)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-    (worker,) = set(multiprocessing.active_children()) - others
-    worker.terminate()
-    worker.join(timeout=5)
-    assert worker.exitcode == 0
-
-
-def test_a_worker_that_dies_while_it_is_found_out_whether_it_has_died_is_one_line(monkeypatch):
-    """As the system's messages may come in any order: its connection ends first, then it is dead. No real worker can be
-    made to die in this order, so PyTorch's handler and the wait are the test's."""
-    is_dead = []
-
-    def of_torch(number, frame):
-        if is_dead:
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-
-    def die(seconds=0.0):
-        is_dead.append(True)
-        signal.raise_signal(signal.SIGCHLD)
-
-    def wait():
-        raise ConnectionResetError
-
-    monkeypatch.setattr(workers, "_of_torch", of_torch)
-    monkeypatch.setattr(workers.time, "sleep", die)
-    before = signal.signal(signal.SIGCHLD, workers._on_end)
-    try:
-        with pytest.raises(CannotGoOn, match="a loader process was killed"):
-            workers._awaited(wait)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_worker_that_was_killed_between_two_passes_is_one_line():

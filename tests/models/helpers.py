@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,12 @@ def one_line_of(read: Callable[[Path], object], path: Path) -> str:
     return said
 
 
-def kept_bytes(call: Callable[[], Any], but: Iterable[Tensor] = ()) -> tuple[Any, int]:
-    """What a call gives, and the bytes that are kept for its backward pass, besides some tensors."""
-    kept, left_out = dict[int, int](), {tensor.data_ptr() for tensor in but}
+def kept_bytes(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call gives, and the bytes that are kept for its backward pass."""
+    kept = dict[int, int]()
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in left_out:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -6,52 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from models.attention import Attention, FeedForward, l2_normalize, layers_read
-
-
-def attention_written_out(module: Attention, x: Tensor, bias: Tensor) -> Tensor:
-    """Query by query and head by head."""
-    normed = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-    q_weight, k_weight, v_weight = module.to_qkv.weight.chunk(3)
-    width = len(module.q_scale)
-    out = []
-    for head in range(module.heads):
-        rows = slice(head * width, (head + 1) * width)
-        q, k, v = (normed @ weight[rows].T for weight in (q_weight, k_weight, v_weight))
-        q = q / q.norm(dim=-1, keepdim=True) * module.q_scale
-        k = k / k.norm(dim=-1, keepdim=True) * module.k_scale
-        logits = 8 * torch.einsum("bid,bjd->bij", q, k) + bias.expand(len(x), module.heads, -1, -1)[:, head]
-        weights = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
-        out.append(torch.einsum("bij,bjd->bid", weights, v))
-    return torch.cat(out, dim=-1) @ module.to_out.weight.T
-
-
-def test_attention_is_the_softmax_written_out() -> None:
-    torch.manual_seed(0)
-    module = Attention(12, heads=3, dim_head=5).double()
-    with torch.no_grad():
-        module.q_scale.uniform_(0.5, 2.0)
-        module.k_scale.uniform_(0.5, 2.0)
-    x = torch.randn(2, 7, 12, dtype=torch.float64)
-    hidden_key = torch.zeros(2, 1, 1, 7, dtype=torch.float64)
-    hidden_key[0, ..., 4:] = -math.inf
-    for bias in (hidden_key, torch.randn(2, 3, 7, 7, dtype=torch.float64)):
-        # The length's epsilon, 1e-8, is what they differ by.
-        torch.testing.assert_close(module(x, bias), attention_written_out(module, x, bias), atol=1e-6, rtol=0)
-    assert torch.equal(module(x), module(x, torch.zeros(1, 1, 7, 7)))
-
-
-@pytest.mark.parametrize(("dim", "inner"), [(128, 341), (512, 1365), (6, 16), (2, 5)])
-def test_feed_forward_is_geglu_of_two_thirds_of_four_times_the_width(dim: int, inner: int) -> None:
-    module = FeedForward(dim)
-    assert module.contract.in_features == inner == int(4 * dim * 2 / 3)
-    x = torch.randn(3, dim)
-    values, gates = (F.layer_norm(x, (dim,)) @ module.expand.weight.T).split(inner, dim=-1)
-    gelu = gates * (1 + torch.erf(gates / math.sqrt(2))) / 2
-    torch.testing.assert_close(module(x), (values * gelu) @ module.contract.weight.T)
+from models.attention import Attention, l2_normalize, layers_read
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

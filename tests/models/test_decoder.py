@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
 from models.decoder import Sampling
-from models.diffusion.sampling import sampling_levels
 from models.resizing import cropped
-from models.unets.attention import CrossAttention
 from tests.models.helpers import refused
 
 SMALL: dict[str, Any] = {
@@ -65,17 +61,6 @@ def noise_of(numbers: Sequence[int]) -> Callable[[int], Callable[..., Tensor]]:
 EMBEDDINGS = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("sampler", ["ddpm", "heun"])
-def test_no_picture_depends_on_the_others(sampler: str) -> None:
-    model, sampling = decoder(lowres_condition="noise"), Sampling(sampler, steps=[4], cond_scale=[2.0, 1.0])
-    together = model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4)
-    assert together.shape == (4, 3, 16, 16) and together.min() >= 0 and together.max() <= 1
-    for row in range(4):
-        alone = model.sample({"image_embed": EMBEDDINGS[row : row + 1]}, noise_of([row]), sampling, batch=1)
-        # Kernels round differently for another number of rows, by some 1e-7 in each of 8 passes.
-        torch.testing.assert_close(alone[0], together[row], rtol=0, atol=1e-4)
-
-
 def test_the_condition_and_its_scale_matter_and_only_to_the_unet_that_has_one() -> None:
     model, noise = decoder(), noise_of(range(4))
 
@@ -90,42 +75,6 @@ def test_the_condition_and_its_scale_matter_and_only_to_the_unet_that_has_one() 
     assert torch.equal(*second)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "scale", "interval", "first"),
-    [
-        ("dpmpp_2m", 2.0, None, [8, 8, 8, 8]),
-        ("ddim", 1.0, None, [4, 4, 4, 4]),
-        ("ddim", 0.0, None, [4, 4, 4, 4]),
-        ("dpmpp_2m", 2.0, (0.1, 1.0), [4, 4, 8, 4]),  # sigma / alpha is infinite, 1.6, 0.6 and about 0.03
-        ("heun", 2.0, None, [8] * 6),  # no correction at an infinite sigma / alpha, nor at the last step
-    ],
-)
-def test_a_step_is_one_pass_and_conditions_are_computed_once(
-    sampler: str, scale: float, interval: tuple[float, float] | None, first: list[int]
-) -> None:
-    """Rows of each pass of the first Unet for four pictures; the second one has no condition to be guided by."""
-    model = decoder()
-    rows: list[list[int]] = [[], []]
-    computed = Counter[tuple[int, int]]()  # (attention to the condition, rows) -> times its keys were computed
-
-    def count_rows(index: int, x: Tensor | None) -> None:
-        if x is not None:
-            rows[index].append(len(x))
-
-    for index in (0, 1):
-        model.unet(index).register_forward_pre_hook(lambda _, inputs, i=index: count_rows(i, inputs[0]))
-    attending = [module for module in model.unet(0).modules() if isinstance(module, CrossAttention)]
-    for index, attention in enumerate(attending):
-        attention.to_kv.register_forward_pre_hook(
-            lambda _, inputs, i=index: computed.update([(i, len(inputs[0]))] if inputs[0].shape[1] > 2 else [])
-        )
-    sampling = Sampling(sampler, steps=[4], cond_scale=[scale], interval=interval)
-    model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4)
-    assert rows == [first, [4] * len(first)]
-    # Of one or two blocks of rows, each once; the two tokens of the noise level are new in every step.
-    assert computed == {(i, n): 1 for i in range(len(attending)) for n in set(first)} and attending
-
-
 def test_a_cascade_in_two_calls_is_the_cascade_in_one() -> None:
     model, noise, sampling = decoder(), noise_of(range(4)), Sampling(steps=[3, 4])
     both: list[torch.Tensor] = []
@@ -135,19 +84,6 @@ def test_a_cascade_in_two_calls_is_the_cascade_in_one() -> None:
     assert [torch.equal(ours, other) for ours, other in zip(both, (small, whole), strict=True)] == [True, True]
     parts = model.sample({}, noise, sampling, batch=4, start_at=2, images=small)
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)  # in [0, 1] and back to [-1, 1] rounds once
-
-
-def test_a_decoder_guides_away_from_itself_without_effect() -> None:
-    model, noise = decoder(), noise_of(range(4))
-    plain = model.sample({"image_embed": EMBEDDINGS}, noise, Sampling(steps=[3]), batch=4)
-    guided = model.sample(
-        {"image_embed": EMBEDDINGS}, noise, Sampling(steps=[3], cond_scale=[2.0]), batch=4, guide=model
-    )
-    torch.testing.assert_close(guided, plain, rtol=0, atol=1e-5)
-    other = model.sample(
-        {"image_embed": EMBEDDINGS}, noise, Sampling(steps=[3], cond_scale=[2.0]), batch=4, guide=decoder(seed=1)
-    )
-    assert (other - plain).abs().max() > 1e-3
 
 
 def test_a_guide_that_does_not_fit_is_refused_and_one_of_another_objective_or_without_a_condition_does() -> None:
@@ -165,47 +101,9 @@ def test_a_guide_that_does_not_fit_is_refused_and_one_of_another_objective_or_wi
         ({"first": {"image_embed_dim": 7, "cond_on_image_embeds": True}}, "image_embed of width 7"),
     ):  # fmt: skip
         assert said in refused(drawn, decoder(**wrong))
-    for other in ({"first": {}}, {"stage": {"objective": "x_start"}}):
-        assert drawn(decoder(**other)).shape == (4, 3, 16, 16)
-
-
-def test_the_spacing_of_the_noise_levels_reaches_every_unet() -> None:
-    model = decoder()
-    levels: dict[str, list[int]] = {"uniform": [], "karras": []}
-    for spacing, seen in levels.items():
-        hooks = [
-            unet.register_forward_pre_hook(
-                lambda _, inputs, seen=seen: seen.append(int(inputs[1][0])) if inputs[1] is not None else None
-            )
-            for unet in model.unets
-        ]
-        model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), Sampling(steps=[4], spacing=spacing), batch=4)
-        for hook in hooks:
-            hook.remove()
-        of_schedule = [sampling_levels(model.schedule(index), 4, spacing=spacing)[:-1] for index in (0, 1)]
-        assert seen == [level.number for each in of_schedule for level in each]
-    assert levels["uniform"] != levels["karras"]
-
-
-def test_what_is_masked_stays_and_the_rest_is_new() -> None:
-    model, image = decoder(), torch.rand(4, 3, 16, 16)
-    mask = torch.zeros(4, 16, 16, dtype=torch.bool)
-    mask[:, :8] = True
-    drawn = model.sample(
-        {"image_embed": EMBEDDINGS}, noise_of(range(4)), Sampling(steps=[3]), batch=4, inpaint_image=image,
-        inpaint_mask=mask, resample_times=2,
-    )  # fmt: skip
-    torch.testing.assert_close(drawn[:, :, :8], image[:, :, :8], rtol=0, atol=1e-6)
-    assert (drawn[:, :, 8:] - image[:, :, 8:]).abs().mean() > 0.05
-
-
-def test_the_tables_of_the_noise_are_where_the_weights_are_and_are_moved_once() -> None:
-    model = decoder(lowres_condition="noise")
-    copied = model.to("meta").with_unets(list(model.unets))
-    for find in (Decoder.lowres_schedule, lambda each: each.schedule(1)):
-        assert {getattr(find(copied), name).device.type for name in ("alpha", "sigma", "log_snr")} == {"meta"}
-        assert find(copied) is find(model)
-    assert decoder().lowres_schedule() is None
+    plain = drawn(model)
+    for other in ({"first": {}}, {"stage": {"objective": "x_start"}}, {"seed": 1}):
+        assert (drawn(decoder(**other)) - plain).abs().max() > 1e-3
 
 
 def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
@@ -217,10 +115,6 @@ def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
     images = torch.rand(2, 3, 8, 8)
     drawn = model.sample({}, noise_of(range(2)), Sampling(steps=[2]), batch=2, start_at=2, images=images)
     assert {tuple(level.tolist()) for level in levels if level is not None} == {(49, 49)} and drawn.isfinite().all()
-
-
-def test_a_model_without_a_condition_draws_as_many_pictures_as_asked() -> None:
-    assert decoder(first={}).sample({}, noise_of(range(3)), Sampling(steps=[2]), batch=3).shape == (3, 3, 16, 16)
 
 
 def test_training_pictures_are_of_each_size_and_between_minus_one_and_one() -> None:
@@ -269,14 +163,6 @@ def test_crops_lie_where_their_shares_say() -> None:
     places = torch.tensor([[0.0, 0.0], [0.999, 0.999], [0.5, 0.0]])
     assert cropped(images, places, 4)[:, 0, 0, 0].tolist() == [0.0, 14.0, 6.0]
     assert torch.equal(cropped(images, places, 6), images)
-
-
-def test_it_is_saved_and_loaded_with_equal_pictures(tmp_path: Path) -> None:
-    model = decoder(lowres_condition="none", noise_shift=32)
-    model.save_pretrained(tmp_path)
-    loaded = Decoder.from_pretrained(tmp_path)
-    drawn = [m.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), batch=4) for m in (model, loaded)]
-    assert torch.equal(*drawn)
 
 
 def drawn_by(start_at: int, images: Tensor | None = None, conditions: dict[str, Tensor] | None = None) -> Tensor:

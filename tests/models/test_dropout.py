@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from models.attention import Attention, FeedForward, Transformer
-from models.dropout import derived, dropout, mix32
+from models.dropout import derived, dropout
 from tests.models.helpers import some
 from training.noise import Noise
 
 
 def some_keys(size: int = 3, step: int = 0) -> Tensor:
     return Noise(0, "dropout").keys(step, list(range(size)))
-
-
-def test_the_hash_is_that_of_32_bit_arithmetic_and_a_bijection() -> None:
-    words = torch.arange(1 << 16) * 65521  # below 2^32
-    expected = words.numpy().astype(np.uint32)
-    expected = (expected ^ (expected >> 16)) * np.uint32(0x21F0AAAD)
-    expected = (expected ^ (expected >> 15)) * np.uint32(0x735A2D97)
-    expected ^= expected >> 15
-    mixed = mix32(words)
-    assert torch.equal(mixed, torch.from_numpy(expected.astype(np.int64))) and len(mixed.unique()) == len(words)
-    assert [mix32(int(word)) for word in words[:50]] == mixed[:50].tolist()
-    for bit in range(32):  # each bit of a word changes half of the bits of its hash
-        flips = (mix32(words ^ (1 << bit)) ^ mixed).numpy().astype(np.uint32)
-        assert abs(np.unpackbits(flips.view(np.uint8)).mean() - 0.5) < 0.01
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import models
@@ -262,15 +262,6 @@ def test_convolutions_see_activations_channels_last_whatever_the_order_of_the_we
     assert all(map_.is_contiguous(memory_format=torch.channels_last) for map_ in seen)
 
 
-@pytest.mark.parametrize("name", ["unet", "unet of every option"])
-def test_channels_last_gives_the_same_numbers(name: str) -> None:
-    model = made(name)
-    expected, inputs = of(name, model), MODELS[name].inputs(model)
-    x = inputs["x"].to(memory_format=torch.channels_last)
-    out = model.to(memory_format=torch.channels_last)(**{**inputs, "x": x})
-    assert (out - expected["out"]).abs().max() < 1e-4 * expected["out"].abs().max()  # sums in another order
-
-
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("residual", *DISTANCES)])
 def test_every_weight_has_a_gradient_that_is_finite_and_not_0(name: str) -> None:
     """Silence and an empty caption included."""
@@ -330,53 +321,6 @@ def test_hooks_at_the_borders_of_modules_change_no_bit(name: str) -> None:
     # A condition's own gradient is a sum over layers and the norms in them. No script has conditions yet.
     ours, expected = ({key: each[key] for key in each if "coder.condition." not in key} for each in found)
     assert_same_bits(ours, expected)
-
-
-@pytest.mark.parametrize("name", ["lfq", "discriminator", "video discriminator"])
-def test_activation_functions_hold_no_second_tensor_and_gradients_are_the_same(name: str) -> None:
-    """Gradients of a gradient's norm too."""
-
-    def held(model: Any) -> tuple[int, dict[str, Tensor]]:
-        inputs = MODELS[name].inputs(model)
-        x = next(iter(inputs.values())).requires_grad_()
-        out, n_bytes = kept_bytes(lambda: results(model, inputs), but=model.parameters())
-        loss = loss_of(out)
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + gradient.square().sum()).backward()
-        return n_bytes, {weight: p.grad for weight, p in model.named_parameters()}
-
-    model, apart = made(name), made(name)
-    for layer in apart.modules():
-        if isinstance(layer, nn.LeakyReLU):
-            layer.inplace = False
-    (n_bytes, ours), (n_bytes_apart, expected) = held(model), held(apart)
-    assert n_bytes < 0.9 * n_bytes_apart
-    assert_same_bits(ours, expected)
-
-
-@pytest.mark.parametrize("name", ["mulan", "musiclm", "unet"])
-def test_a_compiled_model_is_traced_once(name: str) -> None:
-    """With layers that are computed again in the backward pass."""
-    torch._dynamo.reset()
-    model, plain = (made(name, gradient_checkpointing=True).train() for _ in range(2))
-    model.compile(backend="eager", fullgraph=name != "mulan")
-    expected = of(name, plain)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(2):
-            for key, value in of(name, model).items():
-                torch.testing.assert_close(value, expected[key], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("residual", "musiclm", "vq", "tokenizer-vq")])
-def test_a_forward_pass_never_waits_for_the_device(name: str) -> None:
-    """With tensors that have no values, as on a GPU: whatever asks for one raises. A codebook of moving averages asks
-    whether it has entries, and the constructor of a MusicLMMuLaN computes with tensors."""
-    case = MODELS[name]
-    given = case.inputs(case.kind(**case.sizes))
-    with FakeTensorMode(), torch.device("cuda"):
-        results(
-            case.kind(**case.sizes), {key: torch.empty(each.shape, dtype=each.dtype) for key, each in given.items()}
-        )
 
 
 @pytest.mark.parametrize("name", AUTOENCODERS)
@@ -489,32 +433,10 @@ def test_names_and_shapes_of_the_weights_stay_what_they_are(name: str) -> None:
     assert {weight: list(tensor.shape) for weight, tensor in weights.items()} == FORMATS[name]
 
 
-def vae(**changes: Any) -> DiscreteVAE:
-    return DiscreteVAE(**{**helpers.VAE, **changes})
-
-
-def vqgan_of(**changes: Any) -> VQGAN:
-    return VQGAN(**{**helpers.VQGAN, **changes})
-
-
-def tokenizer_of(**changes: Any) -> VideoTokenizer:
-    return VideoTokenizer(**{**helpers.TOKENIZER, **changes})
-
-
-def discriminator(**changes: Any) -> nn.Module:
-    return models.VideoDiscriminator(**{"dim": 4, **changes})
-
-
-def mulan_of(**changes: Any) -> MuLaN:
-    return MuLaN(**{**helpers.MULAN, **changes})
-
-
-def musiclm(**changes: Any) -> MuLaN:
-    return MusicLMMuLaN(**{**helpers.MUSICLM, **changes})
-
-
-def unet_of(**changes: Any) -> Unet:
-    return Unet(**{**helpers.UNET, **changes})
+vae, vqgan_of = partial(DiscreteVAE, **helpers.VAE), partial(VQGAN, **helpers.VQGAN)
+tokenizer_of, discriminator = partial(VideoTokenizer, **helpers.TOKENIZER), partial(models.VideoDiscriminator, dim=4)
+mulan_of, musiclm = partial(MuLaN, **helpers.MULAN), partial(MusicLMMuLaN, **helpers.MUSICLM)
+unet_of, residual = partial(Unet, **helpers.UNET), partial(ResidualQuantizer, dim=6)
 
 
 def build_in_memory(kind: Callable[..., Any], **arguments: Any) -> Any:
@@ -528,34 +450,29 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
     vqgan_of: {"num_layers": (0, 41), "num_resnet_blocks": ([1, 2, 3], -1), "codebook_size": (100,)},
     tokenizer_of: {
         "pad_mode": ("zeros",), "norm": ("group",), "patch": ("dct",), "quantizer": ("pq",), "patch_size": (0, 3),
-        "input_kernel": (4, -1), "output_kernel": (4,),
-        "time_window": (-1,), "residual_kernel": (4,), "channels": (0,), "init_dim": (0,), "heads": (0,),
-        "dim_head": (0,),
+        "input_kernel": (4, -1), "time_window": (-1,), "init_dim": (0,), "heads": (0,),
     },
     Discriminator: {"dim": (0,)},
     discriminator: {"layers": (0, 4_000_000), "groups": (-1,), "channels": (0,)},
     unet_of: {
-        "dim": (7, 2), "dim_mults": ([], [1, 0], 4), "self_attn": ([True], [1, 0]),
-        "num_resnet_blocks": ([1, 2, 3], -1), "resnet_groups": ([8, 0], [8, 3]), "text_embed_dim": (None,),
-        "image_embed_dim": (None,), "lowres_noise_cond": (True,), "attn_heads": (0,), "num_image_tokens": (True,),
-        "channels_out": (0,), "memory_efficient": (1,), "image_embed_scale": (0, math.nan),
-        "init_conv_kernel_size": (4,), "final_conv_kernel_size": (0,), "init_cross_embed_kernel_sizes": ([3, 4],),
-        "cross_embed_downsample_kernel_sizes": ([3],),
+        "dim": (7, 2), "dim_mults": ([], [1, 0], 4), "self_attn": ([True], [1, 0]), "num_resnet_blocks": ([1, 2, 3],),
+        "resnet_groups": ([8, 3],), "text_embed_dim": (None,), "image_embed_dim": (None,), "attn_heads": (0,),
+        "lowres_noise_cond": (True,), "memory_efficient": (1,), "image_embed_scale": (0, math.nan),
+        "init_conv_kernel_size": (4,), "init_cross_embed_kernel_sizes": ([3, 4],),
     },
     mulan_of: {  # towers of two layers, and 64 bands
-        "sample_rate": (0, 16000.0, "16000"), "clip_seconds": (0, -1.0, math.nan, 1e308),
-        "n_fft": (0, None, 10**9), "hop_length": (0, 5000), "n_mels": (0, 600, True, 600), "fmin": (-1.0, 8000.0),
-        "fmax": (0.0, 9000.0), "spectrogram": ("mfcc", None), "patch_size": (0, 65), "patch_dropout": (-0.1, 1.0, 0.7),
-        "time_mask_fraction": (-0.1, 1.0), "frequency_mask_fraction": (-0.1, 1.0, math.nan), "audio_dim": (0, 18),
-        "audio_depth": (0, -1), "text_dim": (0, 1.5), "text_depth": (0, None), "heads": (0,), "dim_head": (0,),
-        "text_heads": (0,), "vocab_size": (0,), "max_text_tokens": (0,), "dim_latent": (0,), "attn_dropout": (1.0,),
+        "sample_rate": (0, "16000"), "clip_seconds": (0, math.nan, 1e308), "n_fft": (0, 10**9), "hop_length": (5000,),
+        "n_mels": (0, 600, True), "fmin": (-1.0, 8000.0), "fmax": (9000.0,), "spectrogram": ("mfcc",),
+        "patch_size": (0, 65), "patch_dropout": (-0.1, 1.0, 0.7), "time_mask_fraction": (1.0,),
+        "frequency_mask_fraction": (math.nan,), "audio_dim": (18,), "audio_depth": (0,), "text_dim": (1.5,),
+        "text_heads": (0,), "vocab_size": (0,), "max_text_tokens": (0,), "attn_dropout": (1.0,),
         "hierarchical_layers": (-1, 2), "hierarchical_spacing": ("odd",), "win_length": (1025, 100),
-        "spectrogram_padding": ("zeros",), "init_temperature": (0.0, 101.0, math.nan),
-        "init_bias": (math.inf, math.nan), "text_tower": ("path",),
+        "spectrogram_padding": ("zeros",), "init_temperature": (0.0, 101.0), "init_bias": (math.inf,),
+        "text_tower": ("path",),
     },
     musiclm: {"audio_dim": (4, 18), "hierarchical_layers": (2,), "patch_size": (66,), "win_length": (129,),
               "clip_seconds": (1e12,), "heads": (0,)},
-    ResidualQuantizer: {"num_quantizers": (0,), "decay": (1.0,), "codebook_size": (1,)},
+    residual: {"num_quantizers": (0,), "decay": (1.0,), "codebook_size": (1,)},
 }  # fmt: skip
 # Other mistakes, and the flags and numbers that the message has to say.
 SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -564,15 +481,12 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (vqgan_of, {"quantizer": "pq"}, "lfq, vq, fsq, bsq, ibq"), (tokenizer_of, {"image_size": 9}, "use 8 or 10"),
     *((tokenizer_of, {"layers": layers}, said) for layers, said in {
         "residual,resid": "'resid'", "": "''", "consecutive_residual": "consecutive_residual:N",
-        "compress_time:-4": "time:N", "residual:2": "'residual:2'", "residual," * 2000 + "residual": "1000",
-        ",".join(["compress_time:4"] * 41): "41 layers",
+        "residual:2": "'residual:2'", "residual," * 2000 + "residual": "1000",
     }.items()),
     (tokenizer_of, {"pad_mode": "reflect", "input_kernel": 63}, "63"),
-    (discriminator, {"time_strides": (2, 1)}, "[2, 1]"), (discriminator, {"clip_dim": 0}, "0 channels"),
-    (discriminator, {"layers": 4_000_000}, "40"),
+    (discriminator, {"time_strides": (2, 1)}, "[2, 1]"), (discriminator, {"layers": 4_000_000}, "40"),
     (build_in_memory, {"kind": DiscreteVAE, "num_tokens": 10**12}, "num_tokens 1000000000000"),
     (build_in_memory, {"kind": DiscreteVAE, "hidden_dim": 4_000_000}, "GB of memory"),
-    (build_in_memory, {"kind": DiscreteVAE, "num_resnet_blocks": 4_000_000}, "16384 tensors"),
     (build_in_memory, {"kind": Discriminator, "dim": 4_000_000, "layers": 40}, "a smaller one"),
     (unet_of, {"resnet_groups": [16, 8], "dim_mults": [2, 2]}, "resnet_groups 16 must divide the 8"),
     (unet_of, {"combine_upsample_fmaps": True, "dim": 12, "resnet_groups": 4}, "combine_upsample_fmaps"),
@@ -584,17 +498,15 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (mulan_of, {"audio_tower": AUDIO_TOWER, "sample_rate": 8000}, "16000 Hz"),
     (mulan_of, {"audio_tower": AUDIO_TOWER, "clip_seconds": 1}, "60 frames"),
     (mulan_of, {"text_tower": TEXT_TOWER, "audio_depth": 5, "hierarchical_layers": 3}, "3 layers"),
-    *((mulan_of, {"text_tower": {**TEXT_TOWER, name: value}}, said) for name, value, said in (
-        ("heads", 3, "3 heads"), ("inner", 0, "inner 0"), ("activation", "silu", "silu"), ("norm_eps", 0, "eps 0"))),
+    (mulan_of, {"text_tower": {**TEXT_TOWER, "heads": 3}}, "3 heads"),
     (mulan_of, {"audio_tower": {**AUDIO_TOWER, "std": 0}}, "std 0"),
     *((make_quantizer, {"name": name, **options}, said) for name, options, said in (
         ("lqf", {"codebook_size": 8}, "lfq, vq, fsq, bsq, ibq"), ("lfq", {"codebook_size": 1000}, "use 512 or 1024"),
-        ("lfq", {}, "codebook_size"), ("bsq", {"codebook_size": 0}, "use 2 or 4"),
+        ("lfq", {}, "codebook_size"),
         ("lfq", {"codebook_size": 8, "decay": 0.5}, "no option decay"), ("vq", {"codebook_size": 8}, "needs dim"),
         ("lfq", {"codebook_size": 8, "inv_temperature": 0}, "greater than 0"),
         ("bsq", {"codebook_size": 8, "bits_per_group": 0}, "1 to 24"), ("fsq", {"levels": [8, 2]}, "3 or more"),
-        ("vq", {"codebook_size": 8, "dim": 2, "decay": 1.0}, "decay"), ("fsq", {}, "levels"),
-        ("vq", {"codebook_size": 1, "dim": 2}, "2 entries"), ("fsq", {"codebook_size": 512}, "256, 1024"),
+        ("vq", {"codebook_size": 8, "dim": 2, "decay": 1.0}, "decay"), ("fsq", {"codebook_size": 512}, "256, 1024"),
         ("ibq", {"codebook_size": 8, "dim": 2, "temperature": 0}, "greater than 0"))),
     (models.perceptual.load_perceptual, {"kind": "alex"}, "none, vgg, lpips"),
 ]  # fmt: skip
@@ -604,7 +516,7 @@ ALONE = [(build, {argument: value}) for build, of_build in WRONG.items() for arg
 
 @pytest.mark.parametrize(("build", "wrong"), ALONE)
 def test_a_wrong_argument_is_named(build: Callable[..., Any], wrong: dict[str, Any]) -> None:
-    said = refused(build, **({"dim": 6} if build is ResidualQuantizer else {}), **wrong)
+    said = refused(build, **wrong)
     ((argument, value),) = wrong.items()
     assert argument in said
     assert type(value) is not int or str(value) in said
@@ -623,20 +535,13 @@ LOWRES = {"lowres_cond": True}
 # Of a Unet: its changes, what is given to it, and what the message has to say.
 WRONG_OF_UNET: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"x": some(4, 3, 8, 7)}, "use 6 or 8"), ({}, {"x": some(4, 1, 8, 8)}, "(4, 1, 8, 8)"),
-    ({}, {"x": torch.zeros(4, 3, 8, 8, dtype=torch.uint8)}, "torch.uint8"),
-    ({}, {"time": torch.tensor(3)}, "time has the shape ()"), ({}, {"image_embed": None}, "keep_image"),
-    ({}, {"text_encodings": None}, "cond_on_text_encodings"),
-    ({}, {"text_encodings": None, "keep_text": torch.tensor([False, True, False, False])}, "keep_text keeps"),
-    ({}, {"keep_image": torch.tensor([True])}, "keep_image has the shape (1,)"),
-    ({}, {"image_embed": some(4, 6)}, "(4, 6)"), ({}, {"text_encodings": some(4, 7)}, "(4, 7)"),
-    ({}, {"image_embed": some(3, 5)}, "3 images, and there are 4"),
-    ({"cond_on_image_embeds": False}, {}, "without cond_on_image_embeds"), (LOWRES, {}, "lowres_image"),
+    ({}, {"x": torch.zeros(4, 3, 8, 8, dtype=torch.uint8)}, "torch.uint8"), ({}, {"image_embed": None}, "keep_image"),
+    ({}, {"text_encodings": None}, "cond_on_text_encodings"), ({}, {"text_encodings": some(4, 7)}, "(4, 7)"),
+    ({}, {"keep_image": torch.tensor([True])}, "(1,)"), ({}, {"image_embed": some(4, 6)}, "(4, 6)"),
+    ({}, {"image_embed": some(3, 5)}, "3 images, and there are 4"), (LOWRES, {}, "lowres_image"),
+    ({"cond_on_image_embeds": False}, {}, "without cond_on_image_embeds"),
     ({**LOWRES, "lowres_noise_cond": True}, {"lowres_image": some(4, 3, 4, 4)}, "lowres_time"),
-    ({}, {"lowres_image": some(4, 3, 4, 4)}, "without lowres_cond"),
-    ({}, {"self_cond": some(4, 3, 8, 8)}, "without self_cond"),
     ({"self_cond": True}, {"self_cond": some(4, 3, 4, 4)}, "(4, 3, 8, 8)"),
-    ({}, {"coordinates": some(4, 2, 8, 8)}, "without coordinates"),
-    ({"coordinates": True}, {"coordinates": some(4, 2, 4, 4)}, "coordinates has the shape"),
 ]  # fmt: skip
 
 

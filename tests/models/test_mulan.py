@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import MuLaN, MusicLMMuLaN
-from models.audio_transformer import AudioTransformer, RelativePositionBias, sincos_positions
-from models.log_mel import spec_augment
+from models.audio_transformer import AudioTransformer
 from models.musiclm import compared_layers
-from tests.models.helpers import MULAN, MUSICLM, refused, some_pairs
-from training.noise import Noise
+from tests.models.helpers import MULAN, MUSICLM, some_pairs
 
 
 def small(seed: int = 0, **overrides: Any) -> MuLaN:
@@ -31,22 +28,6 @@ def small_musiclm(**overrides: Any) -> MusicLMMuLaN:
 
 
 layouts = pytest.mark.parametrize("kind", [small, small_musiclm])
-
-
-@pytest.mark.parametrize(("spectrogram", "below"), [("log_mel", 0), ("power", 1)])
-def test_outputs_are_unit_vectors_with_a_scale_and_a_bias_each(spectrogram: str, below: int) -> None:
-    model = small(spectrogram=spectrogram, hierarchical_layers=below, init_temperature=20.0)
-    pairs = some_pairs(model)
-    for out in (model(**pairs), model(**{**pairs, "noise": None})):
-        assert out.audio.shape == out.text.shape == (3, 1 + below, 6)
-        for latents in (out.audio, out.text):
-            torch.testing.assert_close(latents.norm(dim=-1), torch.ones(3, 1 + below))
-        torch.testing.assert_close(out.scale, torch.full((1 + below,), 20.0))
-        assert torch.equal(out.bias, torch.full((1 + below,), -10.0))
-    assert torch.equal(model.encode_audio(pairs["waveforms"]), out.audio[:, 0])
-    assert torch.equal(model.encode_text(pairs["tokens"], pairs["lengths"]), out.text[:, 0])
-    bands, patches = (64, 4 * 3) if spectrogram == "log_mel" else (513, 32 * 3)
-    assert model.spectrogram(pairs["waveforms"]).shape == (3, bands, 51) and model.noise_size == 4 + patches
 
 
 def test_text_does_not_depend_on_its_padding() -> None:
@@ -65,17 +46,6 @@ def test_text_does_not_depend_on_its_padding() -> None:
         changed = tokens.clone()
         changed[2, place] = (changed[2, place] + 1) % 40
         assert (model.encode_text(changed, lengths)[2] - expected[2]).abs().max() > 1e-4
-
-
-def test_text_is_read_at_a_class_token_that_looks_at_itself_and_at_every_token() -> None:
-    model = small()
-    tower, tokens = model.text, some_pairs(model)["tokens"]
-    x = tower.tokens.weight[tokens] + tower.positions.weight[:8]
-    x = torch.cat([tower.cls.expand(3, 1, -1), x], dim=1)
-    for length in (8, 0):
-        expected = tower.norms[0](tower.transformer(x[:, : 1 + length])[-1][:, 0])
-        read = tower(tokens, torch.full((3,), length))
-        torch.testing.assert_close(read[:, 0], expected, atol=1e-5, rtol=0)
 
 
 @layouts
@@ -114,15 +84,6 @@ def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | 
     return seen[0]
 
 
-def test_patches_are_squares_of_the_spectrogram_row_by_row_and_the_rest_is_cropped() -> None:
-    spectrograms = torch.randn(2, 11, 15)
-    patches = seen_patches(AudioTransformer(8, 1, 2, 4, patch_size=4), spectrograms, None)
-    assert patches.shape == (2, 2 * 3, 16)
-    for y, x in product(range(2), range(3)):
-        square = spectrograms[:, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4]
-        assert torch.equal(patches[:, 3 * y + x], square.flatten(1))
-
-
 @pytest.mark.parametrize(("dropout", "kept"), [(0.0, 12), (0.25, 9), (0.3, 9), (0.99, 1)])
 def test_each_sample_keeps_the_patches_of_its_own_smallest_noise(dropout: float, kept: int) -> None:
     tower = AudioTransformer(8, 1, 2, 4, patch_size=4, patch_dropout=dropout)
@@ -134,40 +95,6 @@ def test_each_sample_keeps_the_patches_of_its_own_smallest_noise(dropout: float,
     assert dropout == 0 or len(chosen.unique(dim=0)) > 5, "all samples dropped the same"
 
 
-def test_a_dropped_patch_is_like_a_grid_without_it() -> None:
-    """Positions and relative biases are those of the patches that are kept: no other content reaches the output."""
-    tower = AudioTransformer(8, 2, 2, 4, patch_size=4)
-    spectrograms, noise = torch.randn(2, 8, 16), torch.rand(2, 8)
-    expected = tower(spectrograms, noise)
-    order = noise.argsort(dim=1)
-    changed, kept_changed = spectrograms.clone(), spectrograms.clone()
-    for row in range(2):
-        for target, index in ((changed, order[row, -1]), (kept_changed, order[row, 0])):
-            y, x = divmod(int(index), 4)
-            target[row, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4] = torch.randn(4, 4)
-    assert torch.equal(tower(changed, noise), expected)
-    assert ((tower(kept_changed, noise) - expected).abs().amax(dim=(1, 2)) > 1e-3).all()
-    # The same patches in another order are the same set.
-    shuffled = torch.where(noise <= noise.sort(dim=1).values[:, 5, None], noise.max() - noise, 2.0)
-    torch.testing.assert_close(tower(spectrograms, shuffled), expected, atol=1e-5, rtol=0)
-
-
-def test_masks_and_dropout_together_never_leave_a_whole_input_erased() -> None:
-    """The largest masks that the constructor lets pass, over thousands of draws and the extremes."""
-    settings: dict[str, Any] = {"time_mask_fraction": 0.5, "frequency_mask_fraction": 0.45, "patch_dropout": 0.25}
-    model = small(**settings, audio_dim=4, audio_depth=1, dim_head=1)
-    noise = torch.rand(4000, model.noise_size, generator=torch.Generator().manual_seed(0))
-    noise[:2000, 0:4:2] = 1 - 2**-24  # the longest masks
-    spectrograms = spec_augment(torch.ones(4000, 64, 48), noise[:, :4], 0.5, 0.45)
-    # The worst of all draws: what is hidden entirely is kept first.
-    hidden = spectrograms.view(-1, 4, 16, 3, 16).amax(dim=(2, 4)).flatten(1)
-    adverse = torch.where(torch.arange(4000)[:, None] % 2 == 0, hidden, noise[:, 4:])
-    with torch.no_grad():
-        seen = seen_patches(model.audio, spectrograms, adverse)
-    assert (seen.amax(dim=(1, 2)) == 1).all()
-    assert "patch_dropout 0.28" in refused(small, **{**settings, "patch_dropout": 0.28})
-
-
 @layouts
 def test_noise_alone_masks_and_drops_patches_even_in_training(kind: Callable[..., MuLaN]) -> None:
     model = kind().train()
@@ -176,55 +103,6 @@ def test_noise_alone_masks_and_drops_patches_even_in_training(kind: Callable[...
     plain = model(**{**pairs, "noise": None})
     assert torch.equal(plain.audio, model.eval()(**{**pairs, "noise": None}).audio)
     assert (plain.audio - model(**pairs).audio)[1:].abs().amax(dim=(1, 2)).min() > 1e-4
-
-
-@layouts
-@pytest.mark.parametrize("share", ["attn_dropout", "ff_dropout"])
-def test_each_tower_drops_by_the_keys_alone(kind: Callable[..., MuLaN], share: str) -> None:
-    model, keys = kind(**{share: 0.5}), Noise(0, "dropout").keys(0, [0, 1, 2])
-    assert model.drops and not kind().drops
-    pairs = {**some_pairs(model), "noise": None}
-    plain, dropped, whole = model(**pairs), model(**pairs, keys=keys), kind()(**pairs, keys=keys)
-    other = model(**pairs, keys=Noise(0, "dropout").keys(1, [0, 1, 2]))
-    for tower in ("audio", "text"):
-        without, ours, theirs = (getattr(out, tower) for out in (plain, dropped, other))
-        assert torch.equal(without, getattr(whole, tower))
-        for one in (without, theirs):
-            assert (one - ours).abs().amax(dim=(1, 2)).min() > 1e-4
-
-
-def test_positions_are_sines_and_cosines_of_row_and_column() -> None:
-    positions = sincos_positions(3, 4, 8, torch.device("cpu"))
-    for row, column in product(range(3), range(4)):
-        waves = [(place, wave) for place in (row, column) for wave in (math.sin, math.cos)]
-        expected = torch.tensor([wave(place / 10000 ** (i / 2)) for place, wave in waves for i in (0, 1)])
-        torch.testing.assert_close(positions[4 * row + column], expected)
-    # They matter without the relative bias, too.
-    tower, spectrograms = AudioTransformer(8, 2, 2, 4, patch_size=4), torch.randn(2, 8, 16)
-    torch.nn.init.zeros_(tower.relative_bias.mlp[-1].weight)  # type: ignore[arg-type]
-    for dim in (1, 2):
-        assert (tower(spectrograms.roll(4, dims=dim)) - tower(spectrograms)).abs().max() > 1e-3
-
-
-def test_relative_bias_is_that_of_each_pair_of_kept_patches() -> None:
-    bias = RelativePositionBias(heads=3, hidden_dim=5).double()
-    patches = torch.tensor([[0, 7, 11, 3], [5, 4, 1, 10]])  # of 3 x 4
-    out = bias(patches, 3, 4)
-    assert out.shape == (2, 3, 4, 4)
-    for sample, i, j in product(range(2), range(4), range(4)):
-        (y, x), (other_y, other_x) = (divmod(int(patches[sample, place]), 4) for place in (i, j))
-        distances = torch.tensor([y - other_y, x - other_x], dtype=torch.float64)
-        torch.testing.assert_close(out[sample, :, i, j], bias.mlp(distances.sign() * distances.abs().log1p()))
-
-
-@pytest.mark.parametrize("tau", [4.7, 100.0, 1e4, math.inf])
-def test_temperature_cannot_overflow(tau: float) -> None:
-    model = small()
-    model.tau.data.fill_(tau)
-    out = model(**some_pairs(model))
-    torch.testing.assert_close(out.scale, torch.tensor([100.0]))
-    F.cross_entropy(out.scale * (out.audio[:, 0] @ out.text[:, 0].T), torch.arange(3)).backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("tau", "upstream", "expected"), [
@@ -246,38 +124,6 @@ def test_autocast_rounds_neither_spectrograms_nor_the_map_to_latents() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model.spectrogram(waveforms), seen) and torch.equal(model.audio_latents(features), latents)
     assert torch.equal(model.bfloat16().spectrogram(waveforms), seen) and not list(model.buffers())
-
-
-def test_the_model_hears_how_loud_a_patch_is() -> None:
-    """A steady tone, fading and swelling: the norm of each patch alone would leave little between them."""
-    embed, patch = small().audio.embed, torch.randn(1, 1, 16**2)
-    quiet, loud = embed(0.5 * patch - 1), embed(0.5 * patch + 1)
-    assert (quiet - loud).norm() > 0.3 * loud.norm()
-    torch.testing.assert_close(embed.norm_before(0.5 * patch - 1), embed.norm_before(0.5 * patch + 1))
-
-
-def test_in_the_layout_of_musiclm_a_token_0_is_hidden_wherever_it_stands() -> None:
-    model, lengths = small_musiclm(), torch.tensor([6, 4])
-    tokens = torch.tensor([[5, 0, 7, 9, 0, 0], [5, 0, 7, 9, 3, 2]])
-    assert torch.equal(*model.encode_text(tokens, lengths))
-    model.text.pos_emb.weight.data[1] += 1
-    model.text.token_emb.weight.data[0] += 1
-    assert torch.equal(*model.encode_text(tokens, lengths))
-    moved = model.encode_text(torch.tensor([[5, 7, 9]]), torch.tensor([3]))
-    assert (moved - model.encode_text(tokens, lengths)[:1]).abs().max() > 1e-3
-
-
-def test_in_the_layout_of_musiclm_temperature_and_bias_of_each_output_are_those_of_its_loss() -> None:
-    model = small_musiclm(audio_depth=4, text_depth=4, hierarchical_layers=3)
-    model.multi_layer_contrastive_learning.contrast.temperatures.data.view(-1)[:] = torch.tensor([1.0, 2.0, 9.0])
-    model.multi_layer_contrastive_learning.contrast.bias.data.view(-1)[:] = torch.tensor([1.0, 2.0, 3.0])
-    out = model(**some_pairs(model))
-    # The final one, then the highest layer first; the temperature of 9 is clamped at ln 100.
-    torch.testing.assert_close(out.scale, torch.tensor([10.0, 100.0, math.exp(2), math.exp(1)]))
-    assert out.bias.tolist() == [-10.0, 3.0, 2.0, 1.0]
-    plain = small_musiclm(sigmoid_contrastive_loss=False, init_bias=-3.0)
-    assert plain(**some_pairs(plain)).bias.tolist() == [-3.0, -3.0]
-    assert not [name for name, _ in plain.named_parameters() if name.endswith("contrast.bias")]
 
 
 def test_in_the_layout_of_musiclm_compared_layers_are_spaced_evenly_from_the_first_one_on() -> None:

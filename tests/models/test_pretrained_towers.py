@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models import MuLaN
 from models.fbank import Fbank
 from models.files.towers import Tower, read_audio_tower, read_text_tower
 from models.pretrained_towers import PretrainedAudioTower, PretrainedTextTower
-from tests.models.helpers import MULAN, one_line_of, some_pairs
-from tests.models.towers import FEATURES, VOCABULARY, audio_folder, open_clip_file, text_folder
+from tests.models.helpers import one_line_of
+from tests.models.towers import VOCABULARY, audio_folder, open_clip_file, text_folder
 
 KINDS = ["clip", "clip_text_model", "bert", "roberta"]
 LENGTHS = torch.tensor([9, 4, 1, 12])
@@ -85,44 +84,6 @@ def test_an_audio_tower_gives_the_features_of_transformers_from_the_waveform_on(
             ours = tower(Fbank(config)(torch.from_numpy(waveforms)))
         below = tower.norms[0](out.hidden_states[-2][:, :2].mean(dim=1))
         torch.testing.assert_close(ours, torch.stack([out.pooler_output, below], dim=1), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("features", [{}, {"do_normalize": False}, {"num_mel_bins": 128, "max_length": 1024}])
-def test_the_filter_bank_is_that_of_transformers_feature_extractor(features: dict[str, Any]) -> None:
-    """Which computes in fp64 without torchaudio. In fp32, the softest of the bands differ by less than 1e-3."""
-    transformers = pytest.importorskip("transformers")
-    extractor = transformers.ASTFeatureExtractor(**{**FEATURES, **features})
-    config = {"bands": extractor.num_mel_bins, "mean": extractor.mean, "std": extractor.std}
-    if not extractor.do_normalize:
-        config["mean"] = None
-    fbank = Fbank(config)
-    time = np.arange(9000) / 16000
-    sounds = [np.sin(2 * np.pi * 440 * time) * 0.5 + 0.1, np.random.default_rng(0).normal(size=9000) * 0.01, 0 * time]
-    waveforms = np.stack(sounds)
-    expected = extractor(list(waveforms.astype(np.float32)), sampling_rate=16000, return_tensors="pt").input_values
-    frames = fbank.frames(9000)
-    for dtype, tolerance in ((torch.float64, 1e-4), (torch.float32, 1e-3)):
-        ours = fbank(torch.from_numpy(waveforms).to(torch.float32).to(dtype))
-        assert ours.shape == (3, extractor.num_mel_bins, frames) and ours.dtype == dtype
-        torch.testing.assert_close(ours.mT.float(), expected[:, :frames], atol=tolerance, rtol=0)
-    assert expected[:2, :frames].std() > 0.1
-    assert fbank(torch.zeros(1, 10)).shape[2] == fbank.frames(10) == 1
-
-
-def test_the_weights_of_a_frozen_tower_get_no_gradient_but_for_the_norms_of_layers_below(tmp_path: Path) -> None:
-    text_folder(tmp_path / "text", "bert")
-    audio_folder(tmp_path / "audio")
-    text, audio = read_text_tower(tmp_path / "text"), read_audio_tower(tmp_path / "audio")
-    model = MuLaN(**{**MULAN, "text_tower": text.config, "audio_tower": audio.config, "freeze_text_tower": True,
-                     "freeze_audio_tower": True, "hierarchical_layers": 1})  # fmt: skip
-    model.text.take_weights(text.weights)
-    model.audio.take_weights(audio.weights)
-    assert model.noise_size == 4, "no patch is dropped"
-    out = model.train()(**some_pairs(model))
-    (out.audio.sum() + out.text.sum() + out.scale.sum() + out.bias.sum()).backward()
-    for name, weight in model.named_parameters():
-        is_frozen = name.startswith(("text.", "audio.")) and ".norms." not in name
-        assert weight.requires_grad != is_frozen and (weight.grad is None) == is_frozen, name
 
 
 def leave_out(folder: Path, part: str) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import Unet
 from models.files.dalle2 import build_unets, read_public, to_public
 from models.files.dalle2_config import unet_arguments
 from models.unets.attention import CrossAttention
-from tests.models.helpers import UNET, refused, some, some_unet_inputs
+from tests.models.helpers import UNET, some, some_unet_inputs
 from tests.models.reference.unets import CASES, STRIDE, inputs_of, public_config, stored, weights_of
 
 CONDITIONS = ("image_embed", "text_encodings")
@@ -109,41 +109,3 @@ def test_an_earlier_prediction_that_is_missing_is_zeros_the_embedding_is_scaled_
         assert not torch.equal(model(**inputs, self_cond=torch.ones(2, 3, 8, 8)), out)
         assert torch.equal(plain(**{**inputs, "image_embed": 4 * inputs["image_embed"]}), out)
     assert not Unet(**UNET)(**inputs).any()
-
-
-def test_any_sides_that_the_levels_can_halve_are_taken() -> None:
-    for early, multiple in ((False, 4), (True, 8)):
-        model = unet(dim_mults=[1, 2, 2], num_resnet_blocks=1, memory_efficient=early, combine_upsample_fmaps=True)
-        assert model.smallest_multiple == multiple
-        x = some(1, 3, multiple, 3 * multiple)
-        assert model(**{**some_unet_inputs(1), "x": x}).shape == x.shape
-
-
-def test_coordinates_are_two_more_channels_of_the_input_that_tell_places_apart() -> None:
-    """With weights of 0 for the two channels, which follow the images, it is the plain Unet."""
-    plain, told = unet(init_cross_embed=False), unet(init_cross_embed=False, coordinates=True)
-    weights, inputs, seen = plain.state_dict(), some_unet_inputs(), list[Tensor]()
-    first = weights["init_conv.weight"]
-    padded = torch.cat([first[:, :3], torch.zeros_like(first[:, :2]), first[:, 3:]], dim=1)
-    told.load_state_dict(weights | {"init_conv.weight": padded})
-    told.init_conv.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    torch.testing.assert_close(told(**inputs), plain(**inputs), rtol=0, atol=1e-5)  # sums of more terms round otherwise
-    across, down = seen[0][0, 3:5]
-    assert across[0].tolist() == pytest.approx(torch.linspace(-1, 1, 8).tolist())
-    assert torch.equal(across, across[:1].expand(8, 8)) and torch.equal(down, across.T)
-    public = unet(coordinates=True, cross_attn_heads=8, cross_attn_dim_head=64)
-    assert "coordinates" in refused(to_public, [public])
-
-
-def test_conditions_and_what_they_stand_for_exclude_each_other() -> None:
-    model, inputs = unet(), some_unet_inputs()
-    conditions = model.condition(*(inputs.pop(name) for name in CONDITIONS))
-    keep = torch.ones(4, dtype=torch.bool)
-    assert "leave these out" in refused(model, **inputs, conditions=conditions, keep_image=keep)
-    assert "4 images, and there are 2" in refused(model, inputs["x"][:2], inputs["time"][:2], conditions=conditions)
-
-
-def test_its_arguments_are_completed() -> None:
-    config = unet(resnet_groups=4, cond_on_text_encodings=False, channels_out=None).config
-    assert config["resnet_groups"] == [4, 4] and config["self_attn"] == [False, False]
-    assert (config["channels_out"], config["init_dim"], config["text_embed_dim"]) == (3, 8, None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import VideoTokenizer
-from models.video.streams import StreamState
 from tests.models.helpers import TOKENIZER, lively, refused, some, some_videos
 
 # Layers that divide time by S_t: one that keeps the number of frames comes before and after each that does not.
@@ -136,43 +133,6 @@ def test_a_stream_gives_the_bits_of_the_whole_clip(variant: str, plan: list[int]
         assert torch.equal(decoded(model, codes, plan), model.decode(codes))
 
 
-def bytes_of(state: StreamState) -> int:
-    return len(pickle.dumps(state))
-
-
-@variants
-def test_a_stream_needs_no_more_memory_the_longer_it_gets(variant: str) -> None:
-    model = tokenizer(variant, time_window=2)
-    state, back = (start() for start in (model.start_encoding, model.start_decoding))
-    sizes = []
-    for _ in range(50):
-        codes = model.encode_next(some_videos(2, 4), state)
-        model.decode_next(codes, back)
-        sizes.append((bytes_of(state), bytes_of(back)))
-    # The number of frames used takes a byte more from 256 on.
-    assert all(abs(late - early) <= 2 for late, early in zip(sizes[-1], sizes[4], strict=True))
-    tensors = [tensor for it in (state, back) for tensor in (it.pending, *it.kept.values()) if tensor is not None]
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)  # none is a view
-
-
-@variants
-def test_streams_do_not_mix_and_go_on_from_a_pickled_state(variant: str) -> None:
-    model = tokenizer(variant)
-    videos = [some_videos(2, 9, seed=1), some_videos(2, 9, 8, 12, seed=2)]
-    states, backs = ([start() for _ in videos] for start in (model.start_encoding, model.start_decoding))
-    codes, frames = ([[] for _ in videos] for _ in range(2))
-    for start, number in itertools.product(range(0, 9, 3), range(2)):
-        states[number], backs[number] = pickle.loads(pickle.dumps((states[number], backs[number])))
-        new = model.encode_next(videos[number][:, :, start : start + 3], states[number])
-        codes[number].append(new)
-        frames[number].append(model.decode_next(new, backs[number]))
-    with torch.no_grad():
-        for number, video in enumerate(videos):
-            out = model(video)
-            assert torch.equal(torch.cat(codes[number], dim=1), out.codes)
-            assert torch.equal(torch.cat(frames[number], dim=2), out.reconstruction)
-
-
 def test_frames_that_do_not_fit_are_refused_with_the_nearest_that_do_in_a_stream_too() -> None:
     model = tokenizer()
     for frames, use in ((0, "1 or 5"), (4, "1 or 5"), (16, "13 or 17"), (18, "17 or 21")):
@@ -186,37 +146,12 @@ def test_frames_that_do_not_fit_are_refused_with_the_nearest_that_do_in_a_stream
     assert "width 10" in refused(model.encode_next, some_videos(2, 3, 8, 10), state)
 
 
-@pytest.mark.parametrize("frames", [1, 5, 13])
-@pytest.mark.parametrize("side", [(8, 8), (4, 12), (16, 8)])
-def test_any_number_of_frames_and_any_size_that_fit_are_taken(frames: int, side: tuple[int, int]) -> None:
-    model = tokenizer()
-    videos = some_videos(2, frames, *side)
-    with torch.no_grad():
-        out = model(videos)
-        codes = model.tokenize(videos)
-        assert codes.shape == (2, 1 + (frames - 1) // 4, side[0] // 4, side[1] // 4)
-        assert model.decode_from_code_indices(codes).shape == videos.shape == out.reconstruction.shape
-    assert "height 6" in refused(model.encode, some_videos(1, 1, 6, 8))
-    assert "7 codes" in refused(model.decode, torch.zeros(1, 7, dtype=torch.int64))
-
-
 def test_latents_of_lfq_alone_are_clamped_softly() -> None:
     videos = some_videos(1, 1)
     sharp, soft = (latents(tokenizer(quantizer="lfq", soft_clamp=clamp), videos) for clamp in (0.0, 0.5))
     torch.testing.assert_close(soft, 0.5 * torch.tanh(sharp / 0.5))
     others = [latents(tokenizer(quantizer="bsq", soft_clamp=clamp), videos) for clamp in (0.0, 0.5)]
     assert torch.equal(*others)
-
-
-@pytest.mark.parametrize("variant", ["plain", "first"])
-def test_images_train_the_last_time_slice_of_each_kernel_alone(variant: str) -> None:
-    model = tokenizer(variant).train()
-    out = model(some_videos(3, 1))
-    F.mse_loss(out.reconstruction, some_videos(3, 1)).backward()
-    kernels = [p for p in model.parameters() if p.dim() == 5 and p.shape[2] > 1]
-    assert kernels and all(p.grad is not None and not p.grad[:, :, :-1].any() for p in kernels)
-    is_used = [bool(p.grad[:, :, -1].any()) for p in kernels]  # type: ignore[index]
-    assert is_used.count(False) == (2 if variant == "first" else 0)
 
 
 @pytest.mark.parametrize("variant", ["plain", "haar", "first", "window"])
@@ -245,26 +180,3 @@ def test_a_model_inflated_from_images_codes_every_frame_like_an_image(
             assert torch.equal(out.codes[:, last // per_code], image.codes)
             # The kernels have three slices here and one there: other sums, equal but for rounding.
             torch.testing.assert_close(out.reconstruction[:, :, frame], image.reconstruction, rtol=1e-5, atol=1e-5)
-
-
-def test_an_inflated_model_learns_to_look_back(tmp_path: Path) -> None:
-    tokenizer("plain").save_pretrained(tmp_path)
-    model = tokenizer("plain").train()
-    model.inflate_from(tmp_path)
-    F.mse_loss(model(some_videos(2, 9)).reconstruction, some_videos(2, 9)).backward()
-    gains = {name: p for name, p in model.named_parameters() if name.endswith("past_gain")}
-    # Three of attend_time and one of gateloop_time, in both halves.
-    assert len(gains) == 8 and not any(gain.any() for gain in gains.values())
-    assert all(gain.grad is not None and gain.grad.any() for gain in gains.values())
-
-
-def test_the_first_frame_of_clips_and_images_has_a_convolution_of_its_own() -> None:
-    model = tokenizer("first")
-    videos, images = some_videos(2, 5), some_videos(2, 1)
-    with torch.no_grad():
-        whole, image = model(videos), model(images)
-        model.decoder.conv_out.first.bias += 2  # of values in [-1, 1], which become [0, 1]
-        again, image_again = model(videos), model(images)
-    torch.testing.assert_close(again.reconstruction[:, :, 0], whole.reconstruction[:, :, 0] + 1)
-    torch.testing.assert_close(image_again.reconstruction, image.reconstruction + 1)
-    assert torch.equal(again.reconstruction[:, :, 1:], whole.reconstruction[:, :, 1:])

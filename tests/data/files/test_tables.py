@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from data import open_images, open_sounds
-from data.files import tables
 from data.images.captioned import open_captioned
 from tests.data.files.tables import save_to_disk, table, write_arrow, write_parquet
 from tests.data.helpers import one_line
@@ -125,57 +124,38 @@ def test_a_damaged_file_is_one_line(write, tmp_path):
         assert one_line(opened, folder).startswith(f"cannot read {str(path)!r}: "), damaged[:8]
 
 
-def test_bytes_that_were_changed_never_end_the_process(write, tmp_path):
-    path = sorted(write(tmp_path / "table", images(), shards=1).glob("*00000*"))[0]
-    whole, noise = path.read_bytes(), np.random.default_rng(0)
-    for _ in range(60):
-        content = bytearray(whole)
-        for place in noise.integers(0, len(whole), 3):
-            content[place] = noise.integers(256)
-        path.write_bytes(content)
-        try:
-            rows = opened(path)
-        except ValueError as error:
-            assert "\n" not in str(error)
-            continue
-        for i in range(min(len(rows), N)):
-            try:
-                rows.load(i)
-            except (ValueError, OSError) as error:
-                assert "\n" not in str(error)
-
-
 def test_a_table_without_a_fitting_column_is_one_line_that_names_the_columns(tmp_path):
     write_arrow(tmp_path / "a.arrow", table({"caption": ["a"], "n": [1]}))
     assert "it has caption, n" in one_line(opened, tmp_path / "a.arrow")
     two = [{"bytes": picture(0), "path": None}]
     write_arrow(tmp_path / "b.arrow", table({"left": two, "right": two}))
     assert "several columns of images, left, right" in one_line(opened, tmp_path / "b.arrow")
-    write_arrow(tmp_path / "c.arrow", table({"image": two, "left": two}))
-    assert len(opened(tmp_path / "c.arrow")) == 1
     heard = [{"bytes": sound(0)["wav"], "path": None}]
     write_arrow(tmp_path / "d.arrow", table({"audio": heard}, {"audio": {"_type": "Audio"}}))
     assert "has no column of images" in one_line(opened, tmp_path / "d.arrow")
     assert "has no column of captions" in one_line(hearing, tmp_path / "d.arrow")
 
 
-def test_what_a_start_would_read_whole_is_refused(tmp_path, monkeypatch):
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    path = write_arrow(tmp_path / "a.arrow", images(), options=options)
+def test_what_a_start_would_read_whole_is_refused(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", images(), options=pa.ipc.IpcWriteOptions(compression="lz4"))
     assert "it is compressed" in one_line(opened, path)
-    folder = write_parquet(tmp_path / "table", images())
-    monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)  # 100 bytes for 1 GB
-    assert "row_group_size=100" in one_line(opened, folder)
+
+
+def test_a_cell_that_is_said_to_lie_outside_of_the_file_is_one_line(tmp_path):
+    """Arrow adds offsets to a place in memory without looking at them, unless it is asked to."""
+    whole = picture(0)
+    for end in (1 << 30, -5):
+        offsets = pa.py_buffer(np.array([0, end, len(whole)], np.int32).tobytes())
+        column = pa.Array.from_buffers(pa.binary(), 2, [None, offsets, pa.py_buffer(whole)])
+        rows = opened(write_arrow(tmp_path / "a.arrow", pa.table({"jpg": column})))
+        assert str(end) in one_line(rows.load, 0)
 
 
 def test_state_json_that_was_made_to_do_harm_is_refused(tmp_path):
     folder = save_to_disk(tmp_path / "table", images())
     for state, said in {
         '{"_data_files": [{"filename": "../x.arrow"}]}': "no file of its folder",
-        '{"_data_files": [{"filename": "/etc/passwd"}]}': "no file of its folder",
-        '{"_data_files": 3}': "names no files",
         '{"_data_files": [3]}': "names no files",
-        '{"_data_files": [{"filename": "missing.arrow"}]}': "cannot read",
         "[": "cannot read",
         '{"_data_files": [{"filename": "a"}], "_indices_data_files": [{"filename": "i"}]}': "flatten_indices",
     }.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,15 +96,6 @@ def test_tars_are_selected_by_their_numbers_the_last_one_included(tmp_path, spec
     assert_images_are(opened(tars / spec, text=False, shards=Shards(**shards)), numbers, with_text=False)
 
 
-def test_only_what_the_model_takes_is_read(tmp_path):
-    tars = write_tars(tmp_path / "tars", "txt", "img_emb.npy", "text_emb.npy")
-    for takes in itertools.product((False, True), repeat=2):
-        found = opened(tars, *takes[::-1])
-        wanted = {key for key, is_taken in zip(WIDTHS, takes, strict=True) if is_taken}
-        assert found.widths == {key: WIDTHS[key] if key in wanted else None for key in WIDTHS}
-        assert found.load(0).keys() == {"images", "captions", *wanted}
-
-
 def test_an_image_without_a_caption_has_an_empty_one(tmp_path):
     tars = write_tars(tmp_path / "tars", "txt", "npy", but={1: members(1, "npy")})
     found = opened(tars, text=False)
@@ -123,6 +112,12 @@ def test_an_image_that_would_have_to_be_enlarged_is_missing(tmp_path):
     assert [found.load(index)["images"].shape for index in (2, 3)] == [(3, 8, 8)] * 2
 
 
+def claiming(content: bytes, n: int) -> bytes:
+    """A .npy whose header says that it has n numbers."""
+    shape = f"({n},), }}".encode()
+    return content.replace(b"(6,), }" + b" " * (len(shape) - 7), shape)
+
+
 def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_damaged(tmp_path):
     nan = embedding(5)
     nan[2] = np.nan
@@ -132,27 +127,18 @@ def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_d
     }  # fmt: skip
     contents = {number: npy(array) for number, array in odd.items()}
     contents |= {7: b"no array", 8: npy(embedding(8))[:-1], 9: npy(embedding(9)[None])}
+    contents[10] = claiming(npy(embedding(10)), 10**13)
     but = {number: {**members(number), "npy": content} for number, content in contents.items()} | {0: members(0)}
     found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
-    reasons = {}
-    for index in range(12):
-        try:
+    for index in (0, 1):
+        with pytest.raises(Incomplete):
             found.load(index)
-        except Incomplete as error:
-            reasons[index] = f"missing: {error}"
-        except ValueError as error:
-            reasons[index] = str(error)
-    assert reasons == {
-        0: "missing: it has no image embedding",
-        1: "missing: its image embedding: zeros only, which stand for none",
-        2: "its image embedding: shape (5,), where others have (6,)",
-        3: "its image embedding: shape (2, 6), where others have (6,)",
-        4: "its image embedding: not all numbers are finite",
-        5: "it holds numbers of the type int64: save it as float16 or float32 in C order",
-        6: "it holds an array in Fortran order: save it as float16 or float32 in C order",
-        7: "it is no numpy array (.npy)",
-        8: "it is cut off: an array of shape (6,) takes 12 bytes",
-    }, "number 9 is an array (1, 6)"
+    for index, said in {
+        2: "(5,)", 3: "(2, 6)", 4: "finite", 5: "int64", 6: "Fortran order", 7: "no numpy array",
+        8: "takes 12 bytes", 10: "(10000000000000,) takes 20000000000000 bytes",
+    }.items():  # fmt: skip
+        assert said in one_line(found.load, index)
+    assert found.load(9)["image_embed"].shape == (WIDTH,), "of an array (1, 6)"
 
 
 def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):
@@ -160,26 +146,6 @@ def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):
     but = {2: {**members(2), "text.npy": npy(np.ones((7, TEXT_WIDTH), np.float16))}}
     found = opened(write_tars(tmp_path / "tars", "text.npy", but=but), image=False)
     assert one_line(found.load, 2) == "its text encoding: shape (7, 4), where others have (5, 4)"
-
-
-def test_rows_are_read_one_by_one_and_not_mapped(tmp_path):
-    """Beside a file of 64 MiB, a sample costs a row: the process grows by far less than the file."""
-    tars, rows = write_tars(tmp_path / "tars", "txt", shards=1), tmp_path / "emb"
-    rows.mkdir()
-    big = np.lib.format.open_memmap(rows / "img_emb_0000.npy", "w+", np.float32, (8192, 2048))
-    big[:4] = np.arange(1, 5)[:, None]
-    big.flush()
-    del big
-
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    if sys.platform != "linux":
-        pytest.skip("the kernel counts the pages")
-    before = resident_bytes()
-    found = opened(tars, text=False, shards=by_row(rows))
-    assert [found.load(i)["image_embed"].mean().item() for i in range(4)] == [1, 2, 3, 4]
-    assert resident_bytes() - before < 8 * 2**20
 
 
 def test_a_row_beyond_the_file_is_named(tmp_path):
@@ -195,14 +161,11 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "rows of text for images": (
         lambda tars, rows: np.save(rows / "img_emb_0000.npy", np.ones((4, 2, 7), np.float32)), "has the shape (2, 7)"
     ),
-    "rows of integers": (
-        lambda tars, rows: np.save(rows / "img_emb_0000.npy", np.ones((4, 6), np.int32)), "img_emb_0000.npy': it holds"
-    ),
     "rows without a number": (
         lambda tars, rows: (rows / "img_emb_0001.npy").rename(rows / "img_emb_b.npy"), "does not end with the number"
     ),
-    "a tar without a number": (
-        lambda tars, rows: (tars / "00001.tar").rename(tars / "b.tar"), "does not end with the number"
+    "more rows than the file holds": (
+        lambda tars, rows: (rows / "img_emb_0001.npy").write_bytes(claiming(npy(embedding(0)), 10**13)), "img_emb_0001"
     ),
     "keys without a row": (lambda tars, rows: write_tar(tars / "00001.tar", {"cat": members(1)}), "the key 'cat' in"),
 }  # fmt: skip
@@ -226,7 +189,6 @@ def test_flags_that_contradict_one_another_are_refused(tmp_path):
     assert "have 0 to 2" in one_line(opened, tars, shards=Shards(first=7))
     assert "smaller than --start_shard" in one_line(opened, tars / "{}.tar", shards=Shards(2, 1, 5))
     assert "00003.tar" in one_line(opened, tars / "{}.tar", shards=Shards(0, 3, 5))
-    assert "no file is named like" in one_line(opened, tars / "{}.tar", shards=Shards(width=6))
     assert "has no shards" in one_line(opened, "demo:shapes", shards=Shards(first=2))
     (tmp_path / "loose").mkdir()
     (tmp_path / "loose" / "a.png").write_bytes(picture(0))
@@ -235,27 +197,11 @@ def test_flags_that_contradict_one_another_are_refused(tmp_path):
 
 
 def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):
-    for kinds, taken in ((("txt",), False), (("npy",), True), (("txt", "npy"), True)):
+    for kinds, taken in ((("txt",), False), (("npy",), True)):
         tars = write_tars(tmp_path / "-".join(kinds), *kinds)
-        assert "--random_flip would make" in one_line(opened, tars, text=False, image=taken, flip=True)
-    assert "--random_flip would make" in one_line(opened, "demo:shapes", flip=True, image=False, text=False)
+        assert "--random_flip" in one_line(opened, tars, text=False, image=taken, flip=True)
     plain = opened(write_tars(tmp_path / "plain", "npy"), text=False, image=False, flip=True)
     assert plain.load(0).keys() == {"images", "captions"}
-
-
-def test_tokens_replace_stored_embeddings(tmp_path):
-    tars = write_tars(tmp_path / "tars", "txt", "npy", "text.npy")
-    said: list[str] = []
-
-    def tokenize(texts):
-        said.extend(texts)
-        return torch.full((len(texts), 7), len(said))
-
-    found = opened(tars, tokenize=tokenize)
-    assert found.widths == {"image_embed": None, "text_encodings": None}
-    sample = found.load(3)
-    assert sample.keys() == {"images", "captions", "tokens"}
-    assert sample["tokens"].tolist() == [1] * 7 and said == ["image 3"]
 
 
 def test_two_files_of_one_kind_for_one_image_are_refused(tmp_path):

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from data.images.scenes import is_held_out, triples_of
-from tests.data.helpers import assert_same, ids, one_line
-from tests.data.images.conditions import WIDTH, embedding, encodings, padded, write_rows, write_tars
+from tests.data.helpers import assert_same, ids
+from tests.data.images.conditions import write_rows, write_tars
 from tests.data.sources import CONDITIONED, passes, training
-from tests.scripts import DECODER, words
+from tests.scripts import DECODER
 
 SHARDS, EACH = 10, 8
 
@@ -28,19 +26,6 @@ def flags(folder: Path | str, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def tars(tmp_path) -> Path:
     return write_tars(tmp_path / "tars", "txt", "img_emb.npy", "text_emb.npy", shards=SHARDS, each=EACH)
-
-
-def test_a_batch_holds_images_captions_embeddings_and_encodings(tars):
-    feed = CONDITIONED.feed(**flags(tars, condition_on="image,text"))
-    batch = feed.start(0)
-    assert batch.keys() == {"images", "captions", "image_embed", "text_encodings", "positions", "ids"}
-    assert feed.samples.widths == {"image_embed": WIDTH, "text_encodings": (5, 4)}
-    for row, number in enumerate(batch["ids"]):
-        assert batch["images"][row, 0, 0, 0] == number and batch["captions"][row] == f"image {number}"
-        np.testing.assert_array_equal(batch["image_embed"][row], embedding(number).astype(np.float32))
-        np.testing.assert_array_equal(batch["text_encodings"][row], padded(encodings(number)))
-    dtypes = {key: tensor.dtype for key, tensor in batch.items() if isinstance(tensor, torch.Tensor)}
-    assert dtypes == {"images": torch.uint8, "image_embed": torch.float32, "text_encodings": torch.float32}
 
 
 @pytest.mark.parametrize("split_by", ["sample", "shard"])
@@ -60,18 +45,6 @@ def test_every_image_is_in_one_of_three_splits_the_same_for_any_number_of_proces
         assert [len({index // EACH for index in split}) for split in splits] == [7, 2, 1]
 
 
-def test_a_feed_without_a_test_split_tests_nothing(tars):
-    feed = CONDITIONED.feed(**flags(tars, test_fraction=0))
-    feed.start(0)
-    assert list(feed.test()) == [] and len(feed.train_set) == 68
-
-
-def test_splits_that_cannot_be_are_refused(tars):
-    two = flags(tars / "{00000..00001}.tar", split_by="shard")
-    assert "at least 3 are needed" in one_line(CONDITIONED.feed, **two)
-    assert "--split_by shard splits by tars" in one_line(CONDITIONED.feed, **flags("demo:shapes:40", split_by="shard"))
-
-
 def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_path):
     """Half of the rows are zeros, in all splits; that is far more than damaged files may be."""
     tars, rows = write_tars(tmp_path / "tars", "txt", shards=5, each=8), write_rows(tmp_path / "emb", shards=5, each=8)
@@ -88,25 +61,6 @@ def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_p
     assert all(index % 2 == 1 for index in ids(met)), "those with zeros are left out"
     assert (feed.bad_samples.count, feed.bad_samples.count_incomplete) == (0, 20)
     assert 1 <= len(said) <= 5 and len({line.split(",")[0] for line in said}) == len(said), "not for each of them"
-
-
-def test_the_demonstration_has_embeddings_encodings_and_captions():
-    batch = CONDITIONED.feed(condition_on="image,text").start(0)
-    assert batch["image_embed"].shape == (8, 30) and batch["text_encodings"].shape == (8, 9, 32)
-    unseen = CONDITIONED.feed().samples.held_out(9)
-    assert len(unseen) == 9 and unseen.load(8).keys() == {"images", "captions", "image_embed"}
-    assert all(is_held_out(t) for t in triples_of(torch.stack([unseen.load(i)["image_embed"] for i in range(9)])))
-
-
-def test_flags_have_their_public_names():
-    public = {
-        "webdataset_base_url": "a/{}.tar", "img_embeddings_url": "b", "text_embeddings_url": "c", "start_shard": 3,
-        "end_shard": 9, "shard_width": 5, "index_width": 3, "split_by": "SHARD", "n_sample_images": 2,
-    }  # fmt: skip
-    args = DECODER.parsed(*words(public))
-    assert (args.image_folder, args.image_embeddings, args.text_embeddings) == ("a/{}.tar", "b", "c")
-    assert (args.start_shard, args.end_shard, args.shard_width, args.index_width) == (3, 9, 5, 3)
-    assert (args.split_by, args.num_images_save) == ("shard", 2)
 
 
 @pytest.mark.parametrize("said, idle", [

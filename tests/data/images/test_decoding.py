@@ -64,17 +64,12 @@ COLOUR_CASES = {
     **{f"RGB.{ending}": (halves(LEFT, RIGHT, "RGB"), (LEFT, RIGHT), 0) for ending in ("png", "bmp", "tif", "ppm")},
     "CMYK.tiff": (halves(LEFT, RIGHT, "RGB").convert("CMYK"), (LEFT, RIGHT), 2),
     "grey_16_bits.tif": (sixteen_bits(), GREYS, 0),
-    "RGBA.tif": (halves((*LEFT, 255), (*RIGHT, 255), "RGBA"), (LEFT, RIGHT), 0),
-    "grey.pgm": (halves(GREY_LEFT, GREY_RIGHT, "L"), GREYS, 0),
     "grey_16_bits.pgm": (sixteen_bits(), GREYS, 0),
     "1_bit.pbm": (halves(1, 0, "1"), ((255,) * 3, (0,) * 3), 0),
     "palette.png": (halves(LEFT, RIGHT, "RGB").quantize(2), (LEFT, RIGHT), 2),
-    "palette.bmp": (halves(LEFT, RIGHT, "RGB").quantize(2), (LEFT, RIGHT), 2),
     "CMYK.jpg": (halves(LEFT, RIGHT, "RGB").convert("CMYK"), (LEFT, RIGHT), 6),
     "grey.jpg": (halves(GREY_LEFT, GREY_RIGHT, "L"), GREYS, 2),
-    "grey.png": (halves(GREY_LEFT, GREY_RIGHT, "L"), GREYS, 0),
     "grey_16_bits.png": (sixteen_bits(), GREYS, 0),
-    "1_bit.png": (halves(1, 0, "1"), ((255,) * 3, (0,) * 3), 0),
     "RGBA.png": (halves((*LEFT, 255), (*RIGHT, 255), "RGBA"), (LEFT, RIGHT), 0),
     "grey_alpha.png": (halves((GREY_LEFT, 255), (GREY_RIGHT, 255), "LA"), GREYS, 0),
 }
@@ -176,18 +171,10 @@ def reduced_and_full(folder: Path, image: Image.Image, size: int) -> tuple[Tenso
     return decode_image(str(folder / "a.jpg"), size, 3), decode_image(str(folder / "full.png"), size, 3)
 
 
-@pytest.mark.parametrize("width, height, size", [(375, 281, 128), (375, 281, 100), (500, 375, 64), (513, 400, 32)])
+@pytest.mark.parametrize("width, height, size", [(375, 281, 128), (513, 400, 32)])
 def test_jpeg_decoded_at_reduced_scale_looks_like_the_full_decode(tmp_path, width, height, size):
     reduced, full = reduced_and_full(tmp_path, photo(width, height), size)
     assert 35 < psnr(reduced, full) < math.inf  # on such noise, harder than photographs, which reach 43
-
-
-@pytest.mark.parametrize("size", [32, 64, 128])
-def test_jpeg_decoded_at_exactly_the_size_is_truer_than_the_full_decode(tmp_path, size):
-    image = photo(256, 256)
-    reduced, full = reduced_and_full(tmp_path, image, size)
-    truth = torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.LANCZOS))).permute(2, 0, 1)
-    assert psnr(reduced, truth) > psnr(full, truth)
 
 
 def encoded(image: Image.Image, kind: str) -> bytes:

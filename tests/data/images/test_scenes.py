@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from data.images.embeddings import IMAGE, TEXT
-from data.images.scenes import TRIPLES, Scenes, Triple, attributes, condition_of, encoded, is_held_out
-from data.images.shapes import COLOURS, PLACES, SHAPES, SIZES, Item
-
-BACKGROUNDS = ["dark", "light"]
+from data.images.scenes import TRIPLES, Scenes, Triple, condition_of, is_held_out
+from data.images.shapes import Item
 
 
 def scenes(n: int = 4000, **options) -> Scenes:
@@ -39,16 +37,6 @@ def test_held_out_combinations_are_never_shown_and_all_others_are():
     assert unseen.load(3).shape == (3, 24, 24) and unseen.embeddings(IMAGE).load(3).sum() == 5
 
 
-def test_embeddings_say_where_which_shape_of_which_colour_and_size_is():
-    item = Item("ring", "cyan", "large", "in the centre", 0.5, 0.5, 0.2, 0.0)
-    tables = (PLACES, "in the centre"), (SHAPES, "ring"), (COLOURS, "cyan"), (SIZES, "large"), (BACKGROUNDS, "light")
-    parts = attributes(item, "light").split([9, 8, 8, 3, 2])
-    for (table, name), part in zip(tables, parts, strict=True):
-        assert part.sum() == 1 and part[list(table).index(name)] == 1
-    elsewhere = attributes(Item("ring", "cyan", "large", "top left", 0.25, 0.25, 0.17, 0.0), "light")
-    assert torch.equal(elsewhere[9:], attributes(item, "light")[9:]), "what is somewhere does not depend on where it is"
-
-
 def test_sentences_are_conditions():
     shown = scenes(200, image_size=16)
     for index in range(200):
@@ -62,28 +50,3 @@ def test_sentences_are_conditions():
     for text in ("a red star", "a red star top left, on grey", "a red star top left on dark"):
         with pytest.raises(ValueError, match="is no caption of demo:shapes"):
             condition_of(text)
-
-
-def test_a_picture_shows_its_item_alone():
-    """Beside the background of the same scene nothing differs but the shape, which is where the item says."""
-    shown = scenes(30, image_size=32)
-    for index in range(30):
-        item, picture = shown.item(index), shown.load(index).float()
-        colour = torch.tensor(COLOURS[item.colour])[:, None, None]
-        near = ((picture - colour).abs().amax(0) < 25).nonzero().float()
-        centre = (near.mean(0) + 0.5) / 32
-        assert len(near) > 3
-        # A crescent's mass lies 0.3 radii beside its middle; the largest radius is 0.224.
-        assert (centre - torch.tensor([item.y, item.x])).abs().max() < 0.08, str(item)
-
-
-def test_encoded_captions_have_a_vector_for_each_word_at_each_place_and_zeros_behind():
-    one, other = encoded("a red ring top left"), encoded("a small red ring top left")
-    assert one.shape == other.shape == (9, 32)
-    assert [bool(row.any()) for row in one] == [True] * 5 + [False] * 4
-    assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[2]), "red, at another place"
-    # red - ring, at the same places in both sentences: the vectors of the places cancel
-    swapped = encoded("a ring red top left")
-    assert torch.allclose(one[1] - swapped[1], swapped[2] - one[2], atol=1e-6)  # rounding of fp32
-    shown = scenes(5)
-    assert torch.equal(shown.embeddings(TEXT).load(2), encoded(shown.caption(2)))

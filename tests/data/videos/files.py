@@ -51,7 +51,6 @@ def write_video(
     pictures: Iterable[npt.NDArray[np.uint8]] | None = None,
     audio: bool = False,
     rotation: int = 0,
-    pixel_format: str | None = None,
     container_options: dict[str, str] | None = None,
     options: dict[str, str] | None = None,
     **stream_options: Any,
@@ -65,7 +64,7 @@ def write_video(
     with av.open(str(path), "w", container_options=container_options or {}) as container:
         stream = container.add_stream(codec, rate=RATE)
         stream.width, stream.height = width, height
-        stream.pix_fmt = pixel_format or ("yuv444p" if codec in ("libx264", "ffv1") else "yuv420p")
+        stream.pix_fmt = "yuv444p" if codec in ("libx264", "ffv1") else "yuv420p"
         stream.codec_context.time_base = Fraction(1, TICKS)
         stream.codec_context.gop_size = gop
         if codec == "libx264":

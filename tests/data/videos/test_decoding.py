@@ -26,17 +26,14 @@ FILES = {
     "ffv1.mkv": {"codec": "ffv1", "gop": 12},
     "gop1.mp4": {"gop": 1},
     "gop12.mp4": {"gop": 12},
-    "gop250.mkv": {"gop": 250},
     "b_frames.mp4": {"gop": 12, "b_frames": 3},
     "b_frames.mkv": {"gop": 250, "b_frames": 3, "audio": True},
     "open_gop.mp4": {"gop": 8, "b_frames": 3, "options": {"x264-params": "open-gop=1"}},
-    "uneven.mp4": {"gop": 12, "stamps": UNEVEN},
     "uneven_b_frames.mkv": {"gop": 9, "b_frames": 3, "stamps": UNEVEN},
     "uneven.webm": {"codec": "libvpx-vp9", "stamps": UNEVEN},
-    "uneven.avi": {"codec": "ffv1", "stamps": UNEVEN},
     "late.mkv": {"gop": 12, "b_frames": 2, "stamps": [stamp + 3000 for stamp in UNEVEN]},
 }
-SPEEDS = [{}, {"frame_stride": 3}, {"fps": 10.0}, {"fps": 29.97}, {"fps": 60.0}]
+SPEEDS = [{}, {"frame_stride": 3}, {"fps": 29.97}]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +131,7 @@ def noise(n: int, side: int = SIDE):
     return (rng.integers(0, 255, (side, side, 3), np.uint8) for _ in range(n))
 
 
-@pytest.mark.parametrize(("name", "b_frames"), [("a.mp4", 0), ("b.mp4", 3), ("c.mkv", 0), ("d.mkv", 3)])
+@pytest.mark.parametrize(("name", "b_frames"), [("b.mp4", 3), ("c.mkv", 0)])
 def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, monkeypatch):
     path = write_video(tmp_path / name, 80, pictures=noise(80), b_frames=b_frames, audio=True)
     read: list[int] = []
@@ -166,7 +163,7 @@ def test_frames_are_upright(rotation, tmp_path):
     assert (clip[0, 0].int() - expected).abs().max() <= 2  # from RGB to YUV and back
 
 
-@pytest.mark.parametrize("width, height, side", [(96, 64, 32), (64, 96, 32), (50, 34, 17), (33, 77, 64), (64, 64, 96)])
+@pytest.mark.parametrize("width, height, side", [(96, 64, 32), (33, 77, 64), (64, 64, 96)])
 def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, side, tmp_path):
     ramp = np.add.outer(np.linspace(0, 100, height), np.linspace(0, 100, width)).round().astype(np.uint8)
     write_video(tmp_path / "a.mkv", 2, codec="ffv1", pictures=[ramp] * 2)
@@ -204,17 +201,6 @@ def test_gifs_are_videos_with_white_behind_them(tmp_path):
     assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
 
 
-def test_what_transparent_pixels_hide_is_not_seen(tmp_path):
-    pixels = np.zeros((SIDE, SIDE, 4), np.uint8)
-    pixels[:32] = 200, 0, 0, 255
-    pixels[:, :16, 3] = 51
-    path = write_video(tmp_path / "a.mkv", 3, codec="ffv1", pictures=[pixels] * 3, pixel_format="bgra")
-    clip = ClipDecoder(SIDE, 3).load(Source(str(path)), 0)[:, 1]
-    assert clip[:, 10, 40].tolist() == [200, 0, 0] and clip[:, 50, 40].tolist() == [255] * 3
-    assert clip[:, 10, 5].tolist() == [244, 204, 204] and clip[:, 50, 5].tolist() == [204] * 3
-    assert ClipDecoder(21, 3).load(Source(str(path)), 0)[0, 1, :, 10:].min() >= 199
-
-
 @pytest.mark.parametrize(
     ("short_clips", "shown"), [("repeat", [0, 1, 2, 0, 1, 2, 0]), ("hold", [0, 1, 2, 2, 2, 2, 2]), ("skip", None)]
 )
@@ -234,32 +220,12 @@ def test_short_videos_and_images_are_repeated_held_or_left_out(short_clips, show
     assert numbers(ClipDecoder(SIDE, 1, short_clips=short_clips).load(image, 0)) == [5]
 
 
-def test_cover_art_is_no_video(tmp_path):
-    cover = io.BytesIO()
-    Image.new("RGB", (32, 32), "red").save(cover, "JPEG")
-    with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        art = container.add_stream("mjpeg", rate=1)
-        art.width = art.height = 32
-        art.pix_fmt = "yuvj420p"
-        art.disposition = av.stream.Disposition.attached_pic
-        sound = container.add_stream("aac", rate=48000)
-        packet = av.Packet(cover.getvalue())
-        packet.stream, packet.pts, packet.dts = art, 0, 0
-        container.mux(packet)
-        piece = av.AudioFrame.from_ndarray(np.zeros((1, 48000), np.float32), format="fltp", layout="mono")
-        piece.sample_rate, piece.pts = 48000, 0
-        container.mux(sound.encode(piece))
-        container.mux(sound.encode())
-    assert one_line(ClipDecoder(SIDE, 5).load, Source(str(tmp_path / "a.mp4")), 0) == "it holds no video"
-
-
 def broken(path: Path, kind: str) -> Path:
     whole = write_video(path.with_name("whole.mp4"), N, pictures=noise(N)).read_bytes()
     list_of_files = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{path.with_name('whole.mp4')}\n#EXT-X-ENDLIST\n"
     contents = {
-        "empty": b"", "text": b"no video at all\n" * 40, "bytes": np.random.default_rng(0).bytes(9999),
-        "cut": whole[: len(whole) // 2], "list": list_of_files.encode(),
-        "concat": b"ffconcat version 1.0\nfile whole.mp4\n", "header": whole[:40], "image": None,
+        "empty": b"", "bytes": np.random.default_rng(0).bytes(9999), "cut": whole[: len(whole) // 2],
+        "list": list_of_files.encode(), "concat": b"ffconcat version 1.0\nfile whole.mp4\n", "image": None,
     }  # fmt: skip
     if kind == "image":
         Image.new("RGB", (32, 32)).save(path, "JPEG")
@@ -268,7 +234,7 @@ def broken(path: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["empty", "text", "bytes", "cut", "list", "concat", "header", "image"])
+@pytest.mark.parametrize("kind", ["empty", "bytes", "cut", "list", "concat", "image"])
 def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
     text = one_line(ClipDecoder(SIDE, 5).load, Source(str(broken(tmp_path / "a.mp4", kind))), 0)
     assert text == "the file is empty" if kind == "empty" else text.startswith("FFmpeg cannot read it: ")

@@ -3,13 +3,11 @@ files that were made to do harm are refused."""
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import os
 import sys
 import types
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,7 @@ from models.files.dalle2 import (
     save_public,
     to_public,
 )  # fmt: skip
-from models.files.dalle2_config import DECODER_WIDE, training_config
-from models.files.public_decoder import is_public_decoder
+from models.files.dalle2_config import DECODER_WIDE
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
 from tests.models.reference.unets import (
     BASE,
@@ -93,21 +90,6 @@ def expected(index: int, factor: float = 1.0) -> dict[str, Tensor]:
     return {name: tensor * 8**-0.5 if "fn.fn.to_q" in name else tensor for name, tensor in ours.items()}
 
 
-def old_version() -> Any:
-    """A version as packaging 21 made and pickled it, of classes that newer releases do not have in this form."""
-    objects = {}
-    for module, name in (("packaging.version", "Version"), ("packaging._structures", "NegativeInfinityType"),
-                         ("packaging._structures", "InfinityType")):  # fmt: skip
-        kind = type(name, (), {"__module__": module})
-        objects[name] = kind()
-    numbers = collections.namedtuple("_Version", "epoch release dev pre post local", module="packaging.version")
-    vars(objects["Version"]).update(
-        _version=numbers(0, (1, 10, 5), None, None, None, None),
-        _key=(0, (1, 10, 5), objects["InfinityType"], objects["NegativeInfinityType"]),
-    )
-    return objects["Version"]
-
-
 @pytest.mark.parametrize("layout", [laion, bare, checkpoint])
 def test_every_layout_gives_the_unets_and_what_is_around_them(layout: Any, tmp_path: Path) -> None:
     found = read_public([layout(tmp_path / "latest.pth")])
@@ -132,15 +114,8 @@ def test_either_weights_of_a_checkpoint_are_taken(tmp_path: Path) -> None:
     assert "holds no moving average" in one_line_of(lambda path: read_public([path], weights="ema"), plain)
 
 
-@pytest.mark.parametrize("version", [VERSION, "old"], ids=str)
-def test_a_version_is_skipped_and_none_of_its_code_runs(
-    version: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if version == "old":
-        version = old_version()
-        for kind in (type(version), type(version._version), *map(type, version._key[2:])):
-            monkeypatch.setattr(sys.modules[kind.__module__], kind.__name__, kind, raising=False)
-    path = laion(tmp_path / "latest.pth", version=version)
+def test_a_version_is_skipped_and_none_of_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = laion(tmp_path / "latest.pth", version=VERSION)
     monkeypatch.setitem(sys.modules, "packaging.version", types.ModuleType("packaging.version"))  # nothing in it
     monkeypatch.setitem(sys.modules, "packaging._structures", types.ModuleType("packaging._structures"))
     assert_same_bits(read_public([path]).unets[0][1], expected(0))
@@ -246,13 +221,7 @@ def test_names_of_before_1_15_and_half_precision_are_read(tmp_path: Path) -> Non
 
 def test_keys_without_any_effect_there_have_none_here(tmp_path: Path) -> None:
     """As in the public package, whose README itself gives one that does nothing; CLIP's weights are left out."""
-    unet = {
-        **CONFIG["unets"][1],
-        "sparse_attn_window": 3,
-        "out_dim": 7,
-        "attend_at_middle": False,
-        "lowres_cond": False,
-    }
+    unet = {**CONFIG["unets"][1], "sparse_attn_window": 3, "lowres_cond": False}
     config = {**CONFIG, "unets": [CONFIG["unets"][0], unet], "colour": 1}
     model = {**PUBLIC, "clip.clip.logit_scale": torch.ones(())}
     found = read_public([laion(tmp_path / "latest.pth", config, model)])
@@ -279,32 +248,23 @@ def doubled(times: int) -> list[Any]:
 # What differs from a decoder's file, in the arguments of `laion`, and what the message has to say.
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no unets": ({"config": changed(unets=[])}, "unets"),
-    "unets of numbers": ({"config": changed(unets=[1, 2])}, "unets"),
     "one unet": ({"config": changed(unets=CONFIG["unets"][:1])}, "unet 2"),
     "a configuration that is a list": ({"config": []}, "no part about a decoder"),
     "sizes": ({"config": changed(image_sizes=[8])}, "image_sizes [8]"),
-    "sizes as words": ({"config": changed(image_sizes=["8", "16"])}, "2 unets"),
     "schedule": ({"config": changed(beta_schedule="exp")}, "['exp', 'exp']"),
-    "schedules": ({"config": changed(beta_schedule=["cosine"])}, "['cosine']"),
-    "another width": ({"config": with_unet(dim=16)}, "unet 2"),
     "more blocks": ({"config": with_unet(num_resnet_blocks=2)}, "should have shape"),
     "a huge width": ({"config": with_unet(dim=10**12)}, "dim 1000000000000"),
     "many blocks": ({"config": with_unet(num_resnet_blocks=4_000_000)}, "many more weights"),
     "a dict as a width": ({"config": with_unet(dim={})}, "dim {}"),
     "groups": ({"config": with_unet(resnet_groups=3)}, "resnet_groups 3"),
-    "heads of size 0": ({"config": with_unet(attn_dim_head=0)}, "is not a decoder"),
     "2^40 sizes": ({"config": changed(image_sizes=[doubled(40)])}, "1048576"),
-    "2^40 schedules": ({"config": changed(beta_schedule=doubled(40))}, "1048576"),
     "no weights": ({"model": {"a": torch.ones(1)}}, "no weights of unets"),
-    "a list of weights": ({"model": [1]}, "no dict of names"),
     "a word as a weight": ({"model": {"unets.0.a": "b"}}, "unets.0.a"),
     "a VQGAN": ({"model": {**PUBLIC, "vaes.0.a": torch.ones(1)}}, "VQGAN"),
     "stride 0": ({"model": {**PUBLIC, "unets.0.to_out.bias": torch.zeros(1).expand(10**9)}}, "larger than"),
     "code as the version": ({"version": Call(os.mkdir, "ran")}, "posix.mkdir"),
-    "code in the configuration": ({"config": Call(os.mkdir, "ran")}, "posix.mkdir"),
     "code in the weights": ({"model": Call(os.system, "mkdir ran")}, "posix.system"),
     "a function of packaging": ({"version": Call(packaging.version.parse, "1.0")}, "packaging.version.parse"),
-    "10 GB": ({"version": Call(bytearray, 10**10)}, "bytearray"),
     "a version as weights": ({"model": VERSION}, "no dict of names"),
     "a version as a number": ({"config": with_unet(dim=VERSION)}, "Ignored"),
 }  # fmt: skip
@@ -335,27 +295,13 @@ def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(
         assert complaint in one_line_of(lambda path: read_public([path]), path)
 
 
-def test_compressed_pickles_that_are_damaged_are_no_decoder_and_raise_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "latest.pth"
-    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2):
-        with zipfile.ZipFile(path, "w", method) as archive:
-            archive.writestr("archive/data.pkl", bytes(range(256)) * 40)
-            start = archive.infolist()[0].header_offset + 30 + len("archive/data.pkl")
-        content = bytearray(path.read_bytes())
-        content[start + 9 : start + 40] = b"\xff" * 31
-        path.write_bytes(content)
-        assert not is_public_decoder(path)
-
-
 PRIVATE: dict[str, tuple[int, dict[str, Any], str]] = {
     "heads": (0, {"cross_attn_heads": 4}, "(8, 64)"),
-    "embedding": (0, {"cond_dim": 10}, "image_embed_dim"),
     "low resolution first": (0, {"lowres_cond": True}, "low-resolution"),
     "no low resolution": (1, {"cond_on_image_embeds": False}, "low-resolution"),
     "embedding later": (1, {"lowres_cond": True}, "image embedding"),
     "text alone": (0, {**TEXT, "cond_on_image_embeds": False}, "text"),
     "output": (0, {"channels_out": 5}, "channels_out"),
-    "first convolution": (0, {"init_dim": 16}, "init_dim"),
     "first level": (0, {"dim_mults": [2, 2, 3]}, "dim_mults"),
 }
 
@@ -367,9 +313,3 @@ def test_a_unet_that_the_public_package_cannot_have_is_not_written(name: str) ->
     assert complaint in said and f"number {index + 1}" in said
     check_is_public(Unet(**BASE, cond_on_image_embeds=True).config, 0)
     check_is_public(Unet(**BASE, lowres_cond=True).config, 1)
-
-
-def test_a_setting_that_the_public_package_does_not_know_is_not_written() -> None:
-    unets = [Unet(**BASE, cond_on_image_embeds=True).config]
-    for wrong in ({"objective": ["flow"]}, {"beta_schedule": ["flow"]}, {"image_sizes": [8, 16]}):
-        assert next(iter(wrong)) in refused(training_config, unets, {"image_sizes": [8], **wrong})

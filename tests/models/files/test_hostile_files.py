@@ -23,7 +23,6 @@ from torch import Tensor
 import convert
 import train_vae
 from models import DiscreteVAE
-from models.files.building import build_with_weights
 from tests.models.helpers import VAE, Call, assert_same_bits, one_line_of
 
 HPARAMS = {**VAE, "num_resnet_blocks": 0, "channels": 3}
@@ -80,12 +79,6 @@ def member_twice(path: Path) -> None:
         archive.comment = b""  # marks the archive as changed
 
 
-def other_pickle(path: Path) -> None:
-    """Python's reader finds data.pkl, and one that does not look at capitals may find another."""
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr(f"{archive.namelist()[0].split('/')[0]}/DATA.PKL", b"")
-
-
 def edited(path: Path, edit: Callable[[bytes], bytes]) -> None:
     path.write_bytes(edit(path.read_bytes()))
 
@@ -105,25 +98,10 @@ def one_storage(path: Path) -> None:
     pt(path, {**HPARAMS, **sizes}, {name: numbers[: shape.numel()].view(shape) for name, shape in shapes.items()})
 
 
-def longer_storage(path: Path) -> None:
-    """The pickle claims 8 GB for a tensor of 1000 numbers."""
-    pt(path, weights={**weights_of(), "decoder.0.0.weight": torch.zeros(1000)})
-    number = b"M" + struct.pack("<H", 1000)  # BININT2
-    rezipped(path, change=lambda pickled: pickled.replace(number, b"J" + struct.pack("<i", 2**31 - 1)))
-
-
-def in_itself(kind: type) -> Any:
-    ring: Any = kind()
-    ring.append(ring) if kind is list else ring.update(a=[ring])
+def in_itself() -> list[Any]:
+    ring: list[Any] = []
+    ring.append(ring)
     return ring
-
-
-def doubled(times: int) -> dict[str, Any]:
-    """2^times empty objects to whoever walks through them, of which one is in the file."""
-    value: dict[str, Any] = {}
-    for _ in range(times):
-        value = {"a": value, "b": value}
-    return value
 
 
 def with_pickle(path: Path, operations: bytes) -> None:
@@ -134,26 +112,22 @@ def with_pickle(path: Path, operations: bytes) -> None:
 
 RAN = Path("ran")  # made by code that runs, in the folder of the test
 CALLS = {
-    "posix.mkdir": Call(os.mkdir, str(RAN)), "posix.system": Call(os.system, f"mkdir {RAN}"),
-    "calls for": Call(eval, f"__import__('os').mkdir('{RAN}')"), "getattr": Call(getattr, "a", "upper"),
+    "posix.system": Call(os.system, f"mkdir {RAN}"), "calls for": Call(eval, f"__import__('os').mkdir('{RAN}')"),
     "bytearray": Call(bytearray, 10**10),
 }  # fmt: skip
 # Arguments that no model has, in a file and in a folder, and what the message has to say.
 ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "num_tokens 10^15": ({"num_tokens": 10**15}, "num_tokens 1000000000000000"),
     "channels 10^9": ({"channels": 10**9}, "channels 1000000000"),
-    "number of 90 digits": ({"hidden_dim": 10**89}, "hidden_dim 10000"),
     "4 million blocks": ({"num_resnet_blocks": 4_000_000}, "many more weights than the file"),
-    "layers 1e9": ({"num_layers": 1e9}, "DiscreteVAE"), "word": ({"hidden_dim": "5" * 1000}, "DiscreteVAE"),
-    "object": ({"hidden_dim": {"a": 5}}, "DiscreteVAE"), "list": ({"hidden_dim": [5]}, "DiscreteVAE"),
+    "word": ({"hidden_dim": "5" * 1000}, "DiscreteVAE"),
     "10^15 in an object": ({"hidden_dim": [1, {"a": [{"b": 10**15}]}]}, "hidden_dim 1000000000000000"),
     "argument that moves the cursor": ({"\x1b[2J": 1}, ""),
 }  # fmt: skip
 # Values of arguments that JSON cannot hold.
 NO_JSON: dict[str, tuple[Any, str]] = {
-    "tensor": (torch.tensor(5), "a Tensor"), "tensor in an object": ([{"a": torch.ones(5)}], "a Tensor"),
-    "list in itself": (in_itself(list), "too deeply"), "object in itself": (in_itself(dict), "too deeply"),
-    "2^60 objects": (doubled(60), "1048576"), "object of numbers": ({1: 5}, "keys"),
+    "tensor in an object": ([{"a": torch.ones(5)}], "a Tensor"), "object of numbers": ({1: 5}, "keys"),
+    "list in itself": (in_itself(), "too deeply"),
 }  # fmt: skip
 PT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{f"hparams that call {said}": (lambda path, call=call: pt(path, call), said) for said, call in CALLS.items()},
@@ -165,28 +139,20 @@ PT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sparse": (lambda path: pt(path, weights={"a": torch.zeros(9, 9).to_sparse()}), "sparse"),
     "meta": (lambda path: pt(path, weights={"a": torch.zeros(10**12, device="meta")}), "meta"),
     "stride 0": (stride_0, "larger than the file"), "one storage for all": (one_storage, "larger than the file"),
-    "storage of 8 GB": (longer_storage, ""),
     "deflated": (lambda path: (pt(path), rezipped(path, zipfile.ZIP_DEFLATED)), "unpack"),
     "overlapping members": (lambda path: (pt(path, weights=weights_of(hidden_dim=99)), member_twice(path)), "unpack"),
-    "second pickle": (lambda path: (pt(path), other_pickle(path)), "data.pkl 2 times"),
     "bytes in front": (lambda path: (pt(path), edited(path, lambda pt: b"PK\3\4" + pt)), "more than one way"),
-    "comment": (lambda path: (pt(path), edited(path, lambda pt: pt[:-2] + b"\4\0zip!")), "more than one way"),
     "truncated": (lambda path: (pt(path), edited(path, lambda pt: pt[:-100])), "zip"),
-    "nothing": (lambda path: None, "No such file"), "folder": (os.mkdir, "directory"),
     "legacy": (lambda path: torch.save({}, path, _use_new_zipfile_serialization=False), "without running code"),
-    "plain pickle": (lambda path: path.write_bytes(pickle.dumps(CALLS["posix.mkdir"], 2)), "without running code"),
-    "empty": (lambda path: path.write_bytes(b""), ""), "start": (lambda path: path.write_bytes(b"PK\3\4"), ""),
+    "plain pickle": (lambda path: path.write_bytes(pickle.dumps(CALLS["posix.system"], 2)), "without running code"),
+    "empty": (lambda path: path.write_bytes(b""), ""),
     "state_dict alone": (lambda path: torch.save({"state_dict": {}}, path), "hparams"),
-    "list of numbers": (lambda path: torch.save([1, 2], path), ""),
     "few hparams": (lambda path: pt(path, {"image_size": 16}), "codebook_dim, hidden_dim"),
-    "no weights": (lambda path: torch.save({"hparams": HPARAMS, "weights": {}}, path), "codebook.weight"),
     "weight that is a number": (lambda path: pt(path, weights={"a": 1}), "not a tensor"),
     "key of 2 million tuples": (lambda path: with_pickle(path, b"\x85" * 2_000_000), "1024"),
     "key of 2^40 values": (lambda path: with_pickle(path, b"q\0h\0\x86" * 40), "1024"),
-    "pickle without a stack": (lambda path: with_pickle(path, b"s" * 9), "damaged"),
     "pickle of 5 MB": (lambda path: with_pickle(path, b"K\0" * 2_500_000), "data.pkl"),
     "whole numbers": (lambda path: pt(path, weights=cast(torch.int64)), "torch.int64"),
-    "complex weights": (lambda path: pt(path, weights=cast(torch.cfloat)), "ComplexFloat"),
 }  # fmt: skip
 
 
@@ -251,29 +217,23 @@ def replaced(path: Path, name: str, make: Callable[[Path], None]) -> None:
 # Headers of safetensors that are no headers; the second one's data are beyond the file, those of others overlap, ...
 HEADERS: dict[str, dict[str, Any]] = {
     "of 10 GB": {"header": {}, "header_bytes": 10**10}, "beyond": {"header": {"a": tensor([10**10], 0, 4 * 10**10)}},
-    "of 2^63 bytes": {"header": {}, "header_bytes": 2**63}, "no JSON": {"header": b"\x80\x04."},
     "deep": {"header": b'{"a":' * 50_000}, "overlap": {"header": {"a": tensor([4], 0, 16), "b": tensor([4], 8, 24)}},
-    "backwards": {"header": {"a": tensor([4], 16, 0)}}, "negative": {"header": {"a": tensor([-4], 0, 24)}},
     "overflow": {"header": {"a": tensor([2**62, 4], 0, 24)}}, "shape": {"header": {"a": tensor([9], 0, 24)}},
-    "dtype": {"header": {"a": tensor([6], 0, 24, "X9")}},
 }  # fmt: skip
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{name: (lambda path, wrong=wrong: folder(path, **wrong), said) for name, (wrong, said) in ABSURD.items()},
     **{f"header: {name}": (lambda path, how=how: safetensors(path, **how), "not a model folder")
        for name, how in HEADERS.items()},
     **{f"shard {name!r}": (lambda path, name=name: sharded(path, name), "no file in the folder")
-       for name in ("../2.safetensors", "/etc/passwd", "a/../2.safetensors", ".", "", "2\0", 2)},
+       for name in ("../2.safetensors", "/etc/passwd", "", "2\0", 2)},
     **{f"{name} that is a link out": (lambda path, name=name: moved_out(path, name), f"{name} is a link")
        for name in ("2.safetensors", "model.safetensors", "config.json")},
     "4 million channels": (lambda path: folder(path, channels=4_000_000), "should have shape"),
     "number of 5000 digits": (lambda path: folder(path, "[" + "9" * 5000 + "]"), ""),
     "depth": (lambda path: folder(path, '{"a":' * 100_000), "too deeply"),
     "list": (lambda path: folder(path, "[]"), ""),
-    "empty config": (lambda path: folder(path, ""), ""),
     "config of no model": (lambda path: folder(path, "{}"), "names no model"),
     "no text": (lambda path: (folder(path), (path / "config.json").write_bytes(b"\xff")), ""),
-    "no folder": (lambda path: None, "No such file"),
-    "no config": (lambda path: (folder(path), (path / "config.json").unlink()), "config.json"),
     "no weights": (lambda path: (folder(path), (path / "model.safetensors").unlink()), "model.safetensors"),
     "weights cut short": (
         lambda path: (folder(path), edited(path / "model.safetensors", lambda file: file[: len(file) // 2])), ""),
@@ -283,17 +243,13 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "endless config": (lambda path: replaced(path, "config.json", lambda file: os.symlink("/dev/zero", file)), "link"),
     "config that waits": (lambda path: replaced(path, "config.json", os.mkfifo), "not a regular file"),
     "weights that wait": (lambda path: replaced(path, "model.safetensors", os.mkfifo), "not a regular file"),
-    "weights that are a folder": (lambda path: replaced(path, "model.safetensors", os.mkdir), "model.safetensors"),
-    "shape without data": (lambda path: more_weights(path, {"a": torch.zeros(0, 10**15)}), "a should have"),
     "shape without data for a number": (
         lambda path: more_weights(path, {"a": torch.zeros(0, 10**12)}, channels=10**9), "channels 1000000000"),
     "cursor": (lambda path: more_weights(path, {"\x1b[2J": torch.ones(1)}), "?[2J"),
     "config of 30 million lists": (lambda path: folder(path, f'{{"a": [{"[]," * 15_000_000}1]}}'), "holds more than"),
-    "shard that is missing": (lambda path: (sharded(path), (path / "2.safetensors").unlink()), "No such file"),
     "shard without its tensor": (
         lambda path: index(path, {"weight_map": dict.fromkeys(weights_of(), "2.safetensors")}), "codebook.weight"),
     "index without a map": (lambda path: index(path, {}), "weight_map"),
-    "index with a list": (lambda path: index(path, {"weight_map": [1]}), "weight_map"),
 }  # fmt: skip
 
 HOSTILE = {
@@ -411,9 +367,3 @@ def test_a_long_clip_or_a_large_codebook_is_no_absurd_number(tmp_path: Path) -> 
     model = DiscreteVAE(**{**VAE, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20})
     model.save_pretrained(tmp_path)
     assert DiscreteVAE.from_pretrained(tmp_path).config == model.config
-
-
-def test_building_is_bounded_even_without_a_limit_on_numbers(warm: None) -> None:
-    weights = weights_of()
-    with little_memory(), pytest.raises(ValueError, match="many more weights than the file"):
-        build_with_weights(lambda: DiscreteVAE(**{**VAE, "num_resnet_blocks": 10**9}), weights)

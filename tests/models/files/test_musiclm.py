@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import MusicLMMuLaN
-from models.files.musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
+from models.files.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from models.files.public import format_of
 from tests.models.helpers import Call, assert_same_bits, one_line_of
 from tests.models.reference import musiclm
@@ -115,19 +115,6 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     assert "--weights ema" in one_line_of(lambda path: load_public_mulan(path, weights="ema"), tmp_path / "mulan.pt")
 
 
-def test_the_description_of_a_file_says_what_follows_from_its_shapes(tmp_path: Path) -> None:
-    model = loaded("sigmoid", tmp_path)
-    facts = describe_public_mulan(tmp_path / "mulan.pt")
-    assert facts["kind"] == "musiclm-pytorch 0.2.8 file" and facts["model"] == "MusicLMMuLaN"
-    sizes = {
-        "audio_dim": 12, "audio_depth": 3, "text_dim": 16, "text_depth": 5, "heads": 2, "dim_head": 8, "patch_size": 4,
-        "vocab_size": 25, "max_text_tokens": 256, "dim_latent": 4, "hierarchical_layers": 1, "win_length": 24,
-        "hop_length": 12, "n_fft": 128, "sigmoid_contrastive_loss": True,
-    }  # fmt: skip
-    assert facts["arguments"].items() >= sizes.items()
-    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-
-
 def without(state: State, *names: str) -> State:
     return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
 
@@ -136,14 +123,11 @@ PATCHES, NUMBERS, LAYERS = "audio.to_patch_tokens.2.weight", "audio_layers_indic
 # The file's weights with others, and what the message has to say.
 MISTAKES: list[tuple[State, str]] = [
     (without(LAYERS, "audio.spec"), "lacks audio.spec.window"),
-    ({**LAYERS, "audio.spec.window": torch.ones(40)}, "audio.spec.window"),
     ({**LAYERS, "audio.spec.window": torch.zeros(1 << 20)}, "1048576 samples"),
     ({**LAYERS, NUMBERS: torch.tensor([0, 3])}, NUMBERS), (without(LAYERS, NUMBERS), f"lacks {NUMBERS} of (2,)"),
-    ({**LAYERS, PATCHES: torch.zeros(20, 32)}, "squares"), (without(LAYERS, PATCHES), f"lacks {PATCHES}"),
+    ({**LAYERS, PATCHES: torch.zeros(20, 32)}, "squares"),
     ({**LAYERS, "multi_layer_contrastive_learning.audio_gamma": torch.zeros(1 << 40, 1, 0)}, "1099511627776 layers"),
-    ({**LAYERS, "rq.weight": torch.zeros(1)}, "rq.weight should have shape none"),
     (without(LAYERS, "text.transformer.layers.1.0.to_q"), "1.0.to_q.weight should have shape (24, 16), not none"),
-    ({**LAYERS, "text.transformer.layers.0.1.1.weight": torch.zeros(64, 16)}, "should have shape (84,"),
     ({**LAYERS, "text.cls_token": torch.ones(16).long()}, "of the kind"),
     ({**LAYERS, PATCHES: torch.zeros(1, 1).expand(20, 10**10)}, "larger than the file"),
     ({**LAYERS, "audio.x": Call(print, "ran")}, "without running code"), ([LAYERS], "a list"),

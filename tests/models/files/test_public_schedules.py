@@ -30,8 +30,8 @@ def decoder(schedules: tuple[str, ...] = ("cosine", "linear"), **noise: Any) -> 
 
 
 @pytest.mark.parametrize("noise", [
-    {"zero_terminal_snr": False}, {"zero_terminal_snr": True}, {"zero_terminal_snr": False, "noise_shift": 8},
-    {"zero_terminal_snr": True, "noise_shift": 11}, {"zero_terminal_snr": True, "noise_shift": 64, "timesteps": 37},
+    {"zero_terminal_snr": False, "noise_shift": 8}, {"zero_terminal_snr": True},
+    {"zero_terminal_snr": True, "noise_shift": 64, "timesteps": 37},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("schedules", [("cosine", "linear"), ("jsd", "sigmoid"), ("quadratic",)], ids=str)
 def test_levels_are_the_same_after_export_and_import(
@@ -75,8 +75,8 @@ def test_levels_that_no_arguments_give_are_refused_in_one_line(tmp_path: Path) -
     table = content["model"][name]
     for bad, text in (
         (changed(table, 40, 1.01), "none that cosine, linear can have"), (table[1:], "unet 2 has 49 noise levels"),
-        (table * torch.nan, "none that cosine, linear can have"), (table - 7, "none that cosine, linear can have"),
-        (table.long(), "no table of numbers"), (table[None], "no table of numbers"), ("x", "no table of numbers"),
+        (table * torch.nan, "none that cosine, linear can have"), (table.long(), "no table of numbers"),
+        (table[None], "no table of numbers"),
     ):  # fmt: skip
         content["model"][name] = bad
         torch.save(content, tmp_path / "bad.pth")

@@ -94,15 +94,12 @@ def cut_short(path: Path) -> None:
 NO_WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tar.pth": (tar, "holds no weights"),
     "cut.pth": (cut_short, "holds no weights"),
-    "cut.safetensors": (cut_short, "holds no weights"),
     "empty.pth": (lambda path: path.write_bytes(b""), "holds no weights"),
     "page.pth": (lambda path: path.write_text("<html>Not found</html>"), "holds no weights"),
-    "pickle.pth": (lambda path: path.write_bytes(pickle.dumps({"a": 1})), "holds no weights"),
     "words.pth": (lambda path: torch.save({"a": "b"}, path), "something beside names and tensors"),
     "list.pth": (lambda path: torch.save([torch.zeros(1)], path), "it holds a list, not a dict"),
     "stride0.pth": (lambda path: torch.save({"a": torch.zeros(1).expand(10**6)}, path), "are larger than the file"),
     "pipe.pth": (os.mkfifo, "not a regular file"),
-    "folder.pth": (os.mkdir, "cannot read"),
     "nothing.pth": (lambda path: None, "cannot read"),
 }
 
