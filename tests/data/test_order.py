@@ -47,6 +47,12 @@ def test_every_shuffle_of_four_items_is_equally_likely():
     assert chi_square < 49.7  # the 99.9% point for 23 degrees of freedom
 
 
+def test_odd_and_even_shuffles_are_equally_likely():
+    shuffles = [[*map(Permutation(5, key), range(5))] for key in range(2400)]
+    n_even = sum(sum(a > b for a, b in itertools.combinations(shuffle, 2)) % 2 == 0 for shuffle in shuffles)
+    assert n_even / 2400 == pytest.approx(0.5, abs=0.04)  # 4 standard errors
+
+
 def test_permutation_of_a_trillion_items_takes_no_memory():
     permutation = Permutation(10**12, "large")
     items = {permutation(i) for i in range(100)} | {permutation(10**12 - 1)}
@@ -54,9 +60,25 @@ def test_permutation_of_a_trillion_items_takes_no_memory():
     assert max(items) < 10**12 and max(items) - min(items) > 10**11
 
 
+@pytest.mark.parametrize(
+    "n, fraction, at_least, n_valid", [(120, 0.05, 8, 8), (1000, 0.05, 8, 50), (100, 0.07, 1, 7), (10, 0.0, 8, 0)]
+)
+def test_split_is_disjoint_complete_and_by_the_seed_alone(n, fraction, at_least, n_valid):
+    train, valid = split(n, fraction, seed=0, at_least=at_least)
+    assert len(valid) == n_valid and len(train) == n - n_valid
+    assert sorted([*train, *valid]) == list(range(n))
+    again, other = (split(n, fraction, seed, at_least)[1] for seed in (0, 1))
+    assert list(again) == list(valid) and (n_valid == 0 or set(other) != set(valid))
+
+
 @pytest.mark.parametrize("n, fraction, n_valid", [(15, 0.05, 8), (7, 0.0, 0), (100, 0.95, 95)])
 def test_split_that_leaves_less_than_a_batch_shows_the_arithmetic(n, fraction, n_valid):
     assert f"{n} - {n_valid} = {n - n_valid} to train on" in one_line(split, n, fraction, 0, at_least=8)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0, float("nan")])
+def test_split_by_what_is_no_fraction_is_refused(fraction):
+    assert "no fraction" in one_line(split, 100, fraction, 0, at_least=1)
 
 
 @pytest.mark.parametrize("valid, test, sizes", [

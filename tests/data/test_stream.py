@@ -17,9 +17,29 @@ def intact() -> Images:
     return open_images(f"demo:shapes:{N}", image_size=4, flip=True)
 
 
+def test_epochs_follow_each_other_without_a_ragged_batch(intact):
+    seen = ids(global_batches(intact, 12))  # 96 samples of a set of 30
+    for epoch in range(3):
+        assert sorted(seen[30 * epoch : 30 * (epoch + 1)]) == list(range(30))
+    assert seen[:30] != seen[30:60] and seen[:24] != ids(global_batches(intact, 3, seed=1))
+    (batch,) = global_batches(intact, 1, batch_size=64)  # larger than the set
+    assert batch["ids"] == seen[:64]
+
+
 def test_order_of_samples_survives_another_batch_size(intact):
     before, after = global_batches(intact, 3), global_batches(intact, 4, batch_size=6, start_samples=24)
     assert ids(before + after) == ids(global_batches(intact, 6))
+
+
+def test_start_far_in_the_future_is_immediate(intact):
+    (batch,) = global_batches(intact, 1, start_samples=10**15)
+    assert len(batch["ids"]) == 8
+
+
+def test_two_passes_over_one_stream_do_not_disturb_each_other(intact):
+    batches = stream(intact, 4, num_workers=1)
+    one, two = iter(batches), iter(batches)
+    assert ids([next(one), next(one)]) == ids([next(two), next(two)])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -78,3 +98,8 @@ def test_validation_can_be_repeated_with_the_same_workers(intact):
     assert_same(list(batches), list(batches))
     next(iter(batches))  # given up after one batch
     assert len(list(batches)) == len(batches) == 4
+
+
+def test_empty_validation_has_no_batches(intact):
+    nothing = split(30, 0.0, 0, 1)[1]
+    assert list(ValidationStream(intact, nothing, batch_size=8, rank=0, world_size=2)) == []

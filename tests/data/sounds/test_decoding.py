@@ -71,14 +71,15 @@ def test_sine_of_every_format_is_that_sine(tmp_path, ending, subtype, tolerance)
     assert np.abs(clip.numpy() - expected).max() < tolerance
 
 
-@pytest.mark.parametrize("rate", [8000, 11025, 16000, 96000])
+@pytest.mark.parametrize("rate", [8000, 11025, 16000, 22050, 32000, 44100, 48000, 96000])
 def test_sine_keeps_its_frequency_at_every_sample_rate_up_to_the_edges_of_the_clip(tmp_path, rate):
     source = written(tmp_path / "a.wav", sine(1000, 5, rate), rate, subtype="FLOAT")
     clip = ClipDecoder(RATE, RATE).load(source, 0).numpy()
     assert np.abs(clip - sine(1000, 5, RATE)[2 * RATE : 3 * RATE]).max() < 1e-4
 
 
-@pytest.mark.parametrize("rate, ending", [(8000, "wav"), (44100, "flac")])
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+@pytest.mark.parametrize("ending", ["wav", "flac"])
 def test_clip_is_a_part_of_the_whole_file_resampled(tmp_path, rate, ending):
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, 3 * rate)
     source = written(tmp_path / f"a.{ending}", noise, rate)
@@ -106,7 +107,7 @@ def test_clip_of_a_lossy_file_is_a_part_of_the_whole_file(tmp_path, ending, opti
         assert np.abs(whole[at : at + 6000] - clip).max() < 1e-4
 
 
-@pytest.mark.parametrize("rate", [8000, 44101, 15999])
+@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 44101, 48000, 15999, 16001])
 @pytest.mark.parametrize("seconds", [0.01, 0.999, 1.0, 1.001, 2.5])
 def test_clip_has_its_exact_length_whatever_the_rates(tmp_path, rate, seconds):
     source = written(tmp_path / "a.wav", sine(300, seconds, rate), rate)
@@ -128,6 +129,19 @@ def test_clip_of_validation_is_always_the_middle(tmp_path):
     source = ramp(tmp_path / "a.wav", 10)
     decoder = ClipDecoder(RATE, 2 * RATE)
     assert [place(decoder.load(source, index, epoch)) for index in (0, 7) for epoch in (0, 3)] == [4 * RATE] * 4
+
+
+def test_clips_of_training_are_drawn_by_seed_epoch_and_index_from_all_of_the_file(tmp_path):
+    source = ramp(tmp_path / "a.wav", 10)
+
+    def places(seed: int, index: int = 0) -> list[int]:
+        return [place(ClipDecoder(RATE, RATE, seed).load(source, index, epoch, True)) for epoch in range(60)]
+
+    drawn = places(0)
+    assert drawn == places(0)
+    assert len({tuple(drawn), tuple(places(1)), tuple(places(0, index=1))}) == 3
+    assert 0 <= min(drawn) < RATE and 8 * RATE < max(drawn) <= 9 * RATE
+    assert len(set(drawn)) > 50
 
 
 def test_last_place_of_a_file_can_be_drawn(tmp_path):
@@ -175,7 +189,7 @@ def reason(source: Source) -> str:
 
 @pytest.mark.parametrize(
     "value, expected",
-    [(np.nan, "no numbers"), (-np.inf, "no numbers"), (16000, "reach 16000")],
+    [(np.nan, "no numbers"), (np.inf, "no numbers"), (-np.inf, "no numbers"), (16000, "reach 16000")],
 )
 def test_float_file_with_a_value_that_is_no_number_or_was_not_scaled_is_bad(tmp_path, value, expected):
     samples = sine(440, 1, RATE)
@@ -184,12 +198,17 @@ def test_float_file_with_a_value_that_is_no_number_or_was_not_scaled_is_bad(tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"no sound but words " * 100, bytes(5000)], ids=["empty", "text", "zeros"])
-@pytest.mark.parametrize("ending", ["wav", "mp3"])
+@pytest.mark.parametrize("ending", ["wav", "mp3", "flac", "ogg"])
 def test_file_that_is_no_sound_is_bad(tmp_path, content, ending):
     path = tmp_path / f"a.{ending}"
     path.write_bytes(content)
     text = reason(Source(str(path)))
     assert text == "the file is empty" if not content else text.startswith("libsndfile cannot read it: ")
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "aiff"])
+def test_sound_of_no_samples_is_bad(tmp_path, ending):
+    assert reason(written(tmp_path / f"a.{ending}", np.zeros(0)))
 
 
 @pytest.mark.parametrize("ending", ["wav", "aiff", "flac", "mp3"])
@@ -199,6 +218,20 @@ def test_file_that_is_cut_off_is_bad_where_the_clip_is_missing(tmp_path, ending)
     Path(source.path).write_bytes(content[: len(content) // 3])
     text = reason(source)
     assert "cut off" in text or text.startswith("libsndfile cannot read it: ")
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "ogg", "mp3", "opus"])
+@pytest.mark.parametrize("kept", [1, 20, 45, 60, 200])
+def test_header_that_is_cut_off_is_bad(tmp_path, ending, kept):
+    container = {"opus": "OGG"}.get(ending, ending.upper())
+    options = {"format": container} | ({"subtype": "OPUS"} if ending == "opus" else {})
+    source = written(tmp_path / f"a.{ending}", sine(440, 2, RATE), **options)
+    Path(source.path).write_bytes(Path(source.path).read_bytes()[:kept])
+    assert reason(source)
+
+
+def test_part_beyond_the_end_is_bad(tmp_path):
+    assert reason(part(ramp(tmp_path / "a.wav", 5), 7.5)) == "it lasts 5 s, and its clip begins at 7.5 s"
 
 
 @pytest.mark.parametrize("stated", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000])
@@ -230,16 +263,31 @@ def bytes_read() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts the bytes")
+@pytest.mark.parametrize("inside", [False, True], ids=["file", "part of a file"])
 @pytest.mark.parametrize("ending", ["wav", "flac"])
-def test_clip_of_a_long_file_in_a_tar_is_that_of_the_file_and_reads_little_more_than_the_clip(tmp_path, ending):
-    source = written(tmp_path / f"a.{ending}", np.random.default_rng(0).uniform(-0.5, 0.5, 200 * RATE))
-    content, path = Path(source.path).read_bytes(), tmp_path / "b.tar"
-    path.write_bytes(b"x" * 12345 + content + b"y" * 54321)
+def test_clip_of_a_long_file_reads_little_more_than_the_clip(tmp_path, ending, inside):
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 200 * RATE)
+    source = written(tmp_path / f"a.{ending}", noise)
+    content = Path(source.path).read_bytes()
+    if inside:
+        path = tmp_path / "b.tar"
+        path.write_bytes(b"x" * 12345 + content + b"y" * 54321)
+        source = Source(str(path), 12345, len(content))
     decoder = ClipDecoder(RATE, 10 * RATE)
     expected = decoder.load(source, 0)
     before = bytes_read()
-    clip = decoder.load(Source(str(path), 12345, len(content)), 0)
+    clip = decoder.load(source, 0)
     read = bytes_read() - before
     assert torch.equal(clip, expected)
     clip_bytes = len(content) / 20
     assert clip_bytes * 0.9 < read < clip_bytes + 60_000 < len(content) / 10
+
+
+def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
+    for ending in ("wav", "flac", "ogg", "mp3"):
+        source = written(tmp_path / f"a.{ending}", sine(440, 3, RATE))
+        content = Path(source.path).read_bytes()
+        path = tmp_path / f"{ending}.tar"
+        path.write_bytes(b"x" * 700 + content + b"y" * 700)
+        clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Source(str(path), 700, len(content)))]
+        assert torch.equal(*clips), ending

@@ -68,6 +68,17 @@ def test_guidance_holds_inside_its_interval_of_noise_levels_alone() -> None:
     assert torch.equal(everywhere, samples(network, scale=3.0))
 
 
+def test_the_interval_is_open_below_and_closed_above_and_infinity_is_inside() -> None:
+    levels = torch.tensor([2.0, 0.0, -torch.inf], dtype=torch.float64)
+    schedule, network = Schedule.from_log_snr(levels), Network(Gaussian(Schedule("cosine", 3), 0.5))
+    for interval, inside in (((0.0, 1.0), {0, 1}), ((1.0, float("inf")), {2}), ((0.5, 2.0), {1})):
+        denoise = guided(network, schedule, scale=2.0, interval=interval)
+        for t in range(3):
+            network.rows.clear()
+            denoise(Z, t, None)
+            assert (network.rows[0][0] == 4) == (t in inside)
+
+
 def test_autoguidance_extrapolates_from_a_worse_network_and_from_itself_does_nothing() -> None:
     network, worse = Network(), Network(Gaussian(SCHEDULE, 0.5, mean=0.0))
     expected = samples(Network(Gaussian(SCHEDULE, 0.5, mean=0.8)))
@@ -76,9 +87,12 @@ def test_autoguidance_extrapolates_from_a_worse_network_and_from_itself_does_not
     assert torch.equal(samples(network, scale=2.0, guide=network), samples(network))
     without = samples(network, scale=2.0, guide=worse, is_conditional=False)
     torch.testing.assert_close(without, expected, rtol=0, atol=1e-12)
-    network.rows.clear()
-    assert torch.equal(samples(network, scale=7.0, is_conditional=False), samples(Network()))
-    assert network.rows == [(2, (True,))] * 20
+
+
+def test_a_network_without_condition_runs_once_whatever_the_scale() -> None:
+    network = Network()
+    out = samples(network, scale=7.0, is_conditional=False)
+    assert torch.equal(out, samples(Network())) and network.rows == [(2, (True,))] * 20
 
 
 def test_rescaling_returns_to_the_conditional_deviation_of_each_picture() -> None:

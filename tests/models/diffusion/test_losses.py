@@ -73,6 +73,15 @@ def test_the_loss_of_an_estimate_does_not_depend_on_what_is_predicted(weight: st
         torch.testing.assert_close(found.loss, expected, rtol=1e-9, atol=0, msg=objective)
 
 
+@pytest.mark.parametrize(("loss_type", "of_difference"), [
+    ("l1", lambda d: d.abs()), ("huber", lambda d: torch.where(d.abs() < 1, d.square() / 2, d.abs() - 0.5)),
+])  # fmt: skip
+def test_other_distances_are_means_over_each_picture(loss_type: str, of_difference: Any) -> None:
+    found, network = loss_of("x_start", loss_type=loss_type)
+    difference = network(LINEAR.add_noise(X0, NOISE, TIMES), TIMES) - X0
+    torch.testing.assert_close(found.error, of_difference(difference).flatten(1).mean(1), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("schedule", [LINEAR, FLOW], ids=["linear", "flow"])
 def test_bits_of_a_learned_variance_are_those_of_the_estimate_whatever_is_predicted(schedule: Schedule) -> None:
     estimate = 0.9 * Gaussian(schedule, 0.5).estimate(schedule.add_noise(X0, NOISE, TIMES), TIMES)
@@ -89,6 +98,15 @@ def test_bits_of_a_learned_variance_are_those_of_the_estimate_whatever_is_predic
         assert of_variance.abs().min() > 0
     few = loss_of("x_start", Schedule("linear", 1000), learned_variance=True, vb_loss_weight=0.5)[0]
     torch.testing.assert_close(few.loss, few.error + 500 * few.bits, rtol=1e-12, atol=0)
+
+
+def test_any_part_of_a_batch_has_the_losses_of_its_pictures_in_the_batch() -> None:
+    network = Estimator("v", LINEAR, learned_variance=True)
+    loss = DiffusionLoss(LINEAR, "v", learned_variance=True)
+    whole = loss(network, X0, {}, times=TIMES, noise=NOISE)
+    for rows in (slice(0, 1), slice(1, 5)):
+        part = loss(network, X0[rows], {}, times=TIMES[rows], noise=NOISE[rows])
+        assert torch.equal(part.loss, whole.loss[rows]) and torch.equal(part.bits, whole.bits[rows])
 
 
 @pytest.mark.parametrize("objective", ["noise", "v"])
@@ -120,6 +138,20 @@ def test_levels_stay_whole_numbers_and_pictures_fp32_whatever_the_precision() ->
     assert torch.equal(network.calls[0]["t"], times) and not network.calls[0]["t"].is_floating_point()
     assert network.calls[0]["x"].dtype == losses.loss.dtype == torch.float32
     assert network.calls[0]["x"][:, 0, 0, 0].unique().numel() == 100
+
+
+def test_low_resolution_pictures_get_the_noise_that_is_drawn_and_the_network_is_told_its_level() -> None:
+    network, images = Estimator("flow", FLOW), normal(5, 3, 6, 6, seed=5)
+    # The published decoder samples at level 200 of this schedule, whose alpha^2 is 0.65635.
+    assert abs(LINEAR.alpha[200].item() ** 2 - 0.65635) < 5e-6
+    times, noise = TIMES.flip(0), normal(5, 3, 6, 6, seed=6)
+    loss = DiffusionLoss(FLOW, "flow", lowres_schedule=LINEAR)
+    loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE, lowres_time=times, lowres_noise=noise)
+    for given, image, t, n in zip(network.calls[0]["lowres_image"], images, times, noise, strict=True):
+        assert torch.equal(given, LINEAR.alpha[t] * image + LINEAR.sigma[t] * n)
+    assert torch.equal(network.calls[0]["lowres_time"], times)
+    loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE)
+    assert torch.equal(network.calls[1]["lowres_image"], images) and "lowres_time" not in network.calls[1]
 
 
 def test_a_learned_weight_divides_the_error_and_learns_its_size() -> None:

@@ -71,6 +71,19 @@ def test_p2_and_min_snr_weights_of_the_noise_are_the_published_ones() -> None:
     torch.testing.assert_close(min_snr, snr.clamp_max(3) / snr, rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear", "sigmoid", "flow"])
+def test_the_sigmoid_weight_is_an_integral_over_log_snr_whatever_the_schedule(name: str) -> None:
+    schedule = Schedule(name, 2000)
+    levels = slice(None, -1) if schedule.ends_at_zero_snr else slice(None)
+    log_snr = schedule.log_snr[levels]
+    floor_of_noise = torch.sigmoid(log_snr)  # of pictures of deviation 1, for both families
+    of_noise = loss_weights("sigmoid", schedule, "x_start", sigmoid_bias=-1.0)[levels] / log_snr.exp()
+    sum_over_levels = (of_noise * floor_of_noise).sum() / 2000
+    integral = torch.trapezoid(torch.sigmoid(-1 - log_snr.flip(0)) * floor_of_noise.flip(0), log_snr.flip(0))
+    # A sum over levels is a rectangle rule: half a step too long at each end.
+    assert sum_over_levels.item() == pytest.approx(integral.item(), rel=0.01)
+
+
 @pytest.mark.parametrize(("name", "zero"), itertools.product(SCHEDULES, (False, True)))
 def test_every_weight_goes_with_every_objective_of_every_schedule_and_is_0_at_snr_0_alone(
     name: str, zero: bool
@@ -102,6 +115,20 @@ def test_weights_down_to_snr_0_are_the_published_ones() -> None:
     assert found[-1] == published[-1] == 0
 
 
+def test_the_learned_weight_starts_at_1_and_its_loss_is_least_where_it_is_the_expected_loss() -> None:
+    log_snr = torch.linspace(-20, 20, 400, dtype=torch.float64)
+    weight = LearnedWeight(terms=6)
+    assert torch.equal(weight(torch.tensor([-torch.inf, 0.0, 30.0])), torch.zeros(3))
+    with torch.no_grad():
+        weight.weight.copy_(torch.tensor([0.3, -0.5, 0.2, 0.1, 0, 0.4]))
+    expected_loss = weight(log_snr).exp().detach()
+    assert expected_loss.max() / expected_loss.min() > 2
+    for scale, is_least in ((1.0, True), (1.1, False)):
+        u = weight(log_snr)
+        (gradient,) = torch.autograd.grad((scale * expected_loss / u.exp() + u).mean(), weight.weight)
+        assert (gradient.abs().max() < 1e-7) == is_least
+
+
 def test_the_learned_weight_keeps_its_precision_under_autocast() -> None:
     weight, log_snr = LearnedWeight(), torch.linspace(-10, 10, 50)
     torch.nn.init.normal_(weight.weight)
@@ -117,13 +144,15 @@ def some_sample(**options: Any) -> Tensor:
 
 @pytest.mark.parametrize(("call", "wrong", "said"), [
     (check_combination, (Schedule("jsd"), "noise", "none"), "SNR is 0"),
-    (check_combination, (COSINE, "flow", "none"), "flow"),
+    (check_combination, (Schedule("flow"), "v", "none"), "flow"), (check_combination, (COSINE, "flow", "none"), "flow"),
     (check_combination, (COSINE, "eps", "none"), "'eps'"), (check_combination, (COSINE, "v", "minsnr"), "'minsnr'"),
     (DiffusionLoss, {"schedule": COSINE, "objective": "v", "loss_type": "mse"}, "'mse'"),
     (Schedule, {"name": "cosin"}, "'cosin'"), (Schedule, {"timesteps": 1}, "2 or more"),
+    (guided, {"passes": None, "schedule": COSINE, "interval": (2.0, 1.0)}, "empty"),
     (guided, {"passes": None, "schedule": COSINE, "rescale": 1.5}, "0 to 1"),
     (some_sample, {"sampler": "euler"}, "'euler'"), (some_sample, {"spacing": "trailing"}, "'trailing'"),
-    (some_sample, {"steps": 11}, "1 to 10"), (some_sample, {"sampler": "ddpm", "eta": 0.5}, "eta"),
+    (some_sample, {"steps": 11}, "1 to 10"), (some_sample, {"steps": 0}, "1 to 10"),
+    (some_sample, {"sampler": "ddpm", "eta": 0.5}, "eta"), (some_sample, {"sampler": "ddim", "eta": 1.5}, "eta"),
     *((Inpaint, (torch.zeros(2, 3, 4, 4), mask), "True where they stay")
       for mask in (torch.ones(2, 4, 5).bool(), torch.ones(2, 4, 4).byte(), torch.ones(4, 4).bool())),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.diffusion import SAMPLERS, SCHEDULES, Denoised, Inpaint, Schedule, dynamic_threshold, sample
-from models.diffusion.sampling import CLEAN, sampling_levels
+from models.diffusion.sampling import CLEAN, best_spacing, sampling_levels
 from models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, uniform_levels
 
@@ -51,6 +51,25 @@ def test_errors_fall_with_the_steps_as_the_order_of_a_sampler_says(sampler: str,
         schedule = Schedule.from_log_snr(torch.linspace(12, -12, steps + 1, dtype=torch.float64))
         exact = 0.5 / Gaussian(schedule, 0.5).variance[-1].item() ** 0.5
         assert error_of(schedule, sampler, exact) == pytest.approx(expected, rel=0.02)  # the digits given
+
+
+def test_heun_on_karras_levels_is_of_second_order() -> None:
+    for steps, expected in ((18, 0.0553), (36, 0.0122), (72, 0.00287)):
+        roots = torch.linspace(0.002 ** (1 / 7), 80 ** (1 / 7), steps, dtype=torch.float64)
+        schedule = Schedule.from_log_snr(-14 * roots.log())
+        exact = 0.5 / Gaussian(schedule, 0.5).variance[-1].item() ** 0.5
+        assert error_of(schedule, "heun", exact) == pytest.approx(expected, rel=0.005)
+
+
+def test_without_a_slope_dpmpp_is_ddim() -> None:
+    schedule, z = Schedule("cosine"), normal(2, 3, 4, 4)
+    pixels = Gaussian(schedule, 0.5, mean=0.3)
+    for steps in (1, 2):
+        one, other = (
+            sample(pixels.denoise, schedule, z, draw=no_draw, sampler=sampler, steps=steps)
+            for sampler in ("ddim", "dpmpp_2m")
+        )
+        assert torch.equal(one, other)
 
 
 def spread(pixels: Gaussian, denoise: Callable, **options) -> float:
@@ -123,6 +142,64 @@ def test_dpmpp_is_far_better_than_ddim_although_steps_grow_towards_the_end(name:
     ).square().mean() / 25  # a fifth of the error; found: an eighth
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_ends_on_the_pictures_of_a_mixture_and_reaches_all(sampler: str) -> None:
+    schedule = Schedule("cosine", zero_terminal_snr=True)
+    pictures, z = normal(3, 3, 2, 2).clamp(-1, 1), normal(60, 3, 2, 2, seed=2)
+    noise = iter(normal(200, 60, 3, 2, 2, seed=3))
+    out = sample(
+        mixture(pictures, schedule), schedule, z, draw=lambda name, step: next(noise), sampler=sampler, steps=50
+    )
+    distance = (out[:, None] - pictures).abs().flatten(2).amax(2)
+    assert distance.amin(1).max() < 1e-3 and set(distance.argmin(1).tolist()) == {0, 1, 2}
+
+
+def keyed(rows: list[int]) -> Callable[[str, int], Tensor]:
+    def draw(name: str, step: int) -> Tensor:
+        return torch.cat([normal(1, 3, 6, 6, seed=hash((row, step, len(name))) % 2**31) for row in rows])
+
+    return draw
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_picture_does_not_depend_on_the_others_of_its_batch(sampler: str) -> None:
+    schedule = Schedule("cosine", 100)
+    z = normal(3, 3, 6, 6)
+    image, mask = normal(3, 3, 6, 6, seed=7).clamp(-1, 1), normal(3, 6, 6, seed=8) > 0.5
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        x_start = 3 * torch.tanh(x * schedule.alpha[t]) + (0 if previous is None else 0.1 * previous)
+        return Denoised(x_start, 0.5 + 0.1 * torch.tanh(x))
+
+    def pictures(rows: list[int]) -> Tensor:
+        return sample(
+            denoise, schedule, z[rows], draw=keyed(rows), sampler=sampler, steps=10, eta=0.5 * (sampler == "ddim"),
+            threshold=lambda x: dynamic_threshold(x, 0.9), inpaint=Inpaint(image[rows], mask[rows], 2),
+        )  # fmt: skip
+
+    whole = pictures([0, 1, 2])
+    assert torch.equal(whole, torch.cat([pictures([row]) for row in (0, 1, 2)]))
+    assert whole.isfinite().all() and whole.abs().max() <= 1
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("resample_times", [1, 3])
+def test_inpainting_keeps_what_the_mask_says_and_draws_the_rest(sampler: str, resample_times: int) -> None:
+    schedule = Schedule("cosine", zero_terminal_snr=True)
+    pixels, image = Gaussian(schedule, 0.5), torch.full((2, 3, 6, 6), 0.25, dtype=torch.float64)
+    gap = torch.zeros(2, 6, 6, dtype=torch.bool)
+    gap[0, :, [0, 5]] = True
+    gap[1, 2:4] = True
+    for mask in (torch.ones_like(gap), gap, gap[:, None]):
+        out = sample(
+            pixels.denoise, schedule, normal(2, 3, 6, 6), draw=lambda name, step: normal(2, 3, 6, 6, seed=step),
+            sampler=sampler, steps=8, inpaint=Inpaint(image, mask, resample_times),
+        )  # fmt: skip
+        kept = mask.view(2, 1, 6, 6).expand_as(out)
+        assert torch.equal(out[kept], image[kept])
+        assert out.isfinite().all() and (out[~kept] != 0.25).all()
+
+
 def test_at_each_level_the_kept_parts_are_the_image_with_that_levels_noise() -> None:
     schedule = Schedule("cosine", 100)
     image, seen = torch.full((1, 3, 2, 2), 0.5, dtype=torch.float64), list[tuple[int, float]]()
@@ -156,6 +233,19 @@ def test_sampling_visits_the_last_level_first_and_each_level_once(sampler: str) 
     assert seen == ([999, 749, 500, 500, 250, 250, 0, 0] if sampler == "heun" else levels)
     assert (out == 0).all(), "the last estimate is the result"
     assert told == [(n, 5) for n in range(1, 6)]
+
+
+def test_repainting_runs_the_network_as_often_as_it_says() -> None:
+    schedule, calls = Schedule("cosine", 50), list[int]()
+    z = normal(1, 1, 2, 2)
+
+    def denoise(x: Tensor, t: int, previous: Tensor | None) -> Denoised:
+        calls.append(t)
+        return Denoised(x)
+
+    inpaint = Inpaint(z, torch.zeros(1, 2, 2, dtype=torch.bool), 3)
+    sample(denoise, schedule, z, draw=lambda *_: z, sampler="dpmpp_2m", steps=4, inpaint=inpaint)
+    assert calls == [49] * 3 + [33] * 3 + [16] * 3 + [0]  # the last step ends clean: no noise comes again
 
 
 def test_after_noise_was_added_again_dpmpp_has_no_slope_to_continue() -> None:
@@ -214,6 +304,15 @@ def test_the_default_spacing_keeps_small_deviations_on_shifted_schedules(name: s
     schedule = Schedule(name, log_snr_shift=2 * math.log(64 / side))
     assert shrunk(schedule, 0.25, "dpmpp_2m", 20) == pytest.approx(0.25, rel=0.06)
     assert shrunk(schedule, 0.25, "heun", 20) == pytest.approx(0.25, rel=0.1)
+
+
+def test_without_a_shift_the_spacing_is_chosen_for_one_sampler_on_two_schedules_alone() -> None:
+    chosen = {(name, sampler): best_spacing(Schedule(name), sampler) for name in SCHEDULES for sampler in SAMPLERS}
+    assert {pair for pair, spacing in chosen.items() if spacing != "uniform"} == {
+        ("linear", "dpmpp_2m"), ("jsd", "dpmpp_2m"),
+    }  # fmt: skip
+    shifted = Schedule(log_snr_shift=2 * math.log(64 / 256))
+    assert {name for name in SAMPLERS if best_spacing(shifted, name) == "karras"} == {"ddim", "dpmpp_2m", "heun"}
 
 
 def test_the_threshold_is_a_percentile_of_each_picture_and_leaves_small_ones_alone() -> None:

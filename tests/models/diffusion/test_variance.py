@@ -75,6 +75,15 @@ def test_the_first_level_has_the_small_variance_of_the_second_and_finite_bits() 
         assert bits.isfinite().all() and fraction.grad is not None and fraction.grad.isfinite().all()
 
 
+def test_estimates_far_off_at_high_noise_leave_finite_gradients() -> None:
+    """Early in training on noise, an estimate of x0 is off by as much as 1 / alpha = 20000."""
+    variance = LearnedVariance(Schedule("cosine"))
+    x0, fraction = torch.zeros(2, 3, 4, 4), torch.full((2, 3, 4, 4), 0.5).requires_grad_()
+    x_start = torch.stack([torch.full((3, 4, 4), 0.1), torch.full((3, 4, 4), 3e6)])
+    variance.bits(x0, x_start, fraction, torch.tensor([0, 999])).sum().backward()
+    assert fraction.grad is not None and fraction.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("mean", [-1.4, -1.0, 0.0031, 0.7, 1.2])
 @pytest.mark.parametrize("deviation", [1e-3, 0.006, 0.1, 3.0])
 def test_the_likelihoods_of_256_values_sum_to_1(mean: float, deviation: float) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from models import VQGAN, Discriminator
 from models.files.muse import (
+    describe_public_vqgan,
     is_public_vqgan,
     load_public_discriminator,
     load_public_vqgan,
     save_public_vqgan,
 )
-from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
+from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images
 from tests.models.reference import tokenizers
 
 STATE = tokenizers.state_of("vqgan")
@@ -92,6 +93,32 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     assert "--weights ema" in one_line_of(lambda path: load_public_vqgan(path, weights="ema"), tmp_path / "vae.pt")
 
 
+def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
+    """The public package projects nothing where the last level has as many channels as a code has bits."""
+    torch.manual_seed(0)
+    source = VQGAN(image_size=16, dim=16, num_layers=1, codebook_size=256, centred=False)
+    save_public_vqgan(source, tmp_path / "vae.pt")
+    state = torch.load(tmp_path / "vae.pt", weights_only=True)
+    state = {name: tensor for name, tensor in state.items() if "project" not in name}
+    state["quantizer.mask"] = 2 ** torch.arange(15, -1, -1)
+    torch.save(state, tmp_path / "vae.pt")
+    model, images = load_public_vqgan(tmp_path / "vae.pt"), some_images(size=16)
+    with torch.no_grad():
+        features = source.encoder[:-1](images)
+    bits = (features > 0).long() * 2 ** torch.arange(15, -1, -1)[:, None, None]
+    assert torch.equal(model.encode(images), bits.sum(dim=1))
+    assert "16" in refused(save_public_vqgan, model, tmp_path / "back.pt")
+
+
+def test_the_description_of_a_file_says_what_follows_from_its_shapes(public: Path) -> None:
+    facts = describe_public_vqgan(public)
+    assert facts["kind"] == "muse-maskgit-pytorch 0.3.5 file" and facts["model"] == "VQGAN"
+    sizes = {"dim": 16, "channels": 3, "num_layers": 2, "num_resnet_blocks": [1, 2], "codebook_size": 256}
+    assert facts["arguments"].items() >= sizes.items()
+    assert facts["parameters"] == sum(tensor.numel() for tensor in load_public_vqgan(public).state_dict().values())
+    assert facts["discriminator"].items() >= {"dim": 16, "channels": 3, "layers": 2}.items()
+
+
 @pytest.mark.parametrize(("sizes", "complaint"), [
     ({"quantizer": "fsq"}, "fsq"), ({"quantizer": "bsq"}, "bsq"), ({"centred": True}, "--no-centred"),
     ({"dim": 8}, "16"),
@@ -110,11 +137,14 @@ def without(state: State, *names: str) -> State:
 # The file's weights with others, and what the message has to say.
 MISTAKES: list[tuple[State, str]] = [
     ({**STATE, "quantizer._codebook.embed": torch.zeros(1, 4, 8)}, "LFQ"),
+    ({**STATE, "quantizer.mask": torch.ones(4)}, "several codebooks"),
     ({**STATE, "enc_dec.encoders.0.weight": torch.zeros(16, 3, 7, 7)}, "7 x 7"),
     ({**STATE, "enc_dec.encoders.3.0.weight": torch.zeros(48, 16, 4, 4)}, "double"),
     (without(STATE, "enc_dec.encoders"), "it lacks enc_dec.encoders.0.weight"),
+    (without(STATE, *(f"enc_dec.encoders.{i}." for i in range(1, 6))), "have [] channels"),
     ({**STATE, "transformer.weight": torch.zeros(1)}, "transformer.weight"),
     (without(STATE, "enc_dec.decoders.2.0.bias"), "decoder.3.0.bias should have"),
+    (without(STATE, "quantizer.project_out.weight"), "should have shape (32, 8, 1, 1)"),
     ({**without(STATE, "quantizer.mask"), "quantizer.project_in.weight": torch.zeros(64, 32)}, "64 bits"),
     ({**STATE, "enc_dec.decoders.5.bias": torch.ones(3).long()}, "of the kind"),
     ({**STATE, "enc_dec.x": Call(print, "ran")}, "without running code"), ([STATE], "a list"),
@@ -130,6 +160,10 @@ def test_another_file_is_refused_in_one_line(
     assert capsys.readouterr().out == ""
 
 
-def test_half_a_discriminator_is_refused(tmp_path: Path) -> None:
-    torch.save(without(STATE, "discr.to_logits.2.bias"), tmp_path / "vae.pt")
-    assert "to_logits.2.bias should have shape (1,)" in one_line_of(load_public_discriminator, tmp_path / "vae.pt")
+@pytest.mark.parametrize(("name", "complaint"), [
+    ("layers.0.0.weight", "discr.layers.0.0.weight"), ("layers.2.0.weight", "to_logits.0.weight should have"),
+    ("to_logits.2.bias", "to_logits.2.bias should have shape (1,)"),
+])  # fmt: skip
+def test_half_a_discriminator_is_refused(name: str, complaint: str, tmp_path: Path) -> None:
+    torch.save(without(STATE, f"discr.{name}"), tmp_path / "vae.pt")
+    assert complaint in one_line_of(load_public_discriminator, tmp_path / "vae.pt")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -71,6 +73,26 @@ def test_without_training_or_gradients_and_for_codes_alone_nobody_is_asked_and_n
     if name == "vq":
         with pytest.raises(RuntimeError, match="forward"):
             quantizer.after_update(1, 0)
+
+
+@all_quantizers
+def test_a_copy_shares_the_way_to_other_processes_instead_of_copying_it(name: str) -> None:
+    class Backend:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # cannot be copied, as sockets cannot
+
+        def sum(self, tensor: Tensor) -> Tensor:
+            return tensor * 2
+
+    backend, quantizer = Backend(), small(name)
+    quantizer.all_reduce, quantizer.rank, quantizer.world_size = backend.sum, 1, 2
+    twin = copy.deepcopy(quantizer)
+    assert twin.all_reduce.__self__ is backend and (twin.rank, twin.world_size) == (1, 2)
+    assert set(quantizer.state_dict()) == set(small(name).state_dict())
+    z = some_z(quantizer)
+    assert torch.equal(twin.eval()(z).codes, quantizer.eval()(z).codes)
+    for mine, other in zip(quantizer.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert mine.data_ptr() != other.data_ptr()
 
 
 @all_quantizers

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
 import torch
 import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
 from models import ResidualQuantizer
-from tests.models.helpers import refused, some
+from models.quantizers import clustering
+from tests.models.helpers import assert_same_bits, refused, some, state_of
 
 DIM, LEVELS, SIZE = 6, 4, 5
 
@@ -62,6 +65,15 @@ def test_encode_and_decode_give_the_codes_and_the_sum_of_forward_to_the_bit_unde
         assert torch.equal(quantizer(embeddings).quantized, out.quantized) and out.quantized.dtype == torch.float32
 
 
+def test_every_level_leaves_less() -> None:
+    quantizer, embeddings = trained(updates=20), some_embeddings(1)
+    codes, left = quantizer.encode(embeddings), quantizer(embeddings).losses["commitment"]
+    errors = [F.mse_loss(quantizer.decode(codes[:, :k]), embeddings) for k in range(1, LEVELS + 1)]
+    torch.testing.assert_close(left, torch.stack(errors))
+    assert all(later < 0.95 * earlier for earlier, later in itertools.pairwise(errors))
+    assert errors[0] < embeddings.var(0, unbiased=False).mean()
+
+
 def test_gradients_go_straight_through_and_commitment_pulls_to_the_entries() -> None:
     quantizer, embeddings = trained(), some_embeddings(9).requires_grad_()
     weights = some(48, DIM, seed=2)
@@ -70,6 +82,43 @@ def test_gradients_go_straight_through_and_commitment_pulls_to_the_entries() -> 
     assert torch.equal(gradient, weights)
     (gradient,) = torch.autograd.grad(out.losses["commitment"][-1], embeddings)
     torch.testing.assert_close(gradient, 2 * (embeddings - out.quantized).detach() / embeddings.numel())
+
+
+def test_the_first_batch_makes_the_first_entries_level_by_level() -> None:
+    quantizer = untrained()
+    quantizer(some_embeddings())
+    residual = some_embeddings()
+    for level in quantizer.levels:
+        centres, _ = clustering.kmeans(residual, SIZE, normalize=lambda means: means)
+        assert torch.equal(level.codebook, centres)
+        residual = residual - centres[clustering.nearest(residual, centres)]
+
+
+def test_neither_eval_mode_nor_encode_learns() -> None:
+    quantizer = untrained()
+    before = state_of(quantizer)
+    quantizer.encode(some_embeddings())  # in train mode
+    quantizer.eval()(some_embeddings())
+    assert_same_bits(quantizer, before)
+    with pytest.raises(RuntimeError, match="without a forward"):
+        quantizer.train().after_update(1, 0)
+
+
+def test_dead_entries_are_replaced_by_other_embeddings_on_every_level_and_by_seed() -> None:
+    def revived(seed: int) -> list[int]:
+        quantizer = trained(revive_below=0.01).train()
+        for level in quantizer.levels:
+            level.codebook[0] = level.code_sums[0] = 1e3
+            level.code_counts[0] = 1e-4
+        embeddings, codes = some_embeddings(7), quantizer(some_embeddings(7)).codes
+        seen = [embeddings, *(embeddings - quantizer.decode(codes[:, :level]) for level in range(1, LEVELS))]
+        quantizer.after_update(4, seed)
+        pairs = zip(quantizer.levels, seen, strict=True)
+        # Fails unless it is one.
+        return [int(((level.codebook[0] - rows).abs().amax(1) < 1e-6).nonzero()) for level, rows in pairs]
+
+    assert revived(0) == revived(0) != revived(1)
+    assert len(set(revived(0))) > 1
 
 
 def test_what_cannot_be_is_refused() -> None:

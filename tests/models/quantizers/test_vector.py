@@ -37,6 +37,13 @@ def update(quantizer: VectorQuantizer, z: Tensor, step: int = 1, **more: Any) ->
     quantizer.after_update(step, 0, **more)
 
 
+def test_the_loss_pulls_vectors_to_their_entries() -> None:
+    quantizer, z = started(), some_vectors().requires_grad_()
+    out = quantizer(z)
+    out.losses["commitment"].backward()
+    torch.testing.assert_close(z.grad, 2 * (z - out.quantized).detach() / z.numel())
+
+
 @pytest.mark.parametrize("cosine", [False, True])
 def test_updates_agree_with_the_library(cosine: bool) -> None:
     quantizer = started(decay=0.8, cosine=cosine)
@@ -57,6 +64,15 @@ def test_updates_agree_with_the_library(cosine: bool) -> None:
         torch.testing.assert_close(quantizer.code_counts, book.cluster_size[0])
 
 
+@pytest.mark.parametrize("kmeans_init", [False, True])
+def test_with_cosine_vectors_and_entries_have_length_one(kmeans_init: bool) -> None:
+    quantizer = started(cosine=True, revive_below=0.5, kmeans_init=kmeans_init)
+    for step in range(1, 4):
+        update(quantizer, 10 * some_vectors(seed=step), step)
+        torch.testing.assert_close(quantizer.codebook.norm(dim=1), torch.ones(7))
+    assert quantizer(10 * some_vectors()).losses["commitment"] < 4 / 5
+
+
 def test_sums_by_code_are_exact() -> None:
     vectors, codes = torch.randn(50, 3), torch.randint(0, 6, (50,))
     codes[codes == 4] = 5
@@ -66,11 +82,23 @@ def test_sums_by_code_are_exact() -> None:
     torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_the_averages_stay_fp32_when_the_model_is_cast() -> None:
+def test_a_skipped_update_leaves_the_codebook_as_it_was() -> None:
+    quantizer = started(revive_below=0.5)
+    update(quantizer, some_vectors())
+    before = state_of(quantizer)
+    update(quantizer, torch.full((12, 5, 2, 2), math.nan), 2, skipped=torch.tensor(True))
+    assert_same_bits(quantizer, before)
+    other = started(revive_below=0.5)
+    update(other, some_vectors(), skipped=torch.tensor(False))
+    assert_same_bits(other, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_averages_stay_fp32_when_the_model_is_cast(dtype: torch.dtype) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 1), started())
     before = state_of(model[1])
-    model.bfloat16()
-    assert model[0].weight.dtype == torch.bfloat16
+    model.to(dtype)
+    assert model[0].weight.dtype == dtype
     assert_same_bits(model[1], before)
     assert model[1].codebook.dtype == torch.float32
 
@@ -148,6 +176,17 @@ def test_a_dead_entry_becomes_the_vector_drawn_by_seed_and_step_and_no_other_cha
     torch.testing.assert_close(quantizer.code_sums[0], quantizer.codebook[0] * quantizer.code_counts[0])
 
 
+def test_vectors_are_drawn_evenly_as_a_function_of_seed_step_and_code() -> None:
+    def drawn(count: int, bound: int, seed: int, step: int) -> Tensor:
+        return random_indices(count, bound, seed, step, device=torch.device("cpu"))
+
+    assert torch.equal(drawn(40, 1000, 3, 7), drawn(40, 1000, 3, 7))
+    assert len({tuple(drawn(40, 1000, seed, step).tolist()) for seed in range(5) for step in range(5)}) == 25
+    assert len(drawn(40, 1000, 3, 7).unique()) > 35
+    counts = torch.cat([drawn(1000, 10, 0, step) for step in range(100)]).bincount(minlength=10).double()
+    assert ((counts - 10_000).square() / 10_000).sum() < 27.9  # chi-squared, 9 degrees of freedom: p = 0.001
+
+
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 4), (3, 1), (3, 2), (2, 3)])
 @pytest.mark.parametrize("cosine", [False, True])
 def test_any_number_of_processes_and_micro_batches_makes_the_same_codebook(
@@ -177,3 +216,17 @@ def test_any_number_of_processes_and_micro_batches_makes_the_same_codebook(
     assert revived > 0
     for quantizer, _ in on_processes(world_size, lambda process: train(process, micro_batches)):
         assert_same_bits(quantizer, alone)
+
+
+def test_an_update_is_one_collective() -> None:
+    first = started(revive_below=0.3)
+
+    def collectives(process: Any) -> int:
+        quantizer = copy.deepcopy(first)
+        quantizer.connect(process)
+        quantizer(some_vectors())
+        quantizer(some_vectors(seed=2))
+        quantizer.after_update(1, 0)
+        return len(process.comm.calls)
+
+    assert on_processes(2, collectives) == [1, 1]

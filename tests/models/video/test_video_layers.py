@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.video.attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
-from models.video.causal import CausalConv3d, Context
-from models.video.patches import to_patches
+from models.video.causal import CausalConv3d, Context, SpaceUp, TimeUp
+from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
+from models.video.patches import PATCHES, from_patches, to_patches
 from models.video.residual import ResidualUnit, RMSNorm, SqueezeExcite
 from tests.models.helpers import some
 
@@ -30,6 +31,14 @@ def in_fp64() -> object:
 
 def video(*shape: int, seed: int = 1) -> Tensor:
     return some(*(shape or (2, 6, 5, 4, 4)), seed=seed).double()
+
+
+def test_a_list_of_layers_says_what_fits() -> None:
+    layers = " residual, compress_space:64,consecutive_residual:2,compress_time ,compress_space"
+    assert parse_layers(layers)[1:4] == [("compress_space", 64), ("consecutive_residual", 2), ("compress_time", None)]
+    assert (frames_per_code(layers), pixels_per_code(layers), pixels_per_code(layers, 2)) == (2, 4, 8)
+    with pytest.raises(ValueError, match=r"^width 3 must be a multiple of 4, .*; use 4 or 8$"):
+        check_side("width", 3, 4)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -58,6 +67,33 @@ def test_for_an_image_a_causal_convolution_is_the_2d_convolution_of_its_last_sli
     assert not ours[:, :, :-1].any() and ours[:, :, -1].any()
 
 
+def test_upsampled_frame_f_is_frame_f_over_2_rounded_up_and_four_pixels_start_equal() -> None:
+    x = video(2, 3, 4, 2, 2)
+    time, space = TimeUp(3, 3), SpaceUp(3, 3)
+    with torch.no_grad():
+        for up, parts in ((time, 2), (space, 4)):
+            up.expand.weight.copy_(torch.eye(3).repeat_interleave(parts, dim=0).view(up.expand.weight.shape))
+        frames, pixels = time(x, WHOLE), space(x, WHOLE)
+    assert frames.shape == (2, 3, 7, 2, 2)
+    for f in range(7):
+        torch.testing.assert_close(frames[:, :, f], F.silu(x[:, :, math.ceil(f / 2)]))
+    torch.testing.assert_close(pixels, F.silu(x).repeat_interleave(2, dim=3).repeat_interleave(2, dim=4))
+    fresh = SpaceUp(3, 5)(x, WHOLE)
+    torch.testing.assert_close(fresh, fresh[..., ::2, ::2].repeat_interleave(2, dim=3).repeat_interleave(2, dim=4))
+    fresh = TimeUp(3, 5)(x, WHOLE)
+    torch.testing.assert_close(fresh[:, :, 1::2], fresh[:, :, 2::2])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", PATCHES)
+def test_patches_lose_nothing_and_keep_the_energy(kind: str, size: int) -> None:
+    whole_numbers = torch.randint(0, 256, (2, 3, 2, 8, 4)).float()
+    patches = to_patches(whole_numbers, size, kind)
+    assert patches.shape == (2, 3 * size**2, 2, 8 // size, 4 // size)
+    assert torch.equal(from_patches(patches, size, kind), whole_numbers)
+    torch.testing.assert_close(patches.square().sum(), whole_numbers.square().sum())
+
+
 def test_haar_is_the_transform_of_the_four_pixels() -> None:
     a, b, c, d = 1.0, 2.0, 4.0, 8.0
     x = torch.tensor([[a, b], [c, d]]).view(1, 1, 1, 2, 2)
@@ -80,11 +116,25 @@ def test_norms_and_gates_look_at_one_frame_and_start_open() -> None:
     assert not torch.equal(gate(x), x)
 
 
-def test_a_residual_unit_with_norms_is_its_formula() -> None:
-    """One without is held against that of reference/tokenizer.py."""
-    unit, x = ResidualUnit(6, CausalConv3d(6, 6, (3, 3, 3)), nn.Identity(), "rms"), video()
-    first, second = unit.norms
-    expected = x + unit.mix(F.silu(second(unit.conv(F.silu(first(x, WHOLE)), WHOLE), WHOLE)))
+def test_a_gate_is_computed_from_the_attended_mean_of_its_frame() -> None:
+    gate, x = SqueezeExcite(6), video()
+    nn.init.normal_(gate.excite.weight)
+    for b, f in itertools.product(range(2), range(5)):
+        pixels = x[b, :, f].flatten(1)
+        weights = (gate.to_weights.weight.flatten() @ pixels + gate.to_weights.bias).softmax(dim=0)  # type: ignore[operator]
+        hidden = F.leaky_relu(gate.squeeze(pixels @ weights), 0.1)
+        expected = 2 * torch.sigmoid(gate.excite(hidden))[:, None, None] * x[b, :, f]
+        torch.testing.assert_close(gate(x)[b, :, f], expected)
+
+
+@pytest.mark.parametrize("norm", ["none", "rms"])
+def test_a_residual_unit_is_what_its_norm_says(norm: str) -> None:
+    unit, x = ResidualUnit(6, CausalConv3d(6, 6, (3, 3, 3)), nn.Identity(), norm), video()
+    if norm == "none":
+        expected = x + F.elu(unit.mix(F.elu(unit.conv(x, WHOLE))))
+    else:
+        first, second = unit.norms
+        expected = x + unit.mix(F.silu(second(unit.conv(F.silu(first(x, WHOLE)), WHOLE), WHOLE)))
     torch.testing.assert_close(unit(x, WHOLE), expected)
 
 
