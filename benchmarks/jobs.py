@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import distributed
-from scripts.launching import ONE_PROCESS, ROOT, Job, Launcher
 
+from .launching import ONE_PROCESS, ROOT, Job, Launcher
 from .machine import cores
 from .references import HOROVOD, REFERENCES
 from .slow_network import SlowNetwork

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.launching import PATIENT_HOROVODRUN, ROOT, Launcher, free_port, tool
+from .launching import PATIENT_HOROVODRUN, ROOT, Launcher, free_port, tool
 
 _MTU = 9000  # bytes; with the usual 1500, moving the packets would take most of a core
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from scripts import launching
-from scripts.launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher
+from benchmarks import launching
+from benchmarks.launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher
 
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5

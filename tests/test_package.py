@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.launching import free_port
+from benchmarks.launching import free_port
 from tests.scripts import ROOT, SCRIPTS, words
 
 SITE = Path(sysconfig.get_paths()["purelib"])

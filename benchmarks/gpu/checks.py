@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import distributed
-from scripts.launching import free_port
 from scripts.parity import SMALL_MODELS, difference
 
 from ..jobs import TOKENIZER, JobFailed
+from ..launching import free_port
 from .rows import NEEDS_A_GPU, Plan, Row
 from .worker import SAVED_AFTER, UPDATES, different_tensors
 

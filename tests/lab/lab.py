@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.launching import ENVIRONMENT, HANG_SECONDS, MARK, ROOT, Job
+from benchmarks.launching import ENVIRONMENT, HANG_SECONDS, MARK, ROOT, Job
 
 NETWORK = "10.77.0"
 SLOW_LINK = Path(__file__).parent / "slow_link.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 from lab import Lab
 from slurm import Slurm
 
-from scripts.launching import PATIENT_HOROVODRUN, ROOT, WITHOUT_COMPILER, Job, Launcher, tool
+from benchmarks.launching import PATIENT_HOROVODRUN, ROOT, WITHOUT_COMPILER, Job, Launcher, tool
 
 #: What has to be installed beside what `make test` installs.
 TOOLS = {

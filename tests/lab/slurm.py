@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab import Lab, Machine
 
-from scripts.launching import ENVIRONMENT, wait_until
+from benchmarks.launching import ENVIRONMENT, wait_until
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 # Requeued jobs wait until the credential of their last start has expired: 2 minutes, where this does not say less.

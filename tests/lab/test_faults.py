@@ -15,7 +15,7 @@ from launches import TOOLS, start_on_all, torchrun
 from run_outputs import lines
 from slurm import Slurm
 
-from scripts.launching import ROOT, Finished, Job, Launcher, finish, tool, wait_until
+from benchmarks.launching import ROOT, Finished, Job, Launcher, finish, tool, wait_until
 
 TINY = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
         "--num_resnet_blocks", "0", "--image_folder", "demo:shapes:64", "--epochs", "1000000", "--num_workers", "0",

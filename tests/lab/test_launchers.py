@@ -14,7 +14,7 @@ from launches import TOOLS, start_on_all
 from run_outputs import lines, unequal
 from slurm import Slurm
 
-from scripts.launching import CHOSEN_ON_TWO, Launcher, finish
+from benchmarks.launching import CHOSEN_ON_TWO, Launcher, finish
 from scripts.parity import FIRST_TOLERANCE, LAST_TOLERANCE, SHARED, SMALL_MODELS, STEADY, difference
 
 IN_PARTS = ["--batch_parts", "4"]

@@ -13,7 +13,7 @@ from launches import TOOLS
 from run_outputs import lines
 from slurm import Slurm
 
-from scripts.launching import ROOT, wait_until
+from benchmarks.launching import ROOT, wait_until
 
 TINY = ("--image_folder demo:shapes:64 --image_size 16 --num_layers 2 --num_tokens 16 --hidden_dim 8 --emb_dim 8 "
         "--num_resnet_blocks 0 --epochs 1000000 --num_workers 0 --log_every_n_steps 1 --save_every_n_steps 20 "

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from scripts.launching import ENVIRONMENT, HANG_SECONDS, ROOT, WITHOUT_COMPILER, Finished, free_port
+from benchmarks.launching import ENVIRONMENT, HANG_SECONDS, ROOT, WITHOUT_COMPILER, Finished, free_port
 
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.nn", "interrupted_worker"])

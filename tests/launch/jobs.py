@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from scripts.launching import Launcher, run
+from benchmarks.launching import Launcher, run
 
 
 class Task(NamedTuple):

@@ -11,7 +11,7 @@ import contracts
 import pytest
 from jobs import Jobs, Task
 
-from scripts.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
+from benchmarks.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 
 LAUNCHERS = [
     Launcher("torchrun", 2),

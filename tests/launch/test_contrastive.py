@@ -13,7 +13,7 @@ import torch
 from jobs import Jobs, Task
 from torch import Tensor
 
-from scripts.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
+from benchmarks.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 
 KINDS = ["softmax", "decoupled", "sigmoid"]
 TWO, FOUR = Launcher("torchrun", 2), Launcher("torchrun", 4)

@@ -12,7 +12,7 @@ import pytest
 from forks import fork
 from PIL import Image
 
-from scripts.launching import WHOLE_MATRIX
+from benchmarks.launching import WHOLE_MATRIX
 
 N_IMAGES, BAD = 53, {5, 24, 25}
 BATCH, UPDATES, SAVE_EVERY = 8, 26, 6  # 53 is prime: three epochs end, each inside a batch

@@ -15,7 +15,7 @@ import pytest
 from forks import Forked, completed, fork
 from run_outputs import lines
 
-from scripts.launching import (
+from benchmarks.launching import (
     CHOSEN_ON_TWO,
     ENVIRONMENT,
     HANG_SECONDS,

@@ -20,8 +20,8 @@ from filling import Script, files
 from forks import Forked, fork
 from PIL import Image
 
+from benchmarks.launching import Launcher, run
 from models import VQGAN, MuLaN, VideoTokenizer
-from scripts.launching import Launcher, run
 from tests.data.videos.files import write_video
 
 N_ITEMS, PER_SHARD, RATE = 42, 3, 8000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_outputs import lines
 
-from scripts.launching import ONE_PROCESS, run
+from benchmarks.launching import ONE_PROCESS, run
 
 FLAGS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
          "--num_resnet_blocks", "0", "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "6",

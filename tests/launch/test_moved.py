@@ -13,7 +13,7 @@ from forks import fork
 from jobs import Jobs, Task
 from run_outputs import unequal
 
-from scripts.launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
+from benchmarks.launching import CHOSEN_ON_TWO, ONE_PROCESS, Launcher, run
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:

@@ -22,7 +22,7 @@ from PIL import Image
 from run_outputs import CLOCKS, lines, unequal
 from safetensors.torch import load_file
 
-from scripts.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
+from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
 from tests.scripts import RUN, SCRIPTS, assert_same_bits, files, words
 
 TWO = Launcher("torchrun", 2)

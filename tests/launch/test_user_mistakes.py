@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from forks import fork
 
-from scripts.launching import WHOLE_MATRIX, Launcher, run
+from benchmarks.launching import WHOLE_MATRIX, Launcher, run
 
 TINY = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8"]
 TINY += ["--num_resnet_blocks", "0", "--max_steps", "1", "--num_workers", "0"]

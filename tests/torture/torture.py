@@ -61,7 +61,7 @@ from torture_machines import TOOLS, SpreadJob
 from torture_plan import MOMENTS, VALIDATE_EVERY, Blow, Plan, Spread, draw_plan, draw_plan_over_machines
 from torture_tally import Start, Tally
 
-from scripts.launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send, tool
+from benchmarks.launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send, tool
 
 # A relative 1e-5 is allowed, as tests/launch/test_scripts.py does: rounding alone gives about 1e-7, and a change of
 # backend adds nothing to it, because states are handed over in full fp32.

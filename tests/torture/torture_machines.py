@@ -15,7 +15,7 @@ from launches import start_on_all
 from torture_checks import Lost
 from torture_plan import Blow, Spread
 
-from scripts.launching import MARK, Job, send
+from benchmarks.launching import MARK, Job, send
 
 TOOLS = ("sshd", "ssh-keygen", "pdsh", "mpirun")
 # Nobody has to end within these seconds, but nothing may take longer: TCP gives up after about 2 minutes, a start that

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scripts.launching import CHOSEN_ON_TWO, Launcher
+from benchmarks.launching import CHOSEN_ON_TWO, Launcher
 
 # For each moment, the relative frequency of drawing it ("end" is drawn only for the last blow of a trial), and the
 # longest delay of the blow after it in seconds (for "start-up", as a fraction of the duration of a start).

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torture_checks import last_words
 from torture_plan import Blow
 
-from scripts.launching import Launcher
+from benchmarks.launching import Launcher
 
 
 @dataclass

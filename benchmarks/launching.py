@@ -22,7 +22,7 @@ import psutil
 from distributed.backends import all_backends
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENT_HOROVODRUN = ROOT / "scripts" / "horovodrun.py"
+PATIENT_HOROVODRUN = ROOT / "benchmarks" / "horovodrun.py"
 HANG_SECONDS = 3600.0
 # `make test-all`: every variant of every script on every launcher.
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
