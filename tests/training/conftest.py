@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.processes import Process
+from tests.scripts import VAE, Script
 from training.checkpoints.store import Checkpoints
 
 
@@ -21,6 +23,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "checkpoints", 2, Process())
+
+
+@pytest.fixture
+def copied(run_of_eight: Callable[[Script], Path], tmp_path: Path) -> Path:
+    """A finished run of eight updates, to be changed."""
+    return Path(shutil.copytree(run_of_eight(VAE), tmp_path / "copied", symlinks=True))
 
 
 def _in_a_child(action: Callable[[], None]) -> int:

@@ -1,7 +1,5 @@
 """The moving averages against their recurrence and closed form."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -86,17 +84,6 @@ def test_power_averages_of_weights_that_grow_by_one_per_update_are_their_closed_
         assert value == pytest.approx(1000 * (exponent + 1) / (exponent + 2), rel=1e-3)
 
 
-def test_the_first_update_is_the_whole_of_a_power_average_and_buffers_are_copied():
-    model = Model(3.0)
-    model.norm.running_mean.fill_(7.0)
-    weights = Whole(Model(0.0))
-    averages = PowerAverages(weights, [0.1])
-    weights.module = model
-    averages.update()
-    with averages.kept(nullcontext)() as averaged:
-        assert same(dict(averaged.state_dict()), dict(model.state_dict()))
-
-
 @pytest.mark.parametrize("kind", [{"decay": 0.9}, {"decay": 0.0, "lengths": [0.05, 0.10]}])
 def test_restored_averages_continue_as_the_uninterrupted_ones(kind):
     weights = Whole(Model(0.0))
@@ -106,16 +93,6 @@ def test_restored_averages_continue_as_the_uninterrupted_ones(kind):
     second.load_state_dict(first.state_dict())
     trained(second, weights, [3.0, 4.0])
     torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
-
-
-def test_the_run_keeps_the_power_average_of_the_first_length():
-    weights = Whole(Model())
-    averages = make_ema(weights, 0.0, [0.10, 0.05])
-    assert list(averages.averages()) == ["ema_0.1", "ema_0.05"]
-    with averages.kept(nullcontext)() as kept, averages.averages()["ema_0.05"]() as other:
-        assert averages.keeps(kept) and not averages.keeps(other) and not averages.keeps(weights.module)
-    with pytest.raises(ValueError, match=r"--ema_power 0\.1 0\.1: give each length once"):
-        make_ema(weights, 0.0, [0.1, 0.10])
 
 
 @pytest.mark.parametrize("kind", [{"decay": 0.999}, {"decay": 0.0, "lengths": [0.1]}])
@@ -147,19 +124,6 @@ def test_state_that_does_not_fit_is_an_error_of_one_line():
         with pytest.raises(ValueError, match=f"do not fit the model: {reason}") as error:
             ema.load_state_dict({"updates": 1, "weights": weights})
         assert "\n" not in str(error.value)
-
-
-def test_the_average_is_evaluated_and_kept_and_without_decay_the_trained_model_itself():
-    model = Model()
-    ema = make_ema(Whole(model), 0.99)
-    assert list(ema.averages()) == ["ema"] and not ema.keeps(model)
-    with ema.kept(nullcontext)() as kept:
-        assert ema.keeps(kept) and kept is not model
-    none = make_ema(Whole(model), 0.0)
-    none.update()
-    assert none.averages() == {} and none.kept(nullcontext) is nullcontext and none.keeps(model)
-    assert none.state_dict() == {}
-    none.load_state_dict({})
 
 
 def test_another_average_at_a_resume_is_an_error_that_names_the_flag():

@@ -94,9 +94,3 @@ def test_gumbel_is_finite_at_both_ends_of_the_uniform_numbers(monkeypatch):
     assert noise.gumbel(0, [0], (2,)).tolist() == [
         [pytest.approx(25 * math.log(2)), pytest.approx(-math.log(24 * math.log(2)))]
     ]
-
-
-def test_no_samples_and_samples_of_one_number_have_their_shapes():
-    noise = Noise(0, "shapes")
-    assert noise.normal(0, [3, 1], ()).shape == (2,)
-    assert noise.gumbel(0, [], (4, 5)).shape == (0, 4, 5)

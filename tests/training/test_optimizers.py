@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -49,16 +48,3 @@ def test_no_scale_no_bias_and_no_missing_condition_decays(kind: str, arguments: 
     assert {name for name in names if name.endswith(not_weights)} == set()
     linear = {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     assert linear and linear <= names
-
-
-def test_every_weight_is_trained_once() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    groups = make_optimizer(model, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5).param_groups
-    held = [id(weight) for group in groups for weight in group["params"]]
-    assert sorted(held) == sorted(id(weight) for weight in model.parameters())
-
-
-def test_a_missing_lion_is_one_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
-    with pytest.raises(ValueError, match=r"pip install -e \"\.\[lion\]\""):
-        make_optimizer(nn.Linear(1, 1), lr=0.1, betas=(0.9, 0.99), weight_decay=0.0, lion=True)

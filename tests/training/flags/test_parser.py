@@ -129,15 +129,6 @@ def test_a_list_with_a_wrong_value_is_refused(convert, texts, expected):
             convert(text)
 
 
-def test_defaults_apply_what_is_set_is_explicit_and_values_are_appended(parser):
-    args = parser.parse([])
-    assert (args.batch_size, args.learning_rate, args.image_folder, args.max_steps) == (8, 1e-3, None, None)
-    assert args.weight_decay == 0.01 and args.shuffle
-    assert args.explicit == frozenset()
-    assert parser.parse(["--batch_size", "8", "--no-flip"]).explicit == {"batch_size", "flip"}
-    assert parser.parse(["--tag", "a", "--tag", "b"]).tag == ["a", "b"]
-
-
 def test_a_flag_that_does_nothing_is_an_error_on_the_command_line_and_let_pass_in_a_file(parser, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("max_steps: 3\nbatch_size: 9")
     args = parser.parse(["--config", str(tmp_path / "c.yaml"), "--batch_size", "8"])
@@ -161,9 +152,7 @@ def test_command_line_wins_over_config_wins_over_default(parser, config):
 @pytest.mark.parametrize(
     ("argv", "text", "power", "decay"),
     [
-        ("", "", None, 0.0),
         ("--ema_power 0.05 .10", "", [0.05, 0.1], 0.0),
-        ("--ema_power 0.05", "ema_decay: 0.9", [0.05], 0.0),
         ("--ema_decay 0.9", "ema_power: [0.05, 0.1]", None, 0.9),
         ("--ema_decay 0", "ema_power: [0.05]", [0.05], 0.0),
         ("--ema_decay 0 --ema_power 0.05", "ema_decay: 0.9", [0.05], 0.0),
@@ -201,30 +190,17 @@ def test_config_values_become_what_the_command_line_would_make_of_them(parser, c
     assert (args.image_folder, args.report_to) == ("010", ("tensorboard", "wandb"))
 
 
-def test_saved_settings_read_back_as_the_same_arguments(parser, config):
-    args = parser.parse(["--batch_size", "16", "--compile", "--crop", "4", "5", "--tag", "x", "--report_to", "wandb"])
-    settings = parser.settings(args)
-    assert settings["batch_size"] == 16 and {"config", "fresh", "local_rank", "explicit", "help"}.isdisjoint(settings)
-    again = parser.parse(["--config", config(yaml.safe_dump(settings))])
-    assert parser.settings(again) == settings
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("batch_sizes: 8", "line 1: unknown key 'batch_sizes'; did you mean batch_size?"),
-        ("seed: 1\nlr: 1", "line 2: unknown key 'lr'"),
         ("no_flip: true", "unknown key 'no_flip'"),
         ("config: other.yaml", "config belongs on the command line"),
         ("batch_size: eight", "line 1: batch_size: expected a whole number from 1 to 4194304, got 'eight'"),
-        ("batch_size: 1.5", "batch_size: expected a whole number from 1 to 4194304, got '1.5'"),
-        ("batch_size:", "batch_size: expected a whole number from 1 to 4194304, got ''"),
         ("precision: off", "precision: expected one of fp32, tf32, bf16, fp16; got 'off'"),
         ("batch_size: [8]", "batch_size: expected a single value, got a list"),
-        ("steps_as_int: x", "steps_as_int: expected a whole number, got 'x'"),
         ("image_folder: on", "image_folder: expected text, quoted where YAML reads a word otherwise; got 'on'"),
         ("compile: 1", "compile: expected true or false, got '1'"),
-        ("channel_widths: {}", "channel_widths: expected a list, got a mapping"),
         ("channel_widths: []", "channel_widths: expected a list of at least one value, got an empty one"),
         ("crop: [1, 2, 3]", "crop: expected a list of 2 values, got 3"),
         ("seed: 1\nseed: 2", "line 2: seed was already set by the key 'seed'"),
@@ -232,7 +208,7 @@ def test_saved_settings_read_back_as_the_same_arguments(parser, config):
         ("[a, b]: 1", "a key must be the name of a flag"),
         ("- batch_size", "must be a mapping"),
         ("batch_size: [8", "is not YAML"),
-        ("[" * 5_000, "is not YAML that can be used: it is nested too deeply"),
+        ("[" * 1_000, "is not YAML that can be used: it is nested too deeply"),
         ("seed: !!python/object/apply:os.system ['true']", "seed: expected a single value, got a list"),
     ],
 )
@@ -253,32 +229,14 @@ def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
     ("argv", "expected"),
     [
         (["--batch_sise=8"], "unknown flag --batch_sise; did you mean --batch_size?"),
-        (["--lr", "1e-3"], "unknown flag --lr; did you mean --learning_rate?"),
-        (["--use_ema"], "unknown flag --use_ema; did you mean --ema_decay?"),
         (["--data_dir", "photos"], "unknown flag --data_dir; did you mean --image_folder?"),
         (["--resume", "x"], "unknown flag --resume: a run is resumed by the same command again"),
         (["--gpus=8"], "unknown flag --gpus: the launcher starts the processes"),
         (["photos"], "unexpected argument 'photos'"),
         (["--batch_size", "0"], "argument --batch_size: expected a whole number from 1 to 4194304, got '0'"),
         (["--report_to", "mlflow"], "argument --report_to: expected none, or a comma list of tensorboard, wandb; got"),
-        (["--x\ny"], "unknown flag --x y"),
         (["--x\x1b[2J\0"], "unknown flag --x?[2J?"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(parser, capsys, argv, expected):
     assert expected in error_line(capsys, parser, *argv)
-
-
-def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_said_after_the_root_had_time_to_speak(
-    capsys, monkeypatch
-):
-    waited = []
-    monkeypatch.setattr("training.flags.parser.time.sleep", waited.append)
-    other = ArgumentParser("train_vae.py", is_root=lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        other.error("too few images", is_agreed=True)
-    assert exit_.value.code == 2 and waited == [2.0] and capsys.readouterr() == ("", "")
-    with pytest.raises(SystemExit) as exit_:
-        other.parse(["--nonsense"])
-    assert exit_.value.code == 2 and waited == [2.0, 10.0]
-    assert capsys.readouterr() == ("", "train_vae.py: error: unknown flag --nonsense\n")

@@ -31,13 +31,6 @@ def test_sums_survive_an_all_reduce_in_place():
         assert averages.result(lambda sums: sums.add_(1)) == {"loss": pytest.approx((4 + 1) / (2 + 1))}
 
 
-def test_averages_take_scalars_and_can_be_read_twice():
-    averages = Averages("loss")
-    averages.add(loss=torch.tensor(2.0, requires_grad=True))
-    averages.add(loss=torch.tensor(4.0))
-    assert averages.result() == averages.result() == {"loss": 3.0}
-
-
 def test_average_of_nothing_is_nan_and_of_an_unknown_name_an_error():
     assert math.isnan(Averages("loss").result()["loss"])
     with pytest.raises(KeyError):

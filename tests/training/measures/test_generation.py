@@ -151,27 +151,3 @@ def test_batches_of_three_processes_of_which_one_has_none_give_the_values_of_one
     # Sums in another order; a Fréchet distance is a difference of much larger numbers.
     assert found[0] == {name: pytest.approx(value, rel=1e-6) for name, value in whole.items()}
     assert sorted(map(str, gathered)) == ["torch.float32"] * 3 + ["torch.int64"] * 3, "features and positions, once"
-
-
-def test_only_what_has_its_network_is_measured() -> None:
-    assert quality(inception=None, lpips=None, cosines=[]).result() == {}
-    measure = quality(inception=None)
-    measure.add(**batch(slice(0, 4)))
-    assert list(measure.result()) == ["lpips", "clip_score"]
-
-    class NoClasses(Network):
-        classes = 0
-
-    measure = quality(inception=NoClasses(), lpips=None, cosines=[], kid_subset_size=100)
-    given = batch(slice(0, 4))
-    measure.add(given["real"], given["generated"], given["positions"])
-    assert list(measure.result()) == ["fid", "kid"]
-
-
-def test_too_few_images_are_an_error() -> None:
-    measure = quality()
-    measure.add(**batch(slice(0, 1)))
-    with pytest.raises(ValueError, match="of 1 images: give at least 2"):
-        measure.result()
-    with pytest.raises(ValueError, match="kernel distance of 0 images"):
-        KernelDistance(3).result()

@@ -10,7 +10,7 @@ import torch
 
 from tests.processes import Process, on_processes
 from training.measures import retrieval
-from training.measures.retrieval import RetrievalQuality, class_embeddings, prompts, text_id, zero_shot_hits
+from training.measures.retrieval import RetrievalQuality, class_embeddings, text_id, zero_shot_hits
 
 ALONE = Process()
 
@@ -133,20 +133,6 @@ def test_a_collapsed_model_finds_nothing_because_ties_count_against_it(world_siz
     assert found["r10"] == 0
 
 
-@pytest.mark.parametrize("side", ["audio", "text", "both"])
-def test_embeddings_that_are_not_numbers_find_nothing(side):
-    bad = torch.full((20, 4), math.nan)
-    good = torch.nn.functional.normalize(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), dim=1)
-    found = measured(good if side == "text" else bad, good if side == "audio" else bad, numbered(20))
-    assert found["r10"] == found["text_to_audio/map10"] == found["audio_to_text/map10"] == 0
-
-
-def test_the_length_of_an_embedding_and_its_precision_do_not_count():
-    data = split(8, 20)
-    longer = (data[0] * 4, {name: vector * 0.5 for name, vector in data[1].items()}, data[2])
-    assert measured_split(data) == measured_split(longer)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_shared_caption_is_the_mean_of_what_several_batches_made_of_it(world_size):
     turns = torch.tensor([0.0, 80.0, 41.0, 39.0]).deg2rad()
@@ -170,15 +156,6 @@ def test_without_any_caption_there_is_no_number_rather_than_a_good_one():
         assert len(result) == 13 and all(math.isnan(value) for value in result.values())
 
 
-@pytest.mark.parametrize(
-    ("texts", "captions", "expected"),
-    [(3, [["a"], ["b"]], "3 text embeddings for 2 captions"), (1, [["a"]], "2 clips have 1 lists")],
-)
-def test_captions_that_do_not_fit_their_embeddings_are_refused(texts, captions, expected):
-    with pytest.raises(ValueError, match=expected):
-        measured(torch.eye(2), torch.zeros(texts, 2), captions)
-
-
 def test_ids_of_texts_are_the_same_in_every_process_and_run():
     assert text_id("a dog barks") == int.from_bytes(bytes.fromhex(ID_OF_DOG), "little", signed=True)
     assert len({text_id(f"{number}") for number in range(10000)}) == 10000
@@ -187,17 +164,6 @@ def test_ids_of_texts_are_the_same_in_every_process_and_run():
 
 
 ID_OF_DOG = "8cba0d5b69b18330"  # printf 'a dog barks' | b2sum -l 64
-
-
-def test_prompts_go_through_the_templates_class_by_class():
-    assert prompts(["dog", "{}"], ["a {}", "{} and {}"]) == ["a dog", "dog and dog", "a {}", "{} and {}"]
-
-
-@pytest.mark.parametrize("templates", [["a {}", "a sound"], []])
-def test_a_template_without_a_place_for_the_class_is_refused_in_one_line(templates):
-    with pytest.raises(ValueError, match="template") as caught:
-        prompts(["dog"], templates)
-    assert "\n" not in str(caught.value)
 
 
 def test_class_embeddings_are_normalised_means_of_directions():

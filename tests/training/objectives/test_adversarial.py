@@ -91,13 +91,6 @@ def test_lecam_leaves_out_means_that_are_not_finite(bad: float) -> None:
         assert torch.equal(lecam.state_dict()[name], tensor)
 
 
-def test_lecam_is_zero_before_the_first_update() -> None:
-    logits = some(4).requires_grad_()
-    loss = LeCam()(logits, logits)
-    loss.backward()
-    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
-
-
 def test_penalty_takes_a_norm_per_image_of_the_sum_of_its_logits() -> None:
     w, images = some(3 * 4 * 4), some(5, 3, 4, 4)
     expected = (w.norm().item() - 1) ** 2

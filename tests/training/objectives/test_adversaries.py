@@ -272,20 +272,6 @@ def test_the_generators_gradient_norm_holds_nothing_of_the_discriminators(backen
     torch.testing.assert_close(update.grad_norm, norm, rtol=1e-4, atol=0)
 
 
-def test_before_its_start_nothing_of_the_discriminator_is_computed_and_the_penalty_only_when_due(
-    backend: Backend,
-) -> None:
-    """taming-transformers computed it and multiplied by zero."""
-    generator, discriminator = models()
-    game, images = make_game(backend, generator, discriminator), torch.rand(BATCH, 3, 16, 16)
-    calls: list[int] = []
-    discriminator.register_forward_hook(lambda *_: calls.append(1))
-    generator_step(game, images, is_adversarial=False)
-    assert calls == []
-    for is_due in (True, False):
-        assert ("gradient_penalty" in play(game, images, with_penalty=is_due)) is is_due
-
-
 def test_an_update_that_is_skipped_leaves_the_codebook_alone(backend: Backend) -> None:
     generator, discriminator = models("vq")
     game = make_game(backend, generator, discriminator)

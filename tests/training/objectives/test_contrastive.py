@@ -146,11 +146,6 @@ def test_where_nothing_is_a_negative_nothing_is_learned_and_nothing_is_nan(
     assert_equal(got, [torch.zeros_like(tensor) for tensor in got])
 
 
-def test_one_pair_is_still_a_pair_to_the_sigmoid_loss() -> None:
-    inputs = make(1)
-    assert_equal(joined(shared("sigmoid", inputs, [0, 1])), expected("sigmoid", inputs))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_largest_logits_neither_overflow_nor_vanish(kind: str) -> None:
     """At a temperature of 100, its clamp, exp(s) overflows in fp32."""
@@ -177,15 +172,6 @@ def test_low_precision_in_and_around_it_is_computed_in_fp32(kind: str) -> None:
     assert_equal([t.double() for t in joined([plain])], expected(kind, [*high, inputs[4]]), tolerance=2e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_spread_is_the_variance_of_the_final_embeddings_of_all(kind: str) -> None:
-    inputs = make()
-    for result in shared(kind, inputs, [2, 0, 6, 1]):
-        for spread, vectors in ((result.spread_audio, inputs[0]), (result.spread_text, inputs[1])):
-            variance = vectors[:, 0].var(dim=0, correction=0).sum()
-            torch.testing.assert_close(spread, variance, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("sizes", [[9], [4, 5], [3, 0, 5, 1]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_mode_has_the_same_bits_on_any_number_of_processes(kind: str, sizes: list[int]) -> None:
@@ -199,16 +185,3 @@ def test_a_nan_on_one_process_reaches_every_process(kind: str) -> None:
     inputs = make()
     inputs[0][8] = torch.nan
     assert all(bool(result.loss.isnan()) for result in shared(kind, inputs, [5, 4]))
-
-
-def test_mistakes_are_named() -> None:
-    audio, text, scale, bias, captions = make()
-    with pytest.raises(ValueError, match="'triplet'; choose one of: softmax, decoupled, sigmoid"):
-        Contrastive("triplet", Process())
-    for wrong, expected in (
-        ((audio, text[:8], scale, bias, captions), r"audio \(9, 2, 3\) and text \(8, 2, 3\)"),
-        ((audio, text, scale[:1], bias, captions), "one number per head"),
-        ((audio, text, scale, bias, captions[:8]), "each of the 9 pairs"),
-    ):
-        with pytest.raises(ValueError, match=expected):
-            Contrastive("softmax", Process()).value_and_gradients(*wrong)

@@ -113,14 +113,6 @@ def test_conditions_are_dropped_and_coins_are_thrown_for_each_picture() -> None:
     assert drawn["lowres_time"].min() < 10 and 990 <= drawn["lowres_time"].max() <= 999
 
 
-def test_only_what_the_network_has_is_drawn() -> None:
-    plain = DiffusionDraws(0, "unet1", 1000)(0, range(4), 4, SHAPE)
-    assert plain.keys() == {"times", "noise"}
-    assert plain["times"].dtype == torch.int64 and plain["noise"].shape == (4, *SHAPE)
-    sharp = DiffusionDraws(0, "unet2", 1000, lowres=LowresDraws(blur_prob=0.0))(0, range(4), 4, SHAPE, LOWRES)
-    assert sharp.keys() == {"times", "noise"}
-
-
 def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_nothing() -> None:
     draws = draws_of(timesteps=400)
     whole = draws.fixed(range(40), 40, SHAPE, LOWRES)
@@ -154,11 +146,3 @@ def test_a_quarter_begins_at_its_edge_and_one_without_pictures_is_nan() -> None:
     losses = LossesByNoise(torch.tensor([2, 4, 6]))
     losses.add(torch.tensor([0, 1, 2, 6, 7]), torch.tensor([1.0, 3.0, 5.0, 7.0, 8.0]))
     assert list(losses.result().values()) == pytest.approx([2.0, 5.0, math.nan, 7.5], nan_ok=True)
-
-
-@pytest.mark.parametrize(("options", "match"), [
-    ({"time_sampling": "cosine"}, "uniform or logit_normal"), ({"logit_normal": (0.0, 0.0)}, "above 0"),
-])  # fmt: skip
-def test_draws_that_cannot_be_are_refused(options: dict, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        draws_of(**options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator
 
 import av
@@ -13,7 +12,7 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
-from training.pictures.film import film, film_strips, side_by_side, to_gif, to_mp4
+from training.pictures.film import film_strips, side_by_side, to_gif, to_mp4
 
 
 def grey(clips: int, frames: int, side: int = 8, channels: int = 3) -> Tensor:
@@ -92,10 +91,3 @@ def test_the_mp4_has_every_frame_almost_without_loss_and_the_same_bytes_each_tim
     assert len(shown) == 5
     for ours, expected in zip(shown, frames, strict=True):
         assert np.abs(ours.astype(int) - expected).mean() < 4  # of 255; colours that are swapped differ by 85
-
-
-def test_without_pyav_there_is_a_gif_and_images_have_no_film(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(film(grey(1, 3), {"ema": grey(1, 3)}, fps=8).files) == {"gif", "mp4"}
-    assert film(grey(1, 1), {"ema": grey(1, 1)}, fps=8).files == {}
-    monkeypatch.setitem(sys.modules, "av", None)
-    assert set(film(grey(1, 3), {"ema": grey(1, 3)}, fps=8).files) == {"gif"}

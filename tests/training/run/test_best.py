@@ -61,31 +61,6 @@ def test_only_what_is_strictly_better_is_taken_and_nan_never(tmp_path):
     assert best.state_dict() == {"value": 0.3, "step": 500} and best.failure is None
 
 
-def test_only_the_root_writes_and_every_process_knows(tmp_path):
-    said: list[Any] = []
-    root = best_of(tmp_path, broadcast=lambda found: said.append(found) or found)
-    assert root.save_if_better(0.5, 10, model(0.5))
-    answers = iter(json.loads(json.dumps(said)))
-    other = BestModel(tmp_path, False, metric=METRIC, broadcast=lambda _: next(answers))
-    assert other.save_if_better(0.5, 10, lambda folder: pytest.fail("the root alone writes"))
-    assert other.state_dict() == root.state_dict()
-
-
-def test_a_replay_from_an_older_checkpoint_ends_in_the_same_state(tmp_path):
-    values = {100: 0.1, 200: 0.4, 300: 0.3, 400: 0.45, 500: 0.6, 600: 0.5}
-    best, states = best_of(tmp_path), {}
-    for step, value in values.items():
-        states[step] = json.loads(json.dumps(best.state_dict()))  # as it was before this validation
-        best.save_if_better(value, step, model(value))
-    expected = best.state_dict(), content(tmp_path)
-    for first, state in states.items():
-        again = best_of(tmp_path)
-        again.load_state_dict(state)
-        save_all(again, {step: value for step, value in values.items() if step >= first})
-        assert (again.state_dict(), content(tmp_path)) == expected
-        assert again.failure is None
-
-
 def test_a_best_model_that_is_gone_is_said_and_replaced_by_the_next(tmp_path):
     best = best_of(tmp_path)
     best.save_if_better(0.5, 100, model(0.5))
@@ -116,19 +91,6 @@ def test_killed_before_and_after_every_file_operation(tmp_path, is_first):
     assert switch > 5 and (is_first or len(results) - switch > 3), "files and folders are there one after the other"
 
 
-def test_killed_while_a_start_puts_things_right(tmp_path):
-    model(1.0)(tmp_path / "run" / ".best.unwanted")
-    (tmp_path / "run" / ".best.unwanted" / "best.json").write_text(
-        json.dumps({"step": 1, "metric": METRIC, "value": 1.0})
-    )
-    model(2.0)(tmp_path / "run" / ".best.unfinished")
-    left = left_by_kills(tmp_path / "run", lambda: best_of(tmp_path / "run"))
-    for folder in left:
-        best_of(folder)
-        assert content(folder) == (1.0, 1) and names(folder) == ["best"], folder
-    assert len(left) > 3
-
-
 @pytest.mark.parametrize("forever", [True, False])
 def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the_disk(tmp_path, forever):
     stage, seen = 1, set()
@@ -156,12 +118,6 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         assert best.failure is None and content(folder) == ((2.0, 2) if taken else (1.5, 3))
         stage += 1
     assert {"mkdir", "write_text", "fsync", "rename"} <= seen and stage > 10
-
-
-def test_a_mistake_in_the_writer_is_no_disk_failure(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        best_of(tmp_path).save_if_better(1.0, 1, lambda folder: 1 / 0)
-    assert best_of(tmp_path).save_if_better(1.0, 2, model(1.0)) and names(tmp_path) == ["best"]
 
 
 def test_a_model_of_the_checkpoints_own_update_counts_where_it_is_better_and_no_later_one(tmp_path):

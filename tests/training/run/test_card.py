@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 import train_vae
-import trained
 from hub import KINDS
-from models import __all__ as model_names
-from tests.scripts import ROOT, SCRIPTS
+from tests.scripts import ROOT
 from training.run.card import Kind, model_card, public_settings
 
 KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-tokenize-images --model {}", ("a-tag",))
@@ -63,24 +61,6 @@ def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:
         assert secret not in text
     for told in ("8 x cuda, ddp, bf16", "torch: 2.15.0", "abc-dirty", "4 samples in 1 updates", "--image_folder DIR"):
         assert told in text
-
-
-def test_the_configuration_of_a_card_is_one_that_the_script_takes(tmp_path: Path) -> None:
-    parser = train_vae.build_parser()
-    args = parser.parse(["--image_folder", "demo:shapes:64", "--num_tokens", "77", "--straight_through"])
-    settings = public_settings(parser, parser.settings(args), train_vae.MODEL_ARGUMENTS)
-    (block,) = re.findall(r"```yaml\n(.*?)```", card(write_run(tmp_path, []), settings), flags=re.DOTALL)
-    (tmp_path / "config.yaml").write_text(block)
-    again = parser.parse(["--config", str(tmp_path / "config.yaml")])
-    assert (again.num_tokens, again.straight_through, again.image_folder) == (77, True, "demo:shapes:64")
-
-
-@pytest.mark.parametrize("script", trained.SCRIPTS, ids=lambda script: script.model)
-def test_every_script_has_a_card(script: trained.Script) -> None:
-    """And every model that it can train."""
-    kind = KINDS[script.model]
-    assert kind.script == f"{script.module}.py" and kind.data[0] == SCRIPTS[script.module].data.flag
-    assert script.model in model_names
 
 
 @pytest.mark.parametrize("model", KINDS)

@@ -34,32 +34,6 @@ def test_only_a_batch_in_the_same_parts_keeps_its_bits_on_another_backend(parts,
     assert ("gives the same bits" in line) is bits and ("seventh digit" in line) is not bits
 
 
-def test_a_clock_of_another_batch_size_or_data_set_is_refused():
-    state = Progress(4, 100, 100).state_dict()
-    with pytest.raises(ValueError, match="--batch_size 4, now it is 8"):
-        Progress(8, 100, 100).load_state_dict(state)
-    with pytest.raises(ValueError, match="100 samples per epoch, now there are 90"):
-        Progress(4, 90, 100).load_state_dict(state)
-
-
-def test_plain_lines_show_clock_metrics_and_time_left(monkeypatch):
-    seconds = iter([100.0, 130.0])
-    monkeypatch.setattr("training.run.progress.time.monotonic", lambda: next(seconds))
-    progress = Progress(10, 100, 400)
-    progress.samples = 100
-    stream = io.StringIO()
-    display = ProgressDisplay(progress, True, stream, columns=["codes_used"])
-    display.log({"step": 10, "loss": 1.0, "samples_per_second": 3.0})
-    progress.samples = 200
-    display.log({"step": 20, "samples": 200, "loss": 0.123456, "codes_used": 7, "samples_per_second": 3.3333333})
-    # 100 samples in 30 s since the resume leave 60 s for the other 200.
-    assert [line.split() for line in stream.getvalue().splitlines()] == [
-        ["loss", "codes_used", "samples/s", "left"],
-        ["update", "10/40", "1.000", "-", "3.000", "-"],
-        ["update", "20/40", "0.1235", "7", "3.333", "1:00"],
-    ]
-
-
 @pytest.mark.parametrize("isatty", [False, True])
 def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
     stream, progress = Terminal(), Progress(4, 16, 16)
