@@ -43,7 +43,7 @@ class Hub:
 
     Attributes:
         failure: None, an HTTP status that answers everything, "cut" (the connection ends without an answer) or
-            "cut body" (downloads end in the middle) or "silent" (no answer ever comes).
+            "cut body" (downloads end in the middle).
         requests: "METHOD path" of every request.
     """
 
@@ -54,7 +54,6 @@ class Hub:
         self.fails_at = ""  # part of the paths that fail; all by default
         self.requests: list[str] = []
         self.lock = threading.Lock()
-        self.ends = threading.Event()  # of the server
         self.endpoint = ""
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
@@ -102,10 +101,6 @@ class Handler(BaseHTTPRequestHandler):
                 if self.hub.failure == "cut":
                     self.close_connection = True
                     self.connection.close()
-                    return
-                if self.hub.failure == "silent":
-                    self.close_connection = True
-                    self.hub.ends.wait()
                     return
                 if isinstance(self.hub.failure, int):
                     self.answer(self.hub.failure, {"error": "this server always fails"})
@@ -229,7 +224,6 @@ def serving() -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        hub.ends.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -112,25 +112,6 @@ def test_the_wheel_holds_scripts_tools_configs_and_what_pypi_shows(wheel: Path) 
     }
 
 
-@pytest.mark.parametrize(("origin", "url"), [
-    ("https://user:word@example.org/some/tandem.git", "https://example.org/some/tandem"),
-    ("git@example.org:some/tandem.git", "https://example.org/some/tandem"),
-    ("/srv/some/tandem.git", ""),
-])  # fmt: skip
-def test_links_lead_to_where_the_clone_came_from(origin: str, url: str, source: Path, tmp_path: Path) -> None:
-    clone = tmp_path / "clone"
-    shutil.copytree(source, clone)
-    for command in (["init", "-q"], ["remote", "add", "origin", origin]):
-        subprocess.run(["git", "-C", str(clone), *command], check=True)
-    said = [metadata_of(build("wheel", clone, tmp_path))]
-    if url:
-        shutil.unpack_archive(build("sdist", clone, tmp_path), tmp_path / "unpacked")
-        (unpacked,) = (tmp_path / "unpacked").iterdir()
-        said.append(metadata_of(build("wheel", unpacked, unpacked)))
-    for text in said:
-        assert re.findall(r"^Project-URL: Source, (.*)", text, re.MULTILINE) == ([url] if url else [])
-        assert (f"({url}/blob/HEAD/docs/vae.md)" in text) == (f"({url}/raw/HEAD/docs/demo.png)" in text) == bool(url)
-        assert "](docs" not in text and "user" not in url
 
 
 def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None:

@@ -58,14 +58,6 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
-def test_a_file_may_be_its_owners_alone_from_the_beginning_and_its_leftover_has_the_name_that_was_given(tmp_path):
-    path, leftover = tmp_path / "a", tmp_path / ".left"
-    leftover.write_text("of a killed process")
-    with replacing(path, name=".left", mode=None) as temporary, writing.create(temporary, 0o600) as file:
-        file.write(b"secret")
-        assert temporary == leftover and stat.S_IMODE(temporary.stat().st_mode) == 0o600
-    assert path.read_bytes() == b"secret" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("opened", [hold, open_appending])
@@ -82,11 +74,6 @@ def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, t
     assert (tmp_path / "new").exists()
 
 
-def test_a_growing_file_is_appended_to(tmp_path):
-    for text in (b"a", b"b"):
-        with open_appending(tmp_path / "lines") as file:
-            file.write(text)
-    assert (tmp_path / "lines").read_bytes() == b"ab"
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,11 +149,6 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
     assert f"{tmp_path} is in use by {AWAY}; waiting for up to 2 minutes, in case that its machine has crashed" in line
 
 
-def test_a_lock_that_outlives_the_lease_of_a_file_server_is_that_of_a_process_that_runs(held, tmp_path, capsys):
-    held(f"{AWAY}\x1b[2J")
-    with pytest.raises(ValueError, match=rf"is in use by {re.escape(AWAY)}\?\[2J; end it first, or give another"):
-        hold(tmp_path / ".lock", lease_seconds=0.3)
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("said", ["process 999999999 on {host}", "process {own} on {host}x", "nonsense"])

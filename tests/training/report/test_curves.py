@@ -12,7 +12,6 @@ import pytest
 
 from training.report import curves
 from training.report.curves import Curve, MetricsFile, Rises
-from training.run.costs import COSTS
 
 
 def written(path: Path, lines: list[object]) -> MetricsFile:
@@ -90,19 +89,6 @@ def test_the_memory_is_bounded_whatever_names_the_metrics_have(tmp_path: Path) -
     assert len(found.curves) == curves.MOST_METRICS and "at least 400 metrics left out" in found.notes()[0]
 
 
-def test_reading_goes_on_where_it_ended_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    found = written(path, [{"step": 1, "loss": 1.0}])
-    found.read()
-    with path.open("a") as file:
-        file.write('{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
-    found.read()
-    assert found.curves["loss"].as_json()["y"] == [1, 2]
-    assert found.notes() == ["metrics.jsonl: the last line is incomplete"]
-    with path.open("a") as file:
-        file.write('ss": 3.0}\n')
-    found.read()
-    assert found.curves["loss"].as_json()["y"] == [1, 2, 3] and found.notes() == []
 
 
 @pytest.mark.parametrize("how", ["replaced", "shortened"])
@@ -120,16 +106,6 @@ def test_a_file_that_a_resumed_run_cut_back_is_read_anew(tmp_path: Path, how: st
     assert found.curves["loss"].as_json()["y"] == ([9, 5] if how == "replaced" else [9])
 
 
-def test_a_file_that_got_the_inode_of_the_one_before_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    found = written(path, [{"step": n, "loss": 1.0} for n in range(1, 5)])
-    found.read()
-    inode = path.stat().st_ino
-    # As a file system may do after two replacements; longer than before, too.
-    path.write_text("".join(json.dumps({"step": n, "loss": 9.0}) + "\n" for n in range(1, 9)))
-    assert path.stat().st_ino == inode
-    found.read()
-    assert found.curves["loss"].as_json()["y"] == [9] * 8 and found.notes() == []
 
 
 def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_many() -> None:
@@ -142,7 +118,3 @@ def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_
     assert len(many.found) <= 101 and sum(rise[2] for rise in many.found) == 4999
 
 
-def test_every_cost_of_a_run_stands_among_the_costs() -> None:
-    from training.report.grouping import group_of
-
-    assert {group_of(name) for name in COSTS if name not in curves.CLOCK} == {"Costs"}
