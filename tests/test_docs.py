@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import os
 import re
@@ -148,19 +147,6 @@ def test_every_flag_that_is_named_is_one_of_a_program_or_launcher(document: Path
     text = re.sub(r"^#SBATCH.*$", "", document.read_text(), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named <= FLAGS_OF_OTHERS.union(*(flags_of(parser_of(program)) for program in PROGRAMS))
-
-
-
-
-@each_document
-def test_every_name_that_is_imported_exists(document: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem."):
-                module = importlib.import_module(str(node.module).removeprefix("tandem."))
-                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
-
-
 
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(75, True), (2, False)])

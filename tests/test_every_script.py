@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import math
 import os
@@ -15,7 +14,6 @@ import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +38,6 @@ from tests.scripts import (
     metrics,
     write_images,
 )
-from training.run import stopwatch
 from training.run.loop import Evaluation
 from training.run.run import Run
 from training.run.starts import starts
@@ -146,19 +143,6 @@ def test_starts_jsonl_says_what_ran_where_how_and_what_changed(script: Script, c
     assert len(lines) == 3 and "--max_steps was 8 and is now 9" in lines and "--num_workers was 0 and is now 1" in lines
 
 
-@of("vae")
-def test_seconds_add_up_over_all_starts_and_every_line_has_the_time_of_day(script: Script, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        hours = itertools.count()
-        patch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
-        script.train_stopped(1, tmp_path, *script.eight)
-    script.train(tmp_path, *script.eight)
-    seconds = [line["seconds"] for line in metrics(tmp_path)]
-    assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 2 * 3600
-    times = [datetime.fromisoformat(line["time"]) for line in metrics(tmp_path)]
-    assert times == sorted(times) and all(time.tzinfo is not None for time in times)
-
-
 def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_what_to_do_next(
     script: Script, tmp_path: Path
 ) -> None:
@@ -209,7 +193,7 @@ def test_another_scripts_run_is_named_as_such(script: Script, copied: Path) -> N
     assert f"{script.name}.py" in line.removeprefix(other.name) and files(copied) == before
 
 
-def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(script: Script, finished: Path) -> None:
+def test_lines_pictures_and_checkpoints_are_written_where_asked(script: Script, finished: Path) -> None:
     lines = metrics(finished)
     assert [line["step"] for line in lines] == list(range(1, 9))
     for line in lines:
@@ -217,6 +201,9 @@ def test_the_log_has_a_line_of_every_update_with_the_keys_of_every_script(script
         assert line["epoch"] == pytest.approx(line["samples"] / script.samples_per_epoch, abs=1e-6)
         assert line.keys() >= {"loss", "lr", "grad_norm", "samples_per_second", "seconds"}
         assert line["skipped_updates"] == line["bad_samples"] == 0
+        assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    assert pictures(finished) == ["step_00000004.png", "step_00000008.png"]
+    assert names(finished / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 4, 6, 8))]
 
 
 def test_a_dry_run_says_what_the_run_takes_and_leaves_nothing(script: Script, copied: Path) -> None:
@@ -263,11 +250,6 @@ def test_the_weights_and_their_average_are_validated_where_asked(finished: Path)
         assert bool(online) == (line["step"] % 2 == 0)
         assert measured - online == {key.replace("valid/", "valid/ema/") for key in online}
         assert not online or any(line[key] != line[key.replace("valid/", "valid/ema/")] for key in online)
-
-
-def test_pictures_and_checkpoints_are_written_where_asked_and_never_before_the_first_update(finished: Path) -> None:
-    assert pictures(finished) == ["step_00000004.png", "step_00000008.png"]
-    assert names(finished / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 4, 6, 8))]
 
 
 @of("vae", "vqgan", "decoder")
@@ -460,22 +442,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     assert_same_run(tmp_path, finished)
 
 
-@of("vae", "mulan")
+@of("vae")  # the schedules of others know how long the run is
 def test_an_extended_run_killed_before_its_model_was_written_does_not_keep_the_old_one(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Script, tmp_path: Path
 ) -> None:
-    save = script.model.save_pretrained
-
-    def save_killed(model: Any, folder: Path) -> None:
-        save(model, folder) if "best" in folder.name else kill()
-
-    monkeypatch.setattr(script.module, "learning_rate", lambda *_: 1e-3)  # a schedule knows how long the run is
-    run, said = tmp_path / "run", ["--ema_decay", "0.9", "--validate_every_n_steps", "2", "--sample_every_n_steps", "2"]
+    run, said = tmp_path / "run", ["--ema_decay", "0.9", "--valid_fraction", "0", "--sample_every_n_steps", "2"]
     script.train(tmp_path / "whole", *said, "--max_steps", "4")
     script.train(run, *said, "--max_steps", "2")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
-        patch.setattr(script.model, "save_pretrained", save_killed)
-        script.train(run, *said, "--max_steps", "4")
+    script.train_killed_in(script.model, "save_pretrained", 1, run, *said, "--max_steps", "4")
     script.train(run, *said, "--max_steps", "4")
     assert_same_run(run, tmp_path / "whole")
 

@@ -126,15 +126,6 @@ def test_a_pushed_run_starts_the_run_of_another_user_with_the_same_weights(
     assert len(hub.downloads("model.safetensors")) == 1  # the second command found it in the cache
 
 
-def test_every_tool_takes_a_name_of_the_hub(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
-    sha = hub.publish(NAME, model)
-    assert "DiscreteVAE" in bob.does("convert.py", "inspect", f"{NAME}@{sha}")
-    source = ("--image_folder", "demo:shapes:8", "--num_workers", 0, "--output", "codes")
-    bob.does("tokenize_images.py", "--model", NAME, *source)
-    bob.does("tokenize_images.py", "--model", NAME, "--decode", "codes", "--output", "pictures")
-    assert len(list((bob.folder / "pictures").glob("*.png"))) == 8
-
-
 def test_a_local_path_of_the_same_spelling_wins(hub: Hub, bob: User, model: dict[str, bytes]) -> None:
     hub.publish(NAME, {"config.json": b"{}"})
     (bob.folder / NAME).mkdir(parents=True)
@@ -226,18 +217,6 @@ def test_the_cache_stands_in_for_a_hub_without_an_answer_and_a_line_says_so(
     assert "HF_HUB_OFFLINE is set" in bob.trains_from("alice/never_seen", "fails", HF_HUB_OFFLINE="1")
     assert "taking" not in bob.trains_from(NAME, HF_HUB_OFFLINE="1")  # it was asked for
     assert bob.init_from == f"{NAME}@{sha}" and len(hub.requests) == requests
-
-
-def test_the_cache_does_not_stand_in_for_a_model_that_the_hub_refuses(
-    hub: Hub, bob: User, model: dict[str, bytes]
-) -> None:
-    hub.publish(NAME, model)
-    bob.does("convert.py", "inspect", NAME)
-    hub.failure = 401
-    assert "HTTP 401" in bob.trains_from(NAME, "fails")
-    hub.failure = None
-    hub.publish(NAME, {"README.md": b""})
-    assert "it holds no config.json" in bob.trains_from(NAME, "fails")
 
 
 def test_a_model_is_pushed_and_started_from_with_its_tokenizer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +14,6 @@ import pytest
 
 import report
 from tests.test_report import HOSTILE, add_pictures, make, watched
-from training.report.page import data_of
-from training.report.page import page as page_of
-from training.report.runs import RunReader
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -27,7 +23,6 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-OPENED_SECONDS = 3.0  # until the curves of a page are drawn
 
 
 @pytest.fixture(scope="module")
@@ -210,38 +205,6 @@ def test_faults_best_values_and_starts_are_on_the_page(opened: Any, two: Path) -
     assert "2. 2026-01-31 12:00 UTC · ddp x 2 cpu" in page.find_element("id", "start-list").text
 
 
-def _luminance(colour: str) -> float:
-    """Relative luminance of rgb(...). Source: https://www.w3.org/TR/WCAG21/#dfn-relative-luminance."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((_luminance(one), _luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_and_curves_have_contrast_by_system_and_by_switch(opened: Any, two: Path, dark: bool) -> None:
-    by_system = """const of = (query) => getComputedStyle(document.querySelector(query));
-        return [of('body').backgroundColor, of('.card').backgroundColor, of('body').color, of('.quiet').color,
-        of('a').color, of('tr.differs').backgroundColor, of('tr.differs').color,
-        [...Array(8).keys()].map((index) => { const probe = document.createElement('i');
-        probe.style.color = colourOf(index); return probe.style.color; })]"""
-    page = opened(two, dark=dark)
-    found = page.execute_script(by_system)
-    ground, card, text, quiet, link, marked, marked_text, curves = found
-    assert (_luminance(ground) < 0.1) is dark
-    for colour in (text, quiet, link):
-        assert contrast(colour, ground) >= 4.5 and contrast(colour, card) >= 4.5  # WCAG 2.1, 1.4.3
-    assert contrast(marked, marked_text) >= 4.5
-    assert len(set(curves)) == 8 and min(contrast(colour, card) for colour in curves) >= 3  # 1.4.11
-    page = opened(two, dark=not dark)
-    set_value(page, "theme", "dark" if dark else "light", "change")
-    assert page.execute_script(by_system) == found
-
-
 @pytest.mark.parametrize("width", [320, 1280])
 def test_nothing_is_wider_than_the_screen(opened: Any, tmp_path: Path, two: Path, width: int) -> None:
     long = "a_name_without_any_place_to_break" * 6
@@ -282,34 +245,6 @@ def test_hostile_text_stays_text_and_hostile_numbers_are_drawn(opened: Any, tmp_
         assert len(set(page.execute_script(labels, metric))) > 1, metric
     set_value(page, "log", True, "change")
     assert plotted(page, "far") == [-30, 30]
-
-
-def test_a_page_of_a_million_lines_takes_less_than_three_seconds_of_the_processor_and_has_their_spike(
-    opened: Any, browser: Any, tmp_path: Path
-) -> None:
-    """The file has one metric, whose curve then stands in the page as that of thirty: what a browser has to do depends
-    on curves alone. Seconds of the browser's main thread, because a busy machine takes longer."""
-    run = make(tmp_path / "run", [])
-    with (run / "metrics.jsonl").open("w") as file:
-        for step in range(1, 1_000_001):
-            file.write(f'{{"step":{step},"loss":{1e6 if step == 777_777 else step % 100}}}\n')
-    reader = RunReader(run, "run", 1)
-    found = reader.read()
-    assert found["curves"]["loss"]["count"] == 1_000_000 and len(found["curves"]["loss"]["x"]) < 1000
-    found["curves"] = {f"metric {n}": found["curves"]["loss"] for n in range(30)}
-    (tmp_path / "x.html").write_bytes(page_of(data_of([found])))
-    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
-
-    def thread_seconds() -> float:
-        metrics = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
-        return next(float(each["value"]) for each in metrics if each["name"] == "TaskDuration")
-
-    before = thread_seconds()
-    page = opened(tmp_path / "x.html")
-    took = thread_seconds() - before
-    assert len(page.find_elements("css selector", ".plot canvas")) == 30
-    assert 0 < took < OPENED_SECONDS
-    assert max(value for value in plotted(page, "metric 0", 2) if value is not None) == 1e6
 
 
 def test_watching_shows_newer_data_and_keeps_the_readers_place(opened: Any, tmp_path: Path) -> None:

@@ -50,12 +50,6 @@ def test_no_leaf_imports_a_leaf_by_name_and_of_the_installed_package_only_the_bo
         assert not ours if is_bottom else all(name.startswith(f"{BOTTOM}.files") for name in ours), path
 
 
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_names_no_backend_outside_its_docstring_and_help(path: Path) -> None:
     assert list(backend_names(ast.parse(path.read_text()))) == []
-
-
-
-

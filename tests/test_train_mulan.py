@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from safetensors.torch import load_file
 
@@ -22,7 +21,6 @@ from models.files.towers import read_audio_tower, read_text_tower
 from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
     MULAN,
-    SOUNDS,
     TOKENIZER,
     VOCABULARY,
     WORDS,
@@ -315,25 +313,6 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
 
 
 # Data.
-
-
-def test_a_text_of_no_token_is_a_bad_sample_and_not_the_end_of_a_validation(tmp_path: Path) -> None:
-    """Neither the second caption, which validations read too, nor a label."""
-    letters = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))  # without a token for what is unknown
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "letters.json"))
-    folder = SOUNDS.write(tmp_path / "sounds", 24)
-    _, valid = data.split(24, 0.5, 42, at_least=8)
-    of_caption, of_label = (f"{valid[i]:02d}" for i in (2, 5))
-    (folder / f"{of_caption}.txt").write_text("a bell\n\u9418\n")
-    (folder / f"{of_label}.json").write_text(json.dumps({"caption": "a bell", "label": "\u9418"}))
-    said = MULAN.output_of(tmp_path / "run", "--audio_data", str(folder), "--valid_fraction", "0.5", "--max_steps", "2",
-                           "--tokenizer", str(tmp_path / "letters.json"))  # fmt: skip
-    last = metrics(tmp_path / "run")[-1]
-    assert "valid/r10" in last and last["bad_samples"] == 2
-    for name in (of_caption, of_label):
-        assert said.count(f"{name}.wav: the tokenizer") == 1
 
 
 @pytest.mark.parametrize(

@@ -127,20 +127,13 @@ def test_the_weights_and_the_average_have_the_quality_that_was_validated(finishe
         with torch.no_grad():
             codes = model.encode(clips)
             fakes = model.decode(codes)
-        shown = fakes.clamp(0, 1)
-        error = (shown - clips).double()
+        error = (fakes.clamp(0, 1) - clips).double()
         of_frames = -10 * error.square().mean(dim=(1, 3, 4)).log10()
-        change = error[:, :, 1:] - error[:, :, :-1]
-        halves = error[:, :, 1:].square().mean(dim=(1, 2, 3, 4)) + error[:, :, :-1].square().mean(dim=(1, 2, 3, 4))
         counts = codes.flatten().bincount().double()
-        shares = counts[counts > 0] / counts.sum()
         expected = {
-            "recon_loss": (fakes - clips).square().mean(),
-            "psnr": of_frames.mean(), "psnr_first": of_frames[:, 0].mean(), "psnr_rest": of_frames[:, 1:].mean(),
-            "dpsnr": (-10 * change.square().mean(dim=(1, 2, 3, 4)).log10()).mean(),
-            "flicker": (change.square().mean(dim=(1, 2, 3, 4)) / halves).mean(),
+            "recon_loss": (fakes - clips).square().mean(), "psnr": of_frames.mean(),
+            "psnr_first": of_frames[:, 0].mean(), "psnr_rest": of_frames[:, 1:].mean(), "codes_used": (counts > 0).sum(),
             "ssim": torch.stack([ssim(clips[:, :, t], fakes[:, :, t]) for t in range(clips.shape[2])]).mean(),
-            "codes_used": (counts > 0).sum(), "perplexity": (-(shares * shares.log()).sum()).exp(),
         }  # fmt: skip
         for name, value in expected.items():
             # fp32 values of 13 clips, here in fp64 and added in another order.

@@ -58,8 +58,6 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
-
-
 @pytest.mark.parametrize("opened", [hold, open_appending])
 def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, tmp_path, treasure):
     (tmp_path / "link").symlink_to(treasure)
@@ -72,8 +70,6 @@ def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, t
     with opened(tmp_path / "new") as file:
         file.write(b"text")
     assert (tmp_path / "new").exists()
-
-
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,16 +143,6 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
     assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3
     [line] = capsys.readouterr().err.splitlines()
     assert f"{tmp_path} is in use by {AWAY}; waiting for up to 2 minutes, in case that its machine has crashed" in line
-
-
-
-
-@pytest.mark.parametrize("said", ["process 999999999 on {host}", "process {own} on {host}x", "nonsense"])
-def test_a_holder_that_is_not_seen_to_run_on_this_machine_is_waited_for(said, held, tmp_path, capsys):
-    held(said.format(own=os.getpid(), host=socket.gethostname()))
-    with pytest.raises(ValueError, match="is in use by"):
-        hold(tmp_path / ".lock", lease_seconds=0.1)
-    assert "waiting for up to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
