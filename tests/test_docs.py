@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -147,16 +145,3 @@ def test_every_flag_that_is_named_is_one_of_a_program_or_launcher(document: Path
     text = re.sub(r"^#SBATCH.*$", "", document.read_text(), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named <= FLAGS_OF_OTHERS.union(*(flags_of(parser_of(program)) for program in PROGRAMS))
-
-
-@pytest.mark.parametrize(("code", "is_requeued"), [(75, True), (2, False)])
-def test_the_slurm_script_puts_a_job_that_was_asked_to_stop_back_into_the_queue(
-    code: int, is_requeued: bool, tmp_path: Path
-) -> None:
-    [script] = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
-    for name, line in {"srun": f"exit {code}", "scontrol": "echo $*"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
-    assert (ran.stdout, ran.stderr) == ("requeue 7\n" if is_requeued else "", "")

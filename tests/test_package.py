@@ -111,19 +111,6 @@ def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None
     assert {name: pattern.findall(text) for name, text in sources.items() if pattern.findall(text)} == {}
 
 
-def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
-    (tmp_path / "sdist").mkdir()
-    shutil.unpack_archive(build("sdist", source, tmp_path / "sdist"), tmp_path / "unpacked")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    (tmp_path / "wheel").mkdir()
-    again = build("wheel", unpacked, tmp_path / "wheel")
-    contents = []
-    for path in (wheel, again):
-        with zipfile.ZipFile(path) as content:
-            contents.append({name: content.read(name) for name in content.namelist()})
-    assert contents[0] == contents[1]
-
-
 @pytest.mark.parametrize(("command", "demonstration"), [
     (["torchrun", "--nproc_per_node", "2", "--standalone", "-m", "tandem.train_vae"], "vae"),
     (["deepspeed", "--num_gpus", "2", "--module", "tandem.train_vqgan", "--deepspeed_config",

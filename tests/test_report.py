@@ -25,7 +25,6 @@ from PIL import Image
 
 import report
 from tests.scripts import ROOT
-from training.report import page
 
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=alert(1)>"
 
@@ -104,12 +103,6 @@ def test_how_each_start_ended_and_what_was_skipped_are_marks_in_the_order_of_upd
     assert "from single x 1 cpu to ddp x 2 cpu" in marks[2]["text"] and "5 updates" in marks[4]["text"]
 
 
-def test_runs_are_told_apart_by_name(tmp_path: Path) -> None:
-    runs = [make(tmp_path / "a" / "run"), make(tmp_path / "b" / "run"), make(tmp_path / "c")]
-    assert told(*runs, "--output", tmp_path / "all.html")[0] == 0
-    assert [run["name"] for run in data_in(tmp_path / "all.html")["runs"]] == ["a/run", "b/run", f"{tmp_path.name}/c"]
-
-
 @pytest.mark.parametrize(
     "made", [lambda path: None, Path.mkdir, lambda path: path.write_text("x")], ids=["missing", "empty", "file"]
 )
@@ -149,13 +142,6 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
         code, out, err = told(run, "--output", path)
         assert (code, out, err.count("\n")) == (2, "", 1) and str(path) in err and "--output" in err
     assert (mine.read_text(), kept.read_text()) == before
-
-
-def test_without_the_library_one_line_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
-    code, out, err = told(make(tmp_path / "run"))
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    assert "needs the package uplot-python" in err and '".[report]"' in err
 
 
 def test_nothing_of_a_run_becomes_html(tmp_path: Path) -> None:

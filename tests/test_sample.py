@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,53 +139,30 @@ def _pixels(pictures: dict[str, bytes], name: str) -> Any:
 
 
 def test_a_folder_is_not_continued_with_other_inputs(
-    at: Path, clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    at: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of each input another content under the same name."""
-    rows, filled = ["--image_embeddings", tmp_path / "rows.npy"], ["--images", tmp_path / "images", "--masks"]
-    many = tmp_path / "many.txt"
-    many.write_text("a red ring in the centre\n" * 1002)
-    guide = ["--cond_scale", "2", "--guide_with", tmp_path / "guide"]
-    image = ["--model", at / "image"]
+    rows, pictures, guide = tmp_path / "rows.npy", tmp_path / "images", tmp_path / "guide"
+    pictures.mkdir()
 
-    def picture(path: Path, value: int) -> None:
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(np.full((16, 16, 3), value, np.uint8)).save(path)
+    def write_pictures(version: int) -> None:
+        for number in range(2):
+            Image.fromarray(np.full((16, 16, 3), 200 * version, np.uint8)).save(pictures / f"{number}.png")
 
-    def begin() -> None:
-        np.save(tmp_path / "rows.npy", np.ones((1, 30), np.float32))
-        for name in ("images", "masks"):
-            picture(tmp_path / name / "0.png", 200)
-        decoder(first=FIRST["image"], seed=1).save_pretrained(tmp_path / "guide")
-        write_clip(tmp_path)
-
-    begin()
-    weights = Path(clip[3]).read_bytes()
-    of_clip = ["--clip", clip[1], "--clip_weights", tmp_path / "tiny.safetensors"]
-    changes: list[tuple[str, list[Any], Any]] = [
-        ("image_embeddings_sha256", [*image, *rows],
-         lambda: np.save(tmp_path / "rows.npy", np.zeros((1, 30), np.float32))),
-        ("images_sha256", [*image, *rows, *filled, tmp_path / "masks"],
-         lambda: picture(tmp_path / "images" / "0.png", 20)),
-        ("masks_sha256", [*image, *rows, *filled, tmp_path / "masks"],
-         lambda: picture(tmp_path / "masks" / "0.png", 20)),
-        ("guide_with_sha256", [*image, *rows, *guide],
-         lambda: decoder(first=FIRST["image"], seed=2).save_pretrained(tmp_path / "guide")),
-        ("clip_weights_sha256", ["--model", at / "clip", "--prompts", "x", *of_clip],
-         lambda: (tmp_path / "tiny.safetensors").write_bytes(weights[:-4] + bytes(4))),
-        ("labels_sha256", [*image, "--prompt_file", many, "--batch_size", "1002", "--stop_at_unet", "1"],
-         lambda: many.write_text("a red ring in the centre\n" * 1001 + "a red star in the centre")),
-    ]  # fmt: skip
-    for name, said, change in changes:
-        begin()
-        drawn(tmp_path / name, *said)
-        drawn(tmp_path / name, *said)
-        change()
-        assert f"begun with other settings: {name} was " in refusal(capsys, tmp_path / name, *said)
-    begin()
-    often = [*image, *rows, *filled, tmp_path / "masks", "--resample_times"]
-    drawn(tmp_path / "often", *often, "1")
-    assert "resample_times was 1 and is now 2" in refusal(capsys, tmp_path / "often", *often, "2")
+    inputs: dict[str, tuple[list[Any], Callable[[int], Any]]] = {
+        "image_embeddings": ([], lambda version: np.save(rows, np.full((2, 30), version, np.float32))),
+        "images": (["--images", pictures, "--masks", at / "masks"], write_pictures),
+        "guide_with": (["--cond_scale", "2", "--guide_with", guide],
+                       lambda version: decoder(first=FIRST["image"], seed=version).save_pretrained(guide)),
+    }  # fmt: skip
+    for _, write in inputs.values():
+        write(1)
+    for name, (said, write) in inputs.items():
+        flags = [tmp_path / f"of {name}", "--model", at / "image", "--image_embeddings", rows, *said]
+        assert drawn(*flags) == drawn(*flags)
+        write(0)
+        assert f"{name}_sha256 was " in refusal(capsys, *flags)
+        write(1)
 
 
 def test_what_cannot_be_drawn_gives_one_line(

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from tests.scripts import (
     Script,
     assert_same_bits,
     checkpoint,
-    final_weights,
     metrics,
     write_sounds,
 )
@@ -128,24 +126,19 @@ def test_recalls_are_those_of_the_model_that_is_left_over_all_captions(sounds: s
         text = model.encode_text(tokens, torch.tensor(lengths))
     scores = text @ audio.T
     ranks = 1 + (scores > scores[torch.arange(24), owners][:, None]).sum(1)
-    both = scores.T.masked_fill(owners != torch.arange(12)[:, None], -2).amax(1)  # of the better of two captions
-    of_audio = 1 + ((both[:, None] < scores.T) & (owners != torch.arange(12)[:, None])).sum(1)
     last = metrics(run)[-1]
-    for way, found in (("text_to_audio", ranks), ("audio_to_text", of_audio)):
-        for k in (1, 5, 10):
-            assert last[f"valid/{way}/r{k}"] == pytest.approx((found <= k).double().mean().item()), (way, k)
+    for k in (1, 5, 10):
+        assert last[f"valid/text_to_audio/r{k}"] == pytest.approx((ranks <= k).double().mean().item()), k
     assert last["valid/r10"] == pytest.approx((last["valid/text_to_audio/r10"] + last["valid/audio_to_text/r10"]) / 2)
     assert not any("zero_shot" in key for key in last)  # nothing has a label here
 
 
 def test_data_max_length_is_the_clip_in_samples(tmp_path: Path) -> None:
-    """musiclm-pytorch's name; what config.yaml then says of both is read back."""
+    """musiclm-pytorch's name."""
     said = MULAN.flags(tmp_path / "run", "--max_steps", "1", "--data_max_length", "4001")
     place = said.index("--clip_seconds")
     MULAN.main(*said[:place], *said[place + 2 :])
     assert MuLaN.from_pretrained(tmp_path / "run" / "model").clip_samples == 4001
-    MULAN.main("--config", str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again"))
-    assert MuLaN.from_pretrained(tmp_path / "again" / "model").clip_samples == 4001
 
 
 # The loss and its update.
@@ -160,8 +153,9 @@ def test_sounds_of_equal_captions_are_no_negatives_unless_asked(bells: str, tmp_
 
 
 def test_accumulation_sees_all_negatives_of_the_batch(tmp_path: Path) -> None:
-    """Losses of two micro-batches are those of one (GradCache), and every gradient is, that of the temperature too."""
-    said = ("--max_steps", "6", "--patch_dropout", "0.4")
+    """Losses of two micro-batches are those of one (GradCache), and every gradient, that of the temperature too: both
+    passes over a micro-batch drop the same."""
+    said = ("--max_steps", "4", "--patch_dropout", "0.4", "--attn_dropout", "0.3", "--ff_dropout", "0.2")
     whole, parts = (metrics(MULAN.train(tmp_path / n, *said, "--grad_accum_steps", n)) for n in ("1", "2"))
     for ours, expected in zip(parts, whole, strict=True):
         for key in ("loss", "temperature", "grad_norm"):
@@ -185,38 +179,6 @@ def test_another_tokenizer_is_refused_by_its_content_and_the_same_one_is_taken_f
     assert "was trained with another tokenizer" in line
 
 
-def test_the_temperature_stays_below_100_and_the_loss_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The public one was not clamped: its exponential overflowed, and every weight was NaN."""
-    build = train_mulan.build_model
-
-    def hot(*args: Any) -> MuLaN:
-        model = build(*args)
-        with torch.no_grad():
-            model.tau.fill_(200.0)  # exp(200) is not in fp32
-        return model
-
-    monkeypatch.setattr(train_mulan, "build_model", hot)
-    run = MULAN.train(tmp_path, "--max_steps", "3")
-    for line in metrics(run):
-        assert line["temperature"] == pytest.approx(100.0) and math.isfinite(line["loss"])
-        assert math.isfinite(line["grad_norm"]) and line["skipped_updates"] == 0
-
-
-def test_lion_moves_every_weight_by_the_learning_rate(tmp_path: Path) -> None:
-    """By its sign, after the decay of matrices: with AdamW a small gradient makes for another step."""
-    said = ("--max_steps", "1", "--learning_rate", "0.001", "--weight_decay", "0.5")
-    run = MULAN.train(tmp_path / "run", *said, "--use_lion")
-    before = train_mulan.build_model(MULAN.arguments_of(run), data.open_tokenizer(str(TOKENIZER), 24)).state_dict()
-    weights = final_weights(run)
-    moved = 0
-    for name, weight in before.items():
-        decayed = weight * (1 - 0.001 * 0.5) if weight.ndim >= 2 else weight
-        by = (weights[name] - decayed).abs()
-        assert torch.all((by - 0.001).abs().minimum(by) < 2e-6), name
-        moved += int((by > 5e-4).sum())
-    assert moved > 1000
-
-
 # The alarm.
 
 
@@ -230,20 +192,7 @@ def test_a_run_whose_captions_are_all_one_is_told_that_it_has_collapsed(bells: s
     assert [sum(said_once in line for line in warnings) for said_once in ("the text side", "1.946")] == [1, 1]
 
 
-# Dropout, layers and towers.
-
-
-def test_dropout_draws_by_update_and_sound_and_accumulation_sees_the_same(tmp_path: Path) -> None:
-    """Both passes over a micro-batch, and the pass of a process that holds more of the batch, drop the same."""
-    said = ("--max_steps", "2", "--attn_dropout", "0.3", "--ff_dropout", "0.2", "--valid_fraction", "0")
-    runs = [MULAN.train(tmp_path / str(n), *said, "--grad_accum_steps", str(n)) for n in (1, 4)]
-    for run in runs[1:]:
-        assert losses(run) == pytest.approx(losses(runs[0]), abs=1e-5)
-        assert [line["grad_norm"] for line in metrics(run)] == pytest.approx(
-            [line["grad_norm"] for line in metrics(runs[0])], rel=1e-4
-        )
-    other = MULAN.train(tmp_path / "other", *said, "--ff_dropout", "0")
-    assert abs(losses(other)[0] - losses(runs[0])[0]) > 1e-4
+# Towers.
 
 
 @pytest.fixture

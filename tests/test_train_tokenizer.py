@@ -17,7 +17,6 @@ from torch import Tensor
 import data
 import train_tokenizer
 from models import VideoTokenizer
-from models.i3d import I3D, load_i3d
 from tests.scripts import (
     VIDEO_TOKENIZER,
     Script,
@@ -28,7 +27,6 @@ from tests.scripts import (
     metrics,
     write_videos,
 )
-from training.measures.fid import ReconstructionFID
 from training.measures.reconstruction import ssim
 from training.run.run import Run
 
@@ -94,19 +92,6 @@ def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the
     VIDEO_TOKENIZER.train_killed(3, tmp_path / "run", *flags)  # after it
     VIDEO_TOKENIZER.train(tmp_path / "run", *flags)
     assert_same_run(tmp_path / "run", whole)
-
-
-def test_rfvd_is_that_of_the_features_of_i3d(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    torch.save(I3D().state_dict(), tmp_path / "i3d.pt")
-    tiny = ["--video_folder", "demo:moving:12", "--batch_size", "2", "--valid_fraction", "0.1", "--max_steps", "1"]
-    run = VIDEO_TOKENIZER.train(tmp_path / "run", *tiny, "--num_frames", "9", "--fvd_weights", str(tmp_path / "i3d.pt"))
-    model, features = VideoTokenizer.from_pretrained(run / "model"), load_i3d(tmp_path / "i3d.pt").features
-    videos = validation_clips(VIDEO_TOKENIZER.arguments_of(run))
-    fvd = ReconstructionFID(features, dim=400)
-    fvd.add(videos, model(videos).reconstruction)
-    # The difference of two near matrices of 400 x 400; the network's sums depend on the number of clips in a batch.
-    assert metrics(run)[-1]["valid/rfvd"] == pytest.approx(fvd.result(), rel=1e-2)
 
 
 def validation_clips(args: argparse.Namespace) -> Tensor:

@@ -151,12 +151,6 @@ def test_flags_that_contradict_each_other_are_refused_by_name_before_anything_st
 # The flags of the loss, each against the formula written out on the first batch.
 
 
-def test_reinmax_changes_the_gradient_and_not_the_loss(trained: Callable[..., Path]) -> None:
-    plain, reinmax = (metrics(trained("--straight_through", *more))[0] for more in ((), ("--reinmax",)))
-    assert plain["loss"] == reinmax["loss"]
-    assert plain["grad_norm"] != reinmax["grad_norm"]
-
-
 # Starting.
 
 
