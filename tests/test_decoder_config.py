@@ -162,17 +162,6 @@ def test_a_file_that_is_no_configuration_is_named(content: bytes, tmp_path: Path
     assert "c.yaml" in DECODER.refused_alone("--decoder_config", str(tmp_path / "c.yaml"))
 
 
-def test_flags_of_the_command_line_win_then_those_of_config(tmp_path: Path) -> None:
-    ours = tmp_path / "ours.yaml"
-    ours.write_text("seed: 4\nbatch_size: 10\n")
-    flags = flags_of(tmp_path, EXAMPLE, "--config", str(ours), "--seed", "5", "--learning_rate", "1e-5")
-    assert (flags["seed"], flags["batch_size"], flags["learning_rate"], flags["num_workers"]) == (5, 10, [1e-5], 4)
-    assert flags["save_every_n_steps"] == 10000, "of 100000 samples in batches of 10"
-    ours.write_text("decoder_config: decoder.yaml\n")
-    line = DECODER.refused_alone("--config", str(ours))
-    assert "decoder_config belongs on the command line" in line
-
-
 def test_the_batch_of_a_process_is_not_taken_for_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")

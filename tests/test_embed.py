@@ -24,7 +24,6 @@ from torch.nn import functional as F
 import data
 import embed
 from models import ResidualQuantizer
-from tests.data.files.tables import table, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +69,6 @@ def test_a_manifest_and_the_demonstration_are_embedded_by_their_middles(model, s
         np.testing.assert_allclose(embedding, middles[os.path.relpath(path, source)], atol=1e-6)
     mulan(sample_rate=8000).save_pretrained(tmp_path / "8k")
     assert len(EMBED.rows(EMBED.fill(tmp_path / "8k", "demo:tones:5", tmp_path / "demo"))) == 5
-
-
-def test_a_folder_of_tables_is_embedded_by_the_middles_of_its_sounds(model, source, tmp_path):
-    names = ["long.wav", "a.wav"]
-    rows = [{"bytes": (source / name).read_bytes(), "path": name} for name in names]
-    folder = write_parquet(tmp_path / "table", table({"audio": rows, "caption": names}), shards=1)
-    index = EMBED.fill(model, folder, tmp_path / "index")
-    middles = EMBED.rows(EMBED.fill(model, source, tmp_path / "middles", "--max_clips", "1"))
-    assert [line["captions"] for line in lines(index)] == [["long.wav"], ["a.wav"]]
-    for name, (path, embedding) in zip(names, EMBED.rows(index).items(), strict=True):
-        assert path.startswith(str(folder))
-        np.testing.assert_allclose(embedding, middles[name], atol=1e-6)
 
 
 # Search.

@@ -9,8 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -261,15 +259,3 @@ def test_watching_serves_newer_data_and_ends_cleanly(tmp_path: Path) -> None:
         out, err = process.communicate()
     assert (process.returncode, out, err) == (0, "stopped\n", "")
     assert not (run / "report.html").exists()
-
-
-def test_a_browser_that_goes_away_prints_nothing(tmp_path: Path) -> None:
-    with watched(make(tmp_path / "run")) as (process, url):
-        for request in (b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]))) as connection:
-                connection.sendall(request)
-                # So that the connection is reset when it is closed: socket(7), SO_LINGER.
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        assert urllib.request.urlopen(url).status == 200
-        process.terminate()
-        assert process.communicate() == ("stopped\n", "")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import report
-from tests.test_report import HOSTILE, add_pictures, make, watched
+from tests.test_report import HOSTILE, add_pictures, make
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -245,27 +245,3 @@ def test_hostile_text_stays_text_and_hostile_numbers_are_drawn(opened: Any, tmp_
         assert len(set(page.execute_script(labels, metric))) > 1, metric
     set_value(page, "log", True, "change")
     assert plotted(page, "far") == [-30, 30]
-
-
-def test_watching_shows_newer_data_and_keeps_the_readers_place(opened: Any, tmp_path: Path) -> None:
-    run = make(tmp_path / "run", lines(20))
-    add_pictures(run, [5, 10])
-    with watched(run) as (process, url):
-        page = opened(url, width=400)
-        set_value(page, "smooth", 3)
-        set_value(page, "sample", 0)
-        page.execute_script("document.querySelector('#costs').scrollIntoView()")
-        before = page.execute_script("return [scrollY, document.querySelector('#costs').getBoundingClientRect().top]")
-        (run / "metrics.jsonl").open("a").write('{"step": 99, "loss": 0.5, "seconds": 77}\n')
-        add_pictures(run, [99])
-        until(lambda: "update 99" in page.find_element("id", "runs").text)
-        assert plotted(page, "loss", 2)[-1] == 0.5 and page.find_element("id", "smooth-value").text == "3%"
-        assert page.find_element("id", "sample-value").text == "5"
-        top = page.execute_script("return document.querySelector('#costs').getBoundingClientRect().top")
-        assert abs(top - before[1]) < 60 and before[0] > 0
-        assert not page.find_element("id", "lost").is_displayed()
-        process.terminate()
-        process.wait()
-        until(page.find_element("id", "lost").is_displayed)
-        page.get("about:blank")
-        page.get_log("browser")  # that nobody answered

@@ -231,20 +231,6 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     assert torch.equal(online.text.tokens.weight, state["text.tokens.weight"])
 
 
-def test_another_tower_is_not_resumed_with_and_one_at_another_place_is(towers: tuple[str, str], tmp_path: Path) -> None:
-    text, _ = towers
-    own = without_own_sizes("text_dim", "text_depth", "tokenizer")
-    said = ("--max_text_tokens", "12", "--max_steps", "1")
-    run = own.train(tmp_path / "run", *said, "--text_tower", text)
-    shutil.move(text, tmp_path / "moved")
-    said = ("--max_text_tokens", "12", "--max_steps", "2", "--text_tower", str(tmp_path / "moved"))
-    own.train(run, *said)
-    assert metrics(run)[-1]["step"] == 2
-    text_folder(tmp_path / "moved", "bert", vocab_size=len(VOCABULARY) + 3, num_hidden_layers=2)
-    assert "trained with another --text_tower" in own.refused(run, *said, "--max_steps", "3")
-    assert "towers instead of" in MULAN.refused(run, "--max_text_tokens", "12", "--max_steps", "3")
-
-
 def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[str, str], tmp_path: Path) -> None:
     text, audio = towers
     of_text, of_audio = ("--text_tower", text), ("--audio_tower", audio)

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import train_vae
 from models import DiscreteVAE
@@ -80,25 +79,6 @@ def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_its
         assert line.keys() == shared | own | (validation if line["step"] % 2 == 0 else set())
         assert line["lr"] == pytest.approx(train_vae.learning_rate(line["step"] - 1, args), rel=1e-11)
         assert line["temperature"] == train_vae.gumbel_temperature(line["step"] - 1, args)
-
-
-def test_the_picture_shows_as_many_originals_and_reconstructions_as_asked_at_true_brightness(finished: Path) -> None:
-    """Eleven, more than a batch of 8. Below each original: its soft and its hard reconstruction by the model. Images of
-    16 pixels are drawn eight times as large."""
-    picture = np.asarray(Image.open(finished / "samples" / "step_00000008.png"))
-    n, side, gap, factor = 11, 128, 2, 8
-    assert picture.shape[0] == gap + 3 * (side + gap)
-    originals = validation_images(VAE.arguments_of(finished))[:n]
-    model = from_model_folder(finished)
-    with torch.no_grad():
-        soft = model(originals, temperature=metrics(finished)[-1]["temperature"]).reconstruction
-        hard = model.decode(model.get_codebook_indices(originals))
-    for row, images in enumerate([originals, soft, hard]):
-        for column, image in enumerate(images):
-            top, left = gap + row * (side + gap), picture.shape[1] - (n - column) * (side + gap)
-            shown = picture[top : top + side : factor, left : left + side : factor].astype(int)
-            expected = (image.clamp(0, 1) * 255).round().permute(1, 2, 0).numpy().astype(int)
-            assert np.abs(shown - expected).max() <= (row > 0)  # one grey level where a rounding may go either way
 
 
 def test_vae_final_is_dalle_pytorchs_file_to_the_key_and_starts_another_run(finished: Path, tmp_path: Path) -> None:
