@@ -193,18 +193,6 @@ def test_the_slider_of_updates_shows_the_pictures_of_every_run(opened: Any, two:
     assert page.execute_script(sizes) == [600, 20]
 
 
-def test_faults_best_values_and_starts_are_on_the_page(opened: Any, two: Path) -> None:
-    page = opened(two)
-    faults = page.find_element("id", "fault-list").text
-    assert "started again from update 7" in faults and "1 update skipped by update 6" in faults
-    best = [row.text for row in page.find_elements("css selector", "#best-table tr")]
-    assert best[0] == "Metric Run Last Lowest Highest Values"
-    assert "valid/loss one 0.05 at 20 0.05 ★ at 20 0.2 at 5 4" in best
-    assert "valid/loss two 0.3 at 10 0.3 at 10 0.6 at 5 2" in best
-    assert any(row.startswith("grad_norm one") and row.endswith("19, 1 not finite") for row in best)
-    assert "2. 2026-01-31 12:00 UTC · ddp x 2 cpu" in page.find_element("id", "start-list").text
-
-
 @pytest.mark.parametrize("width", [320, 1280])
 def test_nothing_is_wider_than_the_screen(opened: Any, tmp_path: Path, two: Path, width: int) -> None:
     long = "a_name_without_any_place_to_break" * 6

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -19,7 +15,6 @@ import train_vae
 from models import DiscreteVAE
 from reference.vae import Settings, schedule
 from tests.scripts import (
-    ROOT,
     VAE,
     Script,
     assert_same_bits,
@@ -129,26 +124,3 @@ def test_flags_that_contradict_each_other_are_refused_by_name_before_anything_st
 
 
 # The flags of the loss, each against the formula written out on the first batch.
-
-
-# Starting.
-
-
-def test_a_deepspeed_scheduler_wins_and_the_log_tells_the_rate_that_was_used(
-    tmp_path: Path, trained: Callable[..., Path]
-) -> None:
-    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.008, "warmup_num_steps": 4, "warmup_type": "linear"}
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.008, "weight_decay": 0.0}},
-        "scheduler": {"type": "WarmupLR", "params": warmup},
-    }
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    said = VAE.flags(tmp_path / "run", "--deepspeed_config", str(tmp_path / "ds.json"), "--max_steps", "6")
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train_vae.py", *said]
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert "AdamW of the JSON" in finished.stderr and "scheduler of the JSON" in finished.stderr
-    lines = metrics(tmp_path / "run")
-    assert [line["lr"] for line in lines] == pytest.approx([0.0, 0.0, 0.002, 0.004, 0.006, 0.008])
-    assert lines[0]["loss"] == pytest.approx(metrics(trained())[0]["loss"], rel=1e-5)

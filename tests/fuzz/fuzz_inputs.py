@@ -24,7 +24,7 @@ from tests.models.files.test_dalle2 import laion
 from tests.models.reference.tokenizers import state_of as public_vqgan
 from tests.models.test_clip import write_clip
 from tests.models.test_decoder import decoder
-from tests.scripts import RUN, SCRIPTS, TOKENIZER, words
+from tests.scripts import RUN, SCRIPTS, SOUNDS, TOKENIZER, words
 from tests.test_decoder_config import SMALL_UNET, changed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,8 +73,6 @@ def _tools() -> list[Target]:
         Target("convert", ["export", "decoder.pth", "--to", "dalle2", "out.pth"], ["decoder.pth"]),
         Target("tokenize_images", ["--model", "vqgan", *images, "--output", "out"], ["images", "vqgan"], 2),
         Target("tokenize_images", ["--model", "vae", *images, "--output", "out"], ["vae", "images"]),
-        Target("tokenize_images", ["--model", "vqgan", "--image_folder", "images.tar", *few, "--output", "out"],
-               ["images.tar", "vqgan"]),
         *(Target("tokenize_images", ["--model", "vqgan", "--decode", codes, *few, "--output", "out"], [codes, "vqgan"])
           for codes in ("codes", "codes_npy")),
         Target("tokenize_images", ["--model", "vqgan", *images, "--images_per_shard", "4", "--output", "codes"],
@@ -87,7 +85,6 @@ def _tools() -> list[Target]:
         Target("embed", ["--model", "mulan", "--audio", "sounds", *few, "--output", "out"], ["sounds", "mulan"], 2),
         Target("embed", ["--model", "mulan", "--index", "index", "--query", "a dog"], ["index", "mulan"]),
         Target("embed", ["--index", "index", "--quantizer", "quantizer"], ["index", "quantizer"], 2),
-        Target("embed", ["--index", "index", "--fit_quantizer", "out", "--codebook_size", "2"], ["index"]),
         Target("sample", ["--model", "decoder", "--image_embeddings", "rows.npy", "--sample_timesteps", "1", *few,
                           "--batch_size", "2", "--output", "out"], ["rows.npy", "decoder"], 2),
         Target("sample", ["--model", "decoder", "--start_at_unet", "2", "--images", "images", "--sample_timesteps", "1",
@@ -102,12 +99,10 @@ def _trainings() -> list[Target]:
         _of_training("train_vae", ["vae_tiny.pt"], "--image_folder", "demo:shapes:8", "--init_from", "vae_tiny.pt"),
         _of_training("train_vae", ["config.yaml"], "--config", "config.yaml"),
         Target("train_vae", ["--config", "run/config.yaml", "--output_dir", "run", "--max_steps", "3"], ["run"]),
-        _of_training("train_vqgan", ["vqgan_tiny"], "--image_folder", "demo:shapes:8", "--init_from", "vqgan_tiny"),
         _of_training("train_tokenizer", ["videos"], "--video_folder", "videos"),
         _of_training("train_tokenizer", ["videos.jsonl", "videos"], "--video_folder", "videos.jsonl"),
         _of_training("train_mulan", ["captioned"], "--audio_data", "captioned"),
         _of_training("train_mulan", ["sounds.csv", "sounds"], "--audio_data", "sounds.csv"),
-        _of_training("train_mulan", ["sounds.jsonl", "sounds"], "--audio_data", "sounds.jsonl"),
         _of_training("train_mulan", ["captioned.tar"], "--audio_data", "captioned.tar"),
         _of_training("train_mulan", ["words.json"], "--audio_data", "demo:tones:8", "--tokenizer", "words.json"),
         _of_training("train_decoder", ["pairs"], "--image_folder", "pairs"),
@@ -148,12 +143,9 @@ def write_inputs(folder: Path) -> None:
     _run(folder, "codes_npy", *of_images, "--format", "npy")
     _run(folder, "films", "tokenize_videos", "--model", "video", "--video_folder", "videos")
     _run(folder, "index", "embed", "--model", "mulan", "--audio", "sounds")
-    (folder / "images.tar").write_bytes(_tar(folder / "images"))
     _train(folder, "train_vae", "run", "--image_folder", "demo:shapes:8", "--ema_power", "0.1", "--max_steps", "2")
     shutil.copy(folder / "run" / "config.yaml", folder / "config.yaml")
     shutil.copy(folder / "run" / "vae-final.pt", folder / "vae_tiny.pt")
-    _train(folder, "train_vqgan", "vqgan_run", "--image_folder", "demo:shapes:8")
-    (folder / "vqgan_run" / "model").rename(folder / "vqgan_tiny")
     of_decoder = changed("decoder.unets", [{**SMALL_UNET, "image_embed_dim": 9, "cond_dim": 8, "channels": 3}])[
         "decoder"
     ]
@@ -188,16 +180,9 @@ def _write_lists(folder: Path) -> None:
     parts = [{"path": "videos/a.mp4", "start_seconds": 0.04, "end_seconds": 0.2}, {"path": "videos/e.mp4"}]
     (folder / "videos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in parts * 5))
     rows = [{"path": f"sounds/{name}", "caption": "a dog barks", "label": "dog"} for name in ("a.wav", "z/y.wav") * 4]
-    (folder / "sounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = [f"{row['path']},{row['caption']},0.1,0.4" for row in rows]
     (folder / "sounds.csv").write_text("\n".join(["path,caption,start_seconds,end_seconds", *table, ""]))
-    (folder / "captioned").mkdir()
-    for number, name in enumerate(("a.wav", "b.flac", "dogs/1.ogg", "dogs/old/3.aiff", "z/y.wav") * 2):
-        copy = folder / "captioned" / f"{number}{Path(name).suffix}"
-        shutil.copy(folder / "sounds" / name, copy)
-        copy.with_suffix(".json" if number % 2 else ".txt").write_text(
-            '{"caption": "a dog"}' if number % 2 else "a dog"
-        )
+    SOUNDS.write(folder / "captioned", 10)
     (folder / "captioned.tar").write_bytes(_tar(folder / "captioned"))
 
 

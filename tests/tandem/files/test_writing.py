@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import stat
 import subprocess
 import sys
@@ -104,30 +102,6 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 AWAY = "process 7 on node9 since 2026-01-31 12:00:00 UTC"
-
-
-def test_a_lock_of_a_process_on_this_machine_is_refused_at_once_with_its_name_and_time(held, tmp_path, capsys):
-    other = held()
-    with pytest.raises(ValueError) as error:
-        hold(tmp_path / ".lock")
-    holder = rf"process {other.pid} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
-    assert re.fullmatch(rf".* is in use by {holder}; end it first, or give another --output_dir", str(error.value))
-    assert not capsys.readouterr().err
-
-
-def test_a_lock_is_left_behind_when_nobody_holds_it_and_its_process_of_this_machine_is_gone(held, tmp_path):
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    # As of another container with the name of this machine, whose processes this one does not see.
-    other = held(f"process {gone.pid} on {socket.gethostname()} since 2026-01-31 12:00:00 UTC")
-    assert not writing.is_left_behind(tmp_path / ".lock")
-    other.kill()
-    other.wait()
-    assert writing.is_left_behind(tmp_path / ".lock")
-    for said in (AWAY, f"process {os.getpid()} on {socket.gethostname()}", ""):
-        (tmp_path / ".lock").write_text(said)
-        assert not writing.is_left_behind(tmp_path / ".lock")
-    assert not writing.is_left_behind(tmp_path / "none")
 
 
 def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(held, tmp_path, capsys):
