@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ from tests.scripts import (
     kill,
     metrics,
 )
+from training.run import stopwatch
 from training.run.loop import Evaluation
 from training.run.run import Run
 from training.run.starts import starts
@@ -140,6 +143,17 @@ def test_starts_jsonl_says_what_ran_where_how_and_what_changed(script: Script, c
     assert (second["step"], second["changed"]) == (8, changed)
     lines = [line for line in said.splitlines() if " was " in line and " is now " in line]
     assert len(lines) == 3 and "--max_steps was 8 and is now 9" in lines and "--num_workers was 0 and is now 1" in lines
+
+
+@of("vae")
+def test_seconds_add_up_over_all_starts(script: Script, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hours = itertools.count()
+        patch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
+        script.train_stopped(1, tmp_path, *script.eight)
+    script.train(tmp_path, *script.eight)
+    seconds = [line["seconds"] for line in metrics(tmp_path)]
+    assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 2 * 3600
 
 
 def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_what_to_do_next(
