@@ -268,7 +268,8 @@ def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_packag
         # The file has the scale of embeddings and the second root of attention in its weights, which rounds them.
         outputs = [model.unet(index)(x, time, **given) for model in (ours, back)]
         torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
-    assert "DALLE2-pytorch has no" in refused("export", run, "--to", "dalle2", file, "--force")
+    DECODER.train(tmp_path / "other", "--max_steps", "1")
+    assert "DALLE2-pytorch has no such unet" in refused("export", tmp_path / "other", "--to", "dalle2", file, "--force")
 
 
 @pytest.fixture(scope="module")

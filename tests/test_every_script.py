@@ -412,10 +412,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
 def test_an_extended_run_killed_before_its_model_was_written_does_not_keep_the_old_one(
     script: Script, tmp_path: Path
 ) -> None:
-    run, said = tmp_path / "run", ["--ema_decay", "0.9", "--valid_fraction", "0", "--sample_every_n_steps", "2"]
+    save = script.model.save_pretrained
+
+    def save_killed(model: Any, folder: Path) -> None:
+        save(model, folder) if "best" in folder.name else kill()
+
+    run, said = tmp_path / "run", ["--ema_decay", "0.9", "--validate_every_n_steps", "2", "--sample_every_n_steps", "2"]
     script.train(tmp_path / "whole", *said, "--max_steps", "4")
     script.train(run, *said, "--max_steps", "2")
-    script.train_killed_in(script.model, "save_pretrained", 1, run, *said, "--max_steps", "4")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(script.model, "save_pretrained", save_killed)
+        script.train(run, *said, "--max_steps", "4")
     script.train(run, *said, "--max_steps", "4")
     assert_same_run(run, tmp_path / "whole")
 
