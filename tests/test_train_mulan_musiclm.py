@@ -94,18 +94,26 @@ def test_a_tandem_model_is_no_musiclm_model(finished: Path, tmp_path: Path) -> N
 def test_texts_have_no_marks_of_start_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in training nor in a search: x-clip, the tokenizer of the public package, makes none."""
     seen: list[Tensor] = []
-    for name, place in (("forward", 2), ("encode_text", 1)):
-        method = getattr(MusicLMMuLaN, name)
-        monkeypatch.setattr(
-            MusicLMMuLaN, name,
-            lambda *args, method=method, place=place, **named: (seen.append(args[place]), method(*args, **named))[1],
-        )  # fmt: skip
+    forward = MusicLMMuLaN.forward
+
+    def watched(
+        model: MusicLMMuLaN, waveforms: Tensor, tokens: Tensor, lengths: Tensor, *others: Any, **named: Any
+    ) -> Any:
+        seen.append(tokens)
+        return forward(model, waveforms, tokens, lengths, *others, **named)
+
+    monkeypatch.setattr(MusicLMMuLaN, "forward", watched)
     run = MUSICLM.train(tmp_path / "run", "--tokenizer", "clip", "--max_steps", "1")
+    assert seen and max(int(tokens.max()) for tokens in seen) < 49406
+    texts: list[Tensor] = []
+    encode = MusicLMMuLaN.encode_text
+    monkeypatch.setattr(
+        MusicLMMuLaN, "encode_text", lambda model, tokens, n: texts.append(tokens) or encode(model, tokens, n)
+    )
     embed.main(["--model", str(run), "--audio", "demo:tones:8", "--output", str(tmp_path / "index")])
     with contextlib.redirect_stdout(io.StringIO()):
         embed.main(["--model", str(run), "--index", str(tmp_path / "index"), "--query", "a photo of a cat"])
-    assert max(int(tokens.max()) for tokens in seen) < 49406
-    assert seen[-1].tolist() == [[320, 1125, 539, 320, 2368]]
+    assert [tokens.tolist() for tokens in texts] == [[[320, 1125, 539, 320, 2368]]]
 
 
 def test_the_configuration_builds_the_public_defaults() -> None:
