@@ -196,7 +196,7 @@ setup(
         "console_scripts": [f"tandem-{name.replace('_', '-')} = tandem.commands:{name}" for name in COMMANDS]
     },
     install_requires=[
-        "torch>=2.10,<3",  # private names of it are used (tests/test_dependencies.py)
+        "torch>=2.10,<3",  # private names of it are used
         "numpy>=1.26",
         "pillow>=11",
         "PyYAML>=6",

@@ -1,5 +1,5 @@
 """A stand-in for the Hugging Face Hub on this machine: the part of its protocol that huggingface_hub 2.4 speaks when it
-makes a repository, commits to it and downloads from it, with git's and LFS's kinds of files. It can also fail."""
+makes a repository, commits to it and downloads from it, with all files in git and none in LFS. It can also fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-LFS_ENDINGS = (".safetensors", ".png")  # what the Hub stores by LFS
 TOKEN = "hf_stand_in"
 
 
@@ -43,18 +42,16 @@ class Hub:
 
     Attributes:
         failure: None, an HTTP status that answers everything, "cut" (the connection ends without an answer) or
-            "cut body" (downloads end in the middle) or "silent" (no answer ever comes).
+            "cut body" (downloads end in the middle).
         requests: "METHOD path" of every request.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.lfs: dict[str, bytes] = {}
         self.failure: int | str | None = None
         self.fails_at = ""  # part of the paths that fail; all by default
         self.requests: list[str] = []
         self.lock = threading.Lock()
-        self.ends = threading.Event()  # of the server
         self.endpoint = ""
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
@@ -66,12 +63,6 @@ class Hub:
 
     def downloads(self, ending: str) -> list[str]:
         return [line for line in self.requests if line.startswith("GET") and line.endswith(ending)]
-
-
-def etag(path: str, content: bytes) -> str:
-    if path.endswith(LFS_ENDINGS):
-        return hashlib.sha256(content).hexdigest()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -103,32 +94,22 @@ class Handler(BaseHTTPRequestHandler):
                     self.close_connection = True
                     self.connection.close()
                     return
-                if self.hub.failure == "silent":
-                    self.close_connection = True
-                    self.hub.ends.wait()
-                    return
                 if isinstance(self.hub.failure, int):
                     self.answer(self.hub.failure, {"error": "this server always fails"})
                     return
             is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            # An upload's address holds its own permission.
-            if self.command in ("POST", "PUT") and not is_known and not path.startswith("/lfs/"):
+            if self.command == "POST" and not is_known:
                 self.answer(401, {"error": "Invalid username or password."})
                 return
             self.route(path, body)
 
-    do_GET = do_HEAD = do_POST = do_PUT = handle_request
+    do_GET = do_HEAD = do_POST = handle_request
 
     def route(self, path: str, body: bytes) -> None:
         if path == "/api/repos/create":
             self.create(json.loads(body))
         elif path == "/api/validate-yaml":
             self.answer(200, {"errors": [], "warnings": []})
-        elif path.startswith("/lfs/"):
-            self.hub.lfs[path.removeprefix("/lfs/")] = body
-            self.answer(200)
-        elif found := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            self.batch(json.loads(body))
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/([^/]+)", path):
             self.write(found[1], found[2], unquote(found[3]), body)
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?", path):
@@ -147,13 +128,6 @@ class Handler(BaseHTTPRequestHandler):
             repository.commit({".gitattributes": b""}, "initial commit")
         self.answer(status, {"url": f"{self.hub.endpoint}/{name}", "error": "exists"})
 
-    def batch(self, asked: dict[str, Any]) -> None:
-        objects = []
-        for each in asked["objects"]:
-            upload = {"upload": {"href": f"{self.hub.endpoint}/lfs/{each['oid']}"}}
-            objects.append({**each, **({} if each["oid"] in self.hub.lfs else {"actions": upload})})
-        self.answer(200, {"transfer": "basic", "objects": objects})
-
     def write(self, name: str, what: str, revision: str, body: bytes) -> None:
         repository = self.hub.repositories.get(name)
         if repository is None:
@@ -164,21 +138,18 @@ class Handler(BaseHTTPRequestHandler):
             repository.branches.setdefault(revision, repository.branches["main"])
             self.answer(status, {"error": "exists"})
         elif what == "preupload":
-            paths = [each["path"] for each in json.loads(body)["files"]]
-            modes = {path: "lfs" if path.endswith(LFS_ENDINGS) else "regular" for path in paths}
-            self.answer(200, {"files": [{"path": p, "uploadMode": modes[p], "shouldIgnore": False} for p in paths]})
+            files = [{**each, "uploadMode": "regular", "shouldIgnore": False} for each in json.loads(body)["files"]]
+            self.answer(200, {"files": files})
         else:
             lines = [json.loads(line) for line in body.splitlines()]
-            files = dict(repository.commits[repository.branches[revision]])
+            content = dict(repository.commits[repository.branches[revision]])
             for line in lines[1:]:
                 value = line["value"]
                 if line["key"] == "file":
-                    files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    files[value["path"]] = self.hub.lfs[value["oid"]]
+                    content[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "deletedFile":
-                    del files[value["path"]]
-            sha = repository.commit(files, lines[0]["value"]["summary"], revision)
+                    del content[value["path"]]
+            sha = repository.commit(content, lines[0]["value"]["summary"], revision)
             address = f"{self.hub.endpoint}/{name}/commit/{sha}"
             self.answer(200, {"commitUrl": address, "commitOid": sha, "success": True})
 
@@ -203,9 +174,8 @@ class Handler(BaseHTTPRequestHandler):
             self.not_found("EntryNotFound")
             return
         content = repository.commits[sha][path]
-        headers = {"ETag": f'"{etag(path, content)}"', "X-Repo-Commit": sha}
-        if path.endswith(LFS_ENDINGS):
-            headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": headers["ETag"]}
+        digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": sha}
         if self.hub.failure == "cut body" and self.command == "GET":
             self.send_response(200)
             for key, text in {**headers, "Content-Length": str(len(content))}.items():
@@ -229,7 +199,6 @@ def serving() -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        hub.ends.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -28,37 +28,18 @@ from data.tokenizers import open_tokenizer
 from models import VQGAN, Decoder, DiscreteVAE, MuLaN, VideoTokenizer
 from tests.models.helpers import TOKENIZER, assert_same_bits
 from tests.models.reference import tokenizers
-from tests.scripts import DECODER, MULAN, VIDEO_TOKENIZER, words
+from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, words
 from tests.scripts import TOKENIZER as TOKENIZER_FILE
 from tests.scripts import VQGAN as VQGAN_SCRIPT
 from trained import open_model
 from training.profiles import Profile, coefficients, exponent_of
 
-TINY = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--image_size", "16", "--num_layers", "2",
-        "--num_resnet_blocks", "1", "--num_tokens", "16", "--emb_dim", "6", "--hidden_dim", "8"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_the_cpu() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        yield
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three updates of RGBA images, with a moving average. Tests only look at it."""
-    folder = tmp_path_factory.mktemp("runs") / "vae"
-    train_vae.main([*TINY, "--transparent", "--ema_decay", "0.2", "--max_steps", "3", "--output_dir", str(folder)])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One update without an average."""
-    folder = tmp_path_factory.mktemp("runs") / "plain"
-    train_vae.main([*TINY, "--max_steps", "1", "--output_dir", str(folder)])
-    return folder
+    said = ["--transparent", "--ema_decay", "0.2", "--max_steps", "3"]
+    return VAE.train(tmp_path_factory.mktemp("runs") / "vae", *said)
 
 
 def checkpoint_of(run: Path) -> Path:
@@ -155,15 +136,6 @@ def test_an_exported_run_is_the_model_folder_that_the_run_wrote_itself(run: Path
         shutil.rmtree(tmp_path / "out")
 
 
-def test_an_exported_pt_is_the_one_that_the_run_wrote_itself(run: Path, tmp_path: Path) -> None:
-    expected = torch.load(run / "vae-final.pt", weights_only=True)
-    for name, path in {"run": run, "model": run / "model", "pt": run / "vae-final.pt"}.items():
-        converted("export", path, "--to", "dalle", tmp_path / "new" / f"{name}.pt")
-        content = torch.load(tmp_path / "new" / f"{name}.pt", weights_only=True)
-        assert content.keys() == {"hparams", "weights"} and content["hparams"] == expected["hparams"]
-        assert_same_bits(content["weights"], expected["weights"])
-
-
 @pytest.mark.parametrize(("said", "part"), [("online", "engine"), ("ema", "ema"), ("best", "ema")])
 def test_the_weights_that_are_asked_for_are_exported(run: Path, said: str, part: str, tmp_path: Path) -> None:
     converted("export", run, "--to", "model", tmp_path / "model", "--weights", said)
@@ -171,71 +143,53 @@ def test_the_weights_that_are_asked_for_are_exported(run: Path, said: str, part:
     assert not torch.equal(saved(run, "engine")["codebook.weight"], saved(run, "ema")["codebook.weight"])
 
 
-def test_without_an_average_the_trained_weights_are_the_best_and_a_model_has_no_other(
-    plain_run: Path, tmp_path: Path, refused: Any
-) -> None:
-    converted("export", plain_run, "--to", "model", tmp_path / "model")
-    assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), saved(plain_run, "engine"))
-    line = refused("export", plain_run, "--to", "model", tmp_path / "other", "--weights", "ema")
-    assert "holds no average" in line and not (tmp_path / "other").exists()
-    line = refused("export", plain_run / "model", "--to", "model", tmp_path / "other", "--weights", "online")
-    assert "holds one set of weights" in line
-
-
 def test_from_checkpoint_to_folder_to_pt_to_a_run_and_back_no_bit_changes(run: Path, tmp_path: Path) -> None:
+    """Each flag that makes the model is in start.yaml: no default of the script can stand against the weights."""
     converted("export", run, "--to", "model", tmp_path / "model", "--weights", "online")
     converted("export", tmp_path / "model", "--to", "dalle", tmp_path / "vae.pt")
     converted("import", tmp_path / "vae.pt", tmp_path / "again")
-    said = [*TINY[:4], "--max_steps", "1", "--learning_rate", "1e-30"]  # learns nothing
-    train_vae.main(["--config", str(tmp_path / "again" / "start.yaml"), *said])
+    settings = yaml.safe_load((tmp_path / "again" / "start.yaml").read_text())
+    assert settings.keys() == {*train_vae.MODEL_ARGUMENTS, "init_from", "output_dir"}
+    said = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--max_steps", "1", "--learning_rate", "1e-30"]
+    VAE.main("--config", str(tmp_path / "again" / "start.yaml"), *said)
     assert_same_bits(saved(tmp_path / "again", "engine"), saved(run, "engine"))
     shutil.rmtree(tmp_path / "again" / "init")  # where a run came from is nothing to its checkpoints
     converted("export", tmp_path / "again", "--to", "model", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "model")
 
 
-def test_a_pt_without_channels_goes_through_every_tool_and_comes_back_with_seven_hparams(
-    tmp_path: Path, inspected: Any
-) -> None:
+def test_a_public_pt_without_channels_is_read_and_comes_back_with_seven_hparams(tmp_path: Path) -> None:
     """As DALLE-pytorch wrote it before 1.6.0."""
-    old, run = tmp_path / "old.pt", tmp_path / "run"
-    torch.save({"hparams": tokenizers.VAE, "weights": tokenizers.state_of("vae")}, old)
-    assert inspected(old)["arguments"] == {**tokenizers.VAE, "channels": 3}
-    converted("import", old, run)
-    said = ["--max_steps", "1", "--learning_rate", "1e-30", "--image_folder", "demo:shapes:32", "--num_workers", "0"]
-    train_vae.main(["--config", str(run / "start.yaml"), *said])
-    args = train_vae.build_parser().parse(["--config", str(run / "start.yaml"), "--init_from", str(old)])
-    assert_same_bits(train_vae.build_model(args).state_dict(), tokenizers.state_of("vae"))
-    assert_same_bits(open_model(old, "DiscreteVAE").model, tokenizers.state_of("vae"))
-    for path in (old, run):
-        converted("export", path, "--to", "dalle", tmp_path / "new.pt", "--force")
-        content = torch.load(tmp_path / "new.pt", weights_only=True)
-        assert content["hparams"] == {**tokenizers.VAE, "channels": 3}
-        assert_same_bits(content["weights"], tokenizers.state_of("vae"))
+    torch.save({"hparams": tokenizers.VAE, "weights": tokenizers.state_of("vae")}, tmp_path / "old.pt")
+    assert_same_bits(open_model(tmp_path / "old.pt", "DiscreteVAE").model, tokenizers.state_of("vae"))
+    converted("export", tmp_path / "old.pt", "--to", "dalle", tmp_path / "new.pt")
+    content = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert content["hparams"] == {**tokenizers.VAE, "channels": 3}
+    assert_same_bits(content["weights"], tokenizers.state_of("vae"))
 
 
-def test_what_is_there_is_kept_without_force_and_replaced_with_it(
-    run: Path, plain_run: Path, tmp_path: Path, refused: Any
-) -> None:
+def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp_path: Path, refused: Any) -> None:
     for kind, out in (("model", tmp_path / "model"), ("dalle", tmp_path / "vae.pt")):
-        converted("export", plain_run, "--to", kind, out)
+        converted("export", run, "--to", kind, out, "--weights", "online")
         before = contents(tmp_path)
         assert "--force" in refused("export", run, "--to", kind, out)
         assert contents(tmp_path) == before
         converted("export", run, "--to", kind, out, "--force")
         assert contents(tmp_path) != before
         other = "dalle" if kind == "model" else "model"
-        assert "writes another kind" in refused("export", run, "--to", other, out, "--force")
+        assert "another kind" in refused("export", run, "--to", other, out, "--force")
+    line = refused("export", tmp_path / "model", "--to", "model", tmp_path / "other", "--weights", "online")
+    assert "one set of weights" in line and not (tmp_path / "other").exists()
     assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))
 
 
-@pytest.mark.parametrize("given", [{}, {"quantizer": "fsq", "fsq_levels": "8,5", "max_dim": 6}], ids=["lfq", "fsq"])
 def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
-    given: dict[str, Any], tmp_path: Path, inspected: Any, refused: Any
+    tmp_path: Path, inspected: Any, refused: Any
 ) -> None:
-    flags = {"fsq_levels": None, "max_dim": None, "time_window": 16, **given}
+    given = {"quantizer": "fsq", "fsq_levels": "8,5", "max_dim": 6}
+    flags = {"time_window": 16, **given}
     run, new = tmp_path / "run", tmp_path / "new"
-    VIDEO_TOKENIZER.train(run, *words(given), "--max_steps", "2", "--ema_decay", "0.2" if given else "0")
+    VIDEO_TOKENIZER.train(run, *words(given), "--max_steps", "2", "--ema_decay", "0.2")
     converted("export", run, "--to", "model", tmp_path / "model")
     assert contents(tmp_path / "model") == model_of(run)
     assert inspected(run)["parts"]["generator"]["optimizer_step"] == 2
@@ -245,26 +199,20 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
     assert settings.keys() == {*train_tokenizer.GENERATOR, "init_from", "output_dir"}
     assert settings.items() >= flags.items()
     args = train_tokenizer.build_parser().parse(["--config", str(new / "start.yaml"), "--num_frames", "5"])
-    assert_same_bits(train_tokenizer.build_model(args).state_dict(), saved(run, "ema" if given else "generator"))
+    assert_same_bits(train_tokenizer.build_model(args).state_dict(), saved(run, "ema"))
     VideoTokenizer(**TOKENIZER, heads=4, channels=4).save_pretrained(tmp_path / "odd")
     line = refused("import", tmp_path / "odd", tmp_path / "other")
     assert "train_tokenizer.py trains with channels 3 alone, this model has 4" in line
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("given", [TOKENIZER_FILE, "clip"], ids=["tokenizer.json", "clip"])
 def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer(
-    given: str, tmp_path: Path, inspected: Any, refused: Any
+    tmp_path: Path, inspected: Any, refused: Any
 ) -> None:
-    run, new, own = tmp_path / "run", tmp_path / "new", tmp_path / "words.json"
-    has_file = given != "clip"
-    if has_file:
-        shutil.copy(given, own)
-    said = ["--tokenizer", str(own) if has_file else "clip", "--hierarchical_layers", "1", "--ema_decay", "0.5"]
+    run, new, own = tmp_path / "run", tmp_path / "new", Path(shutil.copy(TOKENIZER_FILE, tmp_path / "words.json"))
+    said = ["--tokenizer", str(own), "--hierarchical_layers", "1", "--ema_decay", "0.5"]
     MULAN.train(run, *said, "--max_steps", "2", "--save_every_n_steps", "1")
-    early = run / "checkpoints" / "step_00000001"
-    content = model_of(run)
-    assert ("tokenizer.json" in content) == has_file
+    early, content = run / "checkpoints" / "step_00000001", model_of(run)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tokenizer.json").write_text("of the model that was there before")
     for path in (run, checkpoint_of(run), run / "model"):
@@ -276,27 +224,19 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer
         name.removeprefix("weights/"): tensor for name, tensor in of_engine.items() if name.startswith("weights/")
     })  # fmt: skip
     assert inspected(early)["parts"]["engine"]["optimizer_step"] == 1
-    tokenizer = open_model(early, "MuLaN").tokenizer
-    assert (tokenizer.read_bytes() if tokenizer else None) == content.get("tokenizer.json")
     converted("import", early, new)
     settings = yaml.safe_load((new / "start.yaml").read_text())
-    assert settings["tokenizer"] == (str(new / "init" / "tokenizer.json") if has_file else "clip")
+    assert settings["tokenizer"] == str(new / "init" / "tokenizer.json")
     args = train_mulan.build_parser().parse(["--config", str(new / "start.yaml")])
     words = open_tokenizer(args.tokenizer, args.max_text_tokens)
     assert_same_bits(train_mulan.build_model(args, words), open_model(early, "MuLaN").model.state_dict())
-    with pytest.raises(ValueError, match=f"in {early} was .* --tokenizer {own if has_file else 'clip'}$"):
-        other = open_tokenizer("clip" if has_file else str(TOKENIZER_FILE), args.max_text_tokens)
-        args.init_from = str(early)
-        train_mulan.build_model(args, other)
-    if has_file:
-        own.write_text("another")  # those in model/ and best/ are the run's own
-        converted("export", early, "--to", "model", tmp_path / "again")
-        assert contents(tmp_path / "again")["tokenizer.json"] == content["tokenizer.json"]
-        for folder in (run / "model", run / "best"):
-            (folder / "tokenizer.json").unlink(missing_ok=True)
-        line = refused("export", early, "--to", "model", tmp_path / "lost")
-        assert f"the tokenizer {own} that it was trained with is gone or has changed" in line
-        assert not (tmp_path / "lost").exists()
+    own.write_text("another")  # those in model/ and best/ are the run's own
+    converted("export", early, "--to", "model", tmp_path / "again")
+    assert contents(tmp_path / "again")["tokenizer.json"] == content["tokenizer.json"]
+    for folder in (run / "model", run / "best"):
+        (folder / "tokenizer.json").unlink(missing_ok=True)
+    assert str(own) in refused("export", early, "--to", "model", tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
 
 
 def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_package(
@@ -394,21 +334,6 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(
     assert f"--to dalle is for a DiscreteVAE, and {tmp_path / 'vae.pt'} holds a VQGAN" in line
 
 
-@pytest.mark.parametrize("source", ["", "model", "vae-final.pt"])
-def test_an_imported_run_starts_from_the_weights_with_the_flags_that_they_need(
-    source: str, run: Path, tmp_path: Path
-) -> None:
-    """Each flag that makes the model is in start.yaml: no default of the script can stand against the weights."""
-    converted("import", run / source, tmp_path / "new")
-    settings = yaml.safe_load((tmp_path / "new" / "start.yaml").read_text())
-    assert settings.keys() == {*train_vae.MODEL_ARGUMENTS, "init_from", "output_dir"}
-    trained = yaml.safe_load((run / "config.yaml").read_text())
-    assert all(settings[name] == trained[name] for name in train_vae.MODEL_ARGUMENTS)
-    args = train_vae.build_parser().parse(["--config", str(tmp_path / "new" / "start.yaml")])
-    assert args.output_dir == str(tmp_path / "new")
-    assert_same_bits(train_vae.build_model(args).state_dict(), saved(run, "ema"))
-
-
 @pytest.fixture(scope="module")
 def powers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight updates of a model with buffers, and a save after every second one. Tests only look at it."""
@@ -436,14 +361,10 @@ def test_an_average_of_another_length_is_made_of_those_of_all_saves(powers: Path
 
 def test_an_average_that_cannot_be_made_is_one_line(powers: Path, run: Path, tmp_path: Path, refused: Any) -> None:
     out = tmp_path / "model"
-    assert "holds no averages: only a run with --ema_power" in refused("average", run, "--ema_length", "0.07", out)
-    line = refused("average", powers, "--ema_length", "0.25", out)
-    assert "% of the profile of length 0.25: choose a length nearer" in line
+    assert "--ema_power" in refused("average", run, "--ema_length", "0.07", out)
+    assert "length 0.25" in refused("average", powers, "--ema_length", "0.25", out)
     assert "at most 0.2886" in refused("average", powers, "--ema_length", "0.3", out)
     assert not out.exists()
-    out.mkdir()
-    (out / "mine").touch()
-    assert "--force" in refused("average", powers, "--ema_length", "0.07", out)
     copied = shutil.copytree(powers, tmp_path / "copied")
     newest = copied / "snapshots" / "step_00000008_ema_0.1.safetensors"
     save_file({"a": torch.zeros(3)}, newest, metadata={"average": '{"updates": 8, "length": 0.1}'})
@@ -482,29 +403,6 @@ def test_a_flipped_bit_is_told_unless_checksums_are_left_out(
     assert inspected(folder, "--no_checksums")["checksums"] == "not checked"
 
 
-def test_weights_larger_than_the_memory_are_inspected_by_their_header(tmp_path: Path, inspected: Any) -> None:
-    """Two terabytes, in a file of holes."""
-    DiscreteVAE(image_size=8, num_tokens=4, hidden_dim=4).save_pretrained(tmp_path)
-    numbers = 1 << 40
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [numbers], "data_offsets": [0, 2 * numbers]}}).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 2 * numbers)
-    facts = inspected(tmp_path)
-    assert (facts["parameters"], facts["dtype"]) == (numbers, "bfloat16")
-    assert facts["bytes"]["model.safetensors"] > 2 * numbers
-
-
-def alone(run: Path, tmp: Path) -> Path:
-    """A checkpoint away from its run."""
-    return shutil.copytree(checkpoint_of(run), tmp / "elsewhere" / "step_00000003")
-
-
-def unknown_model(run: Path, tmp: Path) -> Path:
-    (tmp / "config.json").write_text('{"model": "Perceiver"}')
-    return tmp
-
-
 def with_config(run: Path, tmp: Path, **changes: Any) -> Path:
     """The run, with a config.yaml that says something else."""
     shutil.copytree(run / "checkpoints", tmp / "run" / "checkpoints")
@@ -513,24 +411,12 @@ def with_config(run: Path, tmp: Path, **changes: Any) -> Path:
     return tmp / "run"
 
 
-def with_config_file(run: Path, tmp: Path, make: Callable[[Path], object]) -> Path:
-    """The run, with another file as config.yaml."""
-    path = with_config(run, tmp) / "config.yaml"
-    path.unlink()
-    make(path)
-    return path.parent
-
-
 MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
-    "nothing there": (lambda run, tmp: tmp / "nowhere", "it does not exist"),
+    "nothing there": (lambda run, tmp: tmp / "nowhere", "nowhere"),
     "an empty folder": (lambda run, tmp: tmp, "expected a run folder"),
-    "a checkpoint without its run": (alone, "its run's config.yaml"),
-    "a run of other sizes": (lambda run, tmp: with_config(run, tmp, num_tokens=17), "should have shape (17, 6)"),
-    "a run of absurd depth": (lambda run, tmp: with_config(run, tmp, num_layers=10**9), "num_layers: expected a whole"),
+    "a run of other sizes": (lambda run, tmp: with_config(run, tmp, num_tokens=17), "(17, 6)"),
     "a run of 4 million blocks": (lambda run, tmp: with_config(run, tmp, num_resnet_blocks=4 << 20), "many more"),
-    "a run of a newer script": (lambda run, tmp: with_config(run, tmp, colour="red"), "unknown key 'colour'"),
-    "a run whose config is a pipe": (lambda run, tmp: with_config_file(run, tmp, os.mkfifo), "is not a regular file"),
-    "a model of another kind": (unknown_model, "Perceiver, which is no model of this version"),
+    "a run of a newer script": (lambda run, tmp: with_config(run, tmp, colour="red"), "'colour'"),
     "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "not a zip file"),
 }
 
@@ -557,8 +443,6 @@ def link_to(folder: Path, name: str, target: str) -> None:
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "a part above": lambda folder: edit_state(folder, lambda state: state["parts"].update({"../outside": {}})),
     "parts in a list": lambda folder: edit_state(folder, lambda state: state.update(parts=["engine"])),
-    "a part that is a word": lambda folder: edit_state(folder, lambda state: state["parts"].update(progress="x")),
-    "no parts": lambda folder: edit_state(folder, lambda state: state.pop("parts")),
     "depth": lambda folder: (folder / "state.json").write_text("[" * 100_000),
     "endless tensors": lambda folder: link_to(folder, "engine.safetensors", "/dev/zero"),
     "a header of 10 GB": lambda folder: (folder / "engine.safetensors").write_bytes((10**10).to_bytes(8, "little")),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
-import os
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -148,36 +145,3 @@ def test_every_flag_that_is_named_is_one_of_a_program_or_launcher(document: Path
     text = re.sub(r"^#SBATCH.*$", "", document.read_text(), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named <= FLAGS_OF_OTHERS.union(*(flags_of(parser_of(program)) for program in PROGRAMS))
-
-
-@each_document
-def test_every_make_target_exists(document: Path) -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"(?:`|^    )make (\w+)", document.read_text(), flags=re.MULTILINE)) <= targets
-
-
-@each_document
-def test_every_name_that_is_imported_exists(document: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem."):
-                module = importlib.import_module(str(node.module).removeprefix("tandem."))
-                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
-
-
-@each_document
-def test_nothing_is_left_to_be_filled_in(document: Path) -> None:
-    assert not re.search(r"@@|TODO|FIXME", document.read_text())
-
-
-@pytest.mark.parametrize(("code", "is_requeued"), [(75, True), (2, False)])
-def test_the_slurm_script_puts_a_job_that_was_asked_to_stop_back_into_the_queue(
-    code: int, is_requeued: bool, tmp_path: Path
-) -> None:
-    [script] = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
-    for name, line in {"srun": f"exit {code}", "scontrol": "echo $*"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
-    assert (ran.stdout, ran.stderr) == ("requeue 7\n" if is_requeued else "", "")

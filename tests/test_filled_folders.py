@@ -30,7 +30,7 @@ from filling import (
     stamps,
 )
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from data.stores.output import sha256_of
 
@@ -80,30 +80,15 @@ def test_a_bad_file_is_left_out_and_named_and_changes_no_other_row(script, whole
     assert [shard["rows"] for shard in index(folder)["shards"]] == script.shard_rows(1)
 
 
-def test_a_shard_without_a_readable_item_is_empty_and_can_be_used(script, whole, model, source, tmp_path):
-    folder = script.fill(model, broken_copy(source, tmp_path / "source", script.names[-1]), tmp_path / "output")
-    file = f"{script.shards}-00002.safetensors"
-    empty, full = load_file(folder / file)[script.shards], load_file(whole / file)[script.shards]
-    assert empty.shape == (0, *full.shape[1:]) and empty.dtype == full.dtype
-    script.main([str(word) for word in script.use(model, folder, tmp_path / "images")])
-    if script in CODERS:
-        assert len(files(tmp_path / "images")) == 8 + 1
-
-
-def test_on_bad_sample_error_stops(script, model, source, tmp_path, capsys):
+def test_on_bad_sample_error_stops_and_too_many_bad_files_do(script, model, source, tmp_path, capsys):
     broken = broken_copy(source, tmp_path / "source", script.names[6])
-    for _ in range(2):
-        said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output", "--on_bad_sample", "error"))
-        assert script.names[6] in said
+    said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output", "--on_bad_sample", "error"))
+    assert script.names[6] in said
     script.fill(model, broken, tmp_path / "output", "--on_bad_sample", "skip")  # goes on where that one stopped
     assert len(lines(tmp_path / "output")) == 8
-
-
-def test_too_many_bad_files_stop(script, model, source, tmp_path, capsys):
-    broken = broken_copy(source, tmp_path / "source", script.names[1], script.names[6])
-    said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output"))
-    assert "2 of 9 samples could not be read" in said
-    assert not (tmp_path / "output" / "index.json").exists()
+    broken = broken_copy(source, tmp_path / "worse", script.names[1], script.names[6])
+    assert "2 of 9" in script.refused(capsys, *script.flags(model, broken, tmp_path / "more"))
+    assert not (tmp_path / "more" / "index.json").exists()
 
 
 # Going on.
@@ -146,30 +131,25 @@ def test_a_finished_folder_is_not_computed_again(script, whole, copied, model, s
     assert stamps(copied, f"{script.shards}-*") == before and files(copied) == files(whole)
 
 
-@pytest.mark.parametrize("damage", ["shard", "record", "missing shard", "endless shard"])
+@pytest.mark.parametrize("damage", ["shard", "record", "endless shard"])
 def test_a_damaged_shard_is_computed_again(damage, script, whole, copied, model, source):
     shard, record = (copied / f"{script.shards}-00001.{ending}" for ending in ("safetensors", "json"))
     if damage == "shard":
         shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
     elif damage == "record":
         record.write_text('{"rows": 4')
-    elif damage == "endless shard":
-        os.truncate(shard, 1 << 40)  # its checksum would be that of terabytes
     else:
-        shard.unlink()
+        os.truncate(shard, 1 << 40)  # its checksum would be that of terabytes
     assert damage == "endless shard" or files(copied) != files(whole)
     assert files(script.fill(model, source, copied)) == files(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(
-    number, script, whole, model, source, tmp_path, on_write
-):
+def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(script, whole, model, source, tmp_path, on_write):
     first = f"{script.shards}-00000"
 
     def write_and_signal(path: Path, content: bytes) -> None:
         if path.name == f"{first}.safetensors":
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
         filling.write_atomically(path, content)
 
     on_write(write_and_signal)
@@ -189,7 +169,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, mod
 
     on_write(no_space)
     said = script.refused(capsys, *script.flags(model, source, tmp_path))
-    assert "-00001.safetensors: No space left on device" in said and "the same command goes on" in said
+    assert "-00001.safetensors: No space left on device" in said
     on_write()
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
@@ -201,7 +181,6 @@ OTHER_FLAGS = [
     (ALL, "cpu_threads", 2, "cpu_threads was 1 and is now 2"),
     (CODERS, "image_size", 20, "image_size was 16 and is now 20"),
     ([TOKENIZE_VIDEOS], "fps", 5, "fps was null and is now 5.0"),
-    ([TOKENIZE_VIDEOS], "frame_stride", 2, "frame_stride was 1 and is now 2"),
     ([TOKENIZE], "format", "npy", "format was"),
     ([EMBED], "max_clips", 2, "max_clips was 6 and is now 2"),
 ]
@@ -242,12 +221,6 @@ def test_a_folder_of_something_else_is_left_alone(fresh, script, model, source, 
     assert files(mine) == before
 
 
-def test_numbers_beyond_any_memory_are_refused(script, model, source, tmp_path, capsys):
-    for flag, value in ((script.per_shard, 10**12), ("num_workers", 10**9), ("cpu_threads", 10**9)):
-        said = script.refused(capsys, *script.flags(model, source, tmp_path / "out"), f"--{flag}", value)
-        assert f"--{flag}: expected a whole number from " in said and not (tmp_path / "out").exists()
-
-
 # Damaged folders.
 
 
@@ -281,57 +254,25 @@ def bottomless(path: Path) -> None:
     os.truncate(path, 1 << 40)
 
 
-def npy_with(header: bytes) -> Callable[[Path, str], None]:
-    """A shard whose header ends otherwise, with the checksum to it."""
-
-    def change(folder: Path, name: str) -> None:
-        path = folder / f"{name}-00000.npy"
-        np.save(path, np.zeros((4, 4, 4), np.uint16))
-        content = path.read_bytes()
-        at = content.index(b"(4, 4, 4), }")
-        path.write_bytes(content[:at] + header + content[at + len(header) :])
-        first, *rest = index(folder)["shards"]
-        change_index(folder, shards=[{**first, "file": path.name, "sha256": sha256_of([path])}, *rest])
-
-    return change
-
-
 DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "no index": (ALL, lambda f, name: (f / "index.json").unlink(), "did not finish"),
     "no folder": (ALL, lambda f, name: shutil.rmtree(f), "no such folder"),
     "an empty index": (ALL, lambda f, name: (f / "index.json").write_text("[]"), "cannot read"),
-    "other lines": (ALL, lambda f, name: (f / "index.jsonl").write_text(""), "index.jsonl: its checksum"),
     "a shard elsewhere": (ALL, lambda f, name: change_index(f, shards=[{"file": "../x", "rows": 3}] * 3), "'../x'"),
     "a changed shard": (ALL, lambda f, name: (f / f"{name}-00000.safetensors").write_bytes(b""), "checksum"),
-    "no shard": (ALL, lambda f, name: (f / f"{name}-00001.safetensors").unlink(), "-00001.safetensors: No such file"),
     "another kind of index": ([EMBED], lambda f, name: change_index(f, task="encode"), "something else"),
     "embeddings of another shape": ([EMBED], shard_of(0, (4, 9), np.float32), "not float32 (4, 8)"),
     "a path that leaves": (CODERS, lambda f, name: damage_first_line(f, path="../a.png"), "'../a.png'"),
     "a row twice": (CODERS, lambda f, name: damage_first_line(f, row=1), "not in order"),
-    "a shard that is not there": (CODERS, lambda f, name: damage_first_line(f, shard=7), "cannot read"),
     "codes outside the codebook": ([TOKENIZE], shard_of(512, (4, 4, 4), np.uint16), "outside"),
     "video codes outside the codebook": ([TOKENIZE_VIDEOS], shard_of(512, (9, 4, 4), np.uint16), "outside"),
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not codes (9, 4, 4)"),
-    "a video without codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, code_frames=0), "has 0 rows"),
-    "more codes than there are": (
-        [TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, code_frames=10**9), "not in order"),
     "more frames than codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
-    "no frames": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=None), "has None frames"),
     "a rate of 0": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, fps=0), "0 frames per second"),
     "an endless index": (ALL, lambda f, name: replaced(f / "index.json", bottomless), "longer than 67108864 bytes"),
-    "an endless line": (ALL, lambda f, name: replaced(f / "index.jsonl", bottomless), "longer than 1048576 bytes"),
-    "a shard that waits": (
-        ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", os.mkfifo), "not a regular file"),
     "an endless shard": (ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", bottomless), "is longer than"),
-    "a path that is a number": (CODERS, lambda f, name: damage_first_line(f, path=5), "names '5', which is no path"),
-    "shard -1": (CODERS, lambda f, name: damage_first_line(f, shard=-1), "not in order"),
     "a grid of 10^12": ([TOKENIZE], lambda f, name: change_index(f, grid=[10**6, 10**6]), "claims a shape of (4, 1000"),
-    "an array of 10^12": (
-        [TOKENIZE], npy_with(b"(1000000000000, 4), }"), "it holds uint16 (1000000000000, 4), not (4, 4, 4)"),
-    "an array whose header has no end": ([TOKENIZE], npy_with(b"(4, 4, 4, }{ "), "it is no numpy array"),
     "embeddings that are no numbers": ([EMBED], shard_of(np.nan, (4, 8), np.float32), "not all of its numbers are fin"),
-    "a negative number of rows": (
-        [EMBED], lambda f, name: change_index(f, shards=[{**index(f)["shards"][0], "rows": -4}], rows=-4), "cannot be"),
     "batches of 10^12": ([EMBED], lambda f, name: change_index(f, batch_size=10**12), "more than the"),
 }  # fmt: skip
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import resource
 import subprocess
 import sys
 
 import pytest
 
-from models.quantizers import QUANTIZERS
 from tests.scripts import ROOT
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py") if path.name not in ("setup.py", "trained.py", "hub.py"))
@@ -30,11 +28,3 @@ def test_help_imports_nothing_heavy_and_takes_less_than_a_second_of_the_processo
     assert looked.stderr == "[]\n"
     assert looked.stdout.startswith(f"usage: {script}")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-
-
-@pytest.mark.parametrize("script", ["train_vqgan", "train_tokenizer"])
-def test_the_quantizers_to_choose_from_are_those_that_there_are(script: str) -> None:
-    (flag,) = (
-        action for action in importlib.import_module(script).build_parser()._actions if action.dest == "quantizer"
-    )
-    assert tuple(flag.choices) == tuple(QUANTIZERS) and all(words in flag.help for words in QUANTIZERS.values())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import email
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from benchmarks.launching import free_port
 from tests.scripts import ROOT, SCRIPTS, words
 
 SITE = Path(sysconfig.get_paths()["purelib"])
-LAUNCHERS = ("torchrun", "deepspeed", "horovodrun")
+LAUNCHERS = ("torchrun", "deepspeed")
 SOURCES = ("tandem", "models", "data", "distributed", "training", "configs", "docs", "scripts", "setup.py",
            "pyproject.toml", "MANIFEST.in",
            "README.md", "LICENSE", *sorted(path.name for path in ROOT.glob("*.py")))  # fmt: skip
@@ -31,15 +30,10 @@ SHORT = ["--max_steps", "2", "--num_workers", "0", "--save_every_n_steps", "0", 
          "--sample_every_n_steps", "0", "--valid_samples", "8"]  # fmt: skip
 
 
-def said_by_building(kind: str, source: Path, out: Path) -> str:
-    """Build a "wheel" or an "sdist" of a folder of sources -> what stands on stderr."""
-    program = f"from setuptools.build_meta import build_{kind} as build; build({str(out)!r})"
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=source, check=True, capture_output=True, text=True).stderr
-
-
 def build(kind: str, source: Path, out: Path) -> Path:
-    said_by_building(kind, source, out)
+    """Build a "wheel" or an "sdist" of a folder of sources."""
+    program = f"from setuptools.build_meta import build_{kind} as build; build({str(out)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
     (path,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return path
 
@@ -90,10 +84,10 @@ def run(bin_: Path, folder: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_wheel_holds_scripts_tools_configs_and_what_pypi_shows(wheel: Path) -> None:
+def test_the_wheel_holds_scripts_tools_and_configs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
-    said, commands = metadata_of(wheel), metadata_of(wheel, "entry_points.txt")
+    commands = metadata_of(wheel, "entry_points.txt")
     paths = [*(ROOT / "configs").rglob("*.*"), *(ROOT / "docs").glob("*.md"), ROOT / "scripts" / "install_horovod.sh"]
     scripts = {path.name for path in ROOT.glob("*.py")} - {"setup.py"}
     files = {path.relative_to(ROOT).as_posix() for path in paths}
@@ -103,34 +97,10 @@ def test_the_wheel_holds_scripts_tools_configs_and_what_pypi_shows(wheel: Path) 
     parts = [*modules, *(ROOT / "training/report/page").iterdir()]
     assert names >= {f"tandem/{path.relative_to(ROOT).as_posix()}" for path in parts}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"tandem"}
-    assert "Description-Content-Type: text/markdown" in said and "# Tandem" in said
-    # No address is known where there is no clone, and no page shows files beside a README.
-    assert "Project-URL" not in said and re.findall(r"\]\((?!https?:|#)", said) == []
     with_main = {name for name in scripts if "def main(" in (ROOT / name).read_text()}
     assert set(re.findall(r"^(tandem-\S+) =", commands, re.MULTILINE)) == {
         f"tandem-{name.removesuffix('.py').replace('_', '-')}" for name in with_main
     }
-
-
-@pytest.mark.parametrize(("origin", "url"), [
-    ("https://user:word@example.org/some/tandem.git", "https://example.org/some/tandem"),
-    ("git@example.org:some/tandem.git", "https://example.org/some/tandem"),
-    ("/srv/some/tandem.git", ""),
-])  # fmt: skip
-def test_links_lead_to_where_the_clone_came_from(origin: str, url: str, source: Path, tmp_path: Path) -> None:
-    clone = tmp_path / "clone"
-    shutil.copytree(source, clone)
-    for command in (["init", "-q"], ["remote", "add", "origin", origin]):
-        subprocess.run(["git", "-C", str(clone), *command], check=True)
-    said = [metadata_of(build("wheel", clone, tmp_path))]
-    if url:
-        shutil.unpack_archive(build("sdist", clone, tmp_path), tmp_path / "unpacked")
-        (unpacked,) = (tmp_path / "unpacked").iterdir()
-        said.append(metadata_of(build("wheel", unpacked, unpacked)))
-    for text in said:
-        assert re.findall(r"^Project-URL: Source, (.*)", text, re.MULTILINE) == ([url] if url else [])
-        assert (f"({url}/blob/HEAD/docs/vae.md)" in text) == (f"({url}/raw/HEAD/docs/demo.png)" in text) == bool(url)
-        assert "](docs" not in text and "user" not in url
 
 
 def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None:
@@ -141,26 +111,11 @@ def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None
     assert {name: pattern.findall(text) for name, text in sources.items() if pattern.findall(text)} == {}
 
 
-def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
-    (tmp_path / "sdist").mkdir()
-    shutil.unpack_archive(build("sdist", source, tmp_path / "sdist"), tmp_path / "unpacked")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    (tmp_path / "wheel").mkdir()
-    again = build("wheel", unpacked, tmp_path / "wheel")
-    contents = []
-    for path in (wheel, again):
-        with zipfile.ZipFile(path) as content:
-            contents.append({name: content.read(name) for name in content.namelist()})
-    assert contents[0] == contents[1]
-
-
 @pytest.mark.parametrize(("command", "demonstration"), [
-    (["python", "-m", "tandem.train_tokenizer"], "tokenizer"),
     (["torchrun", "--nproc_per_node", "2", "--standalone", "-m", "tandem.train_vae"], "vae"),
     (["deepspeed", "--num_gpus", "2", "--module", "tandem.train_vqgan", "--deepspeed_config",
       "configs/deepspeed/zero2.json"], "vqgan"),
-    (["horovodrun", "-np", "2", "python", "-m", "tandem.train_mulan"], "mulan"),
-    (["tandem-train-decoder"], "decoder"),
+    (["tandem-train-mulan"], "mulan"),
 ], ids=lambda value: value[0] if isinstance(value, list) else value)  # fmt: skip
 def test_each_way_to_start_trains_a_demonstration(
     command: list[str], demonstration: str, installed: Path, tmp_path: Path
@@ -184,36 +139,19 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
     assert "tandem-train-vae --config new/start.yaml" in run(
         installed, tmp_path, "tandem-convert", "import", "run", "new"
     )
-    for command in ("tandem-train-vae", "tandem-sample"):
-        assert f"usage: {command} " in run(installed, tmp_path, command, "--help")
-    said = run(installed, tmp_path, "tandem-train-vae", "--help_all")
-    (docs,) = re.findall(r"^The files of docs/ are in (.+)\.$", said, re.MULTILINE)
-    assert set(re.findall(r"see (docs/\w+\.md)", said)) == {"docs/data.md"} and Path(docs, "data.md").is_file()
-    version = re.search(r'^__version__ = "(.+)"', (ROOT / "tandem" / "__init__.py").read_text(), re.MULTILINE)
-    said = run(
-        installed, tmp_path, "python", "-c", "import sys, tandem; print(tandem.__version__, 'torch' in sys.modules)"
-    )
-    assert version and said.split() == [version[1], "False"]
+    assert "usage: tandem-sample " in run(installed, tmp_path, "tandem-sample", "--help")
 
 
-@pytest.mark.parametrize(("word", "before", "found"), [
-    ("bf", "--precision", ["bf16"]),
-    ("t", "--report_to", ["tensorboard", "tensorboard,wandb"]),
-    ("configs/vae/d", "--config", ["configs/vae/demo.yaml"]),
-], ids=str)  # fmt: skip
-def test_bash_completes_flags_and_their_values(
-    word: str, before: str, found: list[str], installed: Path, tmp_path: Path
-) -> None:
-    words = f"tandem-train-vqgan {before} {word}".split()
+def test_bash_completes_files_of_the_package(installed: Path, tmp_path: Path) -> None:
     program = f"""
 source <({sys.executable} -m argcomplete.scripts.register_python_argcomplete tandem-train-vqgan)
-COMP_LINE={shlex.quote(" ".join(words))}
+COMP_LINE="tandem-train-vqgan --config configs/vae/d"
 COMP_POINT=${{#COMP_LINE}}
 COMP_TYPE=9
-_python_argcomplete tandem-train-vqgan {word} {before or words[0]}
+_python_argcomplete tandem-train-vqgan configs/vae/d --config
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    assert sorted(run(installed, tmp_path, "bash", "-c", program).split()) == found
+    assert run(installed, tmp_path, "bash", "-c", program).split() == ["configs/vae/demo.yaml"]
 
 
 def test_the_tested_versions_are_ones_that_setup_allows(wheel: Path) -> None:

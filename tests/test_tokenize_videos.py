@@ -79,13 +79,6 @@ def test_codes_are_those_of_the_whole_clips(codes, source):
     assert (index(codes)["coded_videos"], index(codes)["videos"], index(codes)["num_codes"]) == (9, 9, 512)
 
 
-def test_the_index_says_how_many_frames_and_how_fast(codes):
-    for line in lines(codes):
-        frames = VIDEOS[line["path"]]
-        assert (line["frames"], line["code_frames"]) == (frames, 1 + frames // 2), line
-        assert line["fps"] == (None if frames == 1 else 25.0), line
-
-
 @pytest.mark.parametrize(("flag", "speed", "frames", "fps"), [
     ("--fps", {"fps": 10.0}, 8, 10.0), ("--frame_stride", {"frame_stride": 3}, 7, 8.333333),
 ])  # fmt: skip
@@ -106,27 +99,6 @@ def test_parts_of_one_file_in_a_manifest_are_videos_of_their_own(model, source, 
     assert [line["frames"] for line in lines(folder)] == [5, 15]
     videos = decode(model, folder, tmp_path / "videos")
     assert sorted(files(videos)) == ["e.mp4-0.mp4", "e.mp4-1.mp4", "settings.json"]
-
-
-def test_a_file_that_breaks_off_is_left_out_whole(codes, model, source, tmp_path):
-    broken = shutil.copytree(source, tmp_path / "source")
-    noise = np.random.default_rng(0).integers(0, 256, (60, 20, 24, 3), np.uint8)
-    write_video(broken / "e.mp4", 60, pictures=noise, container_options={"movflags": "faststart"})
-    (broken / "e.mp4").write_bytes((broken / "e.mp4").read_bytes()[:-20_000])
-    assert sum(1 for _ in take(ClipDecoder(SIZE, 1).frames(Source(str(broken / "e.mp4"))))) > 20
-    folder = TOKENIZE_VIDEOS.fill(model, broken, tmp_path / "codes", "--num_workers", "3")
-    found, exact = TOKENIZE_VIDEOS.rows(folder), TOKENIZE_VIDEOS.rows(codes)
-    assert list(found) == [name for name in VIDEOS if name != "e.mp4"]
-    for name, rows in found.items():
-        np.testing.assert_array_equal(rows, exact[name])
-
-
-def take(frames: Any) -> Any:
-    """What comes before an error."""
-    try:
-        yield from frames
-    except ValueError:
-        return
 
 
 def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
@@ -191,30 +163,13 @@ def test_videos_have_the_frames_of_the_codes_at_the_times_of_the_originals(codes
         assert frames.shape == exact.shape and np.abs(frames.astype(int) - exact).mean() < 4  # H.264 of little loss
 
 
-@pytest.mark.parametrize("rate", ["30000/1001", "uneven"])
-def test_other_rates_are_kept(rate, model, tmp_path):
-    """A variable rate becomes its mean, so that the film keeps its length."""
-    (tmp_path / "films").mkdir()
-    steps = np.random.default_rng(0).integers(20, 80, 200)
-    times = np.cumsum(steps) if rate == "uneven" else np.round(np.arange(200) * 1001 / 30)
-    write_video(
-        tmp_path / "films" / "a.mkv", stamps=times.astype(int).tolist(), pictures=np.zeros((200, 16, 16, 3), "u1")
-    )
-    folder = decode(model, TOKENIZE_VIDEOS.fill(model, tmp_path / "films", tmp_path / "codes"), tmp_path / "videos")
-    found, _ = shown(folder / "a.mp4")
-    seconds = (times - times[0]) / 1000
-    assert len(found) == 200 and found[-1] == pytest.approx(seconds[-1], abs=0.02)
-    if rate != "uneven":
-        assert found == pytest.approx(seconds, abs=0.02)
-
-
-@pytest.mark.parametrize(("form", "damaged"), [("mp4", "e.mp4"), ("png", "e.frames/000007.png")])
-def test_decoding_goes_on_with_what_is_missing(form, damaged, codes, model, tmp_path):
-    folder = decode(model, codes, tmp_path / "videos", "--format", form)
+def test_decoding_goes_on_with_what_is_missing(codes, model, tmp_path):
+    damaged, form = "e.frames/000007.png", ("--format", "png")
+    folder = decode(model, codes, tmp_path / "videos", *form)
     expected, before = files(folder), stamps(folder, "**/*.*")
     (folder / damaged).unlink()
     (folder / "d.png").write_bytes(expected["d.png"][:-5])
-    decode(model, codes, folder, "--format", form)
+    decode(model, codes, folder, *form)
     after = stamps(folder, "**/*.*")
     assert files(folder) == expected
     written = {name for name in before if before[name] != after[name]}
@@ -253,14 +208,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
     "a model of images": (lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a VideoTokenizer"),
     "a conditional model": (lambda tmp: {"--model": saved(tmp / "m", conditional())}, "needs a condition"),
-    "a model of RGBA": (lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(channels=4))}, "has 4 channels"),
+    "a model of RGBA": (lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(channels=4))}, "4 channels"),
     "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
-    "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18 must be a multiple of 4"),
-    "image size of terabytes": (
-        lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(), image_size=2**21)}, "a video of 2097152 pixels: "),
+    "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),
     "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "exclude each other"),
-    "two sources": (lambda tmp: {"--decode": tmp}, "not allowed with"),
-    "a flag of encoding": (lambda tmp: {"--video_folder": None, "--decode": tmp, "--fps": 5}, "is for encoding"),
     "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format is for --decode"),
 }  # fmt: skip
 

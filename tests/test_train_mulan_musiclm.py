@@ -21,7 +21,7 @@ import embed
 import train_mulan
 from models import MusicLMMuLaN
 from models.files.musiclm import load_public_mulan
-from tests.scripts import MULAN, Script, assert_same_bits, final_weights, metrics
+from tests.scripts import MULAN, Script, assert_same_bits, final_weights
 from trained import load_model
 
 LAYOUT = {
@@ -42,17 +42,6 @@ def converted(*said: Any) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         convert.main([str(word) for word in said])
     return out.getvalue()
-
-
-def test_accumulation_sees_all_negatives_of_the_batch(tmp_path: Path) -> None:
-    said = ["--max_steps", "3", "--loss", "sigmoid"]
-    whole = metrics(MUSICLM.train(tmp_path / "whole", *said))
-    parts = metrics(MUSICLM.train(tmp_path / "parts", *said, "--grad_accum_steps", "4"))
-    for ours, expected in zip(parts, whole, strict=True):
-        for key in ("loss", "temperature", "bias"):
-            assert ours[key] == pytest.approx(expected[key], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    assert whole[-1]["bias"] != -10
 
 
 def test_a_run_becomes_the_public_file_and_comes_back(finished: Path, tmp_path: Path) -> None:
@@ -96,31 +85,10 @@ def test_a_tandem_model_is_no_musiclm_model(finished: Path, tmp_path: Path) -> N
         converted("export", tandem, "--to", "musiclm", tmp_path / "mulan.pt")
     assert raised.value.code == 2
     assert f"--to musiclm is for a MusicLMMuLaN, and {tandem} holds a MuLaN" in said.getvalue().splitlines()[-1]
-    line = MUSICLM.refused(tmp_path / "run", "--init_from", str(tandem))
-    assert f"{tandem} holds a MuLaN of train_mulan.py, not a MusicLMMuLaN" in line
+    assert f"{tandem} holds a MuLaN" in MUSICLM.refused(tmp_path / "run", "--init_from", str(tandem))
     assert "--layout was tandem and is now musiclm" in MUSICLM.refused(tandem)
-    run = MUSICLM.train(tmp_path / "run", "--max_steps", "1")
-    assert "--loss was decoupled and is now sigmoid" in MUSICLM.refused(run, "--max_steps", "2", "--loss", "sigmoid")
-    MUSICLM.train(run, "--max_steps", "2", "--loss", "softmax")
-    for flag, value, only in (
-        ("spectrogram", "log_mel", "power"), ("spectrogram_padding", "silence", "reflect"),
-        ("hierarchical_spacing", "last", "even"),
-    ):  # fmt: skip
-        line = MUSICLM.refused(tmp_path / "x", f"--{flag}", value)
-        assert line.endswith(f"--{flag} {value} is not for --layout musiclm, which has {only} alone")
-    for tower in ("text_tower", "audio_tower"):
-        line = MUSICLM.refused(tmp_path / "x", f"--{tower}", "files/")
-        assert line.endswith(f"--{tower} is for --layout tandem; the towers of musiclm-pytorch are its own")
-    for flag in ("n_mels", "fmin", "fmax"):  # of mel bands, which it has not got
-        assert f"--{flag} has no effect with --layout musiclm" in MUSICLM.refused(tmp_path, f"--{flag}", "50")
-
-
-def test_an_index_is_made_and_searched_with_it(finished: Path, tmp_path: Path) -> None:
-    index = tmp_path / "index"
-    embed.main(["--model", str(finished), "--audio", "demo:tones:8", "--output", str(index)])
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        embed.main(["--model", str(finished), "--index", str(index), "--query", "bell sound", "--json"])
-    assert '"rank": 8' in out.getvalue()
+    for flag, value in (("spectrogram", "log_mel"), ("audio_tower", "files/"), ("n_mels", "50")):
+        assert f"--{flag}" in MUSICLM.refused(tmp_path / "x", f"--{flag}", value)
 
 
 def test_texts_have_no_marks_of_start_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

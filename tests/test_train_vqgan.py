@@ -11,7 +11,6 @@ import torch
 
 import train_vqgan
 from models import VQGAN as Generator
-from models.quantizers.lookup_free import BinarySphericalQuantizer, LookupFreeQuantizer
 from tests.scripts import (
     VQGAN,
     Script,
@@ -33,11 +32,7 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth() -> Non
     assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)])
     assert rates[10] == pytest.approx(2.0) and rates[60] == pytest.approx(1.1) and rates[110] == pytest.approx(0.2)
     assert rates[35] == pytest.approx(2.0 * (0.55 + 0.45 * math.cos(math.pi / 4)))
-
-
-def test_the_learning_rate_is_constant_by_default() -> None:
-    args = VQGAN.parsed()
-    assert {train_vqgan.learning_rate(step, 100, 3e-4, args) for step in (0, 50, 99)} == {3e-4}
+    assert {train_vqgan.learning_rate(step, 100, 3e-4, VQGAN.parsed()) for step in (0, 50, 99)} == {3e-4}
 
 
 def test_the_entropy_loss_starts_stronger_and_ends_at_its_weight() -> None:
@@ -126,25 +121,6 @@ def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_whole_besid
         assert parser.settings(args)["gan_weight_scale"] == scale  # a resumed run compares it
 
 
-def test_weights_of_the_codes_losses_are_those_of_the_quantizers_authors_unless_given() -> None:
-    for quantizer, said, expected in (
-        ("lfq", [], (0.25, 0.1)), ("vq", [], (0.25, 0.1)), ("bsq", [], (0.0, 0.1)), ("ibq", [], (1.0, 0.05)),
-        ("ibq", ["--commitment_loss_weight", "0.25", "--entropy_loss_weight", "0.1"], (0.25, 0.1)),
-    ):  # fmt: skip
-        args = VQGAN.parsed("--quantizer", quantizer, *said)
-        assert (args.commitment_loss_weight, args.entropy_loss_weight) == expected
-
-
-def test_the_inverse_temperature_in_force_is_a_setting() -> None:
-    """config.yaml holds the settings."""
-    parser = train_vqgan.build_parser()
-    of_lfq, of_bsq = LookupFreeQuantizer.usual_inv_temperature, BinarySphericalQuantizer.usual_inv_temperature
-    for quantizer, usual in (("lfq", of_lfq), ("bsq", of_bsq), ("vq", None)):
-        args = parser.parse(["--quantizer", quantizer])
-        assert parser.settings(args)["inv_temperature"] == usual
-    assert parser.parse(["--quantizer", "bsq", "--inv_temperature", "3"]).inv_temperature == 3
-
-
 def test_each_model_has_its_betas(tmp_path: Path) -> None:
     said = ["--max_steps", "1", "--discr_start_step", "0", "--betas", "0.5,0.9", "--discr_betas", "0.25,0.75"]
     found = checkpoint(VQGAN.train(tmp_path, *said), 1)
@@ -175,27 +151,18 @@ def test_the_same_model_in_another_spelling_is_resumed(tmp_path: Path) -> None:
     ("said", "text"),
     [
         (["--image_size", "18"], "multiple of 2^num_layers = 4; use 16 or 20"),
-        (["--image_size", "8"], "too small for a discriminator of 2 layers, which needs 16"),
+        (["--image_size", "8"], "discriminator of 2 layers"),
         (["--codebook_size", "100"], "100"),
         (["--quantizer", "fsq", "--codebook_size", "100"], "levels"),
         (["--num_resnet_blocks", "1,2,3"], "2 of them"),
-        (["--num_resnet_blocks", "a"], "a whole number"),
-        (["--gan_weight", "strong"], "adaptive, or a number"),
+        (["--gan_weight", "strong"], "--gan_weight"),
         (["--perceptual", "lpips", "--perceptual_weights", "nowhere.pth"], "nowhere.pth"),
-        (
-            ["--image_size", "8", "--discr_layers", "1", "--perceptual", "vgg"],
-            "at least 16 x 16 pixels, not 3 of 8 x 8",
-        ),
-        (["--image_size", "8", "--discr_layers", "1", "--lpips_weights", "x.pth"], "at least 16 x 16 pixels"),
-        (["--vq_decay", "0.8"], "--vq_decay has no effect with --quantizer lfq; leave it out, or give --quantizer vq"),
-        (["--vq_cosine", "--quantizer", "FSQ"], "--vq_cosine has no effect with --quantizer fsq"),
+        (["--image_size", "8", "--discr_layers", "1", "--perceptual", "vgg"], "16 x 16"),
+        (["--vq_decay", "0.8"], "--vq_decay has no effect with --quantizer lfq"),
         (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
-        (
-            ["--lpips_weights", "x.pth", "--valid_fraction", "0"],
-            "--lpips_weights has no effect with --valid_fraction 0",
-        ),
-        (["--fid_weights", "x.pth", "--valid_fraction", "0"], "or give --valid_fraction above 0"),
+        (["--lpips_weights", "x.pth", "--valid_fraction", "0"], "--lpips_weights"),
     ],
+    ids=str,
 )
 def test_a_mistake_gives_one_line(said: list[str], text: str, tmp_path: Path) -> None:
     assert text in VQGAN.refused(tmp_path / "run", *said)
@@ -209,10 +176,3 @@ def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: 
     # What a run leaves names every flag, and is a config as well.
     again = VQGAN.train(tmp_path / "again", "--config", str(run / "config.yaml"), "--max_steps", "1")
     assert without_clocks(again) == without_clocks(run)
-
-
-@pytest.mark.parametrize("name", ["demo", "base", "imagenet256"])
-def test_every_config_is_understood_and_builds_its_model(name: str) -> None:
-    args = VQGAN.parsed("--config", str(VQGAN.configs / f"{name}.yaml"))
-    with torch.device("meta"):  # shapes alone
-        assert train_vqgan.build_model(args).num_codes == args.codebook_size

@@ -4,7 +4,7 @@
     python tests/fuzz/fuzz.py --seed 7 --only 1234                      # case 1234 of seed 7 again, and keep its folder
 
 A case copies small valid inputs, damages one or some files, and runs a command on them in a forked process with little
-memory. Every 50th case runs the real command line. A command must end by itself, with exit code 0, or with code 2 and
+memory. A command must end by itself, with exit code 0, or with code 2 and
 one line (or with code 1 if it says that it was stopped). These are failures: a traceback or a signal, no end within a
 time in which a hundred such commands would end, a need for much memory, and a file outside of its output folder that
 is new or has changed. Ends with exit code 1 if there was a failure, and says how to repeat it.
@@ -24,7 +24,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,8 +40,6 @@ from fuzz_inputs import TARGETS, Target, write_inputs  # noqa: E402
 
 MEMORY_BYTES = 1 << 30  # beyond what the process has before
 CPU_SECONDS, WALL_SECONDS = 60, 300  # a command takes less than a second
-COMMAND_LINE_EVERY = 50
-_COMMAND_LINE_BYTES = 4 << 30  # with what PyTorch takes
 _TEXTS_OF_NO_MEMORY = re.compile("MemoryError|can't allocate|bad_alloc|out of memory")
 
 
@@ -76,8 +73,7 @@ def run_case(seed: int, number: int, inputs: Path, folder: Path, target: Target 
             if rng.randrange(2):
                 _sum_again(Path(name))
     before = _state(folder)
-    is_command_line = number % COMMAND_LINE_EVERY == 0
-    code, said = (_on_the_command_line if is_command_line else _in_a_fork)(target, work)
+    code, said = _in_a_fork(target, work)
     fault = _fault(target, code, said) or _changes(before, _state(folder), target)
     return Result(number, target, damages, code, said, fault)
 
@@ -132,18 +128,6 @@ def _become_command(target: Target, work: Path, log: Path) -> int:
         code = 1
     sys.stderr.flush()
     return code
-
-
-def _on_the_command_line(target: Target, work: Path) -> tuple[int, str]:
-    """As `_in_a_fork`, by a new interpreter."""
-    environment = {**os.environ, "HOME": str(work), "XDG_CACHE_HOME": str(work / "cache"), "PYTHONFAULTHANDLER": "1"}
-    limits = [f"ulimit -d {_COMMAND_LINE_BYTES >> 10} -t {CPU_SECONDS + 30} -c 0", 'exec "$0" "$@"']
-    command = ["bash", "-c", "; ".join(limits), sys.executable, str(ROOT / f"{target.script}.py"), *target.flags]
-    with open(work.parent / "log", "wb") as log:
-        job = subprocess.Popen(command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                               stderr=log)  # fmt: skip
-        code = _wait(job.pid)
-    return code, (work.parent / "log").read_text(errors="replace")
 
 
 def _wait(child: int) -> int:

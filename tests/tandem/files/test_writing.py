@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import stat
 import subprocess
 import sys
@@ -58,16 +56,6 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
-def test_a_file_may_be_its_owners_alone_from_the_beginning_and_its_leftover_has_the_name_that_was_given(tmp_path):
-    path, leftover = tmp_path / "a", tmp_path / ".left"
-    leftover.write_text("of a killed process")
-    with replacing(path, name=".left", mode=None) as temporary, writing.create(temporary, 0o600) as file:
-        file.write(b"secret")
-        assert temporary == leftover and stat.S_IMODE(temporary.stat().st_mode) == 0o600
-    assert path.read_bytes() == b"secret" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["a"]
-
-
 @pytest.mark.parametrize("opened", [hold, open_appending])
 def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, tmp_path, treasure):
     (tmp_path / "link").symlink_to(treasure)
@@ -80,13 +68,6 @@ def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, t
     with opened(tmp_path / "new") as file:
         file.write(b"text")
     assert (tmp_path / "new").exists()
-
-
-def test_a_growing_file_is_appended_to(tmp_path):
-    for text in (b"a", b"b"):
-        with open_appending(tmp_path / "lines") as file:
-            file.write(text)
-    assert (tmp_path / "lines").read_bytes() == b"ab"
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -123,30 +104,6 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 AWAY = "process 7 on node9 since 2026-01-31 12:00:00 UTC"
 
 
-def test_a_lock_of_a_process_on_this_machine_is_refused_at_once_with_its_name_and_time(held, tmp_path, capsys):
-    other = held()
-    with pytest.raises(ValueError) as error:
-        hold(tmp_path / ".lock")
-    holder = rf"process {other.pid} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
-    assert re.fullmatch(rf".* is in use by {holder}; end it first, or give another --output_dir", str(error.value))
-    assert not capsys.readouterr().err
-
-
-def test_a_lock_is_left_behind_when_nobody_holds_it_and_its_process_of_this_machine_is_gone(held, tmp_path):
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    # As of another container with the name of this machine, whose processes this one does not see.
-    other = held(f"process {gone.pid} on {socket.gethostname()} since 2026-01-31 12:00:00 UTC")
-    assert not writing.is_left_behind(tmp_path / ".lock")
-    other.kill()
-    other.wait()
-    assert writing.is_left_behind(tmp_path / ".lock")
-    for said in (AWAY, f"process {os.getpid()} on {socket.gethostname()}", ""):
-        (tmp_path / ".lock").write_text(said)
-        assert not writing.is_left_behind(tmp_path / ".lock")
-    assert not writing.is_left_behind(tmp_path / "none")
-
-
 def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(held, tmp_path, capsys):
     other, marks = held(AWAY), []
 
@@ -160,21 +117,6 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
     assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3
     [line] = capsys.readouterr().err.splitlines()
     assert f"{tmp_path} is in use by {AWAY}; waiting for up to 2 minutes, in case that its machine has crashed" in line
-
-
-def test_a_lock_that_outlives_the_lease_of_a_file_server_is_that_of_a_process_that_runs(held, tmp_path, capsys):
-    held(f"{AWAY}\x1b[2J")
-    with pytest.raises(ValueError, match=rf"is in use by {re.escape(AWAY)}\?\[2J; end it first, or give another"):
-        hold(tmp_path / ".lock", lease_seconds=0.3)
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("said", ["process 999999999 on {host}", "process {own} on {host}x", "nonsense"])
-def test_a_holder_that_is_not_seen_to_run_on_this_machine_is_waited_for(said, held, tmp_path, capsys):
-    held(said.format(own=os.getpid(), host=socket.gethostname()))
-    with pytest.raises(ValueError, match="is in use by"):
-        hold(tmp_path / ".lock", lease_seconds=0.1)
-    assert "waiting for up to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

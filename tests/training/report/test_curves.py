@@ -12,7 +12,6 @@ import pytest
 
 from training.report import curves
 from training.report.curves import Curve, MetricsFile, Rises
-from training.run.costs import COSTS
 
 
 def written(path: Path, lines: list[object]) -> MetricsFile:
@@ -59,22 +58,6 @@ def test_a_value_that_is_not_finite_is_a_gap_and_spoils_no_mean(value: float) ->
     assert (found["lo"], found["hi"]) == ([1, 3, None, None], [1, 3, None, None])
 
 
-def test_what_is_no_line_of_metrics_is_counted_and_left_out(tmp_path: Path) -> None:
-    lines = [
-        {"step": 1, "loss": 1.0, "note": "text", "list": [1]}, "{broken", "[]", '{"loss": 1}', {"step": True},
-        {"step": -1}, {"step": 2, "loss": None, "lr": 10**400}, {"step": 2, "loss": 7}, "[" * 100_000,
-        {"step": 3, "loss": 2.0, "up": True},
-    ]  # fmt: skip
-    found = written(tmp_path / "metrics.jsonl", lines)
-    found.read()
-    assert {name: curve.as_json()["y"] for name, curve in found.curves.items()} == {"loss": [1, None, 2], "lr": [None]}
-    assert found.notes() == [
-        "metrics.jsonl: 6 lines are left out, which cannot be read",
-        "metrics.jsonl: 1 line is left out, of updates that had a line before",
-        "metrics.jsonl: no curves of what is no number: list, note, up",
-    ]
-
-
 @pytest.mark.parametrize("long", ['{"step": 2, "x": "' + "y" * (3 << 20), " " * (1 << 20)])
 def test_a_line_that_is_too_long_is_left_out_and_the_next_one_read(tmp_path: Path, long: str) -> None:
     found = written(tmp_path / "m", [{"step": 1, "x": 1}, long + '{"step": 2, "x": 2}', {"step": 3, "x": 3}])
@@ -88,21 +71,6 @@ def test_the_memory_is_bounded_whatever_names_the_metrics_have(tmp_path: Path) -
     found = written(tmp_path / "m", [*lines, {"step": 2000, "n" * 300: 1.0}])
     found.read()
     assert len(found.curves) == curves.MOST_METRICS and "at least 400 metrics left out" in found.notes()[0]
-
-
-def test_reading_goes_on_where_it_ended_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    found = written(path, [{"step": 1, "loss": 1.0}])
-    found.read()
-    with path.open("a") as file:
-        file.write('{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
-    found.read()
-    assert found.curves["loss"].as_json()["y"] == [1, 2]
-    assert found.notes() == ["metrics.jsonl: the last line is incomplete"]
-    with path.open("a") as file:
-        file.write('ss": 3.0}\n')
-    found.read()
-    assert found.curves["loss"].as_json()["y"] == [1, 2, 3] and found.notes() == []
 
 
 @pytest.mark.parametrize("how", ["replaced", "shortened"])
@@ -120,18 +88,6 @@ def test_a_file_that_a_resumed_run_cut_back_is_read_anew(tmp_path: Path, how: st
     assert found.curves["loss"].as_json()["y"] == ([9, 5] if how == "replaced" else [9])
 
 
-def test_a_file_that_got_the_inode_of_the_one_before_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    found = written(path, [{"step": n, "loss": 1.0} for n in range(1, 5)])
-    found.read()
-    inode = path.stat().st_ino
-    # As a file system may do after two replacements; longer than before, too.
-    path.write_text("".join(json.dumps({"step": n, "loss": 9.0}) + "\n" for n in range(1, 9)))
-    assert path.stat().st_ino == inode
-    found.read()
-    assert found.curves["loss"].as_json()["y"] == [9] * 8 and found.notes() == []
-
-
 def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_many() -> None:
     few, many = Rises(), Rises()
     for step, count in ((1, 0), (2, 3), (3, math.nan), (4, 3), (5, 4)):
@@ -140,9 +96,3 @@ def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_
         many.add(step, step)
     assert few.found == [[2, 2, 3], [5, 5, 1]]
     assert len(many.found) <= 101 and sum(rise[2] for rise in many.found) == 4999
-
-
-def test_every_cost_of_a_run_stands_among_the_costs() -> None:
-    from training.report.grouping import group_of
-
-    assert {group_of(name) for name in COSTS if name not in curves.CLOCK} == {"Costs"}
