@@ -142,6 +142,11 @@ def test_what_can_only_be_a_path_is_not_asked_for(name: str, hub: Hub, bob: User
     assert hub.requests == []
 
 
+def test_a_path_of_the_form_of_a_name_is_one_with_a_dot_before_it(hub: Hub, bob: User) -> None:
+    bob.trains_from("./alice/faces", "fails")
+    assert hub.requests == []
+
+
 def test_only_the_files_of_a_model_are_downloaded_and_the_weights_last(
     hub: Hub, bob: User, model: dict[str, bytes]
 ) -> None:

@@ -63,8 +63,8 @@ def local(path: Path) -> Path:
 
 
 def use(name: str, folder: Path) -> None:
-    """Let `local` answer with this folder."""
-    _folders[name] = folder
+    """Let `local` answer with this folder, also for ./USER/NAME, of which a path keeps USER/NAME alone."""
+    _folders[str(Path(name))] = folder
 
 
 def download(name: str, mark: Callable[[], None] = lambda: None) -> Path:
