@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from tests.processes import Process
-from tests.training.disk import left_by_kills
+from tests.training.disk import failing, left_by_kills
 from tests.training.whole import Whole
 from training.checkpoints.averages import AverageFiles
 from training.checkpoints.store import Checkpoints
@@ -96,6 +96,17 @@ def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_ki
         for path in folder.glob("snapshots/step_*"):
             assert load_file(path).keys() == {"weight", "bias", "count"}, "a file is whole or not there"
     assert is_there == sorted(is_there) and is_there.index(True) > 5
+
+
+def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, checkpoints, monkeypatch):
+    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(WEIGHTS, [0.1])
+    trained(averages, 1, 3)
+    with monkeypatch.context() as disk:
+        failing(disk, 2, ("fsync",), any_thread=True)  # the first one is of the folder of checkpoints
+        checkpoints.save(3, {"ema": averages.state_dict()}, {}, files.write)
+        checkpoints.wait()
+    assert "No space left on device" in checkpoints.failure and checkpoints.latest() is None
+    assert names(files.folder) == []
 
 
 def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):

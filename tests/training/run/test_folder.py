@@ -12,7 +12,7 @@ import yaml
 
 from tandem.files import writing
 from tests.processes import Process
-from tests.scripts import VAE, files
+from tests.scripts import VAE, files, metrics
 from training.run.folder import RunFolder, check_apart
 from training.run.starts import starts
 
@@ -156,3 +156,13 @@ def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_end
         os.waitpid(other, 0)
         os.close(said)
     VAE.train(copied, *VAE.eight)
+
+
+def test_a_job_that_slurm_starts_again_goes_on_although_it_began_with_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = VAE.train(tmp_path / "run", "--max_steps", "1", "--fresh")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    VAE.train(run, "--max_steps", "2", "--fresh")
+    assert [line["step"] for line in metrics(run)] == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
