@@ -236,6 +236,17 @@ class Script:
         with self.in_update(step, kill):
             self._train_to_its_death(folder, *more)
 
+    def train_killed_in(self, owner: Any, name: str, call: int, folder: Path, *more: str) -> None:
+        """Train until the process is killed in call number ``call`` (from 1) of a function, ``owner.name``."""
+        function, calls = getattr(owner, name), itertools.count(1)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            return kill() if next(calls) == call else function(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, counted)
+            self._train_to_its_death(folder, *more)
+
     def _train_to_its_death(self, folder: Path, *more: str) -> None:
         with pytest.raises(KilledError):
             self.train(folder, *more)
