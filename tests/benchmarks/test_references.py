@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import CenterCrop, Compose, PILToTensor, Resize
 
-from benchmarks.loading import plain_decode, write_photos
+from benchmarks.loading import plain_decode
 from benchmarks.references import DDP, HOROVOD, REFERENCE, REFERENCES
 from benchmarks.video_loading import plain_clip, write_videos
 from data.files.source import Source
@@ -34,13 +34,6 @@ def test_plain_decoding_is_torchvisions(size: tuple[int, int], tmp_path: Path) -
     transform = Compose([Resize(128), CenterCrop(128), PILToTensor()])
     expected = transform(Image.open(path).convert("RGB"))
     assert torch.equal(plain_decode(str(path), 128), expected)
-
-
-def test_generated_photos_have_the_size_of_photographs(tmp_path: Path) -> None:
-    write_photos(tmp_path, 2)
-    files = sorted(tmp_path.iterdir())
-    assert [Image.open(file).size for file in files] == [(500, 375)] * 2
-    assert all(60_000 < file.stat().st_size < 160_000 for file in files)
 
 
 def test_a_plain_clip_is_that_of_the_loader_but_for_the_way_of_resizing(tmp_path: Path) -> None:
