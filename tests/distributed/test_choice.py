@@ -106,11 +106,22 @@ def test_what_does_not_fit_together_is_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--distributed_backend", "mpi", ("auto", *NAMES)),
+        *(("--timeout_minutes", value, ("above 0", "1e6")) for value in ("0", "1e7", "nan")),
+        ("--check_replicas_every_n_steps", "-1", ("'-1'",)),
+        ("--batch_parts", "1.5", ("'1.5'",)),
+    ],
+)
+def test_a_value_that_a_flag_cannot_have_is_refused_with_those_that_it_can(
+    flag: str, value: str, said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        parsed("--distributed_backend", "mpi")
+        parsed(flag, value)
     error = capsys.readouterr().err
-    assert all(name in error for name in ("auto", *NAMES))
+    assert all(words in error for words in (flag, *said))
 
 
 def test_single_under_torchrun_with_one_process_is_fine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
