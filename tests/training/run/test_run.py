@@ -199,17 +199,23 @@ def test_a_run_that_is_nearly_out_of_time_saves_first_and_what_no_start_can_fini
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-@pytest.mark.parametrize("update", [2, 4])
-def test_a_run_that_is_interrupted_in_a_validation_goes_on_to_the_same_bits(
-    update: int, how: str, run_of_eight: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize("validation", [2, 4])
+def test_a_run_that_is_killed_in_a_validation_goes_on_to_the_same_bits(
+    validation: int, run_of_eight: Callable[..., Path], tmp_path: Path
 ) -> None:
     """In that of the averaged weights: the checkpoint before it knows that both are still to be made."""
-    if how == "killed":
-        VAE.train_killed_in(Feed, "validation", update, tmp_path, *VAE.eight)
-    else:
-        VAE.train_stopped_in_validation(update - 1, tmp_path, *VAE.eight)
+    VAE.train_killed_in(Feed, "validation", validation, tmp_path, *VAE.eight)
     VAE.train(tmp_path, *VAE.eight)
+    assert_same_run(tmp_path, run_of_eight(VAE))
+
+
+@pytest.mark.parametrize("interrupt", ["killed", "stopped"])
+def test_a_run_that_is_killed_before_its_first_save_begins_again_and_one_stopped_where_a_validation_is_due_makes_it(
+    interrupt: str, run_of_eight: Callable[..., Path], tmp_path: Path
+) -> None:
+    getattr(VAE, f"train_{interrupt}")(1, tmp_path, *VAE.eight)
+    said = VAE.output_of(tmp_path, *VAE.eight)
+    assert ("resumed from" in said) == (interrupt == "stopped")
     assert_same_run(tmp_path, run_of_eight(VAE))
 
 
