@@ -16,7 +16,7 @@ from typing import Any
 
 import distributed
 
-from .launching import ONE_PROCESS, ROOT, Job, Launcher
+from .launching import AS_A_USER, ONE_PROCESS, ROOT, Job, Launcher
 from .machine import cores
 from .references import HOROVOD, REFERENCES
 from .slow_network import SlowNetwork
@@ -118,9 +118,9 @@ def _launcher_of(side: str, launcher: Launcher) -> Launcher:
 
 def _commands(launcher: Launcher, flags: Sequence[str], network: SlowNetwork | None) -> list[list[str]]:
     """Command lines that start workers with these flags: one, or on a network one for each machine."""
-    if network is not None:
-        return network.commands(launcher, ["-m", _WORKER, *flags])
     try:
+        if network is not None:
+            return network.commands(launcher, ["-m", _WORKER, *flags])
         return [launcher.command(_WORKER, flags, is_patient=False)]
     except FileNotFoundError as error:
         raise JobFailed(str(error)) from None
@@ -142,8 +142,7 @@ def run(
     deadline = time.monotonic() + seconds
     try:
         for command in commands:
-            # Without what the tests change in every process (tests/launch/startup).
-            jobs.append(Job(command, "", **{"PYTHONPATH": str(ROOT), **environment}))
+            jobs.append(Job(command, **{**AS_A_USER, **environment}))
         while None in [job.poll() for job in jobs]:  # asks all of them: one may have failed
             _raise_failure(jobs)  # the others wait for one that failed
             if time.monotonic() > deadline:

@@ -22,7 +22,7 @@ import psutil
 from distributed.backends import all_backends
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENT_HOROVODRUN = ROOT / "benchmarks" / "horovodrun.py"
+PATIENT_HOROVODRUN = (sys.executable, "-m", "benchmarks.horovodrun", "--gloo")
 HANG_SECONDS = 3600.0
 # `make test-all`: every variant of every script on every launcher.
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
@@ -34,6 +34,13 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'launch' / 'startup'}",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(HANG_SECONDS)),  # seconds to connect; the default is 30
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),  # seconds to end after torchrun got a signal; default 30
+}
+
+
+#: What replaces some of it where no test starts the job: nothing of the tests, and the number of threads that is set.
+AS_A_USER = {
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
 
 
@@ -98,7 +105,7 @@ class Launcher:
         if not is_patient:
             return [str(tool("horovodrun")), "-np", n, sys.executable, *path, *flags]
         # Where --gloo does not say so, horovodrun imports PyTorch once more, to find out that there is no MPI.
-        return [sys.executable, str(PATIENT_HOROVODRUN), "--gloo", "-np", n, sys.executable, *path, *flags]
+        return [*PATIENT_HOROVODRUN, "-np", n, sys.executable, *path, *flags]
 
 
 ONE_PROCESS = Launcher("python")
@@ -125,7 +132,9 @@ class Finished:
 class Job:
     """One start of a script. Its output goes to a file, so that a process that is left over holds no pipe open."""
 
-    def __init__(self, command: Sequence[str], script: str | Path, log: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self, command: Sequence[str], script: str | Path = "", log: Path | None = None, **environment: str
+    ) -> None:
         self.command, self._script, self._began = list(command), str(script), time.monotonic()
         self._log = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         # Jobs that are given the same mark count as one: `torchrun` is a job of its own on every machine.
@@ -134,6 +143,7 @@ class Job:
             self.command,
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **environment, MARK: self._mark},
+            stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

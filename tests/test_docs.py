@@ -9,10 +9,14 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import data
 from scripts import coming_from
+from tests.scripts import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -134,6 +138,21 @@ def test_every_config_is_one_that_its_script_takes(config: Path, capsys: pytest.
     if config == ROOT / "configs/vae/base.yaml":  # the documents say: defaults
         defaults, said = vars(parser.parse([])), args["explicit"] - {"config", "valid_fraction"}
         assert {name: args[name] for name in said} == {name: defaults[name] for name in said}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_config_builds_its_models(config: Path) -> None:
+    name = f"train_{config.parent.name}"
+    script = importlib.import_module(name)
+    args = SCRIPTS[name].parsed("--config", str(config))
+    more: dict[str, Any] = {  # that a model is built with
+        "train_mulan": lambda: [data.open_tokenizer("clip", args.max_text_tokens)],
+        "train_decoder": lambda: [{"image_embed": 512, "text_encodings": (77, 512)}],
+    }
+    with torch.device("meta"):  # shapes alone
+        assert list(script.build_model(args, *more.get(name, list)()).parameters())
+        if name in ("train_vqgan", "train_tokenizer"):
+            script.build_discriminator(args)
 
 
 def test_the_page_of_public_names_is_what_the_table_says() -> None:

@@ -1,19 +1,165 @@
-"""The recipes of configs/ against the files of their sources: values, and where the source has them."""
+"""The recipes of configs/ against the formulas of their sources: not the weights in the files are compared, which mean
+something only beside the range of the images and the forms of the losses, but the gradients that they make.
+
+A script is started with its recipe, tiny, until it has built what it trains with; the losses of that are compared with
+those of the source, written out here, at the same images. All gradients of a model must be the same multiple of the
+source's, because Adam does not see a common factor.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+import models.perceptual
 import train_vqgan
-from tests.scripts import VIDEO_TOKENIZER, VQGAN, Script, metrics
+from models.perceptual import PerceptualLoss
+from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
+from training.objectives import adversaries
+from training.objectives.adversarial import ADVERSARIAL_LOSSES, LeCam
 
+HEADS = {VQGAN: 1, VIDEO_TOKENIZER: 3}
 RECIPES = {VQGAN: "imagenet256", VIDEO_TOKENIZER: "ucf101_128"}
-# There, images are in [-1, 1], where an absolute error is twice that of [0, 1]: the other weights of the generator are
-# half of theirs. Their hinge loss has a factor 1/2, so that the weight of LeCam is twice theirs. With three
-# heads, whose losses are added here and of which the mean is taken there, the adversarial weight is a third again.
+TINY: dict[Script, dict[str, Any]] = {
+    VQGAN: {"dim": 4, "num_layers": 2, "num_resnet_blocks": "1", "codebook_size": 64},
+    VIDEO_TOKENIZER: {"num_frames": 5, "layers": "compress_space:8,compress_time:8", "init_dim": 4},
+}
+
+
+class BuiltError(BaseException):
+    """Ends a script when it has built what it trains with."""
+
+
+class Built:
+    """What a script with its recipe trains with."""
+
+    def __init__(self, args: argparse.Namespace, model: Any, given: Mapping[str, Any]) -> None:
+        self.args, self.quantizer = args, model.quantizer
+        self.loss, self.images, self.weights = given["reconstruction_loss"], given["images"], given["weights"]
+        self.adversarial = ADVERSARIAL_LOSSES[self.weights.gan_loss]
+        self.gan_weight = self.weights.gan_weight * self.weights.gan_weight_scale
+
+
+def network(*_: Any, **__: Any) -> PerceptualLoss:
+    """An LPIPS of few channels."""
+    torch.manual_seed(5)
+    loss = PerceptualLoss("lpips", (4, 4, 4, 4, 4))
+    for head in loss.heads:
+        head.weight.abs_()
+    return loss
+
+
+def built(script: Script, folder: Path) -> Built:
+    """What the script makes of its recipe, with a tiny model and the demonstration's data."""
+    recipe = ["--config", str(script.configs / f"{RECIPES[script]}.yaml")]
+    data = {script.data.flag: f"{script.data.demonstration}:64", "output_dir": folder}
+    tiny = words({**RUN, **data, "image_size": 32, "discr_layers": 1, **TINY[script]})
+    found: list[Built] = []
+
+    def stop(generator: Any, *_: Any, **given: Any) -> None:
+        found.append(Built(script.parsed(*recipe), generator.module, given))
+        raise BuiltError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models.perceptual, "load_perceptual", network)
+        patch.setattr(adversaries, "AdversarialTraining", stop)
+        with pytest.raises(BuiltError):
+            script.main(*recipe, *tiny)
+    return found[0]
+
+
+@pytest.fixture(scope="module", params=RECIPES, ids=str)
+def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Built]:
+    return request.param, built(request.param, tmp_path_factory.mktemp("run"))
+
+
+def share(ours: Tensor, theirs: Tensor, at: Tensor) -> float:
+    """The number s with which our gradient is s times theirs."""
+    (mine,), (public,) = (torch.autograd.grad(loss, at, retain_graph=True) for loss in (ours, theirs))
+    found = float((mine * public).sum() / public.square().sum())
+    assert found > 0
+    torch.testing.assert_close(mine, found * public, rtol=1e-3, atol=1e-3 * found * float(public.abs().max()))
+    return found
+
+
+def logits_of(images: Tensor) -> Tensor:
+    """Of a discriminator: (b, c, ...) -> (b, 12)."""
+    weight = torch.randn(images[0].numel(), 12, generator=torch.Generator().manual_seed(3)) / 50
+    return images.flatten(1) @ weight
+
+
+def test_the_generators_losses_stand_to_one_another_as_in_the_source(recipe: tuple[Script, Built]) -> None:
+    script, built = recipe
+    shape = (2, 3, 32, 32) if script is VQGAN else (2, 3, 5, 32, 32)
+    drawn = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = built.images({"images": drawn, "videos": drawn})
+    unit = drawn / 255
+    assert images.min() == 0 and images.max() == 1  # what the weights of both files are made for
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    fake = (images + 0.055 * noise).requires_grad_()
+    public = 2 * fake - 1  # there, images are in [-1, 1]
+
+    frames = [{}] if script is VQGAN else [{"frames": torch.full((2,), frame)} for frame in range(5)]
+    totals, parts = zip(*(built.loss(fake, images, **given) for given in frames), strict=True)
+    error = torch.stack([each["recon_loss"] for each in parts]).mean()
+    perceptual = torch.stack([*totals]).mean() - error  # of the frames that may be drawn
+    adversarial = built.gan_weight * built.adversarial.generator([logits_of(fake)] * HEADS[script])
+
+    # vqperceptual.py and video_vqperceptual.py, with gen_loss_weight of the configuration. LPIPS, whose constants for
+    # images in [-1, 1] are those for [0, 1] rewritten, is the mean over all frames.
+    gen_loss_weight = {VQGAN: 0.1, VIDEO_TOKENIZER: 0.3}[script]
+    flat = (lambda x: x) if script is VQGAN else (lambda x: x.transpose(1, 2).flatten(0, 1))
+    lpips = network()(flat(fake), flat(unit))
+    g_loss = F.softplus(-logits_of(fake).mean(1)).mean()
+    shares = [
+        share(error, (public - (2 * unit - 1)).abs().mean(), fake),
+        share(perceptual, lpips, fake),
+        share(adversarial, gen_loss_weight * g_loss, fake),
+        *(shares_of_codes(built) if script is VQGAN else ()),
+    ]
+    assert shares == pytest.approx([shares[0]] * len(shares), rel=1e-3)
+    assert (built.args.entropy_anneal_steps, built.args.discr_start_step) == (0, 0)
+
+
+def shares_of_codes(built: Built) -> list[float]:
+    """Of commitment and entropy (lookup_free_quantize.py), with commit_weight 0.25 and codebook_weight 0.1."""
+    z = (0.01 * torch.randn(2, 6, 4, 4, generator=torch.Generator().manual_seed(2))).requires_grad_()
+    _, _, losses = built.quantizer.train()(z)
+    rows = z.movedim(1, -1).reshape(-1, 6)
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 6)
+    p = (2 * rows @ corners.T / 0.01).softmax(1)
+    entropies = [-(q * q.clamp_min(1e-30).log()).sum(-1).mean() for q in (p, p.mean(0))]
+    weights = built.args.commitment_loss_weight, built.args.entropy_loss_weight
+    return [
+        share(weights[0] * losses["commitment"], 0.25 * (rows - rows.detach().sign()).square().mean(), z),
+        share(weights[1] * losses["entropy"], 0.1 * (entropies[0] - entropies[1]), z),
+    ]
+
+
+def test_the_discriminators_losses_stand_to_one_another_as_in_the_source(recipe: tuple[Script, Built]) -> None:
+    _, built = recipe
+    assert built.weights.penalty_weight == 0  # there is none there
+    real, fake = (torch.randn(2, 12, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (0, 1))
+    lecam = LeCam(built.weights.lecam_decay)
+    lecam.update(torch.tensor(0.3), torch.tensor(-0.2))
+    hinge = 0.5 * ((1 - real).relu().mean() + (1 + fake).relu().mean())
+    regulariser = (real + 0.2).relu().square().mean() + (0.3 - fake).relu().square().mean()
+    shares = [
+        share(built.adversarial.discriminator(real, fake), hinge, real),
+        share(built.weights.lecam_weight * lecam(real, fake), 0.05 * regulariser, real),
+        share(built.weights.lecam_weight * lecam(real, fake), 0.05 * regulariser, fake),
+    ]
+    assert shares == pytest.approx([shares[0]] * 3)
+
+
+# What else decides the result: value, and where the source has it.
 OPEN_MAGVIT2: dict[str, tuple[Any, str]] = {
     "crop": ("random", "data/base.py, T.RandomCrop; data/ucf101.py, RandomCrop"),
     "crop_area": (None, "the same"),
@@ -24,10 +170,6 @@ OPEN_MAGVIT2: dict[str, tuple[Any, str]] = {
     "discr_betas": (None, "the same"),
     "max_grad_norm": (0.0, "models/lfqgan.py, training_step: no clipping"),
     "ema_decay": (0.999, "modules/ema.py, LitEma"),
-    "perceptual_loss_weight": (1 / 2, "perceptual_weight 1 of both"),
-    "penalty_weight": (0.0, "there is none"),
-    "discr_start_step": (0, "disc_start"),
-    "lecam_weight": (2 * 0.05, "lecam_loss_weight of both"),
     "lecam_decay": (0.999, "modules/losses/vqperceptual.py, LeCAM_EMA"),
     "codebook_size": (2**18, "n_embed of both configurations"),
 }
@@ -35,10 +177,6 @@ OF_ONE: dict[Script, dict[str, tuple[Any, str]]] = {
     VQGAN: {
         "batch_size": (256, "batch_size 8 x devices 8 x num_nodes 4"),
         "epochs": (270, "max_epochs"),
-        "gan_weight": (0.1 / 2, "gen_loss_weight"),
-        "commitment_loss_weight": (0.25 / 2, "commit_weight"),
-        "entropy_loss_weight": (0.1 / 2, "codebook_weight"),
-        "entropy_anneal_steps": (0, "no annealing"),
         "lr_drop_epochs": ((200.0, 250.0), "lr_drop_epoch"),
         "lr_warmup_steps": (0, "scheduler_type None"),
         "lr_cosine": (False, "scheduler_type None"),
@@ -46,7 +184,6 @@ OF_ONE: dict[Script, dict[str, tuple[Any, str]]] = {
     VIDEO_TOKENIZER: {
         "batch_size": (128, "batch_size 2 x devices 8 x num_nodes 8"),
         "epochs": (2000, "max_epochs"),
-        "gan_weight": (pytest.approx(0.3 / 2 / 3), "gen_loss_weight"),
         "lr_warmup_steps": (150, "wp: 2 epochs of 9,537 clips"),
         "lr_cosine": (True, "sche_type cos"),
         "weight_decay": (0.0, "models/video_lfqgan.py, configure_optimizers: Adam"),

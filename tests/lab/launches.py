@@ -43,7 +43,7 @@ def start_on_all(
         command = [tool("deepspeed"), "--hostfile", hostfile, path, *flags]
         environment |= WITHOUT_COMPILER
     elif launcher.name == "horovodrun":
-        command = [python, PATIENT_HOROVODRUN, "--gloo", "-np", n, "-H", slots, python, path, *flags]
+        command = [*PATIENT_HOROVODRUN, "-np", n, "-H", slots, python, path, *flags]
     elif launcher.name == "mpirun":
         address = ["--allow-run-as-root", "-x", f"MASTER_ADDR={hosts[0]}"]
         command = ["mpirun", *address, "-np", n, "-H", slots, python, path, *flags]
