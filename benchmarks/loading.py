@@ -54,11 +54,11 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
         yield Row(f"loader, {_IMAGE_SIZE} px", "images/s", ours, reference, _GOAL, note)
 
 
-def write_photos(folder: Path, n: int = _N_GENERATED) -> None:
+def write_photos(folder: Path) -> None:
     """Write JPEGs of 500 x 375 pixels and about 100 kB, typical of photographs: shapes with grain of two sizes."""
-    shapes = data.open_images(f"demo:shapes:{n}", image_size=512)
+    shapes = data.open_images(f"demo:shapes:{_N_GENERATED}", image_size=512)
     rng = np.random.default_rng(0)
-    for index in range(n):
+    for index in range(_N_GENERATED):
         picture = shapes.load(index)[:, :_HEIGHT, :_WIDTH].permute(1, 2, 0).numpy().astype(np.float32)
         coarse = rng.normal(0, 18, (_HEIGHT // 3, _WIDTH // 3 + 1, 1)).repeat(3, axis=0).repeat(3, axis=1)
         fine = rng.normal(0, 6, (_HEIGHT, _WIDTH, 1))

@@ -582,6 +582,14 @@ def test_an_own_dataset_is_trained_on_and_an_interrupted_run_goes_on_with_the_sa
     assert other.dataset is None, "the command line chooses"
 
 
+@of("vae")
+@pytest.mark.usefixtures("own_dataset")
+def test_an_item_that_is_no_sample_is_one_line(script: Script, tmp_path: Path) -> None:
+    flags = flags_without_data(script, tmp_path, "--dataset", "own_items_of_a_script:texts", "--num_workers", "1")
+    line = script.refused_alone(*flags)
+    assert "own_items_of_a_script:texts[" in line and "'a text'" in line
+
+
 def in_tars(files: Path, folder: Path) -> Path:
     """The files of a folder as the samples of two webdataset tars; a .json beside each."""
     members: dict[str, dict[str, bytes]] = {}

@@ -218,6 +218,8 @@ def test_the_cache_stands_in_for_a_hub_without_an_answer_and_a_line_says_so(
         assert reason in line and f"taking {NAME} from the cache, commit {sha}" in line
         assert bob.init_from == f"{NAME}@{sha}"
         shutil.rmtree(bob.folder / "new")
+    hub.failure = 401  # an answer
+    assert "HTTP 401" in bob.trains_from(NAME, "fails")
     requests = len(hub.requests)
     assert "HF_HUB_OFFLINE is set" in bob.trains_from("alice/never_seen", "fails", HF_HUB_OFFLINE="1")
     assert "taking" not in bob.trains_from(NAME, HF_HUB_OFFLINE="1")  # it was asked for
@@ -255,7 +257,7 @@ def test_a_dry_run_writes_the_folder_and_asks_nobody(hub: Hub, alice: User, run:
     assert "exists already" in alice.fails("convert.py", "push", run, NAME, "--dry_run", "card")
 
 
-def test_a_second_push_replaces_the_model_in_one_commit_and_keeps_what_others_wrote(
+def test_a_second_push_replaces_the_model_in_one_commit_and_keeps_what_others_wrote_and_main_where_a_branch_is_named(
     hub: Hub, alice: User, run: Path, model: dict[str, bytes]
 ) -> None:
     hub.publish(NAME, {**model, "tokenizer.json": b"{}", "model.safetensors.index.json": b"{}", "notes.txt": b"x"})
@@ -265,6 +267,8 @@ def test_a_second_push_replaces_the_model_in_one_commit_and_keeps_what_others_wr
     assert files["notes.txt"] == b"x" and len(hub.repositories[NAME].commits) == 2
     assert not {"tokenizer.json", "model.safetensors.index.json"} & files.keys()
     assert files["model.safetensors"] != model["model.safetensors"]
+    alice.does("convert.py", "push", run, NAME, "--branch", "v2")
+    assert hub.files(NAME) == files and hub.files(NAME, "v2")["model.safetensors"] != files["model.safetensors"]
 
 
 def test_private_makes_a_private_model_and_refuses_a_public_one(hub: Hub, alice: User, run: Path) -> None:

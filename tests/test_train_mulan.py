@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -265,3 +266,19 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
 )  # fmt: skip
 def test_a_mistake_gives_one_line(said: list[str], text: str, tmp_path: Path) -> None:
     assert text in MULAN.refused(tmp_path / "run", *said)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "said"),
+    [
+        ("lion_pytorch", "lion", ["--use_lion"]),
+        ("tokenizers", "audio", []),
+        ("huggingface_hub", "hub", ["--init_from", "alice/sounds"]),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line_that_says_how(
+    package: str, extra: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    line = MULAN.refused(tmp_path / "run", *said)
+    assert package.replace("_p", "-p") in line and f'pip install -e ".[{extra}]"' in line

@@ -54,8 +54,8 @@ def test_inner_products_are_those_of_the_densities() -> None:
     assert inner_products([Profile(1e6, 1000)], [Profile(1e6, 1000)]).item() == pytest.approx(1001**2 / 2001 / 1e6)
 
 
-def stored(*updates: int, lengths: tuple[float, ...] = (0.05, 0.10)) -> list[Profile]:
-    return [Profile(end, exponent_of(length)) for end in updates for length in lengths]
+def stored(*updates: int) -> list[Profile]:
+    return [Profile(end, exponent_of(length)) for end in updates for length in (0.05, 0.10)]
 
 
 def test_a_profile_that_is_stored_is_taken_alone() -> None:

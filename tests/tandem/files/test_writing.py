@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import stat
 import subprocess
 import sys
@@ -117,6 +119,19 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
     assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3
     [line] = capsys.readouterr().err.splitlines()
     assert f"{tmp_path} is in use by {AWAY}; waiting for up to 2 minutes, in case that its machine has crashed" in line
+
+
+OTHERS = [f"{AWAY}\x1b[2J", "process 999999999 on {host}", "process {own} on {host}x", "nonsense"]
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_a_lock_that_outlives_the_lease_is_that_of_a_process_that_runs_seen_here_or_not(said, held, tmp_path, capsys):
+    said = said.format(own=os.getpid(), host=socket.gethostname())
+    held(said)
+    with pytest.raises(ValueError, match=re.escape(f"is in use by {said.replace(chr(27), '?')}; end it first, or")):
+        hold(tmp_path / ".lock", lease_seconds=0.1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "waiting for up to" in line
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from tests.processes import Process
-from tests.training.disk import failing, left_by_kills
+from tests.training.disk import busy, failing, left_by_kills
 from tests.training.whole import Whole
 from training.checkpoints.averages import AverageFiles
 from training.checkpoints.store import Checkpoints
@@ -75,6 +75,15 @@ def test_what_a_lost_future_wrote_is_deleted_and_nothing_else(checkpoints, tmp_p
     steps = [name[:13] for name in names(files.folder) if name.endswith("safetensors")]
     assert steps == ["step_00000010", "step_00000010", "step_00000020", "step_00000020"]
     assert len(names(files.folder)) == 5 and (files.folder / "notes.txt").exists()
+
+
+def test_an_average_that_cannot_be_deleted_is_told_and_ends_no_start(checkpoints, tmp_path, monkeypatch):
+    files = AverageFiles(tmp_path / "snapshots")
+    saved(checkpoints, files, range(10, 41, 10))
+    held = "step_00000030_ema_of.two_0.05.safetensors"
+    busy(monkeypatch, held)
+    (told,) = files.cut_back(20)
+    assert held in told and [name for name in names(files.folder) if int(name[5:13]) > 20] == [held]
 
 
 def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_killed(tmp_path):

@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there."""
 
+import errno
 import json
 import math
 import os
@@ -132,6 +133,24 @@ def test_what_cannot_be_deleted_is_told_once_and_prevents_no_save(tmp_path, monk
     monkeypatch.undo()
     save(checkpoints, 7, {"model": parts()}, {})
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step_00000006", "step_00000007"]
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+def test_a_checkpoint_that_is_protected_keeps_its_name_and_its_files(checkpoints, monkeypatch, call):
+    """Against a rename (`chattr +i` of the folder), or against the deletion of each of its files (`chmod a-w`)."""
+    save(checkpoints, 1, {"model": parts()}, {})
+    names, of_os = os.listdir(checkpoints.latest()), getattr(os, call)
+
+    def protected(path, *more, **kwargs):
+        if os.path.basename(path) in ([*names] if call == "unlink" else ["step_00000001"]):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return of_os(path, *more, **kwargs)
+
+    monkeypatch.setattr(os, call, protected)
+    for step in (2, 3, 4, 5):
+        save(checkpoints, step, {"model": parts()}, {})
+    assert checkpoints.failure is None and len(checkpoints.left) == (3 if call == "unlink" else 1)
+    check_sums(checkpoints.folder / "step_00000001")
 
 
 def test_everything_is_synced_before_the_rename_and_the_rename_after_it(checkpoints, monkeypatch):

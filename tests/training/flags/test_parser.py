@@ -240,3 +240,15 @@ def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
 )
 def test_a_mistake_on_the_command_line_is_one_line(parser, capsys, argv, expected):
     assert expected in error_line(capsys, parser, *argv)
+
+
+def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_said_after_the_root_had_time_to_speak(
+    capsys, monkeypatch
+):
+    waited = []
+    monkeypatch.setattr("training.flags.parser.time.sleep", waited.append)
+    other = ArgumentParser("train_vae.py", is_root=lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        other.error("too few images", is_agreed=True)
+    assert exit_.value.code == 2 and waited == [2.0] and capsys.readouterr() == ("", "")
+    assert error_line(capsys, other, "--nonsense") == "unknown flag --nonsense" and waited == [2.0, 10.0]

@@ -60,9 +60,9 @@ def test_ssim_does_not_follow_autocast():
         assert torch.equal(ssim(x, y), expected)
 
 
-def coarse_images(count: int = 6, channels: int = 3) -> torch.Tensor:
-    """Images of 4 x 4 parts that are each of one colour, 8 x 12 pixels, in [0.25, 0.75]."""
-    parts = 0.25 + 0.5 * pictures(2, count, channels, 4, 4)
+def coarse_images(channels: int = 3) -> torch.Tensor:
+    """Six images of 4 x 4 parts that are each of one colour, 8 x 12 pixels, in [0.25, 0.75]."""
+    parts = 0.25 + 0.5 * pictures(2, 6, channels, 4, 4)
     return parts.repeat_interleave(2, 2).repeat_interleave(3, 3)
 
 

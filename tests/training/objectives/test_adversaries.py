@@ -85,10 +85,10 @@ def generator_step(game: Logged, images: Tensor, *, is_adversarial: bool, step: 
     return game.generator_step({"x": images}, CODE_WEIGHTS, step, is_adversarial=is_adversarial)
 
 
-def play(game: Logged, images: Tensor, *, with_penalty: bool = True, step: int = 0) -> dict[str, Tensor]:
+def play(game: Logged, images: Tensor, *, step: int = 0) -> dict[str, Tensor]:
     game.means = {}
     _, fakes, _ = generator_step(game, images, is_adversarial=True, step=step)
-    game.discriminator_step({"x": images}, fakes, step, with_penalty=with_penalty)
+    game.discriminator_step({"x": images}, fakes, step, with_penalty=True)
     return game.means
 
 
