@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.scripts import ROOT, SCRIPTS, KilledError, kill, words
 
 WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"}
+INDEXING = {"aten::index.Tensor", "aten::index_put_"}  # wait where a mask says which numbers
+TO_PYTHON = ("tolist", "numpy")  # ask no operator
 AWAY = __file__, str(ROOT / ".venv")
-# Text tokens are checked on a CPU alone.
-NO_WAITS_ON_A_GPU = tuple(str(ROOT / name) for name in ("distributed", "models/text_transformer.py"))
+# On a CPU alone, texts are checked; samples are read there, noise and places of crops are drawn.
+ON_THE_HOST = ("data", "distributed", "models/resizing.py", "models/text_transformer.py", "training/noise.py")
+NO_WAITS_ON_A_GPU = tuple(str(ROOT / name) for name in ON_THE_HOST)
 
 
 class Watch(TorchDispatchMode):
@@ -28,14 +32,19 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.waits: set[str] = set()
 
+    def note(self) -> None:
+        ours = [each for each in traceback.extract_stack() if Path(each.filename).parent.is_relative_to(ROOT)]
+        place = next(each for each in reversed(ours) if not each.filename.startswith(AWAY))
+        if not place.filename.startswith(NO_WAITS_ON_A_GPU):
+            self.waits.add(f"{place.filename}:{place.lineno}: {place.line}")
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function.name() in WAITING:
-            ours = [each for each in traceback.extract_stack() if Path(each.filename).parent.is_relative_to(ROOT)]
-            place = next(each for each in reversed(ours) if not each.filename.startswith(AWAY))
-            if not place.filename.startswith(NO_WAITS_ON_A_GPU):
-                self.waits.add(f"{place.filename}:{place.lineno}: {place.line}")
+        name = function.name()
+        masks = args[1] if name in INDEXING else ()
+        if name in WAITING or any(mask is not None and mask.dtype == torch.bool for mask in masks):
+            self.note()
         return function(*args, **(kwargs or {}))
 
 
@@ -48,10 +57,19 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "flags"), VARIANTS, ids=lambda part: part if isinstance(part, str) else None)
-def test_the_host_waits_for_nothing_within_an_update(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
+def test_the_host_waits_for_nothing_within_an_update(
+    name: str, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, watch = SCRIPTS[name], Watch()
     more = words({**flags, "log_every_n_steps": 1000, "max_steps": 1000})
-    with script.in_update(1, watch.__enter__), script.in_update(2, kill), pytest.raises(KilledError):
+
+    def begin() -> None:
+        watch.__enter__()
+        for method in TO_PYTHON:
+            original = getattr(torch.Tensor, method)
+            monkeypatch.setattr(torch.Tensor, method, lambda tensor, of=original: (watch.note(), of(tensor))[1])
+
+    with script.in_update(1, begin), script.in_update(2, kill), pytest.raises(KilledError):
         script.train(tmp_path / "run", *more)
     watch.__exit__(None, None, None)
     assert watch.waits == set()
