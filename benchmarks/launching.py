@@ -37,7 +37,8 @@ ENVIRONMENT = {
 }
 
 
-#: What replaces some of it where no test starts the job: nothing of the tests, and the number of threads that is set.
+#: For jobs that are no tests, such as those of `make bench`: as somebody starts them, with the OMP_NUM_THREADS that is
+#: set, and without tests/launch/startup, which changes when Python collects garbage.
 AS_A_USER = {
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -92,14 +93,14 @@ class Launcher:
             FileNotFoundError: the launcher is not installed.
         """
         n, flags = str(self.processes), [*flags, *self.flags]
-        path = [str(ROOT / script)] if str(script).endswith(".py") else ["-m", str(script)]
+        module = "--module" if self.name == "deepspeed" else "-m"
+        path = [str(ROOT / script)] if str(script).endswith(".py") else [module, str(script)]
         if self.name == "python":
             return [sys.executable, *path, *flags]
         port = ["--master_port", str(free_port())]
         if self.name == "torchrun":
             return [str(tool("torchrun")), "--nproc_per_node", n, *port, *launcher_flags, *path, *flags]
         if self.name == "deepspeed":
-            path = ["--module" if word == "-m" else word for word in path]
             return [str(tool("deepspeed")), "--num_gpus", n, *port, *path, *flags]
         assert self.name == "horovodrun", self.name
         if not is_patient:

@@ -30,7 +30,7 @@ class SlowNetwork:
         share, python = str(launcher.processes // 2), sys.executable
         if launcher.name == "horovodrun":
             hosts = ",".join(f"{machine.name}:{share}" for machine in self._lab.machines)
-            tool("horovodrun")
+            tool("horovodrun")  # says in one line that it is missing
             started = [*PATIENT_HOROVODRUN, "-np", str(launcher.processes), "-H", hosts, python, *worker]
             return [self._lab[0].command(*started)]
         rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "benchmark"]
