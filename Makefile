@@ -31,11 +31,13 @@ JOBS ?= 3
 test: $(VENV)/.complete
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
-# The tests that train once more, as on a CPU that can do less: what passes only with one order of sums fails here.
+# The tests that train, and those that compare processes, once more, as on a CPU that can do less: what passes only with
+# one order of sums fails here.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-avx2: $(VENV)/.complete
-	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder tests/models \
-	    tests/training/objectives tests/test_every_script.py tests/test_references.py tests/test_train_*.py
+	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder tests/models tests/training \
+	    tests/launch/test_scripts.py tests/distributed/engines tests/test_every_script.py tests/test_references.py \
+	    tests/test_train_*.py tests/test_compile.py tests/test_recipes.py tests/test_sample.py tests/test_embed.py
 
 # Before a release: every variant of every script on every launcher; about an hour.
 test-all: $(VENV)/.complete

@@ -284,6 +284,8 @@ def main() -> None:
         words = [np.random.default_rng([*word.encode()]).normal(size=64) for word in path.stem.split("_")]
         file = path.with_suffix(".npy")
         vectors.append(np.load(file) if file.exists() else np.sum(words, axis=0))
+    if not pixels:
+        raise SystemExit(f"no .jpg or .png in {folder}")
     images = torch.from_numpy(np.stack(pixels)).movedim(-1, 1).to(device)
     embeddings = F.normalize(torch.from_numpy(np.stack(vectors)).float()).to(device)
     decoder = Decoder(s, embeddings.shape[1]).to(device)

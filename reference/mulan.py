@@ -141,13 +141,13 @@ class AudioTransformer(nn.Module):  # Gong et al. 2021, AST
         levels = torch.stack([patches.mean(-1), patches.std(-1, correction=0)], dim=-1).asinh()
         projected = self.embed["project"](self.embed["norm_before"](patches)) + self.embed["levels"](levels)
         # Fixed positions: half of the width encodes the row, half the column (Vaswani et al. 2017, section 3.5).
-        y, x, quarter = kept // columns, kept % columns, s.audio_dim // 4
+        row, column, quarter = kept // columns, kept % columns, s.audio_dim // 4
         frequencies = torch.exp(torch.arange(quarter, device=x.device) * (-math.log(1e4) / quarter))
-        waves = [wave(place[..., None] * frequencies) for place in (y, x) for wave in (torch.sin, torch.cos)]
+        waves = [wave(place[..., None] * frequencies) for place in (row, column) for wave in (torch.sin, torch.cos)]
         # Relative ones: a small network makes a bias for each head of a displacement d, given as sign(d) ln(1 + |d|).
         all_d = torch.cartesian_prod(torch.arange(1 - rows, rows), torch.arange(1 - columns, columns)).to(x.device)
         table = self.relative_bias["mlp"](all_d.sign() * all_d.abs().log1p())
-        dy, dx = (place[:, :, None] - place[:, None, :] for place in (y, x))
+        dy, dx = (place[:, :, None] - place[:, None, :] for place in (row, column))
         bias = table[(dy + rows - 1) * (2 * columns - 1) + dx + columns - 1].permute(0, 3, 1, 2)
         tokens = self.embed["norm_after"](projected) + torch.cat(waves, dim=-1)
         return self.norms(self.transformer(tokens, bias).mean(dim=1))
@@ -239,14 +239,15 @@ def main() -> None:
     def batch_of(rows: Tensor) -> dict[str, Tensor]:
         return {name: entries[rows].to(device) for name, entries in pairs.items()}
 
-    held_out, trained = torch.randperm(len(texts)).tensor_split([len(texts) // 10])
+    held_out, trained = torch.randperm(len(texts)).tensor_split([max(1, len(texts) // 10)])
     batches = (batch_of(trained[torch.randperm(len(trained))[: s.batch_size]]) for _ in range(s.max_steps))
     model = MuLaN(256, s).to(device)
     for step, values in enumerate(train(model, batches, lambda _, b: noise_of(s, b, device), s)):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(model.state_dict(), "mulan.safetensors")
-    audio, text = model(batch_of(held_out))
+    with torch.no_grad():
+        audio, text = model(batch_of(held_out))
     is_right = ids[held_out][(audio @ text.T).argmax(dim=1).cpu()] == ids[held_out]
     print(f"R@1 of {len(is_right)} unheard sounds, {len(ids[held_out].unique())} texts: {is_right.double().mean():.2f}")
 

@@ -278,12 +278,16 @@ def noise_of(settings: Settings, n: int, device: str) -> Tensor:
 def clips_of(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:
     """Clips from random places of the videos below a folder, uint8 (3, num_frames, side, side), without end."""
     endings = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
-    paths = [path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in endings]
-    while paths:
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in endings)
+    if not paths:
+        raise SystemExit(f"no videos in {folder}")
+    while True:
         for index in torch.randperm(len(paths)).tolist():
             with av.open(str(paths[index])) as file:
                 file.seek(int(float(torch.rand(())) * (file.duration or 0)))  # to the key frame before
                 frames = [frame.to_image() for frame in itertools.islice(file.decode(video=0), num_frames)]
+            if not frames:  # a place behind the last frame, where a sound goes on
+                continue
             squares = [np.array(ImageOps.fit(frame, (side, side))) for frame in frames]
             clip = [squares[min(i, len(squares) - 1)] for i in range(num_frames)]  # near the end the last frame stays
             yield torch.from_numpy(np.stack(clip)).permute(3, 0, 1, 2)

@@ -212,8 +212,11 @@ def train(
 
 def images_of(folder: str, side: int) -> Iterator[Tensor]:
     """The images below a folder, uint8 (3, side, side), in a new order in every pass, without end."""
-    paths = [path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg", ".png")]
-    while paths:
+    endings = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in endings)
+    if not paths:
+        raise SystemExit(f"no images in {folder}")
+    while True:
         for index in torch.randperm(len(paths)).tolist():
             image = ImageOps.exif_transpose(Image.open(paths[index])).convert("RGB")
             yield torch.from_numpy(np.array(ImageOps.fit(image, (side, side)))).permute(2, 0, 1)

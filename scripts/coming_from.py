@@ -23,6 +23,8 @@ _INTRODUCTION = """\
 
 <!-- Written by `python scripts/coming_from.py`; a test compares it. -->
 
+What each script trains is in one plain file: [reference/](../reference/). Its names are those of the flags.
+
 Names on the left are taken as second names of the flags beside them, on the command line and in YAML files (of the
 decoder, those of a key are without its section). A name without a flag is refused in one line that says what is in the
 last column. An empty cell is no default. `configs/NAME/base.yaml` has the defaults, or where there are none the
