@@ -1,6 +1,7 @@
 """--compile: what is compiled once stays compiled, and computes the same.
 
-Traced as for the real compiler, then run as it is. What that makes of a trace: tests/launch/test_scripts.py.
+Both passes are traced as for the real compiler, then run as they are. What that makes of a trace:
+tests/launch/test_scripts.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_module = nn.Module.compile
 
     def trace_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        compile_module(module, *args, **kwargs, backend="eager")
+        compile_module(module, *args, **kwargs, backend="aot_eager")
 
     monkeypatch.setattr(nn.Module, "compile", trace_module)
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep every line
@@ -66,8 +67,11 @@ def test_a_compiled_run_computes_the_same_and_compiles_nothing_after_its_first_u
     assert len(graphs) == 2 and graphs[0] == graphs[1] > 0
     for line, reference in zip(compiled, plain, strict=True):
         assert line.keys() == reference.keys()
+        # Some sums have another order, which fp32 rounds otherwise. Later, Adam has made whole steps of such rounding,
+        # where a gradient is nearly 0.
+        bound = 1e-5 if line["step"] == 1 else 1e-3
         for key in reference:
-            assert line[key] == pytest.approx(reference[key], rel=1e-6, abs=1e-9), (key, line["step"])
+            assert line[key] == pytest.approx(reference[key], rel=bound, abs=1e-9), (key, line["step"])
 
 
 class Two(Alone):

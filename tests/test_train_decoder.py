@@ -105,13 +105,16 @@ def test_one_size_of_crops_is_that_of_the_upsampling_unets(tmp_path: Path) -> No
         "whole": ["0.2", "1.5"],
     }  # fmt: skip
     made: dict[str, dict[str, Tensor]] = {}
+    lines: dict[str, dict[str, float]] = {}
     for name, said in runs.items():
         run = DECODER.train(tmp_path / name, "--max_steps", "2", "--blur_prob", "0.9", "--blur_sigma", *said)
-        made[name] = dict(Decoder.from_pretrained(run / "model").state_dict())
+        made[name], lines[name] = dict(Decoder.from_pretrained(run / "model").state_dict()), metrics(run)[0]
     assert_same_bits(made["one"], made["list"])
-    second = [name for name in made["one"] if name.startswith("unets.1.")]
-    differing = {which: max((made[which][n] - made["one"][n]).abs().max().item() for n in second) for which in made}
-    assert differing["parts"] < 1e-5 < differing["whole"], differing
+    for key in ("unet2/loss", "unet2/grad_norm"):  # of the first update: fp32 rounds sums over other parts otherwise
+        one = lines["one"][key]
+        assert lines["parts"][key] == pytest.approx(one, rel=1e-5) and lines["whole"][key] != pytest.approx(
+            one, rel=1e-3
+        )
     assert all(torch.equal(made["whole"][n], t) for n, t in made["one"].items() if n.startswith("unets.0."))
 
 
