@@ -110,7 +110,7 @@ def test_waits_are_counted_per_update_where_this_repository_causes_them(
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(train_vae, "learning_rate", waits_twice)
     result, stream = tmp_path / "result.jsonl", data.feed.TrainingStream
-    flags = [*speed_part.model_flags_of(plan, "train_vae"), *checks._QUIET]
+    flags = [*speed_part.model_flags_of(plan, "train_vae"), *checks.QUIET]
     worker.main(["waits", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
     found = json.loads(result.read_text())
     assert modes[1:] == ["warn", "default"] and data.feed.TrainingStream is stream
@@ -122,7 +122,7 @@ def test_a_resumed_run_with_other_bits_is_found(tmp_path: Path, plan: Plan, monk
     rate = train_vae.learning_rate
     monkeypatch.setattr(train_vae, "learning_rate", lambda *args: rate(*args) * (1 + os.getpid() % 1000 * 1e-3))
     result = tmp_path / "result.jsonl"
-    flags = [*checks.model_flags("train_vae", True), *checks._QUIET, "--max_steps", "12", "--save_every_n_steps", "8"]
+    flags = [*checks.model_flags("train_vae", True), *checks.QUIET, "--max_steps", "12", "--save_every_n_steps", "8"]
     worker.main(["kill", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
     found = json.loads(result.read_text())
     assert found["starts"] == [0, 8] and not found["same_bits"]

@@ -78,7 +78,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts a process that holds the lock file `tmp_path / ".lock"`, which says who holds it, or `said` if given."""
-    monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(writing, "LOCK_SECONDS", 0.0)
     processes = []
 
     def start(said: str = "") -> subprocess.Popen:

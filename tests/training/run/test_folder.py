@@ -136,7 +136,7 @@ def test_a_run_inside_a_folder_of_samples_is_refused_unless_it_is_hidden_there(
 def test_a_folder_in_which_a_run_goes_on_is_refused_by_name_and_free_when_it_ended(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.3)  # for which a start waits for a process that is ending
+    monkeypatch.setattr(writing, "LOCK_SECONDS", 0.3)  # for which a start waits for a process that is ending
     said, answer = os.pipe()
     if (other := os.fork()) == 0:
         try:
