@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from tandem.files import writing
 from tandem.files.writing import hold, open_appending, replacing, write_atomically
+from tests.training.disk import failing
 
 
 @pytest.fixture
@@ -48,12 +50,8 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     path = tmp_path / "a"
     write_atomically(path, b"old")
     assert stat.S_IMODE(path.stat().st_mode) == writing.NEW_FILE_MODE
-
-    def full(descriptor: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(writing.os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
+    failing(monkeypatch, 1, ("fsync",))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import yaml
 from tandem.files import writing
 from tests.processes import Process
 from tests.scripts import VAE, files, metrics
+from tests.training.disk import failing
 from training.run.folder import RunFolder, check_apart
 from training.run.starts import starts
 
@@ -29,11 +31,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, path: str) -> 
 
 
 def test_a_full_disk_is_refused_and_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert "No space left on device; make room" in VAE.refused(tmp_path / "run", *ONE)
+    failing(monkeypatch, 1, ("fsync",))
+    assert os.strerror(errno.ENOSPC) in VAE.refused(tmp_path / "run", *ONE)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
