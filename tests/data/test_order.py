@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from data import split
-from data.hashing import Draws, mix64
+from data.hashing import Draws
 from data.order import (
     AlternatingOrder,
     Permutation,
@@ -17,15 +17,6 @@ from data.order import (
     split_shards,
 )
 from tests.data.helpers import one_line
-
-
-def test_hash_is_splitmix64():
-    state, outputs = 1234567, []
-    for _ in range(4):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-        outputs.append(mix64(state))
-    # the sequence of Vigna's reference implementation
-    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
 
 
 def test_draws_are_uniform_and_depend_on_every_part_of_the_key():
