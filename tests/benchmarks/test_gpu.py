@@ -40,9 +40,8 @@ def test_without_a_gpu_it_ends_with_one_line_and_code_2(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         command.main(["--json", str(tmp_path / "gpu.json")])
     assert ended.value.code == 2 and not list(tmp_path.iterdir())
-    assert capsys.readouterr().err.splitlines() == [
-        "python -m benchmarks.gpu: error: PyTorch sees no GPU here; --scale toy tries everything that a CPU can"
-    ]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: " in line and "--scale toy" in line
 
 
 def test_a_part_that_fails_is_a_row_and_the_others_go_on(
@@ -59,7 +58,7 @@ def test_a_part_that_fails_is_a_row_and_the_others_go_on(
     monkeypatch.setattr(command, "PARTS", {name: (broken(error), 1) for name, error in errors.items()})
     with pytest.raises(SystemExit) as ended:
         command.main(["--scale", "toy", "--json", str(tmp_path / "gpu.json")])
-    assert ended.value.code == 1 and "2 of 6 rows are not as they should be" in capsys.readouterr().err
+    assert ended.value.code == 1 and "2 of 6 rows" in capsys.readouterr().err
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [(row["part"], row["note"], row["is_bad"]) for row in rows if not row["values"]] == [
         ("tests", "failed: KeyError: 'x'", True), ("resume", "exit code 3: why", True), ("waits", "too late", False)

@@ -92,8 +92,8 @@ def leave_out(folder: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "complaint"), [
-    (lambda config: {**config, "model_type": "gpt2"}, "its model_type is 'gpt2'; use clip, clip_text_model, bert"),
-    (lambda config: {**config, "hidden_act": "silu"}, "its activation 'silu' is unknown"),
+    (lambda config: {**config, "model_type": "gpt2"}, "'gpt2'; use clip, clip_text_model, bert"),
+    (lambda config: {**config, "hidden_act": "silu"}, "'silu'"),
     (lambda config: {**config, "position_embedding_type": "relative_key"}, "relative positions"),
     (lambda config: [config], "no encoder that can be used"),
 ])  # fmt: skip

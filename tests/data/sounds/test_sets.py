@@ -176,5 +176,5 @@ def test_sound_without_a_caption_is_bad_and_the_others_are_not(tmp_path):
     sounds = opened(tmp_path)
     assert all("caption" in bad(sounds, i) for i in range(5))
     assert sounds.texts(5).captions == ["one"]
-    assert bad(sounds, 6) == "it has no caption"
-    assert bad(sounds, 7) == "it has no caption: there is neither a .txt nor a .json beside it"
+    assert "caption" in bad(sounds, 6)
+    assert ".txt" in bad(sounds, 7) and ".json" in bad(sounds, 7)

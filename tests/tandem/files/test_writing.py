@@ -116,7 +116,7 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
     hold(tmp_path / ".lock", mark).close()
     assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3
     [line] = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path} is in use by {AWAY}; waiting for up to 2 minutes, in case that its machine has crashed" in line
+    assert f"{tmp_path} is in use by {AWAY}" in line and "2 minutes" in line
 
 
 OTHERS = [f"{AWAY}\x1b[2J", "process 999999999 on {host}", "process {own} on {host}x", "nonsense"]
