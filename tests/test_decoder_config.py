@@ -139,7 +139,7 @@ def test_every_key_is_used(where: str, value: Any, expected: dict[str, Any], tmp
 @pytest.mark.parametrize(("where", "value", "expected"), [
     ("decoder.unets.0.init_dim", 32, "init_dim 32"),
     ("decoder.unets.0.lowres_cond", True, "unets[0].lowres_cond True"),
-    ("decoder.unets", [], "decoder.unets"),
+    ("decoder.unets", [], "unets"),
     ("decoder.loss_tipe", "l1", "loss_type?"),
     ("decoder.clip", {"make": "x-clip"}, "decoder.clip.make x-clip"),
     ("data.preprocessing.RandomResizedCrop", {"size": [64, 64]}, "data.preprocessing.RandomResizedCrop"),
