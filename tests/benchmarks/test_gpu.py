@@ -16,7 +16,6 @@ import torch
 
 import data.feed
 import train_vae
-from benchmarks import jobs
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import checks, worker
 from benchmarks.gpu import speed as speed_part
@@ -83,14 +82,18 @@ def test_every_script_takes_the_flags_of_its_models(script: Any, flags_of: str, 
     flags = {
         "demonstration": lambda: [*checks.model_flags(script.name, False), "--deterministic"],
         "tiny": lambda: speed_part.model_flags_of(plan, script.name),
-        "large": lambda: [*jobs._DATA.get(script.name, jobs._IMAGES), *speed_part.model_flags_of(full, script.name)],
+        "large": lambda: [
+            f"--{script.data.flag}",
+            script.data.demonstration,
+            *speed_part.model_flags_of(full, script.name),
+        ],
     }[flags_of]()
     args = script.parsed(*flags)
     assert ":" in str(getattr(args, script.data.flag)) and args.batch_size % 2 == 0
 
 
 def test_a_script_is_measured_beside_its_reference(plan: Plan) -> None:
-    values: Any = speed_part._compared(plan, "train_mulan", "bf16").values
+    values: Any = speed_part.compared(plan, "train_mulan", "bf16").values
     assert list(values) == ["samples/s", "peak MiB", "reference's samples/s", "reference's peak MiB", "ratio"]
     assert min(values.values()) > 0
 

@@ -97,12 +97,12 @@ def test_the_optimizer_and_the_next_backward_pass_come_after_the_sums_of_another
 
 
 def test_a_request_to_stop_travels_with_gradients_and_is_heard_of_without_a_wait() -> None:
-    network = Network(is_slow=True)
-    stop, weight = StopRequest(network), nn.Parameter(torch.zeros(3, device=DEVICE))
+    network, received = Network(is_slow=True), set[int]()
+    stop, weight = StopRequest(network, received), nn.Parameter(torch.zeros(3, device=DEVICE))
     reducer, answers = GradientReducer([weight], network, "model", passenger=stop), []
     for update in range(5):
         if update == 1:
-            stop._receive(signal.SIGTERM, None)
+            received.add(signal.SIGTERM)
         reducer.backward(weight.sum(), torch.ones((), device=DEVICE), 0, retain_graph=False)
         reducer.finish()
         reducer.zero_()
