@@ -331,7 +331,7 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(
     assert not torch.equal(next(train_vqgan.build_discriminator(args).parameters()),
                            saved(vqgan_run, "discriminator")["layers.0.0.weight"])  # fmt: skip
     line = refused("export", tmp_path / "vae.pt", "--to", "dalle", tmp_path / "x")
-    assert f"--to dalle is for a DiscreteVAE, and {tmp_path / 'vae.pt'} holds a VQGAN" in line
+    assert "DiscreteVAE" in line and f"{tmp_path / 'vae.pt'} holds a VQGAN" in line
 
 
 @pytest.fixture(scope="module")

@@ -223,6 +223,6 @@ def test_without_pyav_folders_and_mp4s_are_refused_in_one_line(codes, model, sou
     for flags in (
         TOKENIZE_VIDEOS.flags(model, source, tmp_path / "codes"), TOKENIZE_VIDEOS.use(model, codes, tmp_path / "videos")
     ):  # fmt: skip
-        assert "needs the package av (PyAV)" in TOKENIZE_VIDEOS.refused(capsys, *flags)
+        assert "(PyAV)" in TOKENIZE_VIDEOS.refused(capsys, *flags)
     assert len(files(decode(model, codes, tmp_path / "videos", "--format", "png"))) == sum(VIDEOS.values()) + 1
     assert json.loads((tmp_path / "videos" / "settings.json").read_text())["format"] == "png"

@@ -48,7 +48,7 @@ def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit
     assert moments == [], "a Unet that is not trained has no optimizer"
     assert "unet1/loss" not in metrics(tmp_path)[-1]
     line = DECODER.refused(tmp_path, *more[:2], "--train_unets", "1", "--max_steps", "5")
-    assert "cannot load the checkpoint" in line and "unet2" in line
+    assert "unet2" in line
 
 
 @pytest.fixture(scope="module")

