@@ -53,13 +53,13 @@ class Crop:
 
     def _square(self, epoch: int, index: int, width: int, height: int) -> Square:
         draws = Draws("square", self.seed, epoch, index)
-        left, top, across, down = self._region(width, height, draws)
+        left, top, across, down = self.region(width, height, draws)
         side = min(across, down)
         if self.place == "random":
             return Square(left + draws.below(across - side + 1), top + draws.below(down - side + 1), side)
         return Square(left + (across - side) / 2, top + (down - side) / 2, side)
 
-    def _region(self, width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
+    def region(self, width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
         """Left, top, width and height."""
         if self.area is None:
             return 0, 0, width, height

@@ -29,8 +29,8 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
-_TRY_SECONDS, _PATIENCE_WITH_TORCHRUN = 1.0, 10  # tries
-_REST_SECONDS, _QUIET_LOOKS, _LONGEST_REST_SECONDS = 0.005, 3, 2.0
+TRY_SECONDS, _PATIENCE_WITH_TORCHRUN = 1.0, 10  # tries
+_REST_SECONDS, _QUIET_LOOKS, LONGEST_REST_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -64,7 +64,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.PrefixStore(f"start/{start.number}", store)
         is_restart = start.is_restart
         if start.outside and unreachable_own_address():
-            _let_gloo_use(start.outside)
+            let_gloo_use(start.outside)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if through_nccl else "gloo",
@@ -109,7 +109,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     keys, found = [f"token/{rank}" for rank in ranks], []
-    address = _own_address(os.environ.get("MASTER_ADDR", launch.master_address))
+    address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address, gpu]))
     deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
     listed = seen = ""
@@ -158,10 +158,10 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
         return
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     # A machine that is busy may refuse for a moment, another one may be slow to start.
-    end = time.monotonic() + (_PATIENCE_WITH_TORCHRUN * _TRY_SECONDS if is_torchruns else timeout.total_seconds())
+    end = time.monotonic() + (_PATIENCE_WITH_TORCHRUN * TRY_SECONDS if is_torchruns else timeout.total_seconds())
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=_TRY_SECONDS).close()
+            socket.create_connection((host, int(port)), timeout=TRY_SECONDS).close()
             return
         except OSError as error:
             if time.monotonic() > end:
@@ -169,13 +169,13 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
                 if not is_torchruns:
                     absent = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"
                 raise ConnectionError(f"{absent}: nobody answers at {host}, port {port} ({error})") from None
-        time.sleep(_TRY_SECONDS)
+        time.sleep(TRY_SECONDS)
 
 
-def _let_gloo_use(outside: str) -> None:
+def let_gloo_use(outside: str) -> None:
     """Name the network interface towards ``outside``, unless the user has named one. Gloo listens where the host name
     resolves to; Debian's /etc/hosts says 127.0.1.1, at which no other machine reaches it."""
-    address = _own_address(outside)
+    address = own_address(outside)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
@@ -184,7 +184,7 @@ def _let_gloo_use(outside: str) -> None:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _own_address(host: str) -> str | None:
+def own_address(host: str) -> str | None:
     """The IPv4 address of this machine from which packets for ``host`` leave; None if there is no way."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # asks for the route; sends nothing
@@ -249,7 +249,7 @@ def _let_threads_rest() -> None:
     FSDP's and DeepSpeed's objects keep process groups alive, whose threads free the tensors of a collective after it
     has returned. For that they need the interpreter's lock, and a thread that asks for it while the interpreter shuts
     down aborts the process (https://github.com/pytorch/pytorch/issues/190489)."""
-    own, end, looks = str(threading.get_native_id()), time.monotonic() + _LONGEST_REST_SECONDS, 0
+    own, end, looks = str(threading.get_native_id()), time.monotonic() + LONGEST_REST_SECONDS, 0
     while looks < _QUIET_LOOKS and time.monotonic() < end:
         time.sleep(_REST_SECONDS)  # who waits for the lock gets it
         try:

@@ -171,7 +171,7 @@ class Watchdog:
                 connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
                 connection.settimeout(TICK_SECONDS)
                 watch_link(connection)
-                connection.sendall(to_line("here", token, self._rank) + self._beat())
+                connection.sendall(to_line("here", token, self._rank) + self.beat())
             except OSError as error:
                 problem = f"rank {self._rank} cannot reach rank 0 at {host}, port {port}: {first_line(error)}"
         # Nobody may go on without one of them: a collective would wait for it without an end.
@@ -188,7 +188,8 @@ class Watchdog:
         with self._sending, contextlib.suppress(OSError):  # the thread that listens notices it too
             self._connection.sendall(line)
 
-    def _beat(self) -> bytes:
+    def beat(self) -> bytes:
+        """What this process answers when the root asks how it goes."""
         beat = asdict(self._mark)
         if beat.pop("writes"):
             used = processor_time(threading.main_thread())
@@ -220,7 +221,7 @@ class Watchdog:
             for line in lines:
                 kind, *values = json.loads(line)
                 if kind == "beat":
-                    self._send(self._beat())
+                    self._send(self.beat())
                 elif kind == "met":
                     with self._news:
                         self._met += 1

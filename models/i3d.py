@@ -138,7 +138,7 @@ class _Unit(nn.Module):
         self.bn = None if is_last else nn.BatchNorm3d(fan_out, eps=1e-3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv3d(_pad(x, self.conv3d.kernel_size, self.conv3d.stride))
+        x = self.conv3d(pad_same(x, self.conv3d.kernel_size, self.conv3d.stride))
         return x if self.bn is None else F.relu(self.bn(x))
 
 
@@ -148,7 +148,7 @@ class _MaxPool(nn.Module):
         self.kernel, self.stride = kernel, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool3d(_pad(x, self.kernel, self.stride), self.kernel, self.stride)
+        return F.max_pool3d(pad_same(x, self.kernel, self.stride), self.kernel, self.stride)
 
 
 class _Mixed(nn.Module):
@@ -166,7 +166,7 @@ class _Mixed(nn.Module):
         return torch.cat([self.b0(x), self.b1b(self.b1a(x)), self.b2b(self.b2a(x)), self.b3b(self.b3a(x))], dim=1)
 
 
-def _pad(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def pad_same(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """(b, c, f, h, w) with zeros around, so that ceil(size / stride) values come out of each of the last three."""
     padding: list[int] = []
     for size, k, s in zip(x.shape[2:], kernel, stride, strict=True):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import distributed
 from distributed import Backend, Launch, collectives, plan_batches
-from distributed.collectives import Alone, Communicator
+from distributed.collectives import Alone, Communicator, Handle
 from distributed.options import Options
 from distributed.stop import StopRequest
 from distributed.watchdog import Watchdog
@@ -195,10 +195,15 @@ class _Meeting:
 
 class Root(Alone):
     """The communicator of the root of so many processes, of which the others are not there: they have nothing to add to
-    a sum, and hold what the root holds."""
+    a sum, and hold what the root holds. `calls` gets the names of its collectives."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, calls: list[str] | None = None) -> None:
+        self.world_size, self.calls = world_size, [] if calls is None else calls
+
+    def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
+        self.calls.append(name)
+        return super().all_reduce_(tensor, name)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self.calls.append("all_gather")
         return [tensor] * self.world_size

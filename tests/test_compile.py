@@ -1,6 +1,7 @@
 """--compile: what is compiled once stays compiled, and computes the same.
 
-Traced as for the real compiler, then run as it is. What that makes of a trace: tests/launch/test_scripts.py.
+Both passes are traced as for the real compiler, then run as they are. What that makes of a trace:
+tests/launch/test_scripts.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import models
-from distributed.collectives import Alone
 from distributed.engines.reducer import GradientReducer
 from distributed.engines.replicated import cut_graph
+from tests.processes import Root
 from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, VQGAN, Script, without_clocks
 
 TRAINING_ALONE = ("--valid_fraction", "0")  # half of the tracing is that of the validation, which is shown without it
@@ -39,7 +40,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_module = nn.Module.compile
 
     def trace_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        compile_module(module, *args, **kwargs, backend="eager")
+        compile_module(module, *args, **kwargs, backend="aot_eager")
 
     monkeypatch.setattr(nn.Module, "compile", trace_module)
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep every line
@@ -66,21 +67,11 @@ def test_a_compiled_run_computes_the_same_and_compiles_nothing_after_its_first_u
     assert len(graphs) == 2 and graphs[0] == graphs[1] > 0
     for line, reference in zip(compiled, plain, strict=True):
         assert line.keys() == reference.keys()
+        # Some sums have another order, which fp32 rounds otherwise. Later, Adam has made whole steps of such rounding,
+        # where a gradient is nearly 0.
+        bound = 1e-5 if line["step"] == 1 else 1e-3
         for key in reference:
-            assert line[key] == pytest.approx(reference[key], rel=1e-6, abs=1e-9), (key, line["step"])
-
-
-class Two(Alone):
-    """Another process that has nothing to add. `events` gets what is sent."""
-
-    world_size = 2
-
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
-
-    def all_reduce_(self, tensor: torch.Tensor, name: str) -> Alone:
-        self._events.append("sent")
-        return self
+            assert line[key] == pytest.approx(reference[key], rel=bound, abs=1e-9), (key, line["step"])
 
 
 def test_gradients_of_a_model_that_is_compiled_in_parts_leave_while_its_backward_pass_still_runs(
@@ -102,7 +93,7 @@ def test_gradients_of_a_model_that_is_compiled_in_parts_leave_while_its_backward
     for is_cut in (False, True):
         torch._dynamo.reset()
         model = models.DiscreteVAE(image_size=16, num_tokens=16, codebook_dim=8, num_layers=2, hidden_dim=8)
-        reducer = GradientReducer(list(model.parameters()), Two(events), "toy")
+        reducer = GradientReducer(list(model.parameters()), Root(2, events), "toy")
         if is_cut:
             cut_graph(model)
         model.compile(backend=compiler)
@@ -111,5 +102,5 @@ def test_gradients_of_a_model_that_is_compiled_in_parts_leave_while_its_backward
         reducer.backward(loss, torch.tensor(1.0), 0, retain_graph=False)
         reducer.finish()
         last_graph = max(index for index, event in enumerate(events) if event == "graph")
-        while_it_runs, all_of_them = events[:last_graph].count("sent"), events.count("sent")
+        while_it_runs, all_of_them = (len(calls) - calls.count("graph") for calls in (events[:last_graph], events))
         assert while_it_runs >= all_of_them / 4 if is_cut else while_it_runs == 0, (while_it_runs, all_of_them)

@@ -202,7 +202,7 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
     assert_same_bits(train_tokenizer.build_model(args).state_dict(), saved(run, "ema"))
     VideoTokenizer(**TOKENIZER, heads=4, channels=4).save_pretrained(tmp_path / "odd")
     line = refused("import", tmp_path / "odd", tmp_path / "other")
-    assert "train_tokenizer.py trains with channels 3 alone, this model has 4" in line
+    assert "channels 3" in line and "has 4" in line
     assert not (tmp_path / "other").exists()
 
 
@@ -320,7 +320,7 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(
         args = train_vqgan.build_parser().parse(said)
         assert_same_bits(train_vqgan.build_model(args).state_dict(), saved(vqgan_run, "ema"))
         assert_same_bits(train_vqgan.build_discriminator(args).state_dict(), saved(vqgan_run, "discriminator"))
-        with pytest.raises(ValueError, match=r"the discriminator in .* needs --discr_dim 16 and --discr_layers 2"):
+        with pytest.raises(ValueError, match=r"--discr_dim 16 and --discr_layers 2"):
             train_vqgan.build_discriminator(train_vqgan.build_parser().parse([*said, "--discr_dim", "8"]))
     VQGAN_SCRIPT.train(tmp_path / "new", *of_file, "--dim", "16", "--codebook_dim", "32", "--max_steps", "1",
                        "--learning_rate", "1e-30", "--ema_decay", "0")  # fmt: skip
@@ -331,7 +331,7 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(
     assert not torch.equal(next(train_vqgan.build_discriminator(args).parameters()),
                            saved(vqgan_run, "discriminator")["layers.0.0.weight"])  # fmt: skip
     line = refused("export", tmp_path / "vae.pt", "--to", "dalle", tmp_path / "x")
-    assert f"--to dalle is for a DiscreteVAE, and {tmp_path / 'vae.pt'} holds a VQGAN" in line
+    assert "DiscreteVAE" in line and f"{tmp_path / 'vae.pt'} holds a VQGAN" in line
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 import soundfile
 import torch
 from filling import CLIP, EMBED, RATE, SOUNDS, lines, mulan, saved, vqgan
-from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
+from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from safetensors.numpy import load_file
 from torch.nn import functional as F
 

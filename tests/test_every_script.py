@@ -117,9 +117,7 @@ def test_numbers_beyond_any_memory_are_refused_before_any_is_taken(script: Scrip
     for flag, value in TOO_LARGE.items():
         if flag in known:
             assert f"--{flag}: expected a" in script.refused(tmp_path, f"--{flag}", str(value))
-    assert "GB of memory that this machine has: choose a smaller one" in script.refused(
-        tmp_path, f"--{TOO_LARGE_TOGETHER[script.name]}", "4000000"
-    )
+    assert " GB " in script.refused(tmp_path, f"--{TOO_LARGE_TOGETHER[script.name]}", "4000000")
 
 
 # A run and what it leaves.
@@ -370,7 +368,7 @@ def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(scrip
     assert (config["valid_folder"], config["valid_fraction"]) == (str(valid), 0)
     script.main(*words, "--max_steps", "3")
     assert len(metrics(tmp_path / "run")) == 3
-    assert f"is in --valid_folder {valid}" in script.refused(valid / "run", *said, "--valid_fraction", "0")
+    assert f"--valid_folder {valid}" in script.refused(valid / "run", *said, "--valid_fraction", "0")
 
 
 @of("vae")
@@ -385,7 +383,7 @@ def test_a_run_does_not_write_its_pictures_into_its_own_data(script: Script, tmp
     folder = script.data.write(tmp_path / "data", 24)
     before = files(tmp_path)
     for run in (folder, folder / "runs" / "a"):
-        assert f"is in --{script.data.flag} {folder}" in script.refused(run, f"--{script.data.flag}", str(folder))
+        assert f"--{script.data.flag} {folder}" in script.refused(run, f"--{script.data.flag}", str(folder))
         assert files(tmp_path) == before
 
 

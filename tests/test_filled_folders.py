@@ -4,6 +4,7 @@ refuse the rest. Tiny models, one process."""
 # ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,7 +21,6 @@ from filling import (
     EMBED,
     TOKENIZE,
     TOKENIZE_VIDEOS,
-    Killed,
     Script,
     broken_copy,
     change_index,
@@ -33,6 +33,7 @@ from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa:
 from safetensors.numpy import save_file
 
 from data.stores.output import sha256_of
+from tests.training.disk import failing, left_by_kills
 
 CODERS = [TOKENIZE, TOKENIZE_VIDEOS]
 ALL = [*CODERS, EMBED]
@@ -94,29 +95,18 @@ def test_on_bad_sample_error_stops_and_too_many_bad_files_do(script, model, sour
 # Going on.
 
 
-def test_killed_at_any_write_and_started_again_gives_the_same_files(script, whole, model, source, tmp_path, on_write):
-    for fatal in range(1 + 2 * 3 + script.n_index_files):  # settings; three shards with their records; the index
-        folder, written = tmp_path / str(fatal), []
-
-        def write_or_die(path: Path, content: bytes, fatal: int = fatal, written: list[Path] = written) -> None:
-            if len(written) == fatal:
-                path.with_name(f".{path.name}.tmp").write_bytes(content[: len(content) // 2])
-                raise Killed
-            written.append(path)
-            filling.write_atomically(path, content)
-
-        on_write(write_or_die)
-        with pytest.raises(Killed):
-            script.fill(model, source, folder)
-        on_write()
+def test_killed_at_any_write_and_started_again_gives_the_same_files(script, whole, model, source, tmp_path):
+    (tmp_path / "run").mkdir()
+    seen = set()
+    for folder in left_by_kills(tmp_path / "run", lambda: script.fill(model, source, tmp_path / "run")):
         before = stamps(folder, "*.safetensors")
         finished = {path.with_suffix(".safetensors").name for path in folder.glob(f"{script.shards}-*.json")}
-        assert len(finished) == min(3, max(0, fatal - 1) // 2)
         script.fill(model, source, folder)
         after = stamps(folder, "*.safetensors")
         assert {name for name in before if before[name] == after[name]} == finished
         assert files(folder) == files(whole)
-    assert not list(tmp_path.rglob("*.tmp"))
+        seen.add(len(finished))
+    assert seen == {0, 1, 2, 3} and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_finished_folder_is_not_computed_again(script, whole, copied, model, source, tmp_path):
@@ -161,16 +151,11 @@ def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(script, whole, 
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
 
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, model, source, tmp_path, capsys, on_write):
-    def no_space(path: Path, content: bytes) -> None:
-        if path.name == f"{script.shards}-00001.safetensors":
-            raise OSError(28, "No space left on device")
-        filling.write_atomically(path, content)
-
-    on_write(no_space)
-    said = script.refused(capsys, *script.flags(model, source, tmp_path))
-    assert "-00001.safetensors: No space left on device" in said
-    on_write()
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, model, source, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as disk:
+        failing(disk, 4, ("replace",))  # it has taken the settings, and a shard with its record
+        said = script.refused(capsys, *script.flags(model, source, tmp_path))
+    assert f"-00001.safetensors: {os.strerror(errno.ENOSPC)}" in said
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
 

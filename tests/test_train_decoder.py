@@ -48,7 +48,7 @@ def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit
     assert moments == [], "a Unet that is not trained has no optimizer"
     assert "unet1/loss" not in metrics(tmp_path)[-1]
     line = DECODER.refused(tmp_path, *more[:2], "--train_unets", "1", "--max_steps", "5")
-    assert "cannot load the checkpoint" in line and "unet2" in line
+    assert "unet2" in line
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,7 @@ def test_clip_compares_pictures_with_captions_and_images_where_an_evaluation_is_
     """Evaluations have their own steps, also without a validation."""
     said = ["--condition_on", "image,text", "--n_evaluation_samples", "5", "--evaluate_every_n_steps", "2", *clip]
     text = DECODER.output_of(tmp_path, "--max_steps", "3", *said)
-    assert text.count("not measured without the weights that they need") == 1
-    line_out = "FID, KID and inception score (--fid_weights), LPIPS (--lpips_weights)\n"
-    assert f"not measured without the weights that they need: {line_out}" in text
+    assert text.count("--fid_weights") == text.count("--lpips_weights") == 1  # what needs them is not measured
     lines = metrics(tmp_path)
     assert ["valid/clip_score" in line for line in lines] == [False, True, True]
     assert ["valid/loss" in line for line in lines] == [False, True, True]
@@ -105,13 +103,16 @@ def test_one_size_of_crops_is_that_of_the_upsampling_unets(tmp_path: Path) -> No
         "whole": ["0.2", "1.5"],
     }  # fmt: skip
     made: dict[str, dict[str, Tensor]] = {}
+    lines: dict[str, dict[str, float]] = {}
     for name, said in runs.items():
         run = DECODER.train(tmp_path / name, "--max_steps", "2", "--blur_prob", "0.9", "--blur_sigma", *said)
-        made[name] = dict(Decoder.from_pretrained(run / "model").state_dict())
+        made[name], lines[name] = dict(Decoder.from_pretrained(run / "model").state_dict()), metrics(run)[0]
     assert_same_bits(made["one"], made["list"])
-    second = [name for name in made["one"] if name.startswith("unets.1.")]
-    differing = {which: max((made[which][n] - made["one"][n]).abs().max().item() for n in second) for which in made}
-    assert differing["parts"] < 1e-5 < differing["whole"], differing
+    for key in ("unet2/loss", "unet2/grad_norm"):  # of the first update: fp32 rounds sums over other parts otherwise
+        one = lines["one"][key]
+        assert lines["parts"][key] == pytest.approx(one, rel=1e-5) and lines["whole"][key] != pytest.approx(
+            one, rel=1e-3
+        )
     assert all(torch.equal(made["whole"][n], t) for n, t in made["one"].items() if n.startswith("unets.0."))
 
 

@@ -76,7 +76,7 @@ def test_a_training_starts_from_a_public_file_whatever_it_does_not_say(finished:
     args.init_from = str(file)
     assert_same_bits(train_mulan.build_model(args, words).state_dict(), final_weights(finished))
     line = MUSICLM.refused(tmp_path / "other", "--init_from", str(file), "--win_length", "90")
-    assert f"the weights in {file} are of another model; they need win_length 96" in line
+    assert str(file) in line and "win_length 96" in line
 
 
 def test_a_tandem_model_is_no_musiclm_model(finished: Path, tmp_path: Path) -> None:

@@ -83,9 +83,10 @@ def test_the_penalty_in_fp16_is_scaled_as_its_loss_is(tmp_path: Path) -> None:
 
     # All updates see the same images, and hardly move; the first ones look for a scale that fp16 can hold.
     half, full, without = (last_line(*said) for said in (("fp16", "1000"), ("fp32", "1000"), ("fp32", "1e-9")))
-    assert without["discr_grad_norm"] < 0.01 * full["discr_grad_norm"]  # nearly all of the gradient is the penalty's
+    assert without["discr_grad_norm"] < 1e-3 * full["discr_grad_norm"]  # nearly all of the gradient is the penalty's
     assert half["skipped_updates"] < 3
-    assert half["discr_grad_norm"] == pytest.approx(full["discr_grad_norm"], rel=1e-3)  # fp16 rounds to 5e-4
+    # What is not the penalty's is less than 1e-3 of either, whatever fp16 makes of it.
+    assert half["discr_grad_norm"] == pytest.approx(full["discr_grad_norm"], rel=2e-3)
     assert half["gradient_penalty"] == pytest.approx(full["gradient_penalty"], rel=1e-5)  # computed in fp32 in both
 
 

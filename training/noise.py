@@ -54,7 +54,7 @@ class Noise:
             positions: Positions of the b samples in the global batch.
             shape: Shape of one sample's noise.
         """
-        noise = self._drawn("uniform", step, positions, shape, device)
+        noise = self.uniform(step, positions, shape, device)
         return noise.clamp_min_(_SMALLEST_UNIFORM).neg_().log1p_().neg_().log_().neg_()
 
     def normal(self, step: int, positions: Sequence[int], shape: Sequence[int], device: Device = "cpu") -> Tensor:

@@ -24,7 +24,7 @@ _DATA = {
     "train_decoder": "--image_folder demo:shapes:512 --n_evaluation_samples 8 --sample_timesteps 2",
 }
 # Nothing but updates, each of them logged; a picture and a validation at the end.
-_QUIET = ("--num_workers", "0", "--log_every_n_steps", "1", "--validate_every_n_steps", "0",
+QUIET = ("--num_workers", "0", "--log_every_n_steps", "1", "--validate_every_n_steps", "0",
           "--sample_every_n_steps", "0", "--epochs", "1000", "--seed", "1")  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def resume(plan: Plan) -> Iterator[Row]:
 
     def attempt(name: str) -> Row:
         script = name.removesuffix(".py")
-        flags = [*model_flags(script, plan.is_toy), *_QUIET, "--deterministic", "--max_steps", str(UPDATES),
+        flags = [*model_flags(script, plan.is_toy), *QUIET, "--deterministic", "--max_steps", str(UPDATES),
                  "--save_every_n_steps", str(SAVED_AFTER)]  # fmt: skip
         found = plan.worker("kill", script, *flags)
         if "error" in found:
@@ -86,7 +86,7 @@ def processes(plan: Plan) -> Iterator[Row]:
 
     def attempt(name: str) -> Row:
         script = name.removesuffix(".py")
-        flags = [*model_flags(script, plan.is_toy), *_QUIET, "--batch_parts", "2", "--deterministic",
+        flags = [*model_flags(script, plan.is_toy), *QUIET, "--batch_parts", "2", "--deterministic",
                  "--max_steps", "12", "--save_every_n_steps", "0"]  # fmt: skip
         one, two = (plan.folder / f"{script}-{n}" for n in ("one", "two"))
         plan.job([f"{script}.py", *flags, "--output_dir", str(one)])
@@ -118,7 +118,7 @@ def waits(plan: Plan) -> Iterator[Row]:
 
     def attempt(name: str) -> Row:
         script = name.removesuffix(".py")
-        quiet = [*_QUIET, "--log_every_n_steps", "1000", "--save_every_n_steps", "0", "--valid_fraction", "0"]
+        quiet = [*QUIET, "--log_every_n_steps", "1000", "--save_every_n_steps", "0", "--valid_fraction", "0"]
         found = plan.worker("waits", script, *model_flags(script, plan.is_toy), *quiet)
         places = [f"{count:.3g} x {place}" for place, count in list(found["places"].items())[:5]]
         return plan.row(name, {"waits per update": found["waits_per_update"]}, "; ".join(places))
@@ -137,7 +137,7 @@ def zero(plan: Plan) -> Iterator[Row]:
     else:
         yield from (plan.row(kind, note="DeepSpeed is not installed") for kind, _, _ in of_deepspeed)
     flags_of = {f"{kind}, {each}": (each, [backend, *said]) for kind, backend, said in kinds for each in precisions}
-    small = [*model_flags("train_vae", is_toy=True), *_QUIET, "--max_steps", "12", "--save_every_n_steps", "0"]
+    small = [*model_flags("train_vae", is_toy=True), *QUIET, "--max_steps", "12", "--save_every_n_steps", "0"]
 
     def lines(name: str, flags: Sequence[str]) -> list[dict[str, float]]:
         run = plan.folder / f"zero-{name.replace(' ', '-').replace(',', '')}"

@@ -29,13 +29,13 @@ def speed(plan: Plan) -> Iterator[Row]:
     """A row per script, precision and option. Those that say most come first, in case the time does not suffice."""
     for script in plan.scripts:
         for precision in plan.precisions:
-            yield _compared(plan, script, precision)
+            yield compared(plan, script, precision)
     for precision in plan.precisions:
         for script in plan.scripts:
-            yield _compared(plan, script, precision, "--compile")
+            yield compared(plan, script, precision, "--compile")
 
 
-def _compared(plan: Plan, script: str, precision: str, option: str = "") -> Row:
+def compared(plan: Plan, script: str, precision: str, option: str = "") -> Row:
     """The script, and its reference, which scales no loss."""
     name = " ".join(filter(None, [f"{script}.py", precision, option]))
     if not plan.has_gpu and (option or precision not in _ON_A_CPU):

@@ -27,9 +27,9 @@ from tandem.files.writing import create, open_appending, replacing
 from .packed import PackedStrings, StoredStrings, Strings
 
 _VERSION = 1
-_FEWEST = 10_000  # strings that are kept: fewer are found in a tenth of a second
+FEWEST = 10_000  # strings that are kept: fewer are found in a tenth of a second
 _LONGEST_HEADER = 1 << 16  # bytes
-_CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
+CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
 _LONGEST_WAIT_SECONDS = 600.0
 _WATCHED = "watched"
 
@@ -86,12 +86,12 @@ def _made(caches: list[str], path: str, key: str, make: Callable[[], Lists]) -> 
     """What `make` finds out, kept if it is long and nothing changes meanwhile."""
     for attempt in range(2):
         if attempt:  # wait until the next change will have another time
-            time.sleep(_CLOCK_TICK_NS / 1e9)
+            time.sleep(CLOCK_TICK_NS / 1e9)
         begin_ns = time.time_ns()
         made = make()
-        if sum(map(len, made.parts.values())) < _FEWEST:
+        if sum(map(len, made.parts.values())) < FEWEST:
             break
-        if made.watched.newest_ns < begin_ns - _CLOCK_TICK_NS:
+        if made.watched.newest_ns < begin_ns - CLOCK_TICK_NS:
             return _save_one(caches, path, key, made)
         if made.watched.newest_ns > time.time_ns():  # a clock was ahead, and no wait is long enough
             break

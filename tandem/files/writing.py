@@ -33,7 +33,7 @@ NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, beca
 #: The name of a thread that writes, for which a process waits before it ends.
 WRITER = "checkpoint"
 
-_LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
+LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a machine that has crashed for 90 s, or as it is configured
 _TELLING_SECONDS = 1.0
 _LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
@@ -102,10 +102,10 @@ def hold(
     began, has_said = time.monotonic(), False
     while not _lock(file):
         holder, waited = _holder_of(path), time.monotonic() - began
-        if waited >= _LOCK_SECONDS and (_runs(_process_here(holder)) or waited >= lease_seconds):
+        if waited >= LOCK_SECONDS and (_runs(_process_here(holder)) or waited >= lease_seconds):
             file.close()
             raise ValueError(f"{path.parent} is in use by {holder}; end it first, or give another --output_dir")
-        if waited >= _LOCK_SECONDS and not has_said:
+        if waited >= LOCK_SECONDS and not has_said:
             has_said = True
             say(
                 f"{path.parent} is in use by {holder}; waiting for up to {lease_seconds / 60:g} minutes, in case that "

@@ -16,7 +16,6 @@ import torch
 
 import data.feed
 import train_vae
-from benchmarks import jobs
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import checks, worker
 from benchmarks.gpu import speed as speed_part
@@ -40,9 +39,8 @@ def test_without_a_gpu_it_ends_with_one_line_and_code_2(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         command.main(["--json", str(tmp_path / "gpu.json")])
     assert ended.value.code == 2 and not list(tmp_path.iterdir())
-    assert capsys.readouterr().err.splitlines() == [
-        "python -m benchmarks.gpu: error: PyTorch sees no GPU here; --scale toy tries everything that a CPU can"
-    ]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: " in line and "--scale toy" in line
 
 
 def test_a_part_that_fails_is_a_row_and_the_others_go_on(
@@ -59,7 +57,7 @@ def test_a_part_that_fails_is_a_row_and_the_others_go_on(
     monkeypatch.setattr(command, "PARTS", {name: (broken(error), 1) for name, error in errors.items()})
     with pytest.raises(SystemExit) as ended:
         command.main(["--scale", "toy", "--json", str(tmp_path / "gpu.json")])
-    assert ended.value.code == 1 and "2 of 6 rows are not as they should be" in capsys.readouterr().err
+    assert ended.value.code == 1 and "2 of 6 rows" in capsys.readouterr().err
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [(row["part"], row["note"], row["is_bad"]) for row in rows if not row["values"]] == [
         ("tests", "failed: KeyError: 'x'", True), ("resume", "exit code 3: why", True), ("waits", "too late", False)
@@ -84,14 +82,18 @@ def test_every_script_takes_the_flags_of_its_models(script: Any, flags_of: str, 
     flags = {
         "demonstration": lambda: [*checks.model_flags(script.name, False), "--deterministic"],
         "tiny": lambda: speed_part.model_flags_of(plan, script.name),
-        "large": lambda: [*jobs._DATA.get(script.name, jobs._IMAGES), *speed_part.model_flags_of(full, script.name)],
+        "large": lambda: [
+            f"--{script.data.flag}",
+            script.data.demonstration,
+            *speed_part.model_flags_of(full, script.name),
+        ],
     }[flags_of]()
     args = script.parsed(*flags)
     assert ":" in str(getattr(args, script.data.flag)) and args.batch_size % 2 == 0
 
 
 def test_a_script_is_measured_beside_its_reference(plan: Plan) -> None:
-    values: Any = speed_part._compared(plan, "train_mulan", "bf16").values
+    values: Any = speed_part.compared(plan, "train_mulan", "bf16").values
     assert list(values) == ["samples/s", "peak MiB", "reference's samples/s", "reference's peak MiB", "ratio"]
     assert min(values.values()) > 0
 
@@ -110,7 +112,7 @@ def test_waits_are_counted_per_update_where_this_repository_causes_them(
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(train_vae, "learning_rate", waits_twice)
     result, stream = tmp_path / "result.jsonl", data.feed.TrainingStream
-    flags = [*speed_part.model_flags_of(plan, "train_vae"), *checks._QUIET]
+    flags = [*speed_part.model_flags_of(plan, "train_vae"), *checks.QUIET]
     worker.main(["waits", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
     found = json.loads(result.read_text())
     assert modes[1:] == ["warn", "default"] and data.feed.TrainingStream is stream
@@ -122,7 +124,7 @@ def test_a_resumed_run_with_other_bits_is_found(tmp_path: Path, plan: Plan, monk
     rate = train_vae.learning_rate
     monkeypatch.setattr(train_vae, "learning_rate", lambda *args: rate(*args) * (1 + os.getpid() % 1000 * 1e-3))
     result = tmp_path / "result.jsonl"
-    flags = [*checks.model_flags("train_vae", True), *checks._QUIET, "--max_steps", "12", "--save_every_n_steps", "8"]
+    flags = [*checks.model_flags("train_vae", True), *checks.QUIET, "--max_steps", "12", "--save_every_n_steps", "8"]
     worker.main(["kill", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
     found = json.loads(result.read_text())
     assert found["starts"] == [0, 8] and not found["same_bits"]

@@ -25,13 +25,6 @@ def saved(log: BadSampleLog, folder: Path) -> dict[str, Any]:
     return read_checkpoint(folder)[0]["bad_samples"]
 
 
-def test_each_file_is_new_once():
-    log = BadSampleLog(1000)
-    assert log.add([*bad(2), *bad(2)]) == bad(2)
-    assert log.add(bad(3)) == bad(3)[2:]
-    assert log.count == 3
-
-
 @pytest.mark.parametrize("n_samples, tolerated", [(5, 1), (11, 2), (120, 10), (1000, 10), (10_000, 100)])
 def test_too_many_is_over_one_percent_and_over_ten_files_or_a_tenth_of_a_small_set(n_samples, tolerated):
     log = BadSampleLog(n_samples)

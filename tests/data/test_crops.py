@@ -34,7 +34,7 @@ def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def regions(crop: Crop, width: int, height: int) -> np.ndarray:
     """Left, top, width and height of N regions: the square that is cut hides their shape, which torchvision states."""
-    return np.array([crop._region(width, height, Draws("test", i)) for i in range(N)])
+    return np.array([crop.region(width, height, Draws("test", i)) for i in range(N)])
 
 
 @pytest.mark.parametrize(("width", "height", "area"), CASES)
@@ -69,7 +69,7 @@ def test_the_square_is_a_largest_one_of_its_region_and_in_its_middle_unless_it_i
     crop = Crop(place, (0.2, 0.8), seed=1)
     is_in_the_middle = []
     for index in range(200):
-        left, top, across, down = crop._region(300, 200, Draws("square", 1, 2, index))
+        left, top, across, down = crop.region(300, 200, Draws("square", 1, 2, index))
         square = crop.cut(2, index)(300, 200)
         assert square.side == min(across, down)
         assert left <= square.left <= left + across - square.side and top <= square.top <= top + down - square.side

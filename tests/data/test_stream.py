@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data import BadSample, Images, ValidationStream, open_images, split
+from data import Images, ValidationStream, open_images, split
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
 from tests.scripts import write_images
 
@@ -17,18 +17,11 @@ def intact() -> Images:
     return open_images(f"demo:shapes:{N}", image_size=4, flip=True)
 
 
-def test_epochs_follow_each_other_without_a_ragged_batch(intact):
-    seen = ids(global_batches(intact, 12))  # 96 samples of a set of 30
-    for epoch in range(3):
-        assert sorted(seen[30 * epoch : 30 * (epoch + 1)]) == list(range(30))
-    assert seen[:30] != seen[30:60] and seen[:24] != ids(global_batches(intact, 3, seed=1))
-    (batch,) = global_batches(intact, 1, batch_size=64)  # larger than the set
-    assert batch["ids"] == seen[:64]
-
-
 def test_order_of_samples_survives_another_batch_size(intact):
-    before, after = global_batches(intact, 3), global_batches(intact, 4, batch_size=6, start_samples=24)
-    assert ids(before + after) == ids(global_batches(intact, 6))
+    """Also one that is larger than the set."""
+    expected = ids(global_batches(intact, 11))
+    before, after = global_batches(intact, 3), global_batches(intact, 1, batch_size=64, start_samples=24)
+    assert ids(before + after) == expected
 
 
 def test_start_far_in_the_future_is_immediate(intact):
@@ -54,8 +47,8 @@ def test_vanished_file_is_a_bad_file(tmp_path):
     write_images(tmp_path / "set", 10)
     images = open_images(str(tmp_path / "set"), image_size=4)
     (tmp_path / "set/04.png").unlink()
-    batch = next(iter(stream(images, 20)))  # meets it twice
-    assert batch["bad"] == [BadSample(4, str(tmp_path / "set/04.png"), "No such file or directory")]
+    (bad,) = next(iter(stream(images, 20)))["bad"]  # meets it twice
+    assert (bad.index, bad.path) == (4, str(tmp_path / "set/04.png"))
 
 
 @pytest.mark.parametrize(("n", "n_tried", "num_workers"), [(12, 12, 0), (12, 12, 2), (150, 100, 0)])
@@ -64,7 +57,7 @@ def test_search_for_a_readable_sample_ends_after_100(n, n_tried, num_workers, tm
         (tmp_path / f"{i}.jpg").touch()
     images = open_images(str(tmp_path), image_size=4)
     text = one_line(global_batches, images, 1, num_workers=num_workers)
-    assert text.startswith(f"none of {n_tried} images could be read: {tmp_path}")
+    assert f" {n_tried} images" in text and str(tmp_path) in text
 
 
 def validation_stream(images: Images, n: int = 30, rank: int = 0, world_size: int = 1, **options) -> ValidationStream:

@@ -68,6 +68,8 @@ def test_a_worker_that_was_killed_between_two_passes_is_one_line():
 
 PROGRAM = f"""
 import os, signal, sys
+import torch.utils.data._utils.worker
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1e6  # seconds until torch looks for the main process
 sys.path.insert(0, {str(ROOT)!r})
 from data import TrainingStream, ValidationStream, open_images, split
 images = open_images("demo:shapes", image_size=8)
@@ -81,14 +83,14 @@ print("ready", flush=True)
 
 
 @pytest.mark.parametrize(
-    "end, code, limit_seconds",
-    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, 4), ("raise ValueError('a bug')", 1, 30)],
+    "end, code",
+    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("raise ValueError('a bug')", 1)],
     ids=["killed", "failed"],
 )
-def test_workers_end_with_the_main_process(end, code, limit_seconds):
-    """They hold its output open: it is at an end only when all of them are gone. (By torch alone: after 5 seconds.)"""
+def test_workers_end_with_the_main_process(end, code):
+    """They hold its output open: it is at an end only when all of them are gone. (By torch alone: when they look.)"""
     command = [sys.executable, "-c", PROGRAM + end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as main:
         assert main.stdout is not None and main.stdout.readline() == b"ready\n"
-        main.communicate(timeout=limit_seconds)
+        main.communicate(timeout=120)  # of a hang
         assert main.returncode == code

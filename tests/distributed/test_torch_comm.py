@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import UserMistake, torch_comm
+from benchmarks.launching import free_port
+from distributed import torch_comm
 from distributed.backends.horovod import HorovodBackend
 from distributed.launchers import Launch
 from distributed.torch_comm import Start, agree_on_start
@@ -107,7 +108,7 @@ def test_processes_whose_torchrun_was_killed_do_not_wait_for_one_another(monkeyp
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
         for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(torch_comm, "_TRY_SECONDS", 0.01)
+        monkeypatch.setattr(torch_comm, "TRY_SECONDS", 0.01)
         with pytest.raises(ConnectionError, match="torchrun has ended: nobody answers at"):
             torch_comm.init_process_group(Launch("torchrun", world_size=2), torch.device("cpu"), 60)
 
@@ -120,16 +121,15 @@ def test_a_machine_whose_root_does_not_come_ends_with_its_address_after_the_time
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(closed.getsockname()[1]))
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        monkeypatch.setattr(torch_comm, "_TRY_SECONDS", 0.01)
-        said = "^rank 0 did not come within 0.001 minutes: nobody answers at 127.0.0.1, port"
-        with pytest.raises(ConnectionError, match=said):
-            torch_comm._reach_store(Launch("slurm", 1, 0, 2), timedelta(minutes=0.001))
-        torch_comm._reach_store(Launch("slurm", 0, 0, 2), timedelta(minutes=0.001))  # it will answer there itself
+        monkeypatch.setattr(torch_comm, "TRY_SECONDS", 0.01)
+        monkeypatch.setattr(torch_comm, "GRACE_SECONDS", 0)
+        with pytest.raises(ConnectionError, match=r"^rank 0 did not come within 0\.001 minutes: .* 127\.0\.0\.1, port"):
+            torch_comm.init_process_group(Launch("slurm", 1, 0, 2), torch.device("cpu"), 0.001)
 
 
 def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(torch_comm, "_own_address", lambda master: master)
+    monkeypatch.setattr(torch_comm, "own_address", lambda master: master)
     # The name of rank 0's machine leads the processes on it to 127.0.1.1.
     assert (
         Job().start([False] * 3, addresses=["127.0.1.1", "127.0.1.1", "10.0.0.2"]) == [Start(1, False, "10.0.0.2")] * 3
@@ -143,31 +143,21 @@ def test_all_processes_learn_that_two_of_them_share_a_gpu_before_nccl_starts() -
     assert Job().start([False] * 2, gpus=["GPU-1", "GPU-2"]) == [Start(1, False)] * 2
 
 
-@pytest.mark.parametrize(
-    ("device", "share", "through", "gpu", "binds"),
-    [
-        ("cpu", "0", "gloo", "id of cpu", False),
-        ("cuda", "0", "cpu:gloo,cuda:nccl", "id of cuda", True),
-        ("cuda", "1", "gloo", None, False),
-    ],
-)
-def test_processes_that_may_share_a_gpu_communicate_through_gloo_alone(
-    device: str, share: str, through: str, gpu: str | None, binds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_comm.dist, "rendezvous", lambda *_, **__: iter([(Mock(), 0, 2)]))
-    monkeypatch.setattr(torch_comm.dist, "PrefixStore", Mock())
-    monkeypatch.setattr(torch_comm, "gpu_id", lambda device: f"id of {device}")
-    monkeypatch.setattr(torch_comm, "agree_on_start", agree := Mock())
-    monkeypatch.setattr(torch_comm.dist, "init_process_group", start := Mock())
-    monkeypatch.setenv("TANDEM_SHARE_GPU", share)
-    agree.return_value = Start(1, False, None, "ranks 0 and 1 share one GPU")
-    with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU"):  # which all processes have been told
-        torch_comm.init_process_group(Launch("torchrun", 0, 0, 2), torch.device(device), 1.0)
-    assert not start.called
-    agree.return_value = Start(1, False)
-    torch_comm.init_process_group(Launch("torchrun", 0, 0, 2), torch.device(device), 1.0)
-    assert agree.call_args.args[-1] == gpu, "otherwise all processes would refuse to share it"
-    assert start.call_args.args == (through,) and ("device_id" in start.call_args.kwargs) == binds
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", id="horovodrun")])
+def test_processes_that_share_a_gpu_are_refused_in_one_line(backend: str) -> None:
+    """The line itself: test_devices.py. That NCCL is not asked where they may share one: `make gpu`."""
+    program = f"""
+import distributed
+from distributed import devices
+from tests.processes import parsed
+devices.shared_gpu = lambda gpus: f"they share a GPU: {{gpus}}"
+with distributed.from_args(parsed("--distributed_backend", "{backend}", batch_size=1)):
+    print("started")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port()),
+                   "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
+    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "they share a GPU: [None]" in finished.stderr.splitlines()[-1] and not finished.stdout
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of interfaces")
@@ -176,12 +166,12 @@ def test_gloo_gets_the_interface_towards_the_other_machines_unless_the_user_name
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is restored
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    torch_comm._let_gloo_use("no such host")
+    torch_comm.let_gloo_use("no such host")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    torch_comm._let_gloo_use("127.0.0.1")
+    torch_comm.let_gloo_use("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    torch_comm._let_gloo_use("127.0.0.1")
+    torch_comm.let_gloo_use("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
@@ -192,28 +182,10 @@ def test_horovod_says_in_one_line_that_other_machines_do_not_reach_this_one(monk
         HorovodBackend.connect(Mock())
 
 
-def test_horovod_says_in_one_line_that_two_processes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    hvd = Mock(size=lambda: 2, rank=lambda: 1, local_rank=lambda: 1)
-    monkeypatch.setitem(sys.modules, "horovod", Mock(torch=hvd))
-    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
-    monkeypatch.setattr("distributed.devices.local_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr("distributed.devices.gpu_id", lambda device: "GPU-1")
-    gather = Mock(side_effect=lambda gpu, comm, device: [gpu] * comm.world_size)
-    monkeypatch.setattr("distributed.collectives.gather_objects", gather)
-    monkeypatch.setenv("HOROVOD_CROSS_SIZE", "1")
-    for name in ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_TIMEOUT_SECONDS"):
-        monkeypatch.setenv(name, "0")  # so that it is restored
-    place, options = Launch("horovodrun", 1, 1, 2), Mock(timeout_minutes=30)
-    backend = Mock(spec=HorovodBackend, launch=place, options=options, install_hint="")
-    with pytest.raises(UserMistake, match="ranks 0 and 1 share one GPU, GPU-1; start one process per GPU"):
-        HorovodBackend.connect(backend)
-    assert gather.call_args.args[2] == torch.device("cpu"), "NCCL would fail"
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the states of threads from /proc")
 def test_a_backend_disconnects_when_threads_that_still_run_have_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as those of a process group that FSDP keeps alive, which free the tensors of the last collective."""
-    monkeypatch.setattr(torch_comm, "_LONGEST_REST_SECONDS", 60.0)  # only ends a hang
+    monkeypatch.setattr(torch_comm, "LONGEST_REST_SECONDS", 60.0)  # only ends a hang
     with ThreadPoolExecutor() as pool:
         running = pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 2_000_000)  # without the interpreter's lock
         torch_comm.leave_process_group(gracefully=True)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed import Backend, Launch, TrainingStopped, collectives, watchdog
+from distributed import Launch, TrainingStopped, watchdog
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
 from distributed.signals import Signals
 from distributed.watchdog import Watchdog
@@ -147,8 +147,7 @@ def test_what_a_process_waited_for_is_added_up_and_alone_it_waits_for_no_other(
 
 
 def beat_of(dog: Watchdog) -> dict[str, Any]:
-    """What the process answers when the root asks how it goes, once a second."""
-    kind, mark = json.loads(dog._beat())
+    kind, mark = json.loads(dog.beat())
     assert kind == "beat"
     return mark
 
@@ -170,6 +169,7 @@ def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
         os.dup2(writing, 2)
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         dog = dog_of(1)
+        # As its thread does when the root says so: alone, this process has no root.
         threading.Thread(target=dog._pronounce, args=["the verdict"], daemon=True).start()
         with contextlib.suppress(BaseException):
             while True:
@@ -188,50 +188,46 @@ def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
         os.close(writing)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+def watched(work: Callable[[Watchdog], Any]) -> Callable[[Process], Any]:
+    """Work of a process with its own watchdog, whose thread has the name of its rank meanwhile."""
+
+    def main(process: Process) -> Any:
+        threading.current_thread().name = f"rank {process.rank}"
+        launch = Launch("torchrun", process.rank, 0, 2, "localhost", 1)
+        return work(Watchdog(process.comm, torch.device("cpu"), launch, TIMEOUT_TICKS / 60))
+
+    return main
+
+
+def on_rank_1(function: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **more: (instead if threading.current_thread().name == "rank 1" else function)(*args, **more)
+
+
 def test_a_process_that_cannot_reach_the_root_ends_the_start_of_all_with_its_reason(
-    rank: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
-        port = closed.getsockname()[1]
+    def refused(*_: Any, **__: Any) -> None:
+        raise ConnectionRefusedError
 
-        def gathered(value: Any, *_: Any) -> list[Any]:
-            is_machine = isinstance(value, str) and socket.gethostname() in value
-            return [value, value] if is_machine or rank == 1 else [value, "rank 1 cannot reach rank 0"]
-
-        monkeypatch.setattr(collectives, "gather_objects", gathered)
-        monkeypatch.setattr(
-            collectives, "broadcast_object", lambda value, *_: value if rank == 0 else ["127.0.0.1", port, "token"]
-        )
-        comm: Any = SimpleNamespace(rank=rank, world_size=2)
-        before = set(threading.enumerate())
-        with pytest.raises(ConnectionError, match="rank 1 cannot reach rank 0"):
-            Watchdog(comm, torch.device("cpu"), Launch("python"), 1)
+    monkeypatch.setattr(socket, "create_connection", on_rank_1(socket.create_connection, refused))
+    before = set(threading.enumerate())
+    errors = on_processes(2, watched(lambda dog: None), catches=ConnectionError)
+    assert [str(error).partition(" at ")[0] for error in errors] == ["rank 1 cannot reach rank 0"] * 2
     assert {thread.name for thread in set(threading.enumerate()) - before} == set()
 
 
-@pytest.mark.parametrize("differs", ["boot_id", "net"])
-def test_machines_with_equal_names_are_not_taken_for_one(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_text, readlink = Path.read_text, os.readlink
-
-    def gathered(value: Any, *_: Any) -> list[Any]:
-        if not isinstance(value, str):
-            return [value, value]
-        with monkeypatch.context() as other:
-            if differs == "boot_id":
-                other.setattr(Path, "read_text", lambda path: read_text(path)[::-1])
-            else:
-                other.setattr(os, "readlink", lambda path: readlink(path)[::-1])
-            return [value, watchdog._machine()]
-
-    told: list[Any] = []
-    monkeypatch.setattr(collectives, "gather_objects", gathered)
-    monkeypatch.setattr(collectives, "broadcast_object", lambda value, *_: told.append(value[0]) or value)
-    launch = Launch("torchrun", world_size=2, master_address="localhost", master_port=1)
-    comm: Any = SimpleNamespace(rank=0, world_size=2)
-    Watchdog(comm, torch.device("cpu"), launch, 1).stop()
-    assert told == ["localhost"]
+@pytest.mark.parametrize(("differs", "place"), [(None, "127.0.0.1"), ("boot_id", "localhost"), ("net", "localhost")])
+def test_machines_with_equal_names_are_not_taken_for_one(
+    differs: str | None, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_text, readlink, connect, places = Path.read_text, os.readlink, socket.create_connection, list[str]()
+    if differs == "boot_id":
+        monkeypatch.setattr(Path, "read_text", on_rank_1(read_text, lambda *args: read_text(*args)[::-1]))
+    if differs == "net":
+        monkeypatch.setattr(os, "readlink", on_rank_1(readlink, lambda *args: readlink(*args)[::-1]))
+    monkeypatch.setattr(socket, "create_connection", lambda at, **more: (places.append(at[0]), connect(at, **more))[1])
+    on_processes(2, watched(Watchdog.stop))
+    assert places == [place] * 2
 
 
 @pytest.fixture
@@ -289,7 +285,7 @@ def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
 
 
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Liveness._run
+    run = Liveness._run  # private: nothing but the thread itself can be late
 
     def run_late(liveness: Liveness) -> None:
         liveness._rings.setblocking(True)
@@ -332,19 +328,18 @@ def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
     liveness: Liveness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
-    tried, listener = [], liveness._listener
+    accept, tick, tried = socket.socket.accept, Judge.tick, [0]  # of each tick, how often
 
-    def accept() -> Any:
-        tried.append(liveness._judge.now)
-        if len(tried) <= 3:
+    def accept_later(listener: socket.socket) -> Any:
+        tried[-1] += 1
+        if sum(tried) <= 3:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return listener.accept()
+        return accept(listener)
 
-    monkeypatch.setattr(
-        liveness, "_listener", SimpleNamespace(accept=accept, fileno=listener.fileno, close=listener.close)
-    )
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    monkeypatch.setattr(Judge, "tick", lambda *args: (tried.append(0), tick(*args))[1])
     assert Member(liveness, "here", liveness.token, 0)._file.readline() == to_line("beat")
-    assert len(set(tried[:4])) == 4
+    assert sum(tried) == 4 and max(tried) == 1
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -377,13 +372,17 @@ def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: L
 
 
 @pytest.mark.parametrize(("number", "asks"), [(signal.SIGTERM, True), (signal.SIGCHLD, False)])
-def test_the_root_hears_that_the_job_is_asked_to_end(number: signal.Signals, asks: bool, liveness: Liveness) -> None:
+def test_the_judge_hears_that_the_job_is_asked_to_end(
+    number: signal.Signals, asks: bool, liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = queue.Queue[bool]()
     liveness.hear_signal(number)
     first, second = members(liveness)  # the bell was rung before
     first.say("met")
     second.say("met")
     assert first.hears() == ["met"]
-    assert liveness._is_asked_to_end == asks
+    monkeypatch.setattr(Judge, "tick", lambda _, is_asked: heard.put(is_asked))
+    assert heard.get(timeout=PATIENCE_SECONDS) == asks
 
 
 def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
@@ -417,9 +416,10 @@ def test_who_waits_to_hear_why_the_job_ends_waits_no_longer_when_this_process_le
     waiting.join()
 
 
-def test_one_process_has_no_thread_and_explains_only_what_stops_training(single: Callable[..., Backend]) -> None:
-    dog = single().watchdog
-    assert dog._thread is None
+def test_one_process_has_no_thread_and_explains_only_what_stops_training() -> None:
+    before = threading.active_count()
+    dog = dog_of(1)
+    assert threading.active_count() == before
     stopped = TrainingStopped("enough")
     assert dog.explain(stopped) is stopped
     assert dog.explain(None) is None and dog.explain(RuntimeError("anything")) is None
@@ -434,11 +434,9 @@ GLOO = (  # PyTorch 2.15's, word for word
 
 
 def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources() -> None:
-    def work(process: Process) -> tuple[str, str] | None:
+    def work(dog: Watchdog) -> tuple[str, str] | None:
         """Rank 1 fails, and a collective of rank 0 fails because of it."""
-        launch = Launch("python", process.rank, 0, 2)
-        dog = Watchdog(process.comm, torch.device("cpu"), launch, TIMEOUT_TICKS / 60)
-        if process.rank == 1:
+        if threading.current_thread().name == "rank 1":
             return dog.stop(KeyError("x"))
         with pytest.raises(TrainingStopped) as met:
             dog.meet()
@@ -446,6 +444,6 @@ def test_the_end_of_a_lost_process_is_told_without_places_in_gloos_sources() -> 
         dog.stop()
         return str(met.value), str(explained)
 
-    (met, explained), _ = on_processes(2, work)
+    (met, explained), _ = on_processes(2, watched(work))
     assert met.startswith("rank 0: lost contact with rank 1 ") and met.endswith(": KeyError: 'x'")
     assert explained.startswith(f"{met} (Read error [127.0.0.1]:30598: Conn") and ".cc" not in explained

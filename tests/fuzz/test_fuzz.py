@@ -55,7 +55,8 @@ FAULTS: dict[str, str] = {
 @pytest.mark.parametrize("does", FAULTS)
 def test_every_kind_of_fault_is_seen(does: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "main", lambda _: exec(does, {"os": os, "sys": sys, "Path": Path}))
-    monkeypatch.setattr(fuzz, "CPU_SECONDS", 1)
-    monkeypatch.setattr(fuzz, "WALL_SECONDS", 3)
+    if FAULTS[does] == "does not end":  # others have as long as they need on a busy machine
+        monkeypatch.setattr(fuzz, "CPU_SECONDS", 1)
+        monkeypatch.setattr(fuzz, "WALL_SECONDS", 3)
     result = fuzz.run_case(0, 1, inputs, tmp_path / "case", INSPECT)
     assert result.fault is not None and FAULTS[does] in result.fault, result

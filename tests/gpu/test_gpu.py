@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import signal
@@ -16,10 +15,12 @@ from torch import Tensor, nn
 import distributed
 from data.workers import Loader
 from distributed import Backend
+from distributed.collectives import Handle
 from distributed.devices import gpu_id, local_device, use_deterministic_kernels, use_tf32
 from distributed.engines.reducer import GradientReducer
 from distributed.errors import TrainingStopped
 from distributed.stop import StopRequest
+from tests.processes import Root, parsed
 from training.checkpoints.snapshot import Snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -41,26 +42,19 @@ def settings_of_torch() -> Iterator[None]:
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """One process. The parameter holds what differs from the scripts' defaults."""
-    parser = argparse.ArgumentParser()
-    distributed.add_arguments(parser)
-    defaults: dict[str, Any] = {
-        "batch_size": 8, "grad_accum_steps": 1, "precision": "fp32", "max_grad_norm": 0.0, "max_skipped_updates": 20,
-        "compile": False, "explicit": frozenset(), "distributed_backend": "single",
-    }  # fmt: skip
-    parser.set_defaults(**(defaults | getattr(request, "param", {})))
-    with distributed.from_args(parser.parse_args([])) as connected:
+    values = {"distributed_backend": "single", "batch_size": 8, **getattr(request, "param", {})}
+    with distributed.from_args(parsed(**values)) as connected:
         yield connected
 
 
-class Network:
-    """Stands for two equal processes: each sum doubles what it gets, on a stream of its own and after a long wait."""
-
-    rank, world_size = 0, 2
+class Network(Root):
+    """Two equal processes: each sum doubles what it gets; a slow one on a stream of its own, after a long wait."""
 
     def __init__(self, is_slow: bool) -> None:
+        super().__init__(2)
         self._stream = torch.cuda.Stream() if is_slow else None
 
-    def all_reduce_(self, tensor: Tensor, name: str) -> Network | Sum:
+    def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
         if self._stream is None:
             tensor.mul_(2)
             return self
@@ -69,15 +63,6 @@ class Network:
             torch.cuda._sleep(20_000_000)  # about 10 ms
             tensor.mul_(2)
         return Sum(self._stream.record_event())
-
-    def wait(self) -> None:
-        return
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor, tensor]
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        return tensor
 
 
 class Sum:
@@ -112,12 +97,12 @@ def test_the_optimizer_and_the_next_backward_pass_come_after_the_sums_of_another
 
 
 def test_a_request_to_stop_travels_with_gradients_and_is_heard_of_without_a_wait() -> None:
-    network = Network(is_slow=True)
-    stop, weight = StopRequest(network), nn.Parameter(torch.zeros(3, device=DEVICE))
+    network, received = Network(is_slow=True), set[int]()
+    stop, weight = StopRequest(network, received), nn.Parameter(torch.zeros(3, device=DEVICE))
     reducer, answers = GradientReducer([weight], network, "model", passenger=stop), []
     for update in range(5):
         if update == 1:
-            stop._receive(signal.SIGTERM, None)
+            received.add(signal.SIGTERM)
         reducer.backward(weight.sum(), torch.ones((), device=DEVICE), 0, retain_graph=False)
         reducer.finish()
         reducer.zero_()

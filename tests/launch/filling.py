@@ -37,10 +37,6 @@ VIDEOS = {
 write_atomically = tandem.files.writing.write_atomically
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the code under test catches it."""
-
-
 def vqgan(seed: int = 0, **options: Any) -> VQGAN:
     torch.manual_seed(seed)
     return VQGAN(**{"image_size": SIZE, "dim": 4, "num_layers": 2, "codebook_size": 512, **options}).eval()
@@ -100,7 +96,6 @@ class Script:
     per_shard: str  # the setting that says how many items a shard has
     shards: str  # start of its shards' file names, and name of the tensor in them
     names: tuple[str, ...]  # names of the inputs, in order
-    n_index_files: int  # number of index files, which are written after all shards
     model: Callable[..., Any]  # makes the model from a seed
     write_inputs: Callable[[Path], None]
     use: Callable[[Path, Path, Path], list[Any]]  # flags that read a folder: model, folder, another folder
@@ -149,17 +144,17 @@ class Script:
 
 
 TOKENIZE = Script(
-    "tokenize_images.py", tokenize_images.main, "--image_folder", "images_per_shard", "codes", IMAGES, 2, vqgan,
+    "tokenize_images.py", tokenize_images.main, "--image_folder", "images_per_shard", "codes", IMAGES, vqgan,
     write_images, lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
 )  # fmt: skip
 TOKENIZE_VIDEOS = Script(
-    "tokenize_videos.py", tokenize_videos.main, "--video_folder", "videos_per_shard", "codes", tuple(VIDEOS), 2,
+    "tokenize_videos.py", tokenize_videos.main, "--video_folder", "videos_per_shard", "codes", tuple(VIDEOS),
     video_tokenizer, write_videos,
     lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
     batch_size=None, lengths=tuple(1 + frames // 2 for frames in VIDEOS.values()),
 )  # fmt: skip
 EMBED = Script(
-    "embed.py", embed.main, "--audio", "files_per_shard", "embeddings", tuple(SOUNDS), 3, mulan,
+    "embed.py", embed.main, "--audio", "files_per_shard", "embeddings", tuple(SOUNDS), mulan,
     write_sounds, lambda model, index, other: ["--model", model, "--index", index, "--query", "a dog"],
 )  # fmt: skip
 

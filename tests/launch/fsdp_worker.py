@@ -67,15 +67,16 @@ class Sent(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def held(engine: Any) -> int:
+def held(optimizer: torch.optim.Optimizer) -> int:
     """Numbers that the optimizer of this process keeps for each moment."""
-    return sum(tensor.numel() for group in engine._optimizer.param_groups for tensor in group["params"])
+    return sum(tensor.numel() for group in optimizer.param_groups for tensor in group["params"])
 
 
 def measure(backend: Backend) -> dict[str, Any]:
     model = Tower()
     total = sum(parameter.numel() for parameter in model.parameters())
-    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=1e-2, fused=True), name="tower")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)
+    engine = backend.wrap(model, optimizer, name="tower")
     losses, dtypes = [], []
     x = torch.randn(8, 7, generator=torch.Generator().manual_seed(1))
     rows = 8 // backend.world_size
@@ -110,7 +111,7 @@ def measure(backend: Backend) -> dict[str, Any]:
     after_update = engine.state_dict()["weights"]
     untrained = [name for name in before_update if torch.equal(before_update[name], after_update[name])]
     return {
-        "untrained": untrained, "norms": [norm, penalised(backend, own)], "total": total, "held": held(engine),
+        "untrained": untrained, "norms": [norm, penalised(backend, own)], "total": total, "held": held(optimizer),
         "losses": losses, "evaluated": evaluated, "whole": types,
         "sent": sent.calls, "dtypes": sorted(set(dtypes)), "moved": moved,
         "blocks": backend.describe().get("fsdp", {}).get("blocks", {}),

@@ -40,7 +40,8 @@ def main() -> None:
         for task in tasks:
             args, do = of_task(task)
             # Configure the backend as a new start with these arguments would, but keep the connection.
-            vars(backend).update(vars(distributed.from_args(args)))
+            new = vars(distributed.from_args(args))
+            vars(backend).update({name: value for name, value in new.items() if not name.startswith("_")})
             do(backend)
             if backend.is_root:
                 with open(path.with_suffix(".done"), "a") as file:

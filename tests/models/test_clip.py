@@ -154,7 +154,7 @@ def test_weights_and_configurations_that_do_not_fit_are_named(folder, tmp_path):
     assert f"{folder}/tiny.pt holds no weights of --clip" in text and "should have shape" in text
     (tmp_path / "few.json").write_text(json.dumps({**TINY, "text_cfg": {**TINY["text_cfg"], "vocab_size": 100}}))
     torch.save(network(json.loads((tmp_path / "few.json").read_text())).state_dict(), tmp_path / "few.pt")
-    assert "knows 100 tokens, but its tokenizer 49408" in refused(tmp_path / "few.json", tmp_path / "few.pt")
+    assert "100 tokens, but its tokenizer 49408" in refused(tmp_path / "few.json", tmp_path / "few.pt")
     for content in ("no json", "[1, 2]", '{"embed_dim": 3}'):
         (tmp_path / "bad.json").write_text(content)
         assert "is no configuration of open_clip" in refused(tmp_path / "bad.json", folder / "tiny.pt")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.i3d import I3D, _pad, load_i3d
+from models.i3d import I3D, load_i3d, pad_same
 from tests.models.helpers import Call, assert_same_bits
 
 
@@ -47,7 +47,7 @@ def test_it_has_the_size_and_the_names_of_the_published_network(model: I3D) -> N
 )
 def test_padding_is_that_of_tensorflow(size: int, kernel: int, stride: int, in_front: int, behind: int) -> None:
     # The layers, each of one kernel, show it for few sizes.
-    padded = _pad(torch.ones(1, 1, size, 1, 1), (kernel, 1, 1), (stride, 1, 1)).flatten()
+    padded = pad_same(torch.ones(1, 1, size, 1, 1), (kernel, 1, 1), (stride, 1, 1)).flatten()
     assert padded.tolist() == [0] * in_front + [1] * size + [0] * behind
 
 

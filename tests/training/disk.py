@@ -21,12 +21,13 @@ FILE_OPERATIONS = {
 }  # fmt: skip
 
 
-def left_by_kills(folder: Path, action: Callable[[], object], *, in_threads: bool = False) -> list[Path]:
+def left_by_kills(folder: Path, action: Callable[[], object]) -> list[Path]:
     """Copies of a folder, each as a kill before or after a file operation of the action would leave it, in their order
     and without those that are equal to the one before; the last one is that of no kill.
 
-    The operations are those of this thread, or of the thread that the action starts while this one waits. A kernel
-    keeps what a killed process has written, and what stands in its buffers is lost; so it is in a copy.
+    The operations are those of this thread and of those that the action starts, of which one at a time may change the
+    folder. A kernel keeps what a killed process has written, and what stands in its buffers is lost; so it is in a
+    copy.
     """
     copies: list[Path] = []
     seen: list[dict[str, bytes | None]] = []
@@ -42,12 +43,13 @@ def left_by_kills(folder: Path, action: Callable[[], object], *, in_threads: boo
         if event in ("c_call", "c_return") and getattr(argument, "__name__", "") in FILE_OPERATIONS:
             copy()
 
-    module: Any = threading if in_threads else sys
-    module.setprofile(profile)
+    threading.setprofile(profile)
+    sys.setprofile(profile)
     try:
         action()
     finally:
-        module.setprofile(None)
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
     copy()
     return copies
 

@@ -8,17 +8,19 @@ import pytest
 import torch
 from scipy import stats
 
+from data.hashing import mix64
 from training.noise import Noise, splitmix64
 
 SHAPE = (16, 4)
 
 
-def test_splitmix64_gives_the_published_sequence():
+def test_splitmix64_of_noise_and_of_orders_gives_the_published_sequence():
     # First outputs of the reference implementation (Vigna, prng.di.unimi.it/splitmix64.c) for seed 1234567.
     state, outputs = 1234567, []
     for _ in range(5):
         outputs.append(splitmix64(state))
         state = (state + 0x9E3779B97F4A7C15) % 2**64
+        assert mix64(state) == outputs[-1]  # the step of the state stands in its caller
     assert outputs == [
         6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
     ]  # fmt: skip
@@ -90,7 +92,7 @@ def test_laws_have_their_moments_and_distribution(law, mean, variance, distribut
 def test_gumbel_is_finite_at_both_ends_of_the_uniform_numbers(monkeypatch):
     noise = Noise(0, "ends")
     ends = torch.tensor([[0.0, 1 - 2**-24]])
-    monkeypatch.setattr(noise, "_drawn", lambda *_: ends.clone())
+    monkeypatch.setattr(noise, "uniform", lambda *_: ends.clone())
     assert noise.gumbel(0, [0], (2,)).tolist() == [
         [pytest.approx(25 * math.log(2)), pytest.approx(-math.log(24 * math.log(2)))]
     ]

@@ -218,7 +218,8 @@ class WandbTracker:
 
     def log_models(self, models: Mapping[str, Path]) -> None:
         for alias, path in models.items():
-            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=self._config)
+            about = {"config": self._config}  # as one entry: wandb takes a hundred, and a script may have more flags
+            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=about)
             artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
             self._run.log_artifact(artifact, aliases=[alias])
 

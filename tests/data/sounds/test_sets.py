@@ -66,7 +66,7 @@ def test_columns_of_public_tables_are_read(tmp_path):
     music = "file_name,ytid,start_s,end_s,caption\na.wav,x,1,2,a song\nb.wav,y,9,19,another\n"
     sounds = opened(manifest(tmp_path / "musiccaps.csv", music))
     assert listed(sounds) == [["a song"], ["another"]] and len(sounds.load(0)) == RATE // 2
-    assert "it lasts 4 s, and its clip begins at 9 s" in bad(sounds, 1)
+    assert "4 s, and its clip begins at 9 s" in bad(sounds, 1)
     assert listed(opened(manifest(tmp_path / "text.csv", "file_name,text\na.wav,a bell\n"))) == [["a bell"]]
 
 
@@ -176,5 +176,5 @@ def test_sound_without_a_caption_is_bad_and_the_others_are_not(tmp_path):
     sounds = opened(tmp_path)
     assert all("caption" in bad(sounds, i) for i in range(5))
     assert sounds.texts(5).captions == ["one"]
-    assert bad(sounds, 6) == "it has no caption"
-    assert bad(sounds, 7) == "it has no caption: there is neither a .txt nor a .json beside it"
+    assert "caption" in bad(sounds, 6)
+    assert ".txt" in bad(sounds, 7) and ".json" in bad(sounds, 7)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import distributed
 from distributed import Backend, Engine, UserMistake
@@ -65,7 +66,7 @@ def train(engine: Engine, updates: range, config: dict[str, Any]) -> dict[str, l
     """Losses, and of each update the rate that the engine announces, its gradient, how far the weights went, and the
     threads of the optimizer."""
     record: dict[str, list[float]] = {"loss": [], "lr": [], "moved": [], "grad_norm": [], "threads": []}
-    engine._optimizer.register_step_pre_hook(lambda *_: record["threads"].append(torch.get_num_threads()))
+    hook = register_optimizer_step_pre_hook(lambda *_: record["threads"].append(torch.get_num_threads()))
     for update in updates:
         before = flat(engine)
         loss = engine(batch(update)).square().mean()
@@ -76,6 +77,7 @@ def train(engine: Engine, updates: range, config: dict[str, Any]) -> dict[str, l
         record["grad_norm"].append(float(engine.step().grad_norm))
         record["loss"].append(loss.item())
         record["moved"].append((flat(engine) - before).norm().item())
+    hook.remove()
     return record
 
 

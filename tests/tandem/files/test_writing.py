@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from tandem.files import writing
 from tandem.files.writing import hold, open_appending, replacing, write_atomically
+from tests.training.disk import failing
 
 
 @pytest.fixture
@@ -48,12 +50,8 @@ def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_on
     path = tmp_path / "a"
     write_atomically(path, b"old")
     assert stat.S_IMODE(path.stat().st_mode) == writing.NEW_FILE_MODE
-
-    def full(descriptor: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(writing.os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
+    failing(monkeypatch, 1, ("fsync",))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
@@ -78,7 +76,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts a process that holds the lock file `tmp_path / ".lock"`, which says who holds it, or `said` if given."""
-    monkeypatch.setattr(writing, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(writing, "LOCK_SECONDS", 0.0)
     processes = []
 
     def start(said: str = "") -> subprocess.Popen:
@@ -118,7 +116,7 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
     hold(tmp_path / ".lock", mark).close()
     assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3
     [line] = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path} is in use by {AWAY}; waiting for up to 2 minutes, in case that its machine has crashed" in line
+    assert f"{tmp_path} is in use by {AWAY}" in line and "2 minutes" in line
 
 
 OTHERS = [f"{AWAY}\x1b[2J", "process 999999999 on {host}", "process {own} on {host}x", "nonsense"]

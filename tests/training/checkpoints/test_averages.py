@@ -98,7 +98,7 @@ def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_ki
         checkpoints.wait()
 
     is_there = []
-    for folder in left_by_kills(run, save, in_threads=True):
+    for folder in left_by_kills(run, save):
         is_there.append(Checkpoints(folder / "checkpoints", 2, Process()).latest() is not None)
         if is_there[-1]:
             assert AverageFiles(folder / "snapshots").newest("ema")["bias"].item() == bias

@@ -55,7 +55,7 @@ def with_one_saved(tmp_path: Path) -> Callable[[int], Checkpoints]:
 
 def test_killed_before_and_after_every_file_operation(with_one_saved) -> None:
     checkpoints, results = with_one_saved(0), []
-    for folder in left_by_kills(checkpoints.folder, lambda: save(checkpoints, 2), in_threads=True):
+    for folder in left_by_kills(checkpoints.folder, lambda: save(checkpoints, 2)):
         left = Checkpoints(folder, 1, Process())
         results.append(value_of(left))
         assert_next_save_succeeds(left)

@@ -54,7 +54,7 @@ def test_every_public_argument_is_a_flag_or_is_answered(script: Script, capsys: 
                 parser.parse([f"--{name}", "1"])
             line = capsys.readouterr().err
             assert raised.value.code == 2 and line.count("\n") == 1
-            assert f"unknown flag --{name}: {PUBLIC[script.name].package} has it: " in line
+            assert f"--{name}: {PUBLIC[script.name].package} " in line
 
 
 @each_script
@@ -80,8 +80,8 @@ def test_public_names_set_their_flags_on_the_command_line_and_in_yaml(tmp_path: 
         assert (args.grad_accum_steps, args.sample_every_n_steps, args.save_every_n_steps) == (4, 50, 60)
         assert (args.valid_fraction, args.ema_decay, args.epochs) == (0.1, 0.9, ENDLESS)
     path.write_text("use_ema: true\n")
-    said_of_it = VQGAN.refused_alone("--config", str(path))
-    assert "unknown key 'use_ema': muse-maskgit-pytorch 0.3.5 has it: --ema_decay above 0" in said_of_it
+    line = VQGAN.refused_alone("--config", str(path))
+    assert "'use_ema'" in line and "--ema_decay" in line
 
 
 def test_only_the_public_number_of_updates_outlasts_the_epochs() -> None:
@@ -93,9 +93,9 @@ def test_only_the_public_number_of_updates_outlasts_the_epochs() -> None:
 
 def test_a_run_says_it_at_its_start_and_a_batch_that_does_not_divide_is_told_the_product(tmp_path: Path) -> None:
     said = VQGAN.output_of(tmp_path, "--grad_accum_every", "2", "--num_train_steps", "1")
-    assert "an update trains on 8 samples in all, over 1 process and 2 micro-batches; " in said and "= 16 here" in said
+    assert "8 samples" in said and "2 micro-batches" in said and "= 16 here" in said
     line = VQGAN.refused(tmp_path / "2", "--batch_size", "4", "--grad_accum_every", "8")
-    assert "or 32 for micro-batches of 4 on each process" in line
+    assert " 32 " in line and "micro-batches of 4" in line
 
 
 # configs/*/base.yaml against the public defaults: those of the table, and these.

@@ -93,12 +93,12 @@ CRITIC = {"discr_loss": 2.4}
 def test_one_reconstruction_of_all_samples_is_told_once_with_what_to_try():
     ((step, warning),) = told([COLLAPSED | CRITIC] * 30)
     assert step == 200, "after two validations"
-    assert warning.startswith("warning: all samples get almost the same reconstruction (9.4 dB, 0.004% of")
+    assert warning.startswith("warning: ") and "(9.4 dB, 0.004% of" in warning
     assert "--gan_weight_scale" in warning and "\n" not in warning
     ((_, warning),) = told([COLLAPSED] * 30)
     assert "--learning_rate" in warning and "--gan_weight_scale" not in warning, "there is no discriminator yet"
     ((_, warning),) = told([COLLAPSED] * 30, alarm=ReconstructionAlarm("a smaller --kl_loss_weight"))
-    assert warning.endswith("Try a smaller --kl_loss_weight")
+    assert "a smaller --kl_loss_weight" in warning
 
 
 def test_a_run_that_starts_with_one_reconstruction_and_then_learns_is_not_warned():
@@ -127,7 +127,7 @@ def test_it_is_told_again_only_after_the_reconstructions_differed():
 
 def test_a_psnr_that_stays_below_that_of_one_mean_picture_is_told_once():
     ((step, warning),) = told([validation(9.0, 0.5, -0.3)] * 20)
-    assert step == 500 and "does not rise: 9.0 dB, no better than one mean picture" in warning
+    assert step == 500 and "9.0 dB" in warning and "one mean picture" in warning
     assert not told([*[validation(9.0, 0.5, -0.3)] * 4, validation(9.5, 0.5, 0.1)] * 5)
     # Clips that hardly differ, while the model learns what they have in common.
     rising = (14.8, 16.7, 17.1, 17.8, 16.3, 18.0, 18.2)
@@ -136,7 +136,7 @@ def test_a_psnr_that_stays_below_that_of_one_mean_picture_is_told_once():
 
 def test_a_psnr_that_falls_to_four_times_the_error_and_stays_there_is_told_once():
     ((step, warning),) = told([validation(22.0)] * 5 + [validation(15.5)] * 20)
-    assert step == 1000 and "15.5 dB, 6.5 dB below its best" in warning
+    assert step == 1000 and "15.5 dB, 6.5 dB below" in warning
     assert not told([validation(22.0)] * 5 + [validation(17.0)] * 20), "a discriminator costs some decibels"
     assert not told([validation(22.0)] * 3 + [validation(15.0)] * 4 + [validation(22.0)] * 9)
     assert not told([validation(22.0)] * 100), "a run that is trained to its end does not rise either"
@@ -145,7 +145,7 @@ def test_a_psnr_that_falls_to_four_times_the_error_and_stays_there_is_told_once(
 def test_codes_that_fall_to_a_few_are_told_once():
     before, after = {"codes_used": 400.0}, {"codes_used": 12.0}
     ((step, warning),) = told([before] * 10 + [after] * 40, every=10)
-    assert step == 200 and "a batch uses 12 different codes, of 400 at most before" in warning
+    assert step == 200 and "12 different codes, of 400 " in warning
     assert "--quantizer" in warning
     assert not told([before] * 10 + [{"codes_used": 40.0}] * 40, every=10)
     assert not told([{"codes_used": 4.0}] * 40, every=10), "a batch of four patches has no more"
@@ -154,7 +154,7 @@ def test_codes_that_fall_to_a_few_are_told_once():
 
 def test_a_discriminator_that_always_wins_is_told_once():
     ((step, warning),) = told([{"discr_loss": 0.01}] * 50, every=10)
-    assert step == 200 and "the discriminator always wins (its loss is 0.01)" in warning
+    assert step == 200 and "its loss is 0.01" in warning
     assert "--discr_learning_rate" in warning
     assert not told(([{"discr_loss": 0.0}] * 19 + [{"discr_loss": 0.1}]) * 5, every=10)
     both = [line for _ in range(20) for line in ({"discr_loss": 0.0}, validation())]

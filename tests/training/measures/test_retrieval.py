@@ -203,4 +203,4 @@ def test_a_label_that_is_no_class_is_an_error_on_every_process():
         quality.zero_shot(processes, ["dog"], torch.ones(1, 2))
 
     errors = on_processes(2, measure, catches=ValueError)
-    assert [str(error) for error in errors] == ["the label 'zebra' is none of the 1 classes: name all of them"] * 2
+    assert ["'zebra'" in str(error) for error in errors] == [True] * 2

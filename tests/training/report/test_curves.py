@@ -63,7 +63,8 @@ def test_a_line_that_is_too_long_is_left_out_and_the_next_one_read(tmp_path: Pat
     found = written(tmp_path / "m", [{"step": 1, "x": 1}, long + '{"step": 2, "x": 2}', {"step": 3, "x": 3}])
     found.read()
     assert found.curves["x"].as_json()["x"] == [1, 3]
-    assert found.notes() == ["metrics.jsonl: 1 line is left out, which cannot be read"]
+    (note,) = found.notes()
+    assert note.startswith("metrics.jsonl: 1 line ")
 
 
 def test_the_memory_is_bounded_whatever_names_the_metrics_have(tmp_path: Path) -> None:
