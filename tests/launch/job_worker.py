@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 tests/launch/job_worker.py TASKS.json
 
 TASKS.json lists what to do: {"do": "train_vae" or "module.function", "flags": [of the script], "output": path}.
-TASKS.done lists the outputs of the tasks that were done on every rank. Each rank leaves the error of a task, or an empty
-text, in a file beside the output. The job goes on after a task that failed, and then ends with exit code 1.
+TASKS.done lists the outputs of the tasks that were done on every rank. Each rank leaves the error of a task, or an
+empty text, in a file beside the output. The job goes on after a task that failed, and then ends with exit code 1.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_a_task_that_fails_on_one_rank_alone_has_failed_with_its_error_and_the_n
     tmp_path: Path,
 ) -> None:
     jobs = jobs_of(tmp_path, "fails_on_rank_1", "passes")
-    with pytest.raises(AssertionError, match="failed on rank 1:.*\n(.*\n)*KeyError: 'on rank 1 alone'"):
+    with pytest.raises(AssertionError, match=r"failed on rank 1:\n(.*\n)*KeyError: 'on rank 1 alone'"):
         jobs.output(TWO, "rounded", "fails_on_rank_1")
     assert jobs.output(TWO, "rounded", "passes") == jobs.path(TWO, "rounded", "passes")
 
