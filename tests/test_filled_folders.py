@@ -20,19 +20,17 @@ from filling import (
     EMBED,
     TOKENIZE,
     TOKENIZE_VIDEOS,
-    Killed,
     Script,
     broken_copy,
     change_index,
-    files,
     index,
-    lines,
     stamps,
 )
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import save_file
 
 from data.stores.output import sha256_of
+from tests.scripts import KilledError, files, lines
 
 CODERS = [TOKENIZE, TOKENIZE_VIDEOS]
 ALL = [*CODERS, EMBED]
@@ -54,8 +52,8 @@ def test_shards_and_index_say_the_same(script, whole, model):
     assert [shard["rows"] for shard in said["shards"]] == script.shard_rows()
     assert [shard["sha256"] for shard in said["shards"]] == [sha256_of([whole / s["file"]]) for s in said["shards"]]
     firsts = [(i // 4, sum(script.lengths[i // 4 * 4 : i])) for i in range(9)]
-    assert [(line["shard"], line["row"]) for line in lines(whole)] == firsts
-    assert [line["path"] for line in lines(whole)] == list(script.names)
+    assert [(line["shard"], line["row"]) for line in lines(whole / "index.jsonl")] == firsts
+    assert [line["path"] for line in lines(whole / "index.jsonl")] == list(script.names)
     assert not script.bad(whole) and said["weights_sha256"] == sha256_of([model / "model.safetensors"])
     assert (said[script.per_shard], said.get("batch_size"), said["cpu_threads"]) == (4, script.batch_size, 1)
 
@@ -85,7 +83,7 @@ def test_on_bad_sample_error_stops_and_too_many_bad_files_do(script, model, sour
     said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output", "--on_bad_sample", "error"))
     assert script.names[6] in said
     script.fill(model, broken, tmp_path / "output", "--on_bad_sample", "skip")  # goes on where that one stopped
-    assert len(lines(tmp_path / "output")) == 8
+    assert len(lines(tmp_path / "output" / "index.jsonl")) == 8
     broken = broken_copy(source, tmp_path / "worse", script.names[1], script.names[6])
     assert "2 of 9" in script.refused(capsys, *script.flags(model, broken, tmp_path / "more"))
     assert not (tmp_path / "more" / "index.json").exists()
@@ -101,12 +99,12 @@ def test_killed_at_any_write_and_started_again_gives_the_same_files(script, whol
         def write_or_die(path: Path, content: bytes, fatal: int = fatal, written: list[Path] = written) -> None:
             if len(written) == fatal:
                 path.with_name(f".{path.name}.tmp").write_bytes(content[: len(content) // 2])
-                raise Killed
+                raise KilledError
             written.append(path)
             filling.write_atomically(path, content)
 
         on_write(write_or_die)
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             script.fill(model, source, folder)
         on_write()
         before = stamps(folder, "*.safetensors")
@@ -226,7 +224,7 @@ def test_a_folder_of_something_else_is_left_alone(fresh, script, model, source, 
 
 def damage_first_line(folder: Path, **changes: Any) -> None:
     """Change the first line of index.jsonl, and the checksum with it."""
-    first, *rest = lines(folder)
+    first, *rest = lines(folder / "index.jsonl")
     (folder / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{**first, **changes}, *rest]))
     change_index(folder, lines_sha256=sha256_of([folder / "index.jsonl"]))
 

@@ -22,6 +22,7 @@ import tokenize_images
 import tokenize_videos
 from models import VQGAN, MuLaN, VideoTokenizer
 from tests.data.videos.files import write_video
+from tests.scripts import lines
 
 SIZE = 16
 RATE, CLIP = 4000, 2000  # half a second
@@ -35,10 +36,6 @@ VIDEOS = {
     "z/f.mkv": 2, "z/g.mp4": 7,
 }  # fmt: skip
 write_atomically = tandem.files.writing.write_atomically
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the code under test catches it."""
 
 
 def vqgan(seed: int = 0, **options: Any) -> VQGAN:
@@ -132,7 +129,7 @@ class Script:
     def rows(self, folder: Path) -> dict[str, np.ndarray]:
         """Row or rows by path, read as the documentation of the store's module describes."""
         shards = [load_file(path)[self.shards] for path in sorted(folder.glob(f"{self.shards}-*.safetensors"))]
-        said = [(line, shards[line["shard"]][line["row"] :]) for line in lines(folder)]
+        said = [(line, shards[line["shard"]][line["row"] :]) for line in lines(folder / "index.jsonl")]
         return {line["path"]: rows[: line["code_frames"]] if "code_frames" in line else rows[0] for line, rows in said}
 
     def shard_rows(self, *left_out: int) -> list[int]:
@@ -143,7 +140,7 @@ class Script:
     def bad(self, folder: Path) -> list[dict[str, str]]:
         """What the folder records about inputs that could not be read."""
         if (folder / "bad.jsonl").exists():
-            return lines(folder, "bad.jsonl")
+            return lines(folder / "bad.jsonl")
         bad: list[dict[str, str]] = index(folder)["bad"]
         return bad
 
@@ -164,12 +161,6 @@ EMBED = Script(
 )  # fmt: skip
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """Contents of all files by name, except the locks, which identify a process."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
 def stamps(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
     """Values by file that change when the file is written again."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob(pattern)}
@@ -181,10 +172,6 @@ def index(folder: Path) -> Any:
 
 def change_index(folder: Path, **changes: Any) -> None:
     (folder / "index.json").write_text(json.dumps({**index(folder), **changes}))
-
-
-def lines(folder: Path, file: str = "index.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
 def broken_copy(source: Path, folder: Path, *names: str) -> Path:

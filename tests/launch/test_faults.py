@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from forks import Forked, completed, fork
-from run_outputs import lines
 
 from benchmarks.launching import (
     CHOSEN_ON_TWO,
@@ -31,10 +30,9 @@ from benchmarks.launching import (
     start,
     wait_until,
 )
-from training.run.costs import without_costs
+from tests.scripts import VAE, metrics, without_clocks, words
 
-ENDLESS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
-           "--num_resnet_blocks", "0", "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
+ENDLESS = [*words(VAE.tiny), "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
            "--save_every_n_steps", "0", "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
 TORCHRUN, DEEPSPEED, HOROVODRUN = (Launcher(name, 2) for name in ("torchrun", "deepspeed", "horovodrun"))
 WORKER = "tests/launch/fault_worker.py"
@@ -61,7 +59,7 @@ def assert_saved(finished: Finished, output_dir: Path) -> int:
     said = re.search(r"asked to stop: saved update (\d+)", finished.output)
     assert said, finished.output
     step = int(said[1])
-    assert [line["step"] for line in lines(output_dir)] == list(range(1, step + 1))
+    assert [line["step"] for line in metrics(output_dir)] == list(range(1, step + 1))
     assert (output_dir / "checkpoints" / f"step_{step:08d}").is_dir()
     return step
 
@@ -339,7 +337,7 @@ def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fre
         f"resumed from {tmp_path}/checkpoints/step_00000008" in finished.output
         and "starting over" not in finished.output
     )
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 13))
 
 
 def test_a_signal_to_one_process_within_a_validation_stops_all_at_the_same_batch(tmp_path: Path) -> None:
@@ -353,13 +351,12 @@ def test_a_signal_to_one_process_within_a_validation_stops_all_at_the_same_batch
             command = [*flags, "--output_dir", str(tmp_path / name), "--interrupt", interruption]
             ended[name, interruption] = fork(worker, command, tmp_path / "log", 2)
             if interruption:
-                assert [line["step"] for line in lines(tmp_path / name)] == [1, 2, 3]
+                assert [line["step"] for line in metrics(tmp_path / name)] == [1, 2, 3]
                 assert (tmp_path / name / "checkpoints" / "step_00000004").is_dir()
     assert {key: [rank.returncode for rank in ranks] for key, ranks in ended.items()} == {
         ("whole", ""): [0, 0], ("stopped", "SIGTERM@batch12"): [75, 75], ("stopped", ""): [0, 0]
     }, ended  # fmt: skip
-    whole, stopped = ([without_costs(line) for line in lines(tmp_path / name)] for name in ("whole", "stopped"))
-    assert stopped == whole
+    assert without_clocks(tmp_path / "stopped") == without_clocks(tmp_path / "whole")
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
     assert models[0] == models[1]
 
@@ -376,7 +373,7 @@ def test_fewer_processes_go_on_with_the_same_batch_by_accumulating_more(tmp_path
     command = [*flags, "--max_steps", "12", "--output_dir", str(tmp_path / "b")]
     [whole] = fork("train_vae", command, tmp_path / "log")
     assert whole.returncode == 0, whole.output
-    losses = [[line["loss"] for line in lines(tmp_path / name)] for name in "ab"]
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in "ab"]
     # Sums of fp32 in another order: 1e-5 relative over the first 20 updates.
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -385,7 +382,7 @@ def test_a_run_whose_standard_streams_were_closed_before_it_began_trains(tmp_pat
     command = [sys.executable, "train_vae.py", *ENDLESS, "--max_steps", "2", "--output_dir", str(tmp_path)]
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
     assert subprocess.run(closed, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, timeout=HANG_SECONDS).returncode == 0
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from filling import Script, files
+from filling import Script
 from forks import Forked, fork
 from PIL import Image
 
 from benchmarks.launching import Launcher, run
 from models import VQGAN, MuLaN, VideoTokenizer
 from tests.data.videos.files import write_video
+from tests.scripts import files
 
 N_ITEMS, PER_SHARD, RATE = 42, 3, 8000
 N_SHARDS = N_ITEMS // PER_SHARD
