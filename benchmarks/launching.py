@@ -239,17 +239,9 @@ class Job:
         self.process.wait()
 
 
-def start(
-    launcher: Launcher,
-    script: str | Path,
-    flags: Sequence[str],
-    launcher_flags: Sequence[str] = (),
-    *,
-    is_patient: bool = True,
-) -> Job:
-    """Start a job; ``is_patient`` is that of ``Launcher.command``."""
-    command = launcher.command(script, flags, launcher_flags, is_patient=is_patient)
-    return Job(command, script, None, **launcher.environment)
+def start(launcher: Launcher, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> Job:
+    """Start a job."""
+    return Job(launcher.command(script, flags, launcher_flags), script, None, **launcher.environment)
 
 
 def finish_all(jobs: Sequence[Job], seconds: float) -> list[Finished]:

@@ -58,11 +58,15 @@ class Forked:
                 raise AssertionError(self.output)
             time.sleep(0.02)
 
+    def join(self, rank: int) -> None:
+        """Wait for the end of one process."""
+        self._ranks[rank].join(HANG_SECONDS)
+
     def finish(self) -> list[Finished]:
         """The exit code of each process, and the output of all."""
         try:
-            for process in self._ranks:
-                process.join(HANG_SECONDS)
+            for rank in range(len(self._ranks)):
+                self.join(rank)
         finally:
             self.kill()
         return [Finished(process.exitcode, self.output) for process in self._ranks]
