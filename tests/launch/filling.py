@@ -57,33 +57,44 @@ def video_tokenizer(seed: int = 0, **options: Any) -> VideoTokenizer:
     return VideoTokenizer(**{"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
 
 
+def write_image(path: Path, seed: int, height: int = 20, width: int = 24) -> None:
+    """Write an image of noise, so that codes differ from place to place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)).save(path)
+
+
+def write_film(path: Path, seed: int, frames: int, height: int = 20, width: int = 24) -> None:
+    """Write frames of noise, 25 per second; a single one as an image."""
+    if frames == 1:
+        return write_image(path, seed, height, width)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), np.uint8)
+    write_video(path, frames, pictures=pictures)
+    return None
+
+
+def write_sound(path: Path, seed: int, seconds: float, rate: int = RATE) -> None:
+    """Write a tone that glides from one pitch to another in noise, so that no two parts of a sound are alike."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    times = np.arange(round(seconds * rate)) / rate
+    noise = np.random.default_rng(seed).uniform(-0.2, 0.2, len(times))
+    soundfile.write(path, 0.5 * np.sin(2 * np.pi * (100 + 150 * seed + 300 * times) * times) + noise, rate)
+
+
 def write_images(folder: Path) -> None:
-    """Write images of noise, so that codes differ from place to place."""
     for seed, name in enumerate(IMAGES):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / name)
+        write_image(folder / name, seed)
 
 
 def write_videos(folder: Path) -> None:
-    """Write frames of noise, as videos of 25 frames per second and as images."""
     for seed, (name, frames) in enumerate(VIDEOS.items()):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(seed).integers(0, 256, (frames, 20, 24, 3), np.uint8)
-        if frames == 1:
-            Image.fromarray(pixels[0]).save(folder / name)
-        else:
-            write_video(folder / name, frames, pictures=pixels)
+        write_film(folder / name, seed, frames)
     (folder / "notes.txt").write_text("no video")
 
 
 def write_sounds(folder: Path) -> None:
-    """Write tones that glide from one pitch to another in noise, so that no two parts of a sound are alike."""
     for seed, (name, seconds) in enumerate(SOUNDS.items()):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        times = np.arange(round(seconds * RATE)) / RATE
-        noise = np.random.default_rng(seed).uniform(-0.2, 0.2, len(times))
-        soundfile.write(folder / name, 0.5 * np.sin(2 * np.pi * (100 + 150 * seed + 300 * times) * times) + noise, RATE)
+        write_sound(folder / name, seed, seconds)
     (folder / "notes.txt").write_text("no sound")
 
 
