@@ -327,23 +327,13 @@ def test_a_stalled_process_is_named_and_ends_the_others(rank: int, tmp_path: Pat
     assert (stands if rank == 1 else silent) in job.output, job.output
 
 
-def fault(launcher: Launcher, flags: list[str], tmp_path: Path) -> str:
-    """Run a job in which rank 1 fails, and return the single line that says why the job stopped."""
-    if launcher.name == "horovodrun":
-        finished = run(launcher, WORKER, flags)
-    else:
-        finished = fork("fault_worker", [*flags, *launcher.flags], tmp_path / "log", 2)[1]
-    assert finished.returncode != 0
-    stops = [line for line in finished.output.splitlines() if "stopped:" in line]
-    assert len(stops) == 1, finished.output
-    return stops[0]
-
-
 @pytest.mark.parametrize(
     "launcher", [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=3), *CHOSEN_ON_TWO], ids=str
 )
 def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launcher: Launcher, tmp_path: Path) -> None:
-    stop = fault(launcher, ["--fault", "nan"], tmp_path)
+    finished = fork("fault_worker", ["--fault", "nan", *launcher.flags], tmp_path / "log", 2)[1]
+    [stop] = [line for line in finished.output.splitlines() if "stopped:" in line]
+    assert finished.returncode != 0, finished.output
     assert "3 updates in a row were skipped" in stop and "the last at update 5" in stop
     assert "rank 1: the gradient of 0.weight holds nan" in stop and "rank 0" not in stop
 
