@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import distributed
 
-from .launching import AS_A_USER, ONE_PROCESS, ROOT, Job, Launcher
+from .launching import AS_A_USER, ONE_PROCESS, ROOT, Job, JobFailed, Launcher, finish_all
 from .machine import cores
 from .references import HOROVOD, REFERENCES
 from .slow_network import SlowNetwork
@@ -35,10 +34,6 @@ _DATA = {"train_mulan": ("--audio_data", "demo:tones:64", *TOKENIZER),
 # Fixes glibc malloc's thresholds, in bytes: otherwise the C library may keep much of the freed memory, and resident
 # memory would not show how much is in use.
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-
-
-class JobFailed(RuntimeError):
-    """A job gave no result; the text says why in one line."""
 
 
 PYTHON, TORCHRUN, HOROVODRUN = ONE_PROCESS, Launcher("torchrun"), Launcher("horovodrun")
@@ -138,28 +133,12 @@ def run(
     Raises:
         JobFailed: one of them failed, or took longer.
     """
-    jobs: list[Job] = []
-    deadline = time.monotonic() + seconds
-    try:
-        for command in commands:
-            jobs.append(Job(command, **{**AS_A_USER, **environment}))
-        while None in [job.poll() for job in jobs]:  # asks all of them: one may have failed
-            _raise_failure(jobs)  # the others wait for one that failed
-            if time.monotonic() > deadline:
-                raise JobFailed(f"took longer than {seconds:.0f} s")
-            time.sleep(0.1)
-        _raise_failure(jobs)
-        return [job.output for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-
-
-def _raise_failure(jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        if code := job.poll():
-            print(job.output[-3000:], file=sys.stderr)
-            raise JobFailed(f"exit code {code}: {reason(job.output)}")
+    finished = finish_all([Job(command, **{**AS_A_USER, **environment}) for command in commands], seconds)
+    for each in finished:
+        if each.returncode:
+            print(each.output[-3000:], file=sys.stderr)
+            raise JobFailed(f"exit code {each.returncode}: {reason(each.output)}")
+    return [each.output for each in finished]
 
 
 def reason(output: str) -> str:

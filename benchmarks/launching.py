@@ -6,6 +6,7 @@ No outcome depends on how fast the machine is: ``HANG_SECONDS`` only ends jobs t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -38,7 +39,8 @@ ENVIRONMENT = {
 
 
 #: For jobs that are no tests, such as those of `make bench`: as somebody starts them, with the OMP_NUM_THREADS that is
-#: set, and without tests/launch/startup, which changes when Python collects garbage.
+#: set, and without tests/launch/startup, which changes when Python collects garbage. But launchers are as patient as in
+#: tests (ENVIRONMENT), so that a slow start or end fails no measurement.
 AS_A_USER = {
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -48,6 +50,14 @@ AS_A_USER = {
 # DeepSpeed has functions of Muon compiled when it wraps a model. Nothing here uses them, and importing the compiler is
 # half of a start.
 WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+_KILL_SECONDS = 300.0  # after which a process that was killed is still there, as one does that a disk holds up
+_PORTS = range(10_000, 32_000)  # below those that the system hands out by itself
+
+
+class JobFailed(RuntimeError):
+    """A job gave no result; the text says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +134,23 @@ CHOSEN_ON_TWO, CHOSEN_ON_FOUR = ([each for each in CHOSEN if each.processes == n
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left behind."""
+    """What a job left behind. One that was killed has no exit code."""
 
-    returncode: int
+    returncode: int | None
     output: str  # stdout and stderr, in the order of writing
 
 
 class Job:
-    """One start of a script. Its output goes to a file, so that a process that is left over holds no pipe open."""
+    """One start of a script. Its output goes to a file, so that a process that is left over holds no pipe open.
+
+    Args:
+        script: With which the training processes are started; "": the job has none.
+    """
 
     def __init__(
         self, command: Sequence[str], script: str | Path = "", log: Path | None = None, **environment: str
     ) -> None:
-        self.command, self._script, self._began = list(command), str(script), time.monotonic()
+        self.command, self.script, self._began = list(command), str(script), time.monotonic()
         self._log = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         # Jobs that are given the same mark count as one: `torchrun` is a job of its own on every machine.
         self._mark = environment.get(MARK, f"{os.getpid()}-{time.monotonic_ns()}")
@@ -178,21 +192,25 @@ class Job:
     def ranks(self) -> list[psutil.Process]:
         """The training processes by rank. Loader workers, which look the same but are their children, are left out."""
         found: dict[int, tuple[int, int, psutil.Process]] = {}
-        for process in self.everything():
+        for process in self.everything() if self.script else []:
             with contextlib.suppress(psutil.Error, IndexError):
                 arguments, environment = process.cmdline(), process.environ()
-                if "python" in arguments[0] and any(text.endswith(self._script) for text in arguments[1:3]):
+                if "python" in arguments[0] and any(text.endswith(self.script) for text in arguments[1:3]):
                     names = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK")
                     rank = int(next((environment[name] for name in names if name in environment), 0))
                     found[process.pid] = (rank, process.ppid(), process)
         ranks = {rank: process for rank, parent, process in found.values() if parent not in found}
         return [ranks[rank] for rank in sorted(ranks)]
 
+    def has_ended(self) -> bool:
+        """Whether the launcher and all training processes have ended."""
+        return self.poll() is not None and not self.ranks()
+
     def wait(self, seconds: float = HANG_SECONDS) -> int | None:
-        """Wait until the launcher and all training processes have ended. Returns the launcher's exit code, or None if
-        that takes longer than ``seconds``."""
+        """Wait until the job has ended. Returns the launcher's exit code, or None if that takes longer than
+        ``seconds``."""
         deadline = time.monotonic() + seconds
-        while self.poll() is None or self.ranks():
+        while not self.has_ended():
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.1)
@@ -206,42 +224,55 @@ class Job:
         return "\n".join([*map(str, left), self.output[-8000:]])
 
     def kill(self) -> None:
-        """Kill every process of the job."""
+        """Kill every process of the job.
+
+        Raises:
+            JobFailed: one cannot be killed.
+        """
+        deadline = time.monotonic() + _KILL_SECONDS
         while left := self.everything():
+            if time.monotonic() > deadline:
+                raise JobFailed(f"cannot be killed: {', '.join(map(str, left))}")
             send(left, signal.SIGKILL)
             self.process.poll()
             time.sleep(0.05)
         self.process.wait()
 
 
-def start(
-    launcher: Launcher,
-    script: str | Path,
-    flags: Sequence[str],
-    launcher_flags: Sequence[str] = (),
-    *,
-    is_patient: bool = True,
-) -> Job:
-    """Start a job; ``is_patient`` is that of ``Launcher.command``."""
-    command = launcher.command(script, flags, launcher_flags, is_patient=is_patient)
-    return Job(command, script, None, **launcher.environment)
+def start(launcher: Launcher, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> Job:
+    """Start a job."""
+    return Job(launcher.command(script, flags, launcher_flags), script, None, **launcher.environment)
 
 
-def finish(job: Job, timeout_seconds: float = HANG_SECONDS) -> Finished:
-    """Wait for a job to end. Processes that are left after the timeout are killed, and the test fails."""
+def finish_all(jobs: Sequence[Job], seconds: float) -> list[Finished]:
+    """Wait until all jobs have ended, or one has failed, for which the others would wait. What is left is killed.
+
+    Raises:
+        JobFailed: that takes longer than ``seconds``; or what is left cannot be killed.
+    """
+    deadline, ended = time.monotonic() + seconds, list[Job]()
     try:
-        code = job.wait(timeout_seconds)
-        assert code is not None, f"still running after {timeout_seconds} s:\n{job.stacks()}"
+        while len(ended) < len(jobs) and not any(job.poll() for job in ended):
+            if time.monotonic() > deadline:
+                print(*(job.stacks() for job in jobs if job.script), sep="\n", file=sys.stderr)
+                raise JobFailed(f"took longer than {seconds:.0f} s")
+            time.sleep(0.1)
+            ended = [job for job in jobs if job.has_ended()]
+        codes = [job.poll() for job in jobs]
     finally:
-        job.kill()
-    return Finished(code, job.output)
+        for job in jobs:
+            job.kill()
+    return [Finished(code, job.output) for code, job in zip(codes, jobs, strict=True)]
 
 
-def run(
-    launcher: Launcher, script: str | Path, flags: Sequence[str], timeout_seconds: float = HANG_SECONDS
-) -> Finished:
+def finish(job: Job, seconds: float = HANG_SECONDS) -> Finished:
+    """`finish_all` for one job."""
+    return finish_all([job], seconds)[0]
+
+
+def run(launcher: Launcher, script: str | Path, flags: Sequence[str]) -> Finished:
     """Start a job and wait for its end."""
-    return finish(start(launcher, script, flags), timeout_seconds)
+    return finish(start(launcher, script, flags))
 
 
 def wait_until(job: Job, condition: Callable[[], bool], pause: float = 0.1) -> None:
@@ -268,6 +299,17 @@ def tool(name: str) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nothing uses, and that no other call is given before all of `_PORTS` were: a job uses it seconds
+    later, while others start beside it."""
+    with open(Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}", "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        number = int(file.read() or 0)
+        while True:
+            number += 1
+            port = _PORTS[number % len(_PORTS)]
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                break
+        file.truncate(0)
+        file.write(str(number))
+    return port

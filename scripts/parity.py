@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.launching import AS_A_USER, CHOSEN_ON_TWO, ONE_PROCESS, Job, Launcher, finish
+from benchmarks.launching import AS_A_USER, CHOSEN_ON_TWO, ONE_PROCESS, Job, JobFailed, Launcher, finish
 
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
@@ -67,8 +67,11 @@ def launchers(processes: int) -> list[Launcher]:
 
 def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> list[dict[str, float]]:
     """Losses and gradient norms of every update of one run, on one CPU thread per process or OMP_NUM_THREADS."""
-    command = launcher.command(script, [*flags, "--output_dir", str(output)])
-    finished = finish(Job(command, script, None, **AS_A_USER), math.inf)
+    try:
+        command = launcher.command(script, [*flags, "--output_dir", str(output)])
+        finished = finish(Job(command, script, None, **AS_A_USER), math.inf)
+    except (FileNotFoundError, JobFailed) as error:
+        sys.exit(f"{launcher}: {error}")
     if finished.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{finished.output[-3000:]}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

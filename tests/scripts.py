@@ -357,9 +357,14 @@ def words(flags: Mapping[str, Any]) -> list[str]:
     return [word for flag in flags for word in (f"--{flag}", *map(str, values[flag]))]
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON objects."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return lines(run / "metrics.jsonl")
 
 
 def without_clocks(run: Path) -> list[dict[str, Any]]:
@@ -382,6 +387,12 @@ def checkpoint(run: Path, step: int) -> dict[str, Tensor]:
 def final_weights(run: Path) -> dict[str, Tensor]:
     """Of the model that a run left."""
     return load_file(run / "model" / "model.safetensors")
+
+
+def shared_state(run: Path) -> dict[str, Tensor]:
+    """Every tensor of a run's model and of its newest checkpoint that does not belong to a single process."""
+    newest = checkpoint(run, max(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*")))
+    return {**{name: tensor for name, tensor in newest.items() if "random" not in name}, **final_weights(run)}
 
 
 def validation_images(args: argparse.Namespace) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from filling import CLIP, EMBED, RATE, SOUNDS, lines, mulan, saved, vqgan
+from filling import CLIP, EMBED, RATE, SOUNDS, mulan, saved, vqgan
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from safetensors.numpy import load_file
 from torch.nn import functional as F
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import data
 import embed
 from models import ResidualQuantizer
+from tests.scripts import lines
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,8 @@ def test_captions_stand_beside_the_paths_where_there_are_some(model, source, tmp
     (folder / "quiet.json").write_text("no JSON")
     captions = {"a.wav": "a first tone", "b.flac": "a second tone"}
     index = EMBED.fill(model, folder, tmp_path / "index")
-    assert {line["path"]: line["captions"][0] for line in lines(index) if "captions" in line} == captions
+    said = lines(index / "index.jsonl")
+    assert {line["path"]: line["captions"][0] for line in said if "captions" in line} == captions
     (answer,) = answers(capsys, model, index, "a dog")
     assert {match["path"]: match["caption"] for match in answer["matches"] if "caption" in match} == captions
     embed.main(["--model", str(model), "--index", str(index), "--query", "a dog"])
@@ -112,7 +114,7 @@ def test_captions_stand_beside_the_paths_where_there_are_some(model, source, tmp
     assert table[1].split() == ["rank", "cosine", "path", "caption"]
     assert any(line.endswith("  a.wav   a first tone") for line in table) and "another" not in "".join(table)
     (tmp_path / "set.csv").write_text(f"path,caption\n{source}/a.wav,of the manifest\n")
-    (line,) = lines(EMBED.fill(model, tmp_path / "set.csv", tmp_path / "of manifest"))
+    (line,) = lines(EMBED.fill(model, tmp_path / "set.csv", tmp_path / "of manifest") / "index.jsonl")
     assert line["captions"] == ["of the manifest"]
 
 

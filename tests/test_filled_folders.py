@@ -24,15 +24,14 @@ from filling import (
     Script,
     broken_copy,
     change_index,
-    files,
     index,
-    lines,
     stamps,
 )
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import save_file
 
 from data.stores.output import sha256_of
+from tests.scripts import files, lines
 from tests.training.disk import failing, left_by_kills
 
 CODERS = [TOKENIZE, TOKENIZE_VIDEOS]
@@ -55,8 +54,8 @@ def test_shards_and_index_say_the_same(script, whole, model):
     assert [shard["rows"] for shard in said["shards"]] == script.shard_rows()
     assert [shard["sha256"] for shard in said["shards"]] == [sha256_of([whole / s["file"]]) for s in said["shards"]]
     firsts = [(i // 4, sum(script.lengths[i // 4 * 4 : i])) for i in range(9)]
-    assert [(line["shard"], line["row"]) for line in lines(whole)] == firsts
-    assert [line["path"] for line in lines(whole)] == list(script.names)
+    assert [(line["shard"], line["row"]) for line in lines(whole / "index.jsonl")] == firsts
+    assert [line["path"] for line in lines(whole / "index.jsonl")] == list(script.names)
     assert not script.bad(whole) and said["weights_sha256"] == sha256_of([model / "model.safetensors"])
     assert (said[script.per_shard], said.get("batch_size"), said["cpu_threads"]) == (4, script.batch_size, 1)
 
@@ -86,7 +85,7 @@ def test_on_bad_sample_error_stops_and_too_many_bad_files_do(script, model, sour
     said = script.refused(capsys, *script.flags(model, broken, tmp_path / "output", "--on_bad_sample", "error"))
     assert script.names[6] in said
     script.fill(model, broken, tmp_path / "output", "--on_bad_sample", "skip")  # goes on where that one stopped
-    assert len(lines(tmp_path / "output")) == 8
+    assert len(lines(tmp_path / "output" / "index.jsonl")) == 8
     broken = broken_copy(source, tmp_path / "worse", script.names[1], script.names[6])
     assert "2 of 9" in script.refused(capsys, *script.flags(model, broken, tmp_path / "more"))
     assert not (tmp_path / "more" / "index.json").exists()
@@ -211,7 +210,7 @@ def test_a_folder_of_something_else_is_left_alone(fresh, script, model, source, 
 
 def damage_first_line(folder: Path, **changes: Any) -> None:
     """Change the first line of index.jsonl, and the checksum with it."""
-    first, *rest = lines(folder)
+    first, *rest = lines(folder / "index.jsonl")
     (folder / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{**first, **changes}, *rest]))
     change_index(folder, lines_sha256=sha256_of([folder / "index.jsonl"]))
 

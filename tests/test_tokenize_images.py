@@ -15,7 +15,7 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, TOKENIZE, files, index, saved, vqgan
+from filling import IMAGES, SIZE, TOKENIZE, index, saved, vqgan
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from PIL import Image
 from safetensors.numpy import load_file
@@ -25,6 +25,7 @@ import data
 import tokenize_images
 from data.stores.codes import code_dtype, read_codes
 from models import DiscreteVAE
+from tests.scripts import files
 from training.measures.averages import code_statistics
 
 

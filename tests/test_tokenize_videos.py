@@ -16,7 +16,7 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import SIZE, TOKENIZE_VIDEOS, VIDEOS, files, index, lines, saved, stamps, video_tokenizer, vqgan
+from filling import SIZE, TOKENIZE_VIDEOS, VIDEOS, index, saved, stamps, video_tokenizer, vqgan
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from PIL import Image
 from torch import Tensor
@@ -27,6 +27,7 @@ from data.videos.decoding import ClipDecoder
 from data.videos.moving import Moving
 from models import VideoTokenizer
 from tests.data.videos.files import write_video
+from tests.scripts import files, lines
 from tests.training.disk import left_by_kills
 
 FILMS = [name for name, frames in VIDEOS.items() if frames > 1]
@@ -85,11 +86,11 @@ def test_codes_are_those_of_the_whole_clips(codes, source):
 ])  # fmt: skip
 def test_frames_are_taken_by_rate_or_stride(flag, speed, frames, fps, model, source, tmp_path):
     folder = TOKENIZE_VIDEOS.fill(model, source, tmp_path / "codes", flag, *speed.values())
-    line = lines(folder)[6]
+    line = lines(folder / "index.jsonl")[6]
     assert (line["path"], line["frames"], line["fps"]) == ("e.mp4", frames, fps)  # of 20 frames in 0.8 s
     expected = video_tokenizer().encode(clip(source / "e.mp4", frames, **speed))[0].numpy()
     np.testing.assert_array_equal(TOKENIZE_VIDEOS.rows(folder)["e.mp4"], expected)
-    assert lines(folder)[5]["frames"] == 1
+    assert lines(folder / "index.jsonl")[5]["frames"] == 1
 
 
 def test_parts_of_one_file_in_a_manifest_are_videos_of_their_own(model, source, tmp_path):
@@ -97,7 +98,7 @@ def test_parts_of_one_file_in_a_manifest_are_videos_of_their_own(model, source, 
     shutil.copy(source / "e.mp4", tmp_path)
     manifest.write_text("path,start_seconds,end_seconds\ne.mp4,0,0.2\ne.mp4,0.2,\n")
     folder = TOKENIZE_VIDEOS.fill(model, manifest, tmp_path / "codes")
-    assert [line["frames"] for line in lines(folder)] == [5, 15]
+    assert [line["frames"] for line in lines(folder / "index.jsonl")] == [5, 15]
     videos = decode(model, folder, tmp_path / "videos")
     assert sorted(files(videos)) == ["e.mp4-0.mp4", "e.mp4-1.mp4", "settings.json"]
 
@@ -127,7 +128,7 @@ def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
 def test_the_demonstration_needs_no_pyav(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     folder = TOKENIZE_VIDEOS.fill(model, "demo:moving:2", tmp_path / "codes")
-    assert [(line["path"], line["frames"], line["fps"]) for line in lines(folder)] == [
+    assert [(line["path"], line["frames"], line["fps"]) for line in lines(folder / "index.jsonl")] == [
         (f"demo:moving[{i}]", 41, 24.0) for i in range(2)
     ]
     scene = Moving(2, image_size=SIZE, num_frames=41).load(1)

@@ -10,11 +10,9 @@ import pytest
 
 from benchmarks.jobs import PYTHON, TORCHRUN, JobFailed, Launcher, measure, run
 from benchmarks.training import SMALL_MODELS
+from tests.scripts import VAE, words
 
-VAE = (
-    *("--image_size", "16", "--num_tokens", "8", "--emb_dim", "8", "--num_layers", "1", "--num_resnet_blocks", "1"),
-    *("--hidden_dim", "8", "--image_folder", "demo:shapes:32", "--batch_size", "2"),
-)
+FLAGS = [*words(VAE.tiny), "--image_folder", "demo:shapes:32", "--batch_size", "2"]
 
 
 @pytest.mark.parametrize("script", ["train_mulan", "train_tokenizer"])  # test_references.py steps all references
@@ -31,7 +29,7 @@ def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str
 
 
 def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> None:
-    check(replace(TORCHRUN, processes=2), "train_vae", VAE, ["script", "ddp"])
+    check(replace(TORCHRUN, processes=2), "train_vae", FLAGS, ["script", "ddp"])
 
 
 def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:

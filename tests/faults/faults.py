@@ -14,8 +14,10 @@ Each YAML file in this folder is one of `PARTS`, a list of faults. A fault repla
 Texts of several lines are indented as their first line is, wherever that stands in the file.
 
 The tracked files are copied to a temporary folder. For each fault this is copied and changed, and there the tests that
-could notice run, the nearest first, until one fails. A test that hangs with the fault has found it. At the end, all
-tests that have found something run without a fault: those that fail are named, have found nothing and are left out.
+could notice run, the nearest first, until one fails. A test that hangs with the fault has found it. Where pytest ends
+without naming a test, such as killed for memory, there is no result. At the end, all tests that have found something
+run without a fault: those that fail are named, have found nothing and are left out.
+
 Every result is a JSON line in FILE, so that a second start goes on with the faults that have no result for this tree.
 """
 
@@ -52,10 +54,13 @@ EVERY_SCRIPT = "tests/test_every_script.py"
 PARTS = ("models", "objectives", "measures", "data", "checkpoints", "flags", "tools", "distributed")
 SCRIPTS = ("vae", "vqgan", "mulan", "tokenizer", "decoder")
 MARK = "TANDEM_FAULT"  # in the environment of all processes of a fault
-PYTEST_ITSELF = "pytest itself"  # where it ends without a word about a test
 HANG_SECONDS = 1800  # of one test; it only ends what hangs, on a busy machine too
 _OF_THE_TREE = {".py", ".yaml", ".toml", ".json", ".sh", ".js", ".html", ".css", ".npz"}
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)
+
+
+class NoResult(Exception):
+    """Nobody knows whether the tests find a fault; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,14 @@ class Fault:
         """The text of the file with the fault.
 
         Raises:
-            ValueError: the text to replace is not there exactly once.
+            NoResult: the text to replace is not there exactly once.
         """
         first, *others = self.find.splitlines()
         start = r"^(?P<indent> *)" if others else r"(?P<indent>)"
         lines = "".join(rf"\n(?P=indent){re.escape(line)}" if line else r"\n" for line in others)
         found = list(re.finditer(f"{start}{re.escape(first)}{lines}", text, re.MULTILINE))
         if len(found) != 1:
-            raise ValueError(f"{self.part}: {self.fault}: its text stands {len(found)} times in {self.file}")
+            raise NoResult(f"its text stands {len(found)} times in {self.file}")
         begin, end = found[0].span()
         line = text[text.rfind("\n", 0, begin) + 1 :]
         indent = " " * (len(line) - len(line.lstrip(" ")))
@@ -161,11 +166,13 @@ def examine(fault: Fault, sound: Path, left_out: Collection[str], hang_seconds: 
         changed = folder / fault.file
         changed.write_text(fault.changed(changed.read_text()))
         os.chdir(folder)  # where `stages` looks for tests
-        for stage in fault.stages():
-            found = run_pytest(folder, ["-x", *(f"--deselect={test}" for test in left_out), *stage], hang_seconds)
-            if found.failed:
-                break
-        os.chdir(ROOT)
+        try:
+            for stage in fault.stages():
+                found = run_pytest(folder, ["-x", *(f"--deselect={test}" for test in left_out), *stage], hang_seconds)
+                if found.failed:
+                    break
+        finally:
+            os.chdir(ROOT)
     return {
         "part": fault.part, "fault": fault.fault, "by": next(iter(found.failed), None), "why": found.why,
         "hangs": found.hangs, "seconds": round(time.monotonic() - began, 1),
@@ -174,21 +181,29 @@ def examine(fault: Fault, sound: Path, left_out: Collection[str], hang_seconds: 
 
 
 def run_pytest(folder: Path, arguments: Sequence[str], hang_seconds: float) -> Run:
+    """Run tests in a fork of this process.
+
+    Raises:
+        NoResult: pytest failed without naming a test, or hung where its own limit of a test did not end it.
+    """
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         given = (folder, [*arguments, "-o", f"timeout={hang_seconds:.0f}"], file.fileno())
         process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=given)
         process.start()
         process.join(8 * hang_seconds)
-        if hangs := process.is_alive():
+        if process.is_alive():
             _end([*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)])
         _end(each for each in psutil.process_iter() if _mark_of(each) == str(folder))  # whose parents are gone
         process.join()
         file.seek(0)
         said = file.read()
-    if not hangs and process.exitcode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if process.exitcode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return Run([])
-    found = _FAILED.findall(said) or [(PYTEST_ITSELF, said[-300:])]
-    return Run([test for test, _ in found], found[0][1][:300], hangs or "from pytest-timeout" in said)
+    found = _FAILED.findall(said)
+    # A file that cannot be collected interrupts it.
+    if process.exitcode not in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED) or not found:
+        raise NoResult(f"pytest {' '.join(arguments)} ended with {process.exitcode}: {said[-300:]}")
+    return Run([test for test, _ in found], found[0][1][:300], "from pytest-timeout" in said)
 
 
 def _run_pytest(folder: Path, arguments: Sequence[str], output: int) -> None:
@@ -196,6 +211,7 @@ def _run_pytest(folder: Path, arguments: Sequence[str], output: int) -> None:
     os.environ |= {MARK: str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
     os.dup2(output, 1)
     os.dup2(output, 2)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115  (a test's are files)
     sys.argv = ["pytest", *arguments]
     code = pytest.main(["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *arguments])
     _end(psutil.Process().children(recursive=True))  # what a test has left would be waited for
@@ -250,7 +266,7 @@ class Results:
     def check(self, sound: Path, hang_seconds: float) -> None:
         """Run the tests that have found something without a fault. Faults that were found by tests that fail then have
         no result any more."""
-        tests = {each["by"] for each in self.of_faults.values()} - {None, PYTEST_ITSELF} - self.passes
+        tests = {each["by"] for each in self.of_faults.values()} - {None} - self.passes
         if tests:
             with copied(sound) as folder:
                 failed = set(run_pytest(folder, sorted(tests), hang_seconds).failed)
@@ -295,8 +311,8 @@ def main() -> None:
                 for future in as_completed(futures):
                     try:
                         result = future.result()
-                    except ValueError as error:
-                        wrong[futures[future].key] = f"not applied: {error}"
+                    except NoResult as error:
+                        wrong[futures[future].key] = f"no result: {futures[future].fault}: {error}"
                         continue
                     results.add(result)
                     said = f"found by {result['by']}" if result["by"] else "missed"

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from lab import Lab, Link, Machine
 from launches import TOOLS, start_on_all, torchrun
-from run_outputs import lines
 from slurm import Slurm
 
 from benchmarks.launching import ROOT, Finished, Job, Launcher, finish, tool, wait_until
+from tests.scripts import VAE, metrics, words
 
-TINY = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
-        "--num_resnet_blocks", "0", "--image_folder", "demo:shapes:64", "--epochs", "1000000", "--num_workers", "0",
+TINY = [*words(VAE.tiny), "--image_folder", "demo:shapes:64", "--epochs", "1000000", "--num_workers", "0",
         "--log_every_n_steps", "1", "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
 SAVING = ["--save_every_n_steps", "5"]
 AS_DEBIAN_INSTALLS = "127.0.1.1 {name}"  # in /etc/hosts
@@ -95,12 +94,12 @@ def assert_goes_on(jobs: list[Job], lab: Lab, last: Path, steps: int) -> None:
     """Assert that the jobs go on from a checkpoint to their last update, and that no update is missing."""
     said = ended(jobs)[0].output
     assert f"resumed from {last}" in said, said
-    assert [line["step"] for line in lines(lab.folder / "run")] == list(range(1, steps + 1))
+    assert [line["step"] for line in metrics(lab.folder / "run")] == list(range(1, steps + 1))
 
 
 def assert_found(lab: Lab, jobs: list[Job]) -> None:
     ended(jobs)
-    assert [line["step"] for line in lines(lab.folder / "run")] == [1, 2, 3]
+    assert [line["step"] for line in metrics(lab.folder / "run")] == [1, 2, 3]
 
 
 def test_machines_whose_names_lead_to_127_0_1_1_find_one_another(make_lab: Callable[..., Lab]) -> None:
@@ -196,7 +195,7 @@ def test_a_slow_link_that_loses_packets_only_takes_longer(
     needs("/dev/net/tun")
     lab = make_lab(link=Link(delay_ms=25, loss=0.01, mbit_per_second=50))  # 50 ms from one machine to another
     ended(train(lab, "--max_steps", "20"))
-    assert [line["step"] for line in lines(lab.folder / "run")] == list(range(1, 21))
+    assert [line["step"] for line in metrics(lab.folder / "run")] == list(range(1, 21))
 
 
 @pytest.mark.long
@@ -216,7 +215,7 @@ def test_clocks_an_hour_apart_change_nothing(make_lab: Callable[..., Lab], needs
                           **ahead if rank == start else {})
             for rank, machine in enumerate(lab.machines)
         ])  # fmt: skip
-    assert [line["step"] for line in lines(lab.folder / "run")] == list(range(1, 13))
+    assert [line["step"] for line in metrics(lab.folder / "run")] == list(range(1, 13))
 
 
 @pytest.mark.long
@@ -295,5 +294,5 @@ def test_torchrun_takes_in_a_machine_goes_on_without_a_lost_one_and_takes_in_ano
     # restart for the machine that joined before anything had failed.
     assert said.count("starting over") == 1 and said.count("resumed from") == 3, said
     assert [path.name for path in lab.folder.glob("run.old-*")] == ["run.old-1"]
-    steps = [line["step"] for line in lines(lab.folder / "run")]
+    steps = [line["step"] for line in metrics(lab.folder / "run")]
     assert steps == list(range(1, len(steps) + 1))

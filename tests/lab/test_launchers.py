@@ -11,11 +11,11 @@ import pytest
 from forks import fork
 from lab import Lab, missing
 from launches import TOOLS, start_on_all
-from run_outputs import lines, unequal
 from slurm import Slurm
 
 from benchmarks.launching import CHOSEN_ON_TWO, Launcher, finish
 from scripts.parity import FIRST_TOLERANCE, LAST_TOLERANCE, SHARED, SMALL_MODELS, STEADY, difference
+from tests.scripts import assert_same_bits, metrics, shared_state
 
 IN_PARTS = ["--batch_parts", "4"]
 LAUNCHERS = [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=2), Launcher("horovodrun", 2),
@@ -65,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 def test_torchrun_on_two_machines_gives_the_bits_of_one(runs: Runs) -> None:
     ours = runs.on_two(Launcher("torchrun", 2), "train_vae.py", True)
-    assert unequal(ours, runs.alone("train_vae.py", True)) == []
+    assert_same_bits(shared_state(ours), shared_state(runs.alone("train_vae.py", True)))
 
 
 @pytest.mark.long
@@ -75,7 +75,8 @@ def test_every_launcher_gives_the_bits_of_one_machine(
     launcher: Launcher, script: str, runs: Runs, needs: Callable[..., None]
 ) -> None:
     needs(*TOOLS[launcher.name])
-    assert unequal(runs.on_two(launcher, script, True), runs.alone(script, True)) == []
+    ours = runs.on_two(launcher, script, True)
+    assert_same_bits(shared_state(ours), shared_state(runs.alone(script, True)))
 
 
 @pytest.mark.long
@@ -85,5 +86,5 @@ def test_without_parts_losses_differ_by_rounding(
     launcher: Launcher, script: str, runs: Runs, needs: Callable[..., None]
 ) -> None:
     needs(*TOOLS[launcher.name])
-    losses = difference(lines(runs.on_two(launcher, script, False)), lines(runs.alone(script, False)), "loss")
+    losses = difference(metrics(runs.on_two(launcher, script, False)), metrics(runs.alone(script, False)), "loss")
     assert losses[0] <= FIRST_TOLERANCE and max(losses) <= LAST_TOLERANCE

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from lab import Lab
 from launches import TOOLS
-from run_outputs import lines
 from slurm import Slurm
 
 from benchmarks.launching import ROOT, wait_until
+from tests.scripts import VAE, metrics, words
 
-TINY = ("--image_folder demo:shapes:64 --image_size 16 --num_layers 2 --num_tokens 16 --hidden_dim 8 --emb_dim 8 "
-        "--num_resnet_blocks 0 --epochs 1000000 --num_workers 0 --log_every_n_steps 1 --save_every_n_steps 20 "
-        "--validate_every_n_steps 0 --sample_every_n_steps 0")  # fmt: skip
+TINY = " ".join([
+    *words(VAE.tiny), "--image_folder demo:shapes:64 --epochs 1000000 --num_workers 0 --log_every_n_steps 1",
+    "--save_every_n_steps 20 --validate_every_n_steps 0 --sample_every_n_steps 0",
+])  # fmt: skip
 #: Words of the script in the documentation, and those of a small machine without GPUs.
 SMALLER = {
     " --gpus-per-node=8": "", "ntasks-per-node=8": "ntasks-per-node=1", "cpus-per-task=8": "cpus-per-task=1",
@@ -63,7 +64,7 @@ def test_a_job_is_saved_before_its_limit_requeued_resumed_and_when_cancelled_sav
     said = log.read_text()
     saved = re.findall(r"saved update (\d+)", said)
     assert f"resumed from {lab.folder}/run/checkpoints/step_{int(saved[0]):08d}" in said
-    assert [line["step"] for line in lines(lab.folder / "run")] == list(range(1, int(saved[1]) + 1))
+    assert [line["step"] for line in metrics(lab.folder / "run")] == list(range(1, int(saved[1]) + 1))
 
 
 @pytest.mark.long

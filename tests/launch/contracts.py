@@ -252,39 +252,6 @@ def gan(backend: Backend) -> dict[str, Any]:
     return {"generator": record(g, g_updates, weights), "discriminator": record(d, d_updates, [])}
 
 
-def contrastive(backend: Backend) -> dict[str, Any]:
-    """Softmax over the global batch with a learned temperature; rows are spread unevenly over the processes."""
-
-    class Tower(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.audio, self.text = mlp([7, 9, 4], seed=6), mlp([7, 9, 4], seed=7)
-            self.temperature = nn.Parameter(torch.tensor(0.3))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return F.normalize(self.audio(x), dim=-1), F.normalize(self.text(x.flip(-1)), dim=-1), self.temperature
-
-    model = Tower()
-    engine = backend.wrap(model, adam(model), name="contrastive")
-    updates, losses = [], []
-    # The first process has one row more than an even share, the last process one row less.
-    bounds = [BATCH * r // backend.world_size for r in range(backend.world_size + 1)]
-    bounds = [b + (0 < i < backend.world_size) for i, b in enumerate(bounds)]
-    for update in range(UPDATES):
-        x = global_batch(update)[bounds[backend.rank] : bounds[backend.rank + 1]].to(backend.device)
-        audio, text, temperature = engine(x)
-        logits = backend.gather(audio) @ backend.gather(text).T * temperature.exp()
-        targets = torch.arange(BATCH, device=backend.device)
-        loss = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-        if backend.options.plan.batch_parts:  # here every process computes the loss of the whole batch, once
-            engine.backward(loss, items=1, total=backend.world_size)
-        else:
-            engine.backward(loss)
-        updates.append(engine.step())
-        losses.append(backend.mean({"loss": loss})["loss"])
-    return record(engine, updates, losses)
-
-
 def reloaded(backend: Backend) -> dict[str, Any]:
     """Halfway, the state is saved and loaded into a fresh engine, which must continue as if nothing had happened.
     Wrapping a model changes nothing."""
@@ -477,7 +444,6 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
         "by_items": by_items(backend),
         "idle_parts": idle_parts(backend),
         "gan": gan(backend),
-        "contrastive": contrastive(backend),
     }
     if not args.batch_parts:
         result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}

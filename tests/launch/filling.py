@@ -22,6 +22,7 @@ import tokenize_images
 import tokenize_videos
 from models import VQGAN, MuLaN, VideoTokenizer
 from tests.data.videos.files import write_video
+from tests.scripts import lines
 
 SIZE = 16
 RATE, CLIP = 4000, 2000  # half a second
@@ -56,33 +57,44 @@ def video_tokenizer(seed: int = 0, **options: Any) -> VideoTokenizer:
     return VideoTokenizer(**{"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
 
 
+def write_image(path: Path, seed: int, height: int = 20, width: int = 24) -> None:
+    """Write an image of noise, so that codes differ from place to place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)).save(path)
+
+
+def write_film(path: Path, seed: int, frames: int, height: int = 20, width: int = 24) -> None:
+    """Write frames of noise, 25 per second; a single one as an image."""
+    if frames == 1:
+        return write_image(path, seed, height, width)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), np.uint8)
+    write_video(path, frames, pictures=pictures)
+    return None
+
+
+def write_sound(path: Path, seed: int, seconds: float, rate: int = RATE) -> None:
+    """Write a tone that glides from one pitch to another in noise, so that no two parts of a sound are alike."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    times = np.arange(round(seconds * rate)) / rate
+    noise = np.random.default_rng(seed).uniform(-0.2, 0.2, len(times))
+    soundfile.write(path, 0.5 * np.sin(2 * np.pi * (100 + 150 * seed + 300 * times) * times) + noise, rate)
+
+
 def write_images(folder: Path) -> None:
-    """Write images of noise, so that codes differ from place to place."""
     for seed, name in enumerate(IMAGES):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / name)
+        write_image(folder / name, seed)
 
 
 def write_videos(folder: Path) -> None:
-    """Write frames of noise, as videos of 25 frames per second and as images."""
     for seed, (name, frames) in enumerate(VIDEOS.items()):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(seed).integers(0, 256, (frames, 20, 24, 3), np.uint8)
-        if frames == 1:
-            Image.fromarray(pixels[0]).save(folder / name)
-        else:
-            write_video(folder / name, frames, pictures=pixels)
+        write_film(folder / name, seed, frames)
     (folder / "notes.txt").write_text("no video")
 
 
 def write_sounds(folder: Path) -> None:
-    """Write tones that glide from one pitch to another in noise, so that no two parts of a sound are alike."""
     for seed, (name, seconds) in enumerate(SOUNDS.items()):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        times = np.arange(round(seconds * RATE)) / RATE
-        noise = np.random.default_rng(seed).uniform(-0.2, 0.2, len(times))
-        soundfile.write(folder / name, 0.5 * np.sin(2 * np.pi * (100 + 150 * seed + 300 * times) * times) + noise, RATE)
+        write_sound(folder / name, seed, seconds)
     (folder / "notes.txt").write_text("no sound")
 
 
@@ -127,7 +139,7 @@ class Script:
     def rows(self, folder: Path) -> dict[str, np.ndarray]:
         """Row or rows by path, read as the documentation of the store's module describes."""
         shards = [load_file(path)[self.shards] for path in sorted(folder.glob(f"{self.shards}-*.safetensors"))]
-        said = [(line, shards[line["shard"]][line["row"] :]) for line in lines(folder)]
+        said = [(line, shards[line["shard"]][line["row"] :]) for line in lines(folder / "index.jsonl")]
         return {line["path"]: rows[: line["code_frames"]] if "code_frames" in line else rows[0] for line, rows in said}
 
     def shard_rows(self, *left_out: int) -> list[int]:
@@ -138,7 +150,7 @@ class Script:
     def bad(self, folder: Path) -> list[dict[str, str]]:
         """What the folder records about inputs that could not be read."""
         if (folder / "bad.jsonl").exists():
-            return lines(folder, "bad.jsonl")
+            return lines(folder / "bad.jsonl")
         bad: list[dict[str, str]] = index(folder)["bad"]
         return bad
 
@@ -159,12 +171,6 @@ EMBED = Script(
 )  # fmt: skip
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """Contents of all files by name, except the locks, which identify a process."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
 def stamps(folder: Path, pattern: str) -> dict[str, tuple[int, int]]:
     """Values by file that change when the file is written again."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob(pattern)}
@@ -176,10 +182,6 @@ def index(folder: Path) -> Any:
 
 def change_index(folder: Path, **changes: Any) -> None:
     (folder / "index.json").write_text(json.dumps({**index(folder), **changes}))
-
-
-def lines(folder: Path, file: str = "index.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
 def broken_copy(source: Path, folder: Path, *names: str) -> Path:

@@ -5,9 +5,11 @@ Several processes find each other in the same way as those of torchrun.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,8 @@ class Forked:
         log.write_text("")
         for rank in range(processes):
             of_rank = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            arguments = (module, list(flags), {**ENVIRONMENT, **WITHOUT_COMPILER, **of_rank}, threads, log)
+            environment = {**os.environ, **ENVIRONMENT, **WITHOUT_COMPILER, **of_rank}
+            arguments = (module, list(flags), ROOT, environment, [log, log], threads)
             self._ranks.append(WARM.Process(target=_main, args=arguments))
         for process in self._ranks:
             process.start()
@@ -55,19 +58,23 @@ class Forked:
                 raise AssertionError(self.output)
             time.sleep(0.02)
 
+    def join(self, rank: int) -> None:
+        """Wait for the end of one process."""
+        self._ranks[rank].join(HANG_SECONDS)
+
     def finish(self) -> list[Finished]:
         """The exit code of each process, and the output of all."""
         try:
-            for process in self._ranks:
-                process.join(HANG_SECONDS)
+            for rank in range(len(self._ranks)):
+                self.join(rank)
         finally:
             self.kill()
         return [Finished(process.exitcode, self.output) for process in self._ranks]
 
     def kill(self) -> None:
+        """Kill the processes and their loaders."""
         for process in self._ranks:
-            process.kill()
-            process.join()
+            _kill(process)
 
 
 def fork(module: str, flags: Sequence[str], log: Path, processes: int = 1, threads: int = 1) -> list[Finished]:
@@ -76,48 +83,45 @@ def fork(module: str, flags: Sequence[str], log: Path, processes: int = 1, threa
     return Forked(module, flags, log, processes, threads).finish()
 
 
-def _main(module: str, flags: list[str], environment: Mapping[str, str], threads: int, log: Path) -> None:
-    import torch
-
-    with open(log, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(environment)
-    os.chdir(ROOT)
-    sys.argv = [f"{module}.py", *flags]
-    torch.set_num_threads(threads)
-    importlib.import_module(module).main(flags)
-
-
 def completed(
     script: str, flags: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """What `python script.py flags` does in a folder, with this environment and no other."""
     with tempfile.TemporaryDirectory() as place:
         outputs = [Path(place, name) for name in ("stdout", "stderr")]
-        arguments = (script.removesuffix(".py"), list(flags), folder, dict(environment), outputs)
-        process = WARM.Process(target=_complete, args=arguments)
+        arguments = (script.removesuffix(".py"), list(flags), folder, dict(environment), outputs, 1)
+        process = WARM.Process(target=_main, args=arguments)
         process.start()
         try:
             process.join(HANG_SECONDS)
         finally:
-            process.kill()
-            process.join()
+            _kill(process)
         said = [path.read_text() if path.exists() else "" for path in outputs]
         assert process.exitcode is not None
         return subprocess.CompletedProcess([script, *flags], process.exitcode, *said)
 
 
-def _complete(
-    module: str, flags: list[str], folder: Path, environment: Mapping[str, str], outputs: Sequence[Path]
+def _kill(process: multiprocessing.process.BaseProcess) -> None:
+    process.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _main(
+    module: str, flags: list[str], folder: Path, environment: Mapping[str, str], outputs: Sequence[Path], threads: int
 ) -> None:
+    import torch
+
+    os.setsid()  # its loaders are of its group, by which `_kill` finds them
     for descriptor, path in enumerate(outputs, start=1):
         with open(path, "a") as file:
             os.dup2(file.fileno(), descriptor)
-    os.environ.clear()
+    os.environ.clear()  # that of the process which started the server of forks, when it did
     os.environ.update(environment)
     tempfile.tempdir = None  # that of the environment
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
     os.chdir(folder)
     sys.argv = [f"{module}.py", *flags]
+    torch.set_num_threads(threads)
     importlib.import_module(module).main(flags)

@@ -2,8 +2,8 @@
 
 The function ``tasks(launcher, kind, jobs)`` of a test module lists the tasks of a launcher. There is one job of kind
 "rounded" and one of kind "bits", because --batch_parts decides how a process rounds from its first product on. A job
-runs in one of pytest's workers when its output is first needed; the other workers wait for it. A task that fails ends
-its job, which is started again with the tasks that are left.
+runs in one of pytest's workers when its output is first needed; the other workers wait for it. A job is started once:
+it goes on after a task that fails, and if it ends before its last task, those that it has not done have failed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Jobs:
     def output(self, launcher: Launcher, kind: str, name: str) -> Path:
         """The folder in which the task of this name left its output."""
         folder = self.path(launcher, kind, name)
-        assert str(folder) in self._finished(launcher.of_job, kind), self.said(launcher, kind)[-6000:]
+        if str(folder) not in self._finished(launcher.of_job, kind):
+            errors = [path.read_text() for path in sorted(folder.parent.glob(f"{folder.name}.*.rank*"))]
+            raise AssertionError("".join(errors) or f"not done:\n{self.said(launcher, kind)[-6000:]}")
         return folder
 
     def said(self, launcher: Launcher, kind: str) -> str:
@@ -61,15 +63,11 @@ class Jobs:
                     listed = [task for one in _stages(launcher) for task in self._tasks(one, kind)]
                     listed.sort(key=lambda task: "--batch_parts" not in task["flags"])
                     done.write_text("")
-                    while listed:
-                        tasks.write_text(json.dumps(listed))
-                        finished = run(launcher.bare, "tests/launch/job_worker.py", [str(tasks)])
-                        with log.open("a") as file:
-                            file.write(finished.output)
-                        left = [task for task in listed if task["output"] not in done.read_text().splitlines()]
-                        if finished.returncode and not left:  # all were done, but the job failed at its end
-                            done.write_text("")
-                        listed = left[1:] if finished.returncode else []  # the first one has failed
+                    tasks.write_text(json.dumps(listed))
+                    finished = run(launcher.bare, "tests/launch/job_worker.py", [str(tasks)])
+                    log.write_text(finished.output)
+                    if finished.returncode and len(done.read_text().splitlines()) == len(listed):
+                        done.write_text("")  # all were done, but the job failed at its end
             self._done[launcher, kind] = done.read_text().splitlines() if done.exists() else []
         return self._done[launcher, kind]
 

@@ -14,6 +14,7 @@ from jobs import Jobs, Task
 from torch import Tensor
 
 from benchmarks.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
+from tests.training.objectives.test_contrastive import by_the_formula
 
 KINDS = ["softmax", "decoupled", "sigmoid"]
 TWO, FOUR = Launcher("torchrun", 2), Launcher("torchrun", 4)
@@ -52,25 +53,11 @@ def measured_once(jobs: Jobs, launcher: Launcher) -> dict[str, Any]:
     return measured(jobs, launcher, ONCE[launcher], "contrastive-once")
 
 
-def loss_of(kind: str, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, captions: Tensor) -> Tensor:
-    """The loss from full matrices, on one process."""
-    n = len(audio)
-    logits = scale[:, None, None] * torch.einsum("ihd,jhd->hij", audio, text)
-    is_pair = torch.eye(n, dtype=torch.bool)
-    is_twin = (captions[:, None] == captions) & ~is_pair
-    if kind == "sigmoid":
-        signs = torch.where(is_pair, 1.0, -1.0).to(logits.dtype)
-        losses = torch.logaddexp(-signs * (logits + bias[:, None, None]), torch.zeros_like(logits))
-        return losses.masked_fill(is_twin, 0).sum() / n
-    kept = logits.masked_fill(is_twin | is_pair if kind == "decoupled" else is_twin, -torch.inf)
-    return ((kept.logsumexp(1) + kept.logsumexp(2)) / 2 - logits.diagonal(dim1=1, dim2=2)).mean(1).sum()
-
-
 @cache
 def one_graph(kind: str) -> dict[str, Tensor]:
     """The loss and the gradients of all parameters, in fp64."""
     model, batch = worker.Towers(torch.float64), worker.global_batch(torch.float64)
-    loss = loss_of(kind, *model(batch["sounds"], batch["words"]), batch["caption_ids"])
+    loss = by_the_formula(kind, *model(batch["sounds"], batch["words"]), batch["caption_ids"])
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
     return {"loss": loss.detach(), **dict(zip(names, gradients, strict=True))}
@@ -125,7 +112,7 @@ def test_ragged_batches_have_the_loss_and_gradients_of_one_process(
     got = measured_once(jobs, launcher)[how][kind]
     *leaves, captions = worker.ragged_pairs()
     leaves = [tensor.requires_grad_() for tensor in leaves]
-    loss = loss_of(kind, *leaves, captions)
+    loss = by_the_formula(kind, *leaves, captions)
     gradients = torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
     names = ("audio_gradient", "text_gradient", "scale_gradient", "bias_gradient")
     wanted = {"loss": loss, **dict(zip(names, gradients, strict=True))}

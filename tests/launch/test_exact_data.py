@@ -12,12 +12,11 @@ import pytest
 from forks import fork
 from PIL import Image
 
-from benchmarks.launching import WHOLE_MATRIX
+from tests.scripts import VAE, words
 
 N_IMAGES, BAD = 53, {5, 24, 25}
 BATCH, UPDATES, SAVE_EVERY = 8, 26, 6  # 53 is prime: three epochs end, each inside a batch
-FLAGS = ["--image_size", "16", "--num_layers", "2", "--num_resnet_blocks", "0", "--num_tokens", "8", "--emb_dim", "4",
-         "--hidden_dim", "4", "--batch_size", str(BATCH), "--valid_fraction", "0", "--epochs", "100",
+FLAGS = [*words(VAE.tiny), "--batch_size", str(BATCH), "--valid_fraction", "0", "--epochs", "100",
          "--max_steps", str(UPDATES), "--save_every_n_steps", str(SAVE_EVERY)]  # fmt: skip
 ASKED_TO_STOP = 75
 EXIT_CODES = {"SIGKILL": -signal.SIGKILL, "SIGTERM": ASKED_TO_STOP, "SIGUSR1": ASKED_TO_STOP, "": 0}
@@ -95,16 +94,6 @@ def test_an_uninterrupted_run_takes_every_good_sample_in_each_epoch(uninterrupte
     for epoch in epochs:  # a bad image is replaced by the next one, which then occurs twice
         assert set(epoch) == set(range(N_IMAGES)) - BAD
     assert len(epochs) == 3 and epochs[0] != epochs[1] != epochs[2]
-
-
-EQUAL_STARTS = [(1, 0), (1, 4), (2, 0), (2, 4), (4, 0)] if WHOLE_MATRIX else [(2, 4)]
-
-
-@pytest.mark.parametrize(("processes", "num_workers"), EQUAL_STARTS)
-def test_an_interrupted_run_takes_the_samples_of_an_uninterrupted_one(
-    processes: int, num_workers: int, images: Path, uninterrupted: Samples, tmp_path: Path
-) -> None:
-    assert_exact([(processes, num_workers)] * 4, images, tmp_path, f"{processes} {num_workers}", uninterrupted)
 
 
 def test_another_number_of_processes_and_workers_goes_on_in_the_same_order(

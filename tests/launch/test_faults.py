@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,9 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from forks import Forked, completed, fork
-from run_outputs import lines
 
 from benchmarks.launching import (
     CHOSEN_ON_TWO,
@@ -31,10 +32,9 @@ from benchmarks.launching import (
     start,
     wait_until,
 )
-from training.run.costs import without_costs
+from tests.scripts import VAE, metrics, without_clocks, words
 
-ENDLESS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
-           "--num_resnet_blocks", "0", "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
+ENDLESS = [*words(VAE.tiny), "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",
            "--save_every_n_steps", "0", "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
 TORCHRUN, DEEPSPEED, HOROVODRUN = (Launcher(name, 2) for name in ("torchrun", "deepspeed", "horovodrun"))
 WORKER = "tests/launch/fault_worker.py"
@@ -42,17 +42,21 @@ WORKER = "tests/launch/fault_worker.py"
 AT_LAUNCHERS = {
     TORCHRUN: [signal.SIGHUP, signal.SIGKILL], DEEPSPEED: [signal.SIGTERM], HOROVODRUN: [signal.SIGTERM]
 }  # fmt: skip
-# Rank 0 is the one that all others are connected to.
-VICTIMS = {TORCHRUN: 0, DEEPSPEED: 1, HOROVODRUN: 0}
+# Ranks to kill; 0 is the one that all others are connected to. Forks show torchrun's, which it may start again.
+VICTIMS = {DEEPSPEED: 1, HOROVODRUN: 0}
 # Horovod's processes have the same watchdog, but no forks.
 WITH_HOROVOD = [TORCHRUN, *([HOROVODRUN] if WHOLE_MATRIX else [])]
 
 
-def start_training(launcher: Launcher, output_dir: Path, *flags: str, is_patient: bool = True) -> Job:
+def has_trained(job: Job | Forked) -> bool:
+    """Whether a job has completed a few updates."""
+    return len(re.findall(r"update +\d+/", job.output)) >= 3
+
+
+def start_training(launcher: Launcher, output_dir: Path) -> Job:
     """Start a job and wait until it has completed a few updates."""
-    command = [*ENDLESS, "--output_dir", str(output_dir), *flags]
-    job = start(launcher, "train_vae.py", command, is_patient=is_patient)
-    wait_until(job, lambda: len(re.findall(r"update +\d+/", job.output)) >= 3)
+    job = start(launcher, "train_vae.py", [*ENDLESS, "--output_dir", str(output_dir)])
+    wait_until(job, lambda: has_trained(job))
     return job
 
 
@@ -61,7 +65,7 @@ def assert_saved(finished: Finished, output_dir: Path) -> int:
     said = re.search(r"asked to stop: saved update (\d+)", finished.output)
     assert said, finished.output
     step = int(said[1])
-    assert [line["step"] for line in lines(output_dir)] == list(range(1, step + 1))
+    assert [line["step"] for line in metrics(output_dir)] == list(range(1, step + 1))
     assert (output_dir / "checkpoints" / f"step_{step:08d}").is_dir()
     return step
 
@@ -78,6 +82,8 @@ def test_a_launcher_that_ends_has_the_run_saved_the_next_start_resumes_and_a_kil
         finished = finish(job)
         assert resumed in finished.output, finished.output
         resumed = f"resumed from {tmp_path}/checkpoints/step_{assert_saved(finished, tmp_path):08d}"
+    if launcher not in VICTIMS:
+        return
     victim = VICTIMS[launcher]
     job = start_training(launcher, tmp_path)
     send([job.ranks()[victim]], signal.SIGKILL)
@@ -94,7 +100,7 @@ def test_a_signal_to_one_process_saves_the_same_update_on_all_the_next_start_res
     def start_again() -> Forked:
         command = [*ENDLESS, "--output_dir", str(tmp_path / "run"), *launcher.flags]
         job = Forked("train_vae", command, tmp_path / "log", launcher.processes)
-        job.wait_until(lambda: len(re.findall(r"update +\d+/", job.output)) >= 3)
+        job.wait_until(lambda: has_trained(job))
         return job
 
     job = start_again()
@@ -133,7 +139,7 @@ def test_a_process_lost_when_all_work_is_done_is_named_and_no_failure_of_the_oth
 def patiently(check: Callable[[str], None]) -> None:
     """Call ``check`` with a --timeout_minutes. A process that gets no processor for that long counts as one that hangs,
     so on a loaded machine try again with a longer timeout."""
-    for minutes in ("0.2", "0.6"):
+    for minutes in ("0.1", "0.4"):
         try:
             check(minutes)
             return
@@ -183,11 +189,14 @@ def test_a_write_may_last_longer_than_the_timeout_and_is_finished_before_a_job_e
 def test_a_write_is_finished_although_the_launcher_asks_its_process_to_end_because_another_one_has(
     fault: str, tmp_path: Path
 ) -> None:
-    command = Launcher("torchrun", 2).command(WORKER, ["--fault", fault, "--folder", str(tmp_path / "run")])
-    finished = finish(Job(command, WORKER))
-    assert finished.returncode != 0
-    assert (tmp_path / "run" / "step_00000001").is_dir(), finished.output
-    assert "KeyError: 'x'" in finished.output if fault == "fails_in_write" else "stopped: enough" in finished.output
+    job = Forked("fault_worker", ["--fault", fault, "--folder", str(tmp_path / "run")], tmp_path / "log", 2)
+    job.join(1)
+    with contextlib.suppress(ProcessLookupError):  # which a good end of the other would have waited for
+        os.kill(job.pids[0], signal.SIGTERM)  # as launchers do
+    ranks = job.finish()
+    assert [rank.returncode for rank in ranks] == [1, 1], job.output
+    assert (tmp_path / "run" / "step_00000001").is_dir(), job.output
+    assert "KeyError: 'x'" in job.output if fault == "fails_in_write" else "stopped: enough" in job.output
 
 
 def test_a_mistake_of_one_process_alone_waits_for_no_time_limit(tmp_path: Path) -> None:
@@ -238,23 +247,32 @@ def test_a_start_that_is_asked_to_stop_ends_at_once_though_a_process_lists_its_d
 ) -> None:
     """The launchers wait for their processes for an hour (`ENVIRONMENT`), and the data is never listed."""
     command = [*ENDLESS, "--output_dir", str(tmp_path / "run"), "--dataset", "tests.launch.endless:listing"]
-    job = start(launcher, "train_vae.py", command)
-    wait_until(job, lambda: "listing for ever" in job.output)
-    job.process.send_signal(signal.SIGTERM)
-    finished = finish(job)
+    finished = asked_to_stop(launcher, command, "listing for ever", tmp_path / "log")
     assert finished.returncode == 75 if launcher == ONE_PROCESS else finished.returncode != 0, finished
     assert not (tmp_path / "run" / "model").exists(), finished
     assert "stopped before there was anything to save" in finished.output or launcher.name == "deepspeed"
     assert "Traceback" not in finished.output or launcher != ONE_PROCESS, finished.output
 
 
+def asked_to_stop(launcher: Launcher, command: list[str], when: str, log: Path) -> Finished:
+    """Start a run, and ask it to stop when it has said something. Forks are asked as torchrun asks its processes."""
+    if launcher in (ONE_PROCESS, TORCHRUN):
+        forked = Forked("train_vae", command, log, launcher.processes)
+        forked.wait_until(lambda: when in forked.output)
+        for pid in forked.pids:
+            os.kill(pid, signal.SIGTERM)
+        return forked.finish()[0]
+    job = start(launcher, "train_vae.py", command)
+    wait_until(job, lambda: when in job.output)
+    job.process.send_signal(signal.SIGTERM)
+    return finish(job)
+
+
 def test_a_resumed_run_that_waits_for_its_first_batch_ends_at_once(tmp_path: Path) -> None:
     command = [*ENDLESS, "--output_dir", str(tmp_path / "run"), "--dataset", "tests.launch.endless:reading"]
-    assert finish(start(ONE_PROCESS, "train_vae.py", [*command, "--max_steps", "2"])).returncode == 0
-    job = start(ONE_PROCESS, "train_vae.py", [*command, "--max_steps", "4"])
-    wait_until(job, lambda: "reading for ever" in job.output)
-    job.process.send_signal(signal.SIGTERM)
-    finished = finish(job)
+    [first] = fork("train_vae", [*command, "--max_steps", "2"], tmp_path / "log")
+    assert first.returncode == 0, first.output
+    finished = asked_to_stop(ONE_PROCESS, [*command, "--max_steps", "4"], "reading for ever", tmp_path / "log")
     assert finished.returncode == 75 and "stopped before there was anything to save" in finished.output, finished.output
     assert "resumed from" in finished.output
 
@@ -276,55 +294,46 @@ def test_a_loader_process_that_is_killed_is_one_line_and_no_mistake(when: str, t
     command = [*ENDLESS, "--output_dir", str(tmp_path / "run")]
     if when == "at the start":
         command += ["--dataset", "tests.launch.endless:killed"]
-    job = start(ONE_PROCESS, "train_vae.py", command)
+    job = Forked("train_vae", command, tmp_path / "log")
     if when == "later":
-        wait_until(job, lambda: re.search(r"update +3/", job.output))
-        ranks = job.ranks()
-        send([child for child in ranks[0].children() if child.pid not in ranks], signal.SIGKILL)
-    finished = finish(job)
+        job.wait_until(lambda: has_trained(job))
+        send(psutil.Process(job.pids[0]).children(), signal.SIGKILL)
+    [finished] = job.finish()
     assert finished.returncode == 1 and "Traceback" not in finished.output, finished.output
     assert len(re.findall("stopped: .*a loader process was killed.* memory", finished.output)) == 1, finished.output
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [*zip(WITH_HOROVOD, (1, 0), strict=False)], ids=str)
-def test_a_stalled_process_is_named_and_ends_the_job(launcher: Launcher, rank: int, tmp_path: Path) -> None:
-    """The job must end after --timeout_minutes. On a slow machine the start alone may take longer than the timeout: try
-    again with a longer timeout."""
-    for attempt, minutes in enumerate(["0.1", "0.3", *["0.9"] * 20]):
-        folder = tmp_path / str(attempt)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stalled_process_is_named_and_ends_the_others(rank: int, tmp_path: Path) -> None:
+    """They end after --timeout_minutes. On a slow machine the start alone may take longer than the timeout: try again
+    with a longer timeout."""
+    for minutes in ["0.1", "0.3", *["0.9"] * 20]:
+        flags = [*ENDLESS, "--output_dir", str(tmp_path / "run"), "--fresh", "--timeout_minutes", minutes]
+        job = Forked("train_vae", flags, tmp_path / "log", 2)
         try:
-            job = start_training(launcher, folder, "--timeout_minutes", minutes, is_patient=False)
+            job.wait_until(lambda job=job: has_trained(job))
             break
         except AssertionError as ended:
             if f"no progress for {minutes} minutes" not in str(ended):
                 raise
     else:
         pytest.fail("it does not start without a pause of 0.9 minutes")
-    send([job.ranks()[rank]], signal.SIGSTOP)
-    finished = finish(job)
-    assert finished.returncode != 0
+    os.kill(job.pids[rank], signal.SIGSTOP)
+    job.join(1 - rank)
+    job.kill()
+    assert job.finish()[1 - rank].returncode == 1, job.output
     stands = f"no progress for {minutes} minutes: rank 1 stands at update"
     silent = f"rank 0 has not answered for {minutes} minutes, at update"
-    assert (stands if rank == 1 else silent) in finished.output, finished.output
-
-
-def fault(launcher: Launcher, flags: list[str], tmp_path: Path) -> str:
-    """Run a job in which rank 1 fails, and return the single line that says why the job stopped."""
-    if launcher.name == "horovodrun":
-        finished = run(launcher, WORKER, flags)
-    else:
-        finished = fork("fault_worker", [*flags, *launcher.flags], tmp_path / "log", 2)[1]
-    assert finished.returncode != 0
-    stops = [line for line in finished.output.splitlines() if "stopped:" in line]
-    assert len(stops) == 1, finished.output
-    return stops[0]
+    assert (stands if rank == 1 else silent) in job.output, job.output
 
 
 @pytest.mark.parametrize(
     "launcher", [Launcher("torchrun", 2), Launcher("deepspeed", 2, zero_stage=3), *CHOSEN_ON_TWO], ids=str
 )
 def test_updates_that_stay_non_finite_end_the_run_naming_rank_and_tensor(launcher: Launcher, tmp_path: Path) -> None:
-    stop = fault(launcher, ["--fault", "nan"], tmp_path)
+    finished = fork("fault_worker", ["--fault", "nan", *launcher.flags], tmp_path / "log", 2)[1]
+    [stop] = [line for line in finished.output.splitlines() if "stopped:" in line]
+    assert finished.returncode != 0, finished.output
     assert "3 updates in a row were skipped" in stop and "the last at update 5" in stop
     assert "rank 1: the gradient of 0.weight holds nan" in stop and "rank 0" not in stop
 
@@ -335,11 +344,10 @@ def test_torchrun_starts_the_processes_again_and_the_run_goes_on_in_spite_of_fre
     worker = "tests/launch/interrupted_worker.py"
     finished = finish(start(Launcher("torchrun", 2), worker, command, launcher_flags=["--max-restarts", "1"]))
     assert finished.returncode == 0, finished.output
-    assert (
-        f"resumed from {tmp_path}/checkpoints/step_00000008" in finished.output
-        and "starting over" not in finished.output
-    )
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
+    assert "stopped: rank 0: lost contact with rank 1 at update" in finished.output, finished.output
+    assert f"resumed from {tmp_path}/checkpoints/step_00000008" in finished.output, finished.output
+    assert "starting over" not in finished.output
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 13))
 
 
 def test_a_signal_to_one_process_within_a_validation_stops_all_at_the_same_batch(tmp_path: Path) -> None:
@@ -353,13 +361,12 @@ def test_a_signal_to_one_process_within_a_validation_stops_all_at_the_same_batch
             command = [*flags, "--output_dir", str(tmp_path / name), "--interrupt", interruption]
             ended[name, interruption] = fork(worker, command, tmp_path / "log", 2)
             if interruption:
-                assert [line["step"] for line in lines(tmp_path / name)] == [1, 2, 3]
+                assert [line["step"] for line in metrics(tmp_path / name)] == [1, 2, 3]
                 assert (tmp_path / name / "checkpoints" / "step_00000004").is_dir()
     assert {key: [rank.returncode for rank in ranks] for key, ranks in ended.items()} == {
         ("whole", ""): [0, 0], ("stopped", "SIGTERM@batch12"): [75, 75], ("stopped", ""): [0, 0]
     }, ended  # fmt: skip
-    whole, stopped = ([without_costs(line) for line in lines(tmp_path / name)] for name in ("whole", "stopped"))
-    assert stopped == whole
+    assert without_clocks(tmp_path / "stopped") == without_clocks(tmp_path / "whole")
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
     assert models[0] == models[1]
 
@@ -376,7 +383,7 @@ def test_fewer_processes_go_on_with_the_same_batch_by_accumulating_more(tmp_path
     command = [*flags, "--max_steps", "12", "--output_dir", str(tmp_path / "b")]
     [whole] = fork("train_vae", command, tmp_path / "log")
     assert whole.returncode == 0, whole.output
-    losses = [[line["loss"] for line in lines(tmp_path / name)] for name in "ab"]
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in "ab"]
     # Sums of fp32 in another order: 1e-5 relative over the first 20 updates.
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -385,7 +392,7 @@ def test_a_run_whose_standard_streams_were_closed_before_it_began_trains(tmp_pat
     command = [sys.executable, "train_vae.py", *ENDLESS, "--max_steps", "2", "--output_dir", str(tmp_path)]
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
     assert subprocess.run(closed, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, timeout=HANG_SECONDS).returncode == 0
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 

@@ -6,53 +6,22 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import filling
-import numpy as np
 import pytest
-import soundfile
-import torch
-from filling import Script, files
+from filling import Script
 from forks import Forked, fork
-from PIL import Image
 
 from benchmarks.launching import Launcher, run
-from models import VQGAN, MuLaN, VideoTokenizer
-from tests.data.videos.files import write_video
+from tests.scripts import files
 
-N_ITEMS, PER_SHARD, RATE = 42, 3, 8000
+N_ITEMS, PER_SHARD = 42, 3
 N_SHARDS = N_ITEMS // PER_SHARD
-
-
-def write_image(path: Path, seed: int) -> None:
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 70, 3), np.uint8)).save(path)
-
-
-def write_sound(path: Path, seed: int) -> None:
-    soundfile.write(path, np.random.default_rng(seed).uniform(-0.5, 0.5, RATE * (1 + seed % 7)), RATE)
-
-
-def write_noise(path: Path, seed: int) -> None:
-    frames = 1 + 4 * (1 + seed % 7)
-    write_video(path, frames, pictures=np.random.default_rng(seed).integers(0, 256, (frames, 64, 70, 3), np.uint8))
-
-
-def vqgan() -> VQGAN:
-    return VQGAN(image_size=64, dim=16, num_layers=2, codebook_size=1024)
-
-
-def video_tokenizer() -> VideoTokenizer:
-    layers = "residual,compress_space:16,residual,compress_time:16,residual"
-    return VideoTokenizer(image_size=64, layers=layers, init_dim=8, patch_size=2, norm="rms", codebook_size=1024)
-
-
-def mulan() -> MuLaN:
-    towers = {"audio_dim": 128, "audio_depth": 3, "text_dim": 16, "text_depth": 1, "heads": 2, "dim_head": 16}
-    return MuLaN(sample_rate=RATE, clip_seconds=1.0, n_fft=512, hop_length=80, dim_latent=8, **towers)
 
 
 def quantizing(folder: Path) -> list[str]:
@@ -60,13 +29,13 @@ def quantizing(folder: Path) -> list[str]:
     return ["--fit_quantizer", str(folder), "--quantizer", str(folder), *sizes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """A script with larger models and inputs than `filling` gives it."""
 
     script: Script
     ending: str  # extension of the input files
-    make_model: Callable[[], VQGAN | VideoTokenizer | MuLaN]
+    sizes: Mapping[str, Any]  # of its model
     write_item: Callable[[Path, int], None]
     more: Callable[[Path], list[str]]  # flags of a further stage, given a folder
     n_files: int  # number of files that all stages leave
@@ -85,15 +54,25 @@ class Job:
 
 
 TOKENIZE = Job(
-    filling.TOKENIZE, "png", vqgan, write_image, lambda folder: ["--report"], 2 * N_SHARDS + 3,
+    filling.TOKENIZE, "png", {"image_size": 64, "dim": 16, "codebook_size": 1024},
+    lambda path, seed: filling.write_image(path, seed, 64, 70), lambda folder: ["--report"], 2 * N_SHARDS + 3,
     "of 1024 codes used, perplexity",
 )  # fmt: skip
 TOKENIZE_VIDEOS = Job(
-    filling.TOKENIZE_VIDEOS, "mp4", video_tokenizer, write_noise, lambda folder: [], 2 * N_SHARDS + 3,
-    f"41 videos in {N_SHARDS} shards of codes",
+    filling.TOKENIZE_VIDEOS, "mp4",
+    {"image_size": 64, "layers": "residual,compress_space:16,residual,compress_time:16,residual", "init_dim": 8,
+     "input_kernel": 7, "codebook_size": 1024},
+    lambda path, seed: filling.write_film(path, seed, 1 + 4 * (1 + seed % 7), 64, 70), lambda folder: [],
+    2 * N_SHARDS + 3, f"41 videos in {N_SHARDS} shards of codes",
 )  # fmt: skip
-N_FILES = 2 * N_SHARDS + 4 + 2 * N_SHARDS + 2 + 3  # the index; its codes; the quantizer
-EMBED = Job(filling.EMBED, "wav", mulan, write_sound, quantizing, N_FILES, "codes of 41 sounds:")
+EMBED = Job(
+    filling.EMBED, "wav",
+    {"audio_dim": 128, "audio_depth": 3, "dim_head": 16, "sample_rate": 8000, "clip_seconds": 1.0, "n_fft": 512,
+     "hop_length": 80, "n_mels": 64, "patch_size": 16},
+    lambda path, seed: filling.write_sound(path, seed, 1 + seed % 7, 8000), quantizing,
+    2 * N_SHARDS + 4 + 2 * N_SHARDS + 2 + 3,  # the index; its codes; the quantizer
+    "codes of 41 sounds:",
+)  # fmt: skip
 
 
 JOBS = [TOKENIZE, TOKENIZE_VIDEOS, EMBED]
@@ -111,8 +90,7 @@ def prepare(tmp_path_factory) -> Callable[[Job], tuple[Path, Path]]:
     @cache
     def prepared(job: Job) -> tuple[Path, Path]:
         inputs, results = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("one")
-        torch.manual_seed(0)
-        job.make_model().save_pretrained(inputs / "model")
+        job.script.model(**job.sizes).save_pretrained(inputs / "model")
         (inputs / "source").mkdir()
         for seed in range(N_ITEMS):
             job.write_item(inputs / "source" / f"{seed:03d}.{job.ending}", seed)

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from run_outputs import lines
 
 from benchmarks.launching import ONE_PROCESS, run
+from tests.scripts import VAE, metrics, words
 
-FLAGS = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8",
-         "--num_resnet_blocks", "0", "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "6",
+FLAGS = [*words(VAE.tiny), "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "6",
          "--validate_every_n_steps", "0", "--sample_every_n_steps", "0"]  # fmt: skip
 
 
@@ -35,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_resumed_run_with_bf16_weights_equals_an_uninterrupted_one(stage: int, trained: Path) -> None:
-    whole, resumed = ([line["loss"] for line in lines(trained / f"{name}-{stage}")] for name in ("whole", "resumed"))
+    whole, resumed = ([line["loss"] for line in metrics(trained / f"{name}-{stage}")] for name in ("whole", "resumed"))
     assert whole == resumed and len(whole) == 12
     for name in ("whole", "resumed"):
         state = json.loads((trained / f"{name}-{stage}" / "checkpoints/step_00000012/state.json").read_text())

@@ -19,11 +19,10 @@ import torch
 from forks import fork
 from jobs import Jobs, Task
 from PIL import Image
-from run_outputs import CLOCKS, lines, unequal
 from safetensors.torch import load_file
 
 from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
-from tests.scripts import RUN, SCRIPTS, assert_same_bits, files, words
+from tests.scripts import RUN, SCRIPTS, assert_same_bits, files, metrics, shared_state, without_clocks, words
 
 TWO = Launcher("torchrun", 2)
 # Each backend and number of processes has one job; backends that shard have one of either kind.
@@ -163,7 +162,7 @@ def test_in_parts_models_moments_averages_and_pictures_have_the_bits_of_one_proc
 ) -> None:
     for name in BITS[launcher]:
         ours, expected = (jobs.output(who, "bits", name) for who in (launcher, ONE_PROCESS))
-        assert unequal(ours, expected) == [], name
+        assert_same_bits(shared_state(ours), shared_state(expected))
         drawn, reference = pictures(ours), pictures(expected)
         assert drawn.keys() == reference.keys() and len(reference) >= 2, name
         for file, picture in reference.items():
@@ -177,11 +176,11 @@ def test_in_parts_models_moments_averages_and_pictures_have_the_bits_of_one_proc
 @pytest.mark.parametrize("launcher", SAME_BITS, ids=str)
 def test_in_parts_the_log_is_that_of_one_process(launcher: Launcher, jobs: Jobs) -> None:
     for name in BITS[launcher]:
-        ours, expected = (lines(jobs.output(who, "bits", name)) for who in (launcher, ONE_PROCESS))
+        ours, expected = (without_clocks(jobs.output(who, "bits", name)) for who in (launcher, ONE_PROCESS))
         assert [line["step"] for line in ours] == list(range(1, 7))
         for line, reference in zip(ours, expected, strict=True):
             assert set(line) == set(reference)
-            for key in set(reference) - CLOCKS:
+            for key in reference:
                 # Training logs fp64 means of equal numbers. Validation divides the samples differently, and so sums
                 # fp32 numbers in another order.
                 tolerance = 1e-5 if key.startswith("valid") else 1e-12
@@ -193,7 +192,7 @@ def test_processes_that_accumulate_agree_to_rounding_with_one_that_has_the_whole
     launcher: Launcher, jobs: Jobs
 ) -> None:
     for name in ROUNDED[launcher]:
-        ours, expected = (lines(jobs.output(who, "rounded", name)) for who in (launcher, ONE_PROCESS))
+        ours, expected = (metrics(jobs.output(who, "rounded", name)) for who in (launcher, ONE_PROCESS))
         assert [line["step"] for line in ours] == list(range(1, 7))
         for key in expected[-1].keys() & COMPARED:
             both = [(a[key], b[key]) for a, b in zip(ours, expected, strict=True) if key in a]
@@ -225,8 +224,8 @@ def assert_rounding(name: str, key: str, differences: list[float]) -> None:
 
 @pytest.mark.parametrize("launcher", [ONE_PROCESS, *SAME_BITS], ids=str)
 def test_broken_photos_are_named_once_and_counted_alike(launcher: Launcher, jobs: Jobs) -> None:
-    last = lines(jobs.output(launcher, "bits", "vae"))[-1]
-    assert last["bad_samples"] == lines(jobs.output(ONE_PROCESS, "bits", "vae"))[-1]["bad_samples"] > 0
+    last = metrics(jobs.output(launcher, "bits", "vae"))[-1]
+    assert last["bad_samples"] == metrics(jobs.output(ONE_PROCESS, "bits", "vae"))[-1]["bad_samples"] > 0
     n_runs = sum(launcher.of_job == each.of_job for each in SAME_BITS) or 1  # stages of ZeRO share a job
     said = re.findall(r"cannot read \S*photos\S*(\d{3})\.png", jobs.said(launcher, "bits"))
     assert len(said) == n_runs * last["bad_samples"] and {int(index) for index in said} <= set(BROKEN)
@@ -258,7 +257,7 @@ def test_fresh_on_two_processes_renames_the_old_run_once_and_asks_nobody(jobs: J
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run", "run.old-1"]
     assert files(tmp_path / "run.old-1") == old
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2] and not (tmp_path / "run/notes.txt").exists()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2] and not (tmp_path / "run/notes.txt").exists()
 
 
 def test_a_compiled_model_has_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
@@ -269,6 +268,6 @@ def test_a_compiled_model_has_the_losses_of_one_that_is_not(tmp_path: Path) -> N
     assert whole.returncode == 0, whole.output
     finished = run(TWO, "train_vae.py", [*command, "--compile", "--output_dir", str(tmp_path / "two")])
     assert finished.returncode == 0, finished.output[-4000:]
-    losses, expected = ([line["loss"] for line in lines(tmp_path / name)] for name in ("two", "one"))
+    losses, expected = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("two", "one"))
     # Fused kernels round differently, by as much as another order of sums does.
     assert len(losses) == 6 and losses == pytest.approx(expected, rel=1e-5)

@@ -12,16 +12,7 @@ import pytest
 from forks import fork
 
 from benchmarks.launching import WHOLE_MATRIX, Launcher, run
-
-TINY = ["--image_size", "16", "--num_layers", "2", "--num_tokens", "16", "--hidden_dim", "8", "--emb_dim", "8"]
-TINY += ["--num_resnet_blocks", "0", "--max_steps", "1", "--num_workers", "0"]
-
-
-TINY_TOKENIZER = ["--image_size", "16", "--layers", "compress_time,compress_time", "--init_dim", "4",
-                  "--discr_layers", "1", "--max_steps", "1", "--num_workers", "0"]  # fmt: skip
-TINY_DECODER = ["--image_folder", "demo:shapes:64", "--batch_size", "8", "--image_size", "8", "--dim", "8",
-                "--dim_mults", "1", "--resnet_groups", "4", "--max_steps", "1", "--num_workers", "0"]  # fmt: skip
-SCRIPTS = {"train_vae": TINY, "train_tokenizer": TINY_TOKENIZER, "train_decoder": TINY_DECODER}
+from tests.scripts import SCRIPTS
 
 
 def folder_of_broken_images(path: Path, count: int = 40) -> str:
@@ -50,7 +41,7 @@ OF_ALL: dict[str, Mistake] = {
         "train_vae", lambda tmp: ["--image_folder", folder_of_broken_images(tmp / "b")], "could be read"
     ),
     "output_dir cannot be written": ("train_vae", lambda tmp: ["--output_dir", unwritable(tmp)], "a_file"),
-    "frames": ("train_tokenizer", lambda tmp: ["--num_frames", "16"], "16 frames must be 1 + 4 n"),
+    "frames": ("train_tokenizer", lambda tmp: ["--num_frames", "16"], "16 frames must be 1 + 2 n"),
     "noise without a picture": ("train_decoder", lambda tmp: ["--objective", "noise"], "nothing about the picture"),
 }  # fmt: skip
 # Found before the processes connect: each says them, unless a launcher ends it first.
@@ -69,7 +60,7 @@ OF_DEEPSPEED: dict[str, Mistake] = {
 
 def command(mistake: Mistake, tmp: Path) -> list[str]:
     script, flags, _ = mistake
-    return [*SCRIPTS[script], "--output_dir", str(tmp / "run"), *flags(tmp)]
+    return SCRIPTS[script].flags(tmp / "run", "--max_steps", "1", *flags(tmp))
 
 
 def assert_one_line(output: str, expected: str) -> None:
@@ -115,7 +106,7 @@ def test_the_root_alone_speaks_under_every_launcher(mistake: str, launcher: Laun
 def test_a_machine_whose_folder_lacks_a_file_is_named_and_all_end_with_2(tmp_path: Path) -> None:
     for rank, count in enumerate((40, 39)):
         folder_of_broken_images(tmp_path / f"photos{rank}", count)
-    flags = [*TINY, "--output_dir", str(tmp_path / "run"), "--image_folder", str(tmp_path / "photos{rank}")]
+    flags = SCRIPTS["train_vae"].flags(tmp_path / "run", "--image_folder", str(tmp_path / "photos{rank}"))
     finished = run(Launcher("torchrun", 2), "tests/launch/own_folder_worker.py", flags)
     [error] = [line for line in finished.output.splitlines() if ": error: " in line]
     assert re.search(r"rank 1 \(on .+\) sees 39 images in .+, rank 0 \(on .+\) sees 40: .* copy", error), error
