@@ -108,9 +108,9 @@ class Run:
             "updated"     the same batch, when that update is made and counted, before anything that follows it
             "evaluation"  None, between the steps of validations and pictures, before the run looks for a stop request
 
-        It is called on every process, so that it may contain collectives if it calls them on all. It may change the
-        batches that follow (`feed.batches`); what it raises ends the run as an error of the script would. A dry run has
-        no updates to watch.
+        Every process calls it, so that it may contain collectives of `processes`. It may replace `feed.batches`, what
+        the loader gives for the updates that follow. What it raises ends the run as an error of the script would. A dry
+        run tells of no update.
         """
         cls._watching.append(watch)
         try:
@@ -119,7 +119,7 @@ class Run:
             cls._watching.remove(watch)
 
     def tell(self, event: str, about: Any = None) -> None:
-        """An event of the loop is there; see `watched`."""
+        """Call who watches: the loop has come to an event of `watched`."""
         for watch in self._watching:
             watch(self, event, about)
 
