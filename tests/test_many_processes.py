@@ -17,8 +17,8 @@ from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
 from training.run.run import Run
 
 BATCH = 512  # over all processes
-UPDATES = 6  # a critic learns from update 4 on
-FEW, MANY = 8, 512
+UPDATES = 5  # a critic learns from update 4 on, and is punished in update 5
+FEW, MANY = 64, 512
 Counts = Counter[str]  # of calls, and of the bytes that the root receives, by kind
 
 
