@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import data.feed
 import distributed
 
 from . import public_loops, report
@@ -176,10 +175,7 @@ def _work(argv: Sequence[str]) -> None:
     args = script_parser.parse([*of_script.flags, *QUIET, *flags, str(updates + 1)])
     with distributed.from_args(args) as backend:
         if options.side == SCRIPT:
-            ours = Script(options, backend)
-            data.feed.TrainingStream = ours.stream  # type: ignore[assignment, misc]
-            script.train(args, script_parser.settings(args), backend)
-            ours.write()
+            Script(options, backend).run(script, args, script_parser.settings(args))
             return
         public_loops.unused(of_script.unused)
         _Public(options, backend.device).run(of_script.loop(args, options.precision, options.folder), args.batch_size)

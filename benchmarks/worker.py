@@ -4,10 +4,9 @@ Each side has processes of its own, so that nothing that one of them switches on
 once and take turns, a fraction of a second apart: in two separate runs the state of the machine would differ, often by
 more than the difference that is to be measured. While one side has its turn, the others sleep.
 
-The script asks its loader for a batch once per update. Here the loader is a generator over batches that are decoded
-already, so that the time from handing out a batch to being asked for the next one is the time of one update of the
-real script: noise, engine, optimizer, clock, logging and the look at the stop signal. The reference gets the same
-batches.
+The script gets batches that are decoded already, so that the time from the beginning of an update to that of the next
+one is that of the real script without its loader: noise, engine, optimizer, clock, logging and the look at the stop
+signal. The reference gets the same batches.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import data
-import data.feed
 import distributed
 
 from .references import HOROVOD, REFERENCES
 
+if TYPE_CHECKING:
+    from training.run.run import Run
+
 SCRIPT = "script"
 SCRIPTS = tuple(REFERENCES)
 _DECODED_BATCHES = 4
-_OpenStream = data.TrainingStream
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -126,25 +126,33 @@ class Side(ABC):
 
 
 class Script(Side):
-    """The script, which asks for a batch when it has made an update."""
+    """The script, whose run is watched."""
 
     def __init__(self, options: argparse.Namespace, backend: distributed.Backend) -> None:
         super().__init__(options, backend.device)
-        self._backend = backend
+        self._backend, self._next_update = backend, self.turns()
 
     def gather(self, value: Any) -> list[Any]:
         return self._backend.gather_objects(value)
 
-    def stream(self, samples: Any, subset: data.Subset, **loading: Any) -> Iterator[data.Batch]:
-        """Replaces the feed's ``TrainingStream``. Ends one batch after the last round."""
-        decoded = decoded_batches(samples, subset, **loading)
-        self.samples_per_update = len(decoded[0]["positions"])
-        path = _batches(self._options.folder, self._backend.rank)
-        torch.save(decoded, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").rename(path)
-        for batch, _ in zip(itertools.cycle(decoded), self.turns(), strict=False):
-            yield batch
-        yield decoded[0]  # the script's last update, after which it asks for no batch
+    def run(self, script: Any, args: argparse.Namespace, settings: dict[str, Any]) -> None:
+        """Train; the last round ends where the last update begins. Write the results on the root."""
+        from training.run.run import Run  # after the memory was measured: a reference needs none of it
+
+        with Run.watched(self._watch):
+            script.train(args, settings, self._backend)
+        if self._backend.is_root:
+            self.write()
+
+    def _watch(self, run: Run, event: str, _: Any) -> None:
+        if event == "update" and run.progress.step == 0:
+            decoded = decode(run)
+            self.samples_per_update = len(decoded[0]["positions"])
+            path = _batches(self._options.folder, self._backend.rank)
+            torch.save(decoded, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").rename(path)
+        if event == "update":
+            next(self._next_update, None)
 
 
 class Reference(Side):
@@ -200,7 +208,7 @@ class Reference(Side):
         images = data.open_images(self._args.image_folder, image_size=self._args.image_size)
         subset, _ = data.split(len(images), 0.0, self._args.seed, at_least=self._args.batch_size)
         loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1, "seed": self._args.seed}
-        return decoded_batches(images, subset, **loading)
+        return list(itertools.islice(data.TrainingStream(images, subset, **loading), _DECODED_BATCHES))
 
     def _pinned(self, batch: Mapping[str, Any]) -> Any:
         """With a GPU, tensors in pinned memory, as the script's loader makes them."""
@@ -208,9 +216,11 @@ class Reference(Side):
         return {key: value.pin_memory() if pins and torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def decoded_batches(samples: Any, subset: data.Subset, **loading: Any) -> list[data.Batch]:
-    """The first batches of a ``TrainingStream``, loaded in this process."""
-    return list(itertools.islice(_OpenStream(samples, subset, **{**loading, "num_workers": 0}), _DECODED_BATCHES))
+def decode(run: Run) -> list[data.Batch]:
+    """The next batches of a run, which from now on gets these again and again."""
+    decoded = list(itertools.islice(run.feed.batches, _DECODED_BATCHES))
+    run.feed.batches = itertools.cycle(decoded)
+    return decoded
 
 
 def _batches(folder: Path, rank: int) -> Path:
@@ -280,11 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         Reference(options, args).run()
         return
     with distributed.from_args(args) as backend:
-        side = Script(options, backend)
-        data.feed.TrainingStream = side.stream  # type: ignore[assignment, misc]
-        script.train(args, parser.settings(args), backend)
-        if backend.is_root:
-            side.write()
+        Script(options, backend).run(script, args, parser.settings(args))
 
 
 if __name__ == "__main__":

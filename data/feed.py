@@ -109,6 +109,8 @@ class Feed(Generic[BatchType]):
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
             "noun": f"{noun}s", "pin_memory": processes.device.type == "cuda",
         }  # fmt: skip
+        #: What the loader gives `next`, endlessly.
+        self.batches: Iterator[Any] = iter(())
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
         self._said: dict[str, int] = {}  # how many were left out, or accepted in part, when it was said last
@@ -148,9 +150,9 @@ class Feed(Generic[BatchType]):
         if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         order = {**self._order, "start_samples": start_samples}
-        self._batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
+        self.batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
         with self._processes.agreement():
-            batch = next(self._batches)
+            batch = next(self.batches)
             # Inside the agreement, because reading the first batches may fail on some processes only.
             without_split = [{**batch, "bad": []}]
             self._preview_batches = iter(self._whole_validation if len(self.valid_set) else without_split)
@@ -161,7 +163,7 @@ class Feed(Generic[BatchType]):
     def next(self) -> BatchType:
         """The next batch of the order."""
         with self._processes.waiting_for("data"):
-            batch = next(self._batches)
+            batch = next(self.batches)
         return self._received(batch)
 
     def validation(self) -> Iterator[BatchType]:

@@ -17,7 +17,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from torch import Tensor
 
 import data
 import models
-from data.feed import Feed
 from training.run.costs import without_costs
 from training.run.run import Run
 
@@ -122,6 +122,18 @@ def kill(*_: Any) -> None:
 
 def ask_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def at(event: str, step: int, do: Callable[[], object], call: int = 1) -> AbstractContextManager[None]:
+    """Call a function where a run has made ``step`` updates and tells an event (`Run.watched`) the first time, or at
+    call number ``call``."""
+    calls = itertools.count(1)
+
+    def watch(run: Run, told: str, _: Any) -> None:
+        if (told, run.progress.step) == (event, step) and next(calls) == call:
+            do()
+
+    return Run.watched(watch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,40 +227,25 @@ class Script:
         assert line.startswith(f"{self.name}.py: error: ")
         return line
 
-    @contextlib.contextmanager
-    def in_update(self, step: int, do: Callable[[], None]) -> Iterator[None]:
+    def in_update(self, step: int, do: Callable[[], object]) -> AbstractContextManager[None]:
         """Call a function at the beginning of update number ``step`` (from 0), whose batch is there."""
-        updates, done = Run.updates, []
+        return at("update", step, do)
 
-        def interrupted(run: Run, *evaluations: Any, **more: Any) -> Iterator[tuple[int, Any]]:
-            for now, batch in updates(run, *evaluations, **more):
-                if now == step and not done:
-                    done.append(now)
-                    do()
-                yield now, batch
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Run, "updates", interrupted)
-            yield
+    def in_validation(self, step: int, do: Callable[[], object]) -> AbstractContextManager[None]:
+        """Call a function between the two batches that validate the averaged weights after update ``step`` (from 0);
+        two that validate the trained weights come before them."""
+        return at("evaluation", step + 1, do, call=4)
 
     def train_killed(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is killed in update ``step`` (from 0)."""
-        with self.in_update(step, kill):
-            self._train_to_its_death(folder, *more)
+        self._train_to_its_death(self.in_update(step, kill), folder, *more)
 
-    def train_killed_in(self, owner: Any, name: str, call: int, folder: Path, *more: str) -> None:
-        """Train until the process is killed in call number ``call`` (from 1) of a function, ``owner.name``."""
-        function, calls = getattr(owner, name), itertools.count(1)
+    def train_killed_in_validation(self, step: int, folder: Path, *more: str) -> None:
+        """Train until the process is killed in a validation; see `in_validation`."""
+        self._train_to_its_death(self.in_validation(step, kill), folder, *more)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            return kill() if next(calls) == call else function(*args, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, counted)
-            self._train_to_its_death(folder, *more)
-
-    def _train_to_its_death(self, folder: Path, *more: str) -> None:
-        with pytest.raises(KilledError):
+    def _train_to_its_death(self, death: AbstractContextManager[None], folder: Path, *more: str) -> None:
+        with death, pytest.raises(KilledError):
             self.train(folder, *more)
         for thread in threading.enumerate():
             if thread.name == "checkpoint":  # would die with its process, and must not write beside the next start
@@ -256,30 +253,20 @@ class Script:
 
     def train_stopped(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is asked to stop in update ``step`` (from 0), which it completes and saves."""
-        with self.in_update(step, ask_to_stop), pytest.raises(SystemExit) as raised:
-            self.train(folder, *more)
-        assert raised.value.code == 75
-        assert (folder / "checkpoints" / f"step_{step + 1:08d}").is_dir()
+        self._train_to_a_stop(self.in_update(step, ask_to_stop), step, folder, *more)
 
     def train_stopped_in_validation(self, step: int, folder: Path, *more: str) -> None:
-        """Train until the process is asked to stop between two batches of a validation, that of the averaged weights
-        after update ``step`` (from 0); each update of an odd number has one of the trained weights and one of them."""
-        passes, validation = itertools.count(), Feed.validation
+        """Train until the process is asked to stop in a validation; see `in_validation`."""
+        rest = at("evaluation", step + 1, lambda: pytest.fail("the rest is left to the next start"), call=5)
+        with rest:
+            self._train_to_a_stop(self.in_validation(step, ask_to_stop), step, folder, *more)
+        assert len(metrics(folder)) == step
 
-        def interrupted(feed: Feed[Any]) -> Iterator[Any]:
-            number = next(passes)
-            for place, batch in enumerate(validation(feed)):
-                assert number < step or place == 0, "the rest is left to the next start"
-                if number == step:
-                    ask_to_stop()
-                yield batch
-
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as raised:
-            patch.setattr(Feed, "validation", interrupted)
+    def _train_to_a_stop(self, request: AbstractContextManager[None], step: int, folder: Path, *more: str) -> None:
+        with request, pytest.raises(SystemExit) as raised:
             self.train(folder, *more)
         assert raised.value.code == 75
         assert (folder / "checkpoints" / f"step_{step + 1:08d}").is_dir()
-        assert len((folder / "metrics.jsonl").read_text().splitlines()) == step
 
 
 VAE = Script(

@@ -231,19 +231,18 @@ def test_a_dry_run_says_what_the_run_takes_and_leaves_nothing(script: Script, co
      ("train_tokenizer", "--gan_weight_scale")],
 )  # fmt: skip
 def test_a_collapsed_run_is_told_so_once_with_what_to_try_and_one_that_learns_is_not(
-    name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, remedy: str, tmp_path: Path
 ) -> None:
     """What the validations find is given here, because where a run ends that is trained into a collapse depends on the
     instructions of the CPU."""
     of_run: list[Evaluation] = []
 
-    def updates(run: Run, *evaluations: Evaluation, **_: Any) -> list[Any]:
+    def watch(run: Run, event: str, evaluations: Any) -> None:
         of_run.extend(evaluations)
-        return kill()
+        kill()
 
-    monkeypatch.setattr(Run, "updates", updates)
     for _ in range(2):
-        with pytest.raises(KilledError):
+        with Run.watched(watch), pytest.raises(KilledError):
             SCRIPTS[name].train(tmp_path)
     learns = {"lr": 1.0, "valid/psnr": 9.0, "valid/variance_kept": 0.7, "valid/explained_variance": 0.5}
     if name != "train_vae":

@@ -67,6 +67,8 @@ def built(script: Script, folder: Path) -> Built:
         found.append(Built(script.parsed(*recipe), generator.module, given))
         raise BuiltError
 
+    # The losses that a script builds go nowhere else, and no flag makes a perceptual network narrower than the
+    # published one of 15 million weights.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models.perceptual, "load_perceptual", network)
         patch.setattr(adversaries, "AdversarialTraining", stop)

@@ -258,6 +258,7 @@ def test_twenty_updates_of_a_script_are_those_of_its_reference(
     case: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.discriminator is not None:
+        # Of a script's own file, --init_from takes the generator alone: no flag gives a discriminator its weights.
         monkeypatch.setattr(case.script.module, "build_discriminator", case.discriminator)
     flags = {"max_steps": UPDATES, "seed": SEED, **case.flags}
     theirs = metrics(run := case.script.train(tmp_path / "run", *words(flags)))

@@ -23,6 +23,7 @@ from models import MusicLMMuLaN
 from models.files.musiclm import load_public_mulan
 from tests.scripts import MULAN, Script, assert_same_bits, final_weights
 from trained import load_model
+from training.run.run import Run
 
 LAYOUT = {
     "layout": "musiclm", "win_length": 96, "hierarchical_layers": 1, "attn_dropout": 0.1, "ff_dropout": 0.1,
@@ -94,16 +95,13 @@ def test_a_tandem_model_is_no_musiclm_model(finished: Path, tmp_path: Path) -> N
 def test_texts_have_no_marks_of_start_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in training nor in a search: x-clip, the tokenizer of the public package, makes none."""
     seen: list[Tensor] = []
-    forward = MusicLMMuLaN.forward
 
-    def watched(
-        model: MusicLMMuLaN, waveforms: Tensor, tokens: Tensor, lengths: Tensor, *others: Any, **named: Any
-    ) -> Any:
-        seen.append(tokens)
-        return forward(model, waveforms, tokens, lengths, *others, **named)
+    def watch(run: Run, event: str, batch: Any) -> None:
+        if event == "update":
+            seen.append(batch["tokens"])
 
-    monkeypatch.setattr(MusicLMMuLaN, "forward", watched)
-    run = MUSICLM.train(tmp_path / "run", "--tokenizer", "clip", "--max_steps", "1")
+    with Run.watched(watch):
+        run = MUSICLM.train(tmp_path / "run", "--tokenizer", "clip", "--max_steps", "1")
     assert seen and max(int(tokens.max()) for tokens in seen) < 49406
     texts: list[Tensor] = []
     encode = MusicLMMuLaN.encode_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,32 +66,28 @@ def finished(run_of_eight: Callable[[Script], Path]) -> Path:
     return run_of_eight(VIDEO_TOKENIZER)
 
 
-def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the_same(tmp_path: Path) -> None:
     """On clips, every head of the discriminator learns."""
-    updates, seen = Run.updates, dict[int, tuple[int, list[int]]]()
+    seen: dict[int, tuple[int, list[int]]] = {}
 
-    def watched(run: Run, *evaluations: Any, **more: Any) -> Iterator[tuple[int, Any]]:
-        for step, batch in updates(run, *evaluations, **more):
+    def watch(run: Run, event: str, batch: Any) -> None:
+        if event == "update":
             found = batch["videos"].shape[2], list(batch["ids"])
-            assert seen.setdefault(step, found) == found, "whenever this update is made"
-            yield step, batch
+            assert seen.setdefault(run.progress.step, found) == found, "whenever this update is made"
 
-    monkeypatch.setattr(Run, "updates", watched)
     flags = [*ALTERNATING, "--max_steps", "7", "--save_every_n_steps", "1", "--weight_decay", "0"]
-    whole = VIDEO_TOKENIZER.train(tmp_path / "whole", *flags, "--keep_n_checkpoints", "9")
+    with Run.watched(watch):
+        whole = VIDEO_TOKENIZER.train(tmp_path / "whole", *flags, "--keep_n_checkpoints", "9")
+        VIDEO_TOKENIZER.train_stopped(1, tmp_path / "run", *flags)  # before an update on images
+        VIDEO_TOKENIZER.train_killed(3, tmp_path / "run", *flags)  # after it
+        VIDEO_TOKENIZER.train(tmp_path / "run", *flags)
+    assert_same_run(tmp_path / "run", whole)
     assert [frames for frames, _ in seen.values()] == [5, 5, 1, 5, 5, 1, 5]
     first, second = (set(ids) for frames, ids in seen.values() if frames == 1)
     assert min(first | second) >= 64 and not first & second
     before, after = ({n: t for n, t in checkpoint(whole, step).items() if n.startswith("discriminator: weights/clip")}
                      for step in (1, 2))  # fmt: skip
     assert before and not any(torch.equal(before[name], after[name]) for name in before)
-
-    VIDEO_TOKENIZER.train_stopped(1, tmp_path / "run", *flags)  # before an update on images
-    VIDEO_TOKENIZER.train_killed(3, tmp_path / "run", *flags)  # after it
-    VIDEO_TOKENIZER.train(tmp_path / "run", *flags)
-    assert_same_run(tmp_path / "run", whole)
 
 
 def validation_clips(args: argparse.Namespace) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -84,6 +84,7 @@ class Feed(Protocol):
     valid_set: Any
     bad_samples: Any
     ask: Callable[[bool], None]
+    batches: Iterator[Any]
 
     @property
     def validated(self) -> Any: ...

@@ -6,22 +6,19 @@ import argparse
 import collections
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import signal
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import data
-import data.feed
+from training.run.run import Run
 
 from .. import worker
 from ..jobs import reason
@@ -44,14 +41,17 @@ def build_parser() -> argparse.ArgumentParser:
 def kill(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     """Whether a run that was killed and resumed left the same files as one that was not. Each start is a child of this
     process, which has imported PyTorch but not begun to use a GPU."""
+    from tests.launch import interrupted_worker
+
     script = importlib.import_module(options.script)
     whole, killed = options.output_dir / "whole", options.output_dir / "killed"
     log = options.output_dir / "output"
-    main: Callable[[Path], None] = lambda folder: script.main([*flags, "--output_dir", str(folder)])  # noqa: E731
+    again = [*flags, "--output_dir", str(killed)]
+    first = ["--script", options.script, "--interrupt", f"SIGKILL@{KILLED_AFTER}", *again]
     children: dict[str, tuple[Callable[[], None], int]] = {
-        "whole": (lambda: main(whole), 0),
-        "first": (lambda: _until_killed(main, killed), -signal.SIGKILL),
-        "resumed": (lambda: main(killed), 0),
+        "whole": (lambda: script.main([*flags, "--output_dir", str(whole)]), 0),
+        "first": (lambda: interrupted_worker.main(first), -signal.SIGKILL),
+        "resumed": (lambda: script.main(again), 0),
     }
     for name, (action, expected) in children.items():
         if (code := _in_a_child(action, log)) != expected:
@@ -99,23 +99,6 @@ def _in_a_child(action: Callable[[], None], log: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _until_killed(main: Callable[[Path], None], folder: Path) -> None:
-    """A run that SIGKILL ends after update `KILLED_AFTER`, when the checkpoint of `SAVED_AFTER` is on the disk."""
-    from training.run.run import Run
-
-    advance = Run.advance
-
-    def counted(run: Run) -> None:
-        advance(run)
-        if run.progress.step == KILLED_AFTER:
-            while not (folder / "checkpoints" / f"step_{SAVED_AFTER:08d}").is_dir():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    Run.advance = counted  # type: ignore[method-assign]
-    main(folder)
-
-
 def waits(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     """How often per update the host waits for the GPU, and where most: PyTorch warns of each such call. What waits for
     an event on purpose, as the count of skipped updates of an earlier update does, is not counted."""
@@ -125,23 +108,17 @@ def waits(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
         if "synchroniz" in str(message).lower():
             places[_place(traceback.extract_stack())] += 1
 
-    def stream(*of_feed: Any, **loading: Any) -> Iterator[data.Batch]:
-        batches = itertools.cycle(worker.decoded_batches(*of_feed, **loading))
-        for number in itertools.count():
-            if number in (_FIRST, _FIRST + _COUNTED):
-                torch.cuda.set_sync_debug_mode("warn" if number == _FIRST else "default")
-            yield next(batches)
+    def watch(run: Run, event: str, _: Any) -> None:
+        if event == "update" and run.progress.step == 0:
+            worker.decode(run)
+        if event == "update" and run.progress.step in (_FIRST, _FIRST + _COUNTED):
+            torch.cuda.set_sync_debug_mode("warn" if run.progress.step == _FIRST else "default")
 
-    script, open_stream = importlib.import_module(options.script), data.feed.TrainingStream
-    data.feed.TrainingStream = stream  # type: ignore[assignment, misc]
-    run = ["--max_steps", str(_FIRST + _COUNTED + 1), "--output_dir", str(options.output_dir / "run")]
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = note
-            warnings.simplefilter("always")
-            script.main([*flags, *run])
-    finally:
-        data.feed.TrainingStream = open_stream  # type: ignore[misc]
+    last = ["--max_steps", str(_FIRST + _COUNTED + 1), "--output_dir", str(options.output_dir / "run")]
+    with warnings.catch_warnings(), Run.watched(watch):
+        warnings.showwarning = note
+        warnings.simplefilter("always")
+        importlib.import_module(options.script).main([*flags, *last])
     per_update = {place: count / _COUNTED for place, count in places.most_common()}
     return {"waits_per_update": sum(per_update.values()), "places": per_update}
 

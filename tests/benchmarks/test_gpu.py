@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import data.feed
-import train_vae
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import checks, worker
 from benchmarks.gpu import speed as speed_part
@@ -101,31 +100,32 @@ def test_a_script_is_measured_beside_its_reference(plan: Plan) -> None:
 def test_waits_are_counted_per_update_where_this_repository_causes_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: Plan
 ) -> None:
-    modes, rate = ["default"], train_vae.learning_rate
+    modes, result = ["default"], tmp_path / "result.jsonl"
 
-    def waits_twice(step: int, args: Any) -> float:
+    def waits_twice(*_: Any) -> None:
         for _ in range(2 if modes[-1] == "warn" else 0):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally at)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
-        return rate(step, args)
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(train_vae, "learning_rate", waits_twice)
-    result, stream = tmp_path / "result.jsonl", data.feed.TrainingStream
     flags = [*speed_part.model_flags_of(plan, "train_vae"), *checks.QUIET]
-    worker.main(["waits", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
+    with register_optimizer_step_pre_hook(waits_twice):
+        worker.main(["waits", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
     found = json.loads(result.read_text())
-    assert modes[1:] == ["warn", "default"] and data.feed.TrainingStream is stream
+    assert modes[1:] == ["warn", "default"]
     assert found["waits_per_update"] == 2 and list(found["places"].values()) == [2]
-    assert re.fullmatch(r"test_gpu\.py:\d+ < train_vae\.py:\d+", *found["places"])
+    assert re.fullmatch(r"test_gpu\.py:\d+ < \w+\.py:\d+", *found["places"])
 
 
-def test_a_resumed_run_with_other_bits_is_found(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    rate = train_vae.learning_rate
-    monkeypatch.setattr(train_vae, "learning_rate", lambda *args: rate(*args) * (1 + os.getpid() % 1000 * 1e-3))
+def test_a_resumed_run_with_other_bits_is_found(tmp_path: Path, plan: Plan) -> None:
+    def change_the_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 1 + os.getpid() % 1000 * 1e-3
+
     result = tmp_path / "result.jsonl"
     flags = [*checks.model_flags("train_vae", True), *checks.QUIET, "--max_steps", "12", "--save_every_n_steps", "8"]
-    worker.main(["kill", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
+    with register_optimizer_step_pre_hook(change_the_rate):
+        worker.main(["kill", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
     found = json.loads(result.read_text())
     assert found["starts"] == [0, 8] and not found["same_bits"]
     assert found["differing"] == ["checkpoints/step_00000012/engine.safetensors", "model/model.safetensors"]

@@ -16,58 +16,52 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch._dynamo
 import torch.distributed.nn  # noqa: F401  (forks of this process start faster)
 
-import data.feed
-from data.stream import Batch, TrainingStream
-from distributed import Backend
 from training.run.run import Run
 
 
-def watch(backend: Backend, ids: Path | None, interruption: str, last_alone: bool, save_every: int) -> None:
-    """From now on, write down every completed update, and interrupt the run after the one in ``interruption``."""
-    name, _, at = interruption.partition("@")
-    pids = backend.gather_objects(os.getpid())
-    taken: list[tuple[int, int]] = []
-    advance = Run.advance
+class Interruption:
+    """Watches a run; see `main` for the flags."""
 
-    class Stream(TrainingStream):
-        def __iter__(self) -> Iterator[Batch]:
-            for batch in super().__iter__():
-                taken[:] = zip(batch["positions"], batch["ids"], strict=True)
-                yield batch
+    def __init__(self, ids: Path | None, interrupt: str, last_alone: bool) -> None:
+        self._ids, self._last_alone = ids, last_alone
+        self._signal, _, self._place = interrupt.partition("@")
+        self._batches = itertools.count(1)  # of validations
 
-    def advance_and_write(run: Run) -> None:
-        advance(run)
-        samples = sorted(sample for part in backend.gather_objects(taken) for sample in part)
-        if not backend.is_root:
-            return
-        if ids:
-            with open(ids, "a") as file:
-                file.write(json.dumps({"update": run.progress.step, "ids": [index for _, index in samples]}) + "\n")
-        if name and at == str(run.progress.step) and not backend.is_restart:
-            saved = (run.progress.step - 1) // save_every * save_every
-            while not (run.folder.checkpoints_dir / f"step_{saved:08d}").exists():  # updates are shorter than a save
-                time.sleep(0.01)
-            for pid in reversed(pids[-1:] if last_alone else pids):  # this process last
-                os.kill(pid, signal.Signals[name])
+    def __call__(self, run: Run, event: str, batch: Any) -> None:
+        here = run.processes
+        is_last = here.rank == here.world_size - 1
+        if event == "evaluation" and is_last and self._place == f"batch{next(self._batches)}":
+            os.kill(os.getpid(), signal.Signals[self._signal])
+        elif event == "updated":
+            samples = zip(batch["positions"], batch["ids"], strict=True)
+            pids, parts = zip(*here.gather_objects((os.getpid(), [*samples])), strict=True)
+            if not here.is_root:
+                return
+            update = run.progress.step
+            if self._ids:
+                ids = [index for _, index in sorted(itertools.chain(*parts))]
+                with open(self._ids, "a") as file:
+                    file.write(json.dumps({"update": update, "ids": ids}) + "\n")
+            if self._signal and self._place == str(update) and not here.is_restart:
+                kill(run, pids[-1:] if self._last_alone else pids, self._signal)
 
-    data.feed.TrainingStream, Run.advance = Stream, advance_and_write  # type: ignore[misc, method-assign]
-    if at.startswith("batch") and backend.rank == backend.world_size - 1:
-        validation, batches = data.feed.Feed.validation, itertools.count(1)
 
-        def validation_that_interrupts(feed: Any) -> Iterator[Any]:
-            for batch in validation(feed):
-                if next(batches) == int(at.removeprefix("batch")):
-                    os.kill(os.getpid(), signal.Signals[name])
-                yield batch
-
-        data.feed.Feed.validation = validation_that_interrupts  # type: ignore[method-assign]
+def kill(run: Run, pids: Sequence[int], name: str = "SIGKILL") -> None:
+    """Send a signal to processes of a run, the last one first, when the checkpoint before this update is there: updates
+    are shorter than a save."""
+    every = run.args.save_every_n_steps
+    saved = run.folder.checkpoints_dir / f"step_{(run.progress.step - 1) // every * every:08d}"
+    while not saved.exists():
+        time.sleep(0.01)
+    for pid in reversed(pids):
+        os.kill(pid, signal.Signals[name])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -82,15 +76,8 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--last_alone", action="store_true", help="of the processes; the others find out")
     own, flags = parser.parse_known_args(argv)
-    script = importlib.import_module(own.script)
-    train = script.train
-
-    def watched(args: argparse.Namespace, settings: dict[str, Any], backend: Backend) -> None:
-        watch(backend, own.ids, own.interrupt, own.last_alone, args.save_every_n_steps)
-        train(args, settings, backend)
-
-    script.train = watched
-    script.main(flags)
+    with Run.watched(Interruption(own.ids, own.interrupt, own.last_alone)):
+        importlib.import_module(own.script).main(flags)
 
 
 if __name__ == "__main__":

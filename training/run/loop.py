@@ -89,6 +89,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     Raises:
         SystemExit: with code 75 after a stop request; with code 1 if the last checkpoint or model cannot be written.
     """
+    run.tell("start", evaluations)
     for evaluation in evaluations:
         if evaluation.best:
             evaluation.best.catch_up(run.progress.step, run.evaluated_before.get(evaluation.best.metric))
@@ -103,6 +104,7 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     shown = feed.preview(preview)
 
     def ask(now: bool) -> None:
+        run.tell("evaluation")
         if run.stop_requested(now):
             raise EvaluationStopped
 
@@ -124,9 +126,11 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
         with run.paused():
             _evaluate_or_exit(run, feed, evaluations, shown)
     while not run.progress.finished:
+        run.tell("update", batch)
         with run.an_update():
             yield run.progress.step, batch
         run.advance()
+        run.tell("updated", batch)
         is_evaluation_due = _validation_is_due(run, feed, evaluations) or run.due(run.args.sample_every_n_steps)
         stop = run.stop_requested(now=is_evaluation_due)  # a stop request should not wait for an evaluation
         line = run.line()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from PIL import Image
@@ -33,7 +33,8 @@ _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_fold
 
 
 class Run:
-    """Everything about a run that is not its model, data or loss. Every process calls every method.
+    """Everything about a run that is not its model, data or loss. Every process calls every method. Tests and
+    benchmarks interrupt and measure runs by `watched` alone.
 
     Args:
         args: The shared arguments (`add_run_arguments`).
@@ -46,6 +47,8 @@ class Run:
         UserMistake: one line, if the folder cannot be used.
     """
 
+    _watching: ClassVar[list[Callable[[Run, str, Any], object]]] = []
+
     def __init__(
         self,
         args: argparse.Namespace,
@@ -57,7 +60,7 @@ class Run:
         columns: Sequence[str] = (),
         resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
-        self.args, self._settings, self._processes, self._feed = args, settings, processes, feed
+        self.args, self._settings, self.processes, self.feed = args, settings, processes, feed
         self._model_arguments, self._columns, self._resolve = model_arguments, columns, resolve
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
@@ -95,9 +98,34 @@ class Run:
         # For the updates of the scripts.
         self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
 
+    @classmethod
+    @contextmanager
+    def watched(cls, watch: Callable[[Run, str, Any], object]) -> Iterator[None]:
+        """Context in which the loop calls `watch` with the run, the name of an event and what it is about:
+
+            "start"       the evaluations, before the first batch is loaded
+            "update"      the batch of update `progress.step` (from 0), which is about to be made
+            "updated"     the same batch, when that update is made and counted, before anything that follows it
+            "evaluation"  None, between the steps of validations and pictures, before the run looks for a stop request
+
+        Every process calls it, so that it may contain collectives of `processes`. It may replace `feed.batches`, what
+        the loader gives for the updates that follow. What it raises ends the run as an error of the script would. A dry
+        run tells of no update.
+        """
+        cls._watching.append(watch)
+        try:
+            yield
+        finally:
+            cls._watching.remove(watch)
+
+    def tell(self, event: str, about: Any = None) -> None:
+        """Call who watches: the loop has come to an event of `watched`."""
+        for watch in self._watching:
+            watch(self, event, about)
+
     @property
     def is_root(self) -> bool:
-        return self._processes.is_root
+        return self.processes.is_root
 
     @property
     def codes_due(self) -> bool:
@@ -116,8 +144,8 @@ class Run:
         Raises:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
         """
-        here = self._processes
-        own_parts = {"progress": self.progress, "random": RandomState(here), "bad_samples": self._feed.bad_samples}
+        here = self.processes
+        own_parts = {"progress": self.progress, "random": RandomState(here), "bad_samples": self.feed.bad_samples}
         self._saves.parts = {**own_parts, **parts}
         news: list[str] = []
         changed: dict[str, list[Any]] = {}
@@ -175,7 +203,7 @@ class Run:
         """On the root, the line of the evaluation that the checkpoint lacks, if that was made before the run ended and
         need not be repeated, because it met no bad samples that the checkpoint does not know; else {}."""
         line = self.tracker.line(self.progress.step) or {}
-        counts = self._feed.bad_samples.counts
+        counts = self.feed.bad_samples.counts
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
         is_known = all(line.get(name, 0) == counts.get(name, 0) for name in ("bad_samples", "partial_samples"))
         return line if is_finished or is_known else {}
@@ -204,7 +232,7 @@ class Run:
 
     def updates(self, *evaluations: Evaluation, preview: int) -> Iterator[tuple[int, Any]]:
         """The loop over the updates that are left; see `training.run.loop.updates`."""
-        return updates(self, self._feed, evaluations, preview)
+        return updates(self, self.feed, evaluations, preview)
 
     def line(self) -> dict[str, Any]:
         """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;
@@ -231,12 +259,12 @@ class Run:
         late, on GPUs two, unless the answer is needed `now`."""
         self.deadline.asked()
         self._is_late = self.is_root and self.deadline.near(self._saves.longest_seconds)
-        return self._processes.stop_requested(self._is_late, now)
+        return self.processes.stop_requested(self._is_late, now)
 
     def check_deadline(self) -> None:
         """Within an evaluation that is ended: raise UserMistake on all processes if it was the deadline that ended it,
         in a start that made nothing else, so that each further start would end in the same place. Collective."""
-        with self._processes.agreement():
+        with self.processes.agreement():
             if self._is_late and self.progress.step == self._resumed_step:
                 raise ValueError(
                     f"the evaluation of update {self.progress.step} alone takes longer than --save_before_minutes "
@@ -300,11 +328,11 @@ class Run:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._processes.device
+        return self.processes.device
 
     def peak_memory(self) -> str:
         """The most memory of a process so far, in words. Collective."""
-        peaks = self._processes.gather_objects(self._costs.memory())
+        peaks = self.processes.gather_objects(self._costs.memory())
         most = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
         return ", ".join(f"{name.split('_')[1]} {peak:.3g} GB" for name, peak in most.items())
 
@@ -335,7 +363,7 @@ class Run:
 
     def writing(self, what: str, write: Callable[[Path], None], path: Path) -> None:
         """Write something that may take long, on the root."""
-        self._processes.writing(what)
+        self.processes.writing(what)
         write(path)
 
     def close(self, use: Sequence[str] = ()) -> None:
@@ -345,11 +373,11 @@ class Run:
         self._profiler.close()
         self.tracker.write_lines()
         failures = [*self._saves.failures(), self.tracker.failure]
-        failure: str | None = self._processes.broadcast_object("; ".join(filter(None, failures)) or None)
+        failure: str | None = self.processes.broadcast_object("; ".join(filter(None, failures)) or None)
         if failure:
             self.say(f"{failure}; the newest checkpoint is {self._saves.newest_name()}")
         elif self._saves.models:
-            with self._processes.agreement():
+            with self.processes.agreement():
                 self.folder.mark_finished(self.progress.step)
             self._say_how_it_ended("finished")
             self.say(f"finished: {self.progress.total_steps} updates in {duration(self.stopwatch.seconds)}")
@@ -360,7 +388,7 @@ class Run:
         # In this order: the newest artifact of a name is what people get who ask for no other.
         models = {"best": self.folder.path / "best", "final": Path(self._saves.models[0])} if self._saves.models else {}
         # Last, because an upload may take longer than other processes or a scheduler wait.
-        self._processes.after_leaving(lambda: self.tracker.close(models))
+        self.processes.after_leaving(lambda: self.tracker.close(models))
         if failure:
             raise SystemExit(NOT_SAVED)
 
