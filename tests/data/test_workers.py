@@ -69,7 +69,7 @@ def test_a_worker_that_was_killed_between_two_passes_is_one_line():
 PROGRAM = f"""
 import os, signal, sys
 import torch.utils.data._utils.worker
-torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1e6  # seconds until torch looks for the main process
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1000  # seconds until torch looks for the main process
 sys.path.insert(0, {str(ROOT)!r})
 from data import TrainingStream, ValidationStream, open_images, split
 images = open_images("demo:shapes", image_size=8)
