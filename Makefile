@@ -32,8 +32,8 @@ test: $(VENV)/.complete
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 # The tests that train, and those that compare processes, once more, as on a CPU that can do less: what passes only with
-# one order of sums fails here. One is left out: compiled by Inductor for AVX2 (PyTorch 2.15), the VAE of that test has
-# NaN as its losses, which is not understood yet.
+# one order of sums fails here. One is left out: compiled by Inductor for AVX2 (ATEN_CPU_CAPABILITY, PyTorch 2.15), the VAE
+# of that test has NaN as its losses on two processes, but not on one, which is not understood yet.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-avx2: $(VENV)/.complete
 	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder tests/models tests/training \
