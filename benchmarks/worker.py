@@ -67,6 +67,7 @@ class Side(ABC):
         self._options, self._device = options, device
         self._sides = options.sides.split(",")
         self._number = self._sides.index(options.side)  # of the next turn, counted over all sides
+        importlib.import_module("torch._dynamo")  # 150 MiB, which an optimizer would import: no memory of the model
         self._memory_before = memory_bytes(device)
         self._rates: dict[str, list[float]] = {"wall": [], "cpu": []}
         self._memory: list[list[int]] = []  # by rank
@@ -99,6 +100,9 @@ class Side(ABC):
             self._rates["wall"].append(sum(samples / wall for wall, _ in by_rank))
             self._rates["cpu"].append(samples * len(by_rank) / sum(cpu for _, cpu in by_rank))
         self._memory = self.gather([self._memory_before, peak_of_start, peak_memory_bytes(self._device)])
+        self._say(f"done-{options.side}")
+        for side in self._sides:  # a run that ended now would validate and save beside the last turn of the others
+            self._wait_for(f"done-{side}")
 
     samples_per_update: int
     """Of this process."""
