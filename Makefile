@@ -34,7 +34,7 @@ test: $(VENV)/.complete
 # The tests that train, and those that compare processes, once more, as on a CPU that can do less: what passes only with
 # one order of sums fails here. torch.compile keeps its kernels in a folder of their own: PyTorch 2.15 finds a kernel by
 # its graph, not by ATEN_CPU_CAPABILITY, and one generated for AVX-512 gives NaN when it is compiled for AVX2.
-AVX2 = ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
     TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/compiled-for-avx2
 test-avx2: $(VENV)/.complete
 	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder tests/models tests/training \

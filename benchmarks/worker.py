@@ -67,7 +67,7 @@ class Side(ABC):
         self._options, self._device = options, device
         self._sides = options.sides.split(",")
         self._number = self._sides.index(options.side)  # of the next turn, counted over all sides
-        importlib.import_module("torch._dynamo")  # 150 MiB, which an optimizer would import: no memory of the model
+        importlib.import_module("torch._dynamo")  # the first optimizer imports it: 150 MiB that are not the model's
         self._memory_before = memory_bytes(device)
         self._rates: dict[str, list[float]] = {"wall": [], "cpu": []}
         self._memory: list[list[int]] = []  # by rank

@@ -229,6 +229,8 @@ def main() -> None:
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     flags = vars(parser.parse_args())
     folder, settings = flags.pop("folder"), Settings(**flags)
+    if settings.image_size < (least := 4 * 2**settings.discr_layers):
+        parser.error(f"--discr_layers {settings.discr_layers} needs an --image_size of at least {least}")
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator, discriminator = VQGAN(settings).to(device), Discriminator(settings).to(device)
