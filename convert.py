@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hub import add_push
+from tandem.files.exits import FAILED, leave
 from tandem.files.installed import command_of
 from tandem.files.reading import printable
 from trained import (
@@ -185,7 +186,7 @@ def inspect(args: argparse.Namespace) -> None:
     facts = {"path": str(where), **facts}
     print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, lines_of(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
-        raise SystemExit(1)
+        leave(FAILED)
 
 
 def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:

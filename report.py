@@ -12,7 +12,6 @@ page.
 from __future__ import annotations
 
 import signal
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +115,8 @@ def say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    from tandem.files.exits import INTERRUPTED, leave
+
     parser = build_parser()
     args = parser.parse_args(argv)
     check_flags(parser, args)
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        sys.exit(130)
+        leave(INTERRUPTED)
 
 
 if __name__ == "__main__":

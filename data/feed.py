@@ -101,9 +101,8 @@ class Feed(Generic[BatchType]):
                     every=second_every, batch_size=args.batch_size, offset=n,
                 )  # fmt: skip
         self.sees_whole_split = False
-        #: Called between the steps of an evaluation by all processes, after the same ones; it may raise to end it. Its
-        #: argument says whether the answer must not be late, see `Processes.stop_requested`.
-        self.ask: Callable[[bool], None] = lambda now: None
+        #: Called between the steps of an evaluation by all processes, after the same ones; it may raise to end it.
+        self.ask: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
@@ -170,7 +169,7 @@ class Feed(Generic[BatchType]):
         """This process's part of one pass over the `validated` part of the validation split."""
         stream = self._whole_validation if self.sees_whole_split else self._validation
         for batch in self._processes.each("validation data", stream):
-            self.ask(False)
+            self.ask()
             yield self._received(batch)
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tandem.files.exits import CannotGoOn
+from tandem.files.exits import CannotGoOn, leave
 
 # A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.
 START_METHOD = "fork" if sys.platform == "linux" else None
@@ -206,4 +206,4 @@ def _end_with_the_main_process() -> None:
         received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
         if received is not None and received.si_pid == main.pid:
             break
-    os._exit(0)
+    leave(0, at_once=True)

@@ -22,7 +22,7 @@ from contextlib import _GeneratorContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tandem.files.exits import FAILED
+from tandem.files.exits import FAILED, leave
 from tandem.files.writing import say
 
 from .engines.base import Engine
@@ -158,7 +158,7 @@ class Backend(Processes, ABC):
             if not isinstance(error, ValueError | ImportError):
                 # A port that is in use, a machine that did not come: the next start may be luckier.
                 say(f"stopped: {text}")
-                raise SystemExit(FAILED) from None
+                leave(FAILED)
             if not self.is_root:  # the root prints only its own error, and may not have one
                 say(f"error: {text}")
             raise UserMistake(text) from error
@@ -190,7 +190,7 @@ class Backend(Processes, ABC):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
                 self.watchdog.leave_alone()
-            raise SystemExit(FAILED) from None
+            leave(FAILED)
         for work in self._after_leaving if is_done else ():
             work()
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tandem.files.exits import ASKED_TO_STOP
+from tandem.files.exits import ASKED_TO_STOP, INTERRUPTED, leave
 from tandem.files.writing import say, tell
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The processes of deepspeed have its terminal; torchrun and horovodrun start theirs in sessions of their own.
 _THAT_PASS_ON = ("python", "deepspeed")
 _ASKED_OF_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # mostly through the launcher
-_ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 _WAKE_UP = b"\0"  # the number of no signal
 _LOOKS_FOR_LAUNCHER_SECONDS = 1.0
 _VERDICT_SECONDS = 3.0  # until the watchdog has told that a process is lost: launchers then ask the others to stop
@@ -122,7 +121,7 @@ class Signals:
         self._note(number)  # it may have begun meanwhile
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
-            os._exit(_ENDED_BY_INTERRUPT)
+            leave(INTERRUPTED, at_once=True)
         # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
         if self._has_begun and self._is_root and not self._has_told and not self._is_explained(patience):
@@ -137,7 +136,7 @@ class Signals:
             return
         if self._is_root:
             say(f"{why}: stopped before there was anything to save; the same command starts again")
-        os._exit(ASKED_TO_STOP)
+        leave(ASKED_TO_STOP, at_once=True)
 
     def _tell_once(self, number: int | None) -> None:
         """The root says that it was asked to stop. ``number`` is None if another process heard the signal alone."""

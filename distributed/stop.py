@@ -3,7 +3,7 @@
 A scheduler may signal one process, some, or all, at different moments. Each process adds its flag to a sum over the
 processes, so that all stop after the same update: to the last sum of gradients of each update, or, where there is none,
 to an asynchronous sum of its own that all processes read one call later. No update waits for it. Before something that
-takes long, such as a validation, the processes wait for a sum instead.
+takes long, such as a validation, and at each of its batches the processes wait for a sum instead.
 """
 
 from __future__ import annotations

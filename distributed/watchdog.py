@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tandem.files.exits import FAILED
+from tandem.files.exits import FAILED, leave
 from tandem.files.writing import WRITER, processor_time, tell
 
 from .errors import TrainingStopped, first_line
@@ -265,7 +265,7 @@ class Watchdog:
         """End this process, which has told why, within a time: it waits for its own writes, and for no other process,
         as the interpreter's own exit would do through Horovod or NCCL."""
         self.let_writes_end()
-        os._exit(FAILED)
+        leave(FAILED, at_once=True)
 
 
 def _machine() -> str:

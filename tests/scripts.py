@@ -33,7 +33,7 @@ from torch import Tensor
 
 import data
 import models
-from training.run.costs import without_costs
+from training.run.clock import without_costs
 from training.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -377,9 +377,9 @@ def final_weights(run: Path) -> dict[str, Tensor]:
 
 
 def shared_state(run: Path) -> dict[str, Tensor]:
-    """Every tensor of a run's model and of its newest checkpoint that does not belong to a single process."""
+    """Every tensor of a run's model and of its newest checkpoint."""
     newest = checkpoint(run, max(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*")))
-    return {**{name: tensor for name, tensor in newest.items() if "random" not in name}, **final_weights(run)}
+    return {**newest, **final_weights(run)}
 
 
 def validation_images(args: argparse.Namespace) -> Tensor:

@@ -39,7 +39,7 @@ from tests.scripts import (
     kill,
     metrics,
 )
-from training.run import stopwatch
+from training.run import clock
 from training.run.loop import Evaluation
 from training.run.run import Run
 from training.run.starts import starts
@@ -147,11 +147,11 @@ def test_starts_jsonl_says_what_ran_where_how_and_what_changed(script: Script, c
 def test_seconds_add_up_over_all_starts(script: Script, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         hours = itertools.count()
-        patch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
+        patch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
         script.train_stopped(1, tmp_path, *script.eight)
     script.train(tmp_path, *script.eight)
     seconds = [line["seconds"] for line in metrics(tmp_path)]
-    assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 2 * 3600
+    assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 3 * 3600
 
 
 def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_what_to_do_next(

@@ -122,8 +122,9 @@ def test_what_an_update_a_line_and_a_checkpoint_exchange_is_what_the_table_says(
     cells = [f"`{command}`", *(cell(few[part], many[part]) for part in ("update", "line", "checkpoint"))]
     row = f"| {' | '.join(cells)} |"
     assert row in (ROOT / "docs" / "clusters.md").read_text(), row
-    # No object of a process goes to all others, but for the start and for what a checkpoint keeps of each.
-    assert not many["line"]["gathers"] and not any(many[part]["meetings"] for part in many if part != "start")
+    # No object of a process goes to all others, but for the start.
+    assert not many["line"]["gathers"] and not many["checkpoint"]
+    assert not any(many[part]["meetings"] for part in many if part != "start")
     # A start: the same calls, and with each process a few numbers and a sample of the preview, of which here all
     # processes have one to show, and of a real job the first ones.
     of_few, of_many = few["start"], many["start"]

@@ -50,6 +50,12 @@ def test_no_leaf_imports_a_leaf_by_name_and_of_the_installed_package_only_the_bo
         assert not ours if is_bottom else all(name.startswith(f"{BOTTOM}.files") for name in ours), path
 
 
+def test_one_line_alone_ends_a_process() -> None:
+    ways = re.compile(r"\bos\._exit\(|\bsys\.exit\(|\bSystemExit\(")
+    found = {path for path in [*MODULES, *ROOT.glob("*.py")] if ways.search(path.read_text())}
+    assert found == {ROOT / BOTTOM / "files" / "exits.py"}
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_names_no_backend_outside_its_docstring_and_help(path: Path) -> None:
     assert list(backend_names(ast.parse(path.read_text()))) == []

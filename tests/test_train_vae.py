@@ -22,7 +22,7 @@ from tests.scripts import (
     metrics,
     validation_images,
 )
-from training.run.costs import COSTS
+from training.run.clock import COSTS
 
 
 def from_model_folder(run: Path) -> DiscreteVAE:

@@ -83,7 +83,7 @@ class Feed(Protocol):
     samples_per_epoch: int
     valid_set: Any
     bad_samples: Any
-    ask: Callable[[bool], None]
+    ask: Callable[[], None]
     batches: Iterator[Any]
 
     @property

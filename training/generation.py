@@ -236,7 +236,7 @@ class Generation:
             with self._processes.agreement(), suppress(_Abandoned):  # some processes may have none left, and wait
                 if mine < count:
                     draw(range(mine, mine + size))
-            self._feed.ask(True)
+            self._feed.ask()
 
 
 def _label(place: int, caption: str) -> str:

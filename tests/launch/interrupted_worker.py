@@ -33,12 +33,16 @@ class Interruption:
         self._ids, self._last_alone = ids, last_alone
         self._signal, _, self._place = interrupt.partition("@")
         self._batches = itertools.count(1)  # of validations
+        self._is_sent = False
 
     def __call__(self, run: Run, event: str, batch: Any) -> None:
         here = run.processes
         is_last = here.rank == here.world_size - 1
-        if event == "evaluation" and is_last and self._place == f"batch{next(self._batches)}":
-            os.kill(os.getpid(), signal.Signals[self._signal])
+        if event == "evaluation" and is_last:
+            assert not self._is_sent, "no batch follows that of the signal"
+            if self._place == f"batch{next(self._batches)}":
+                self._is_sent = True
+                os.kill(os.getpid(), signal.Signals[self._signal])
         elif event == "updated":
             samples = zip(batch["positions"], batch["ids"], strict=True)
             pids, parts = zip(*here.gather_objects((os.getpid(), [*samples])), strict=True)

@@ -23,7 +23,7 @@ def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_col
         events.append(f"draws {batch}")
         on_pictures(torch.zeros(batch, 3, 4, 4))
 
-    decoder, feed = SimpleNamespace(image_sizes=(4,), sample=sample), SimpleNamespace(ask=lambda now: None)
+    decoder, feed = SimpleNamespace(image_sizes=(4,), sample=sample), SimpleNamespace(ask=lambda: None)
     n = 2 * CHUNK_SHOWN
     conditions = {"images": torch.zeros(n, 3, 4, 4), "captions": [""] * n}
     Generation(feed, lambda batch: {}, None, process, 0).draw(decoder, conditions)
@@ -53,7 +53,7 @@ def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_tha
                     on_step(step, 10)
                 on_pictures(torch.zeros(batch, 3, 4, 4))
 
-        def ask(now: bool) -> None:
+        def ask() -> None:
             if process.any(process.is_asked_here):
                 raise Stopped
 

@@ -1,21 +1,26 @@
 """Checkpoints that are either complete or absent: written by a thread during training, committed by a rename."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tandem.files.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
 
-from ..contracts import Processes
-from .format import Tree, check_sums, damaged, read_checkpoint, write_folder
+from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
 from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from ..contracts import Processes, Stateful
+    from ..run.folder import RunFolder
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
 _NAME = re.compile(r"step_[0-9]{8,}")
@@ -48,13 +53,14 @@ class Checkpoints:
         self.folder = folder
         #: Why the newest checkpoint is not on the disk, in one line; None if it is. Set on the root alone.
         self.failure: str | None = None
-        #: What could not be deleted, in one line each; the caller takes the lines out. Set on the root alone.
+        #: What could not be deleted, in one line each, until `news` tells it. Set on the root alone.
         self.left: list[str] = []
         #: Step of the last call of `save`.
         self.requested_step: int | None = None
         #: Seconds of the longest write so far, from the copy to the rename.
         self.longest_seconds = 0.0
         self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
+        self._told: str | None = None  # the failure that `news` has told
         self._was_left: set[str] = set()  # names that `left` has told
         self._is_protected: set[str] = set()  # names of checkpoints that no save tries to delete again
         self._snapshot: Snapshot | None = None
@@ -90,9 +96,72 @@ class Checkpoints:
         self.join()
         self._processes.barrier()
 
+    def why_not_saved(self) -> str | None:
+        """`failure` on every process, when the last save has ended. Collective."""
+        self.wait()
+        failure: str | None = self._processes.broadcast_object(self.failure)
+        return failure
+
+    def news(self, *, at_end: bool = False) -> Iterator[str]:
+        """That a write failed, which at the end the caller says, or that something could not be deleted: a line each,
+        once, on the root."""
+        while self.left:
+            yield f"{self.left.pop(0)}; it stays"
+        if self.failure and self.failure != self._told and not at_end:
+            yield f"{self.failure}; training goes on, and the next save tries again"
+        self._told = self.failure
+
     def latest(self) -> Path | None:
         """The newest checkpoint, or None."""
         return latest_checkpoint(self.folder)
+
+    def load_newest(
+        self, folder: RunFolder, expected: Collection[str], say: Callable[[str], None]
+    ) -> tuple[Path | None, dict[str, Tree], dict[str, Any]]:
+        """Load the newest checkpoint that is whole. Collective. Damaged ones, and a run folder that a process does not
+        see, are reported to `say`.
+
+        Returns:
+            Its path, None if none was ever saved; its parts and meta, see `load`.
+
+        Raises:
+            UserMistake: one line, if all checkpoints are damaged or gone, or a process does not see the folder.
+        """
+        here, found = self._processes, None
+        with here.agreement():
+            if here.is_root:
+                found = self.newest_good(say)
+                if found is None and folder.finished_step is not None:
+                    raise ValueError(
+                        f"{folder.path} holds a model of update {folder.finished_step} and no checkpoint; "
+                        "restore one to go on, give another --output_dir, or start over with --fresh"
+                    )
+        # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
+        latest = here.broadcast_object(str(found) if found else None)
+        blind = [rank for rank, sees in enumerate(here.gather_objects(folder.is_seen)) if not sees]
+        with here.agreement():
+            if blind:
+                unseen = (
+                    f"rank {blind[0]} does not see {folder.path}; put --output_dir on a disk that all machines see, "
+                    "because every process reads the checkpoint there to resume"
+                )
+                if latest:
+                    raise ValueError(f"cannot resume: {unseen}")
+                say(unseen)
+            if latest:
+                return Path(latest), *self.load(Path(latest), expected)
+        return None, {}, {}
+
+    def restore(self, path: Path, states: Mapping[str, Any], parts: Mapping[str, Stateful]) -> None:
+        """Set the parts to the states that were loaded from a checkpoint. Collective.
+
+        Raises:
+            ValueError: one line, if a state is not what its part wrote; on all processes.
+        """
+        for name, state in states.items():
+            # Each in its own agreement: the next part may wait for the others in a collective.
+            with self._processes.agreement(), explained(path, name):
+                parts[name].load_state_dict(state)
 
     def newest_good(self, say: Callable[[str], None]) -> Path | None:
         """The newest checkpoint whose files match their checksums, or None if none was ever saved. Called on the root

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from tandem.files.exits import MISTAKE
+from tandem.files.exits import MISTAKE, leave
 from tandem.files.installed import HOME, IS_INSTALLED, command_of
 from tandem.files.reading import printable
 from tandem.files.writing import open_standard_streams
@@ -93,8 +93,9 @@ class ArgumentParser(argparse.ArgumentParser):
         if not self._is_root():
             time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
             if is_agreed:
-                sys.exit(MISTAKE)
-        self.exit(MISTAKE, f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n")
+                leave(MISTAKE)
+        self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
+        leave(MISTAKE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         complete(self)

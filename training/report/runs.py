@@ -16,7 +16,7 @@ from .curves import MetricsFile
 from .faults import marks
 from .pictures import Pictures
 
-_PARTS = ("config.yaml", "metrics.jsonl", "starts.jsonl", "environment.json", "samples", "checkpoints")  # any of a run
+_PARTS = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")  # any of a run
 _MOST_STARTS = 200
 _LONGEST_VALUE = 2000  # characters of a setting
 _WAITS = {"data_seconds": "data", "communication_seconds": "other processes", "save_seconds": "checkpoints"}

@@ -173,7 +173,7 @@ def _training(kind: Kind, settings: Mapping[str, Any], last: Mapping[str, Any]) 
 
 def _shown_metrics(metrics: list[dict[str, Any]]) -> list[str]:
     """Names of the metrics of the validation; those of the training where there was none."""
-    from .costs import COSTS  # imports PyTorch
+    from .clock import COSTS  # imports PyTorch
 
     names = dict.fromkeys(
         name for line in metrics for name, value in line.items() if type(value) in (int, float)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,19 +12,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
+from tandem.files.exits import AskedToStop
+
 from ..ema import Average
-from . import ASKED_TO_STOP
 from .rehearsal import rehearse
 
 if TYPE_CHECKING:
-    from ..contracts import Feed
     from ..pictures.images import Sample
     from .best import BestModel
     from .run import Run
 
 
-class EvaluationStopped(Exception):
-    """All processes are asked to stop within an evaluation, which the next start makes."""
+@dataclass(frozen=True)
+class Action:
+    """Something that happens after every n-th update and after the last one, on every process.
+
+    Args:
+        name: What a dry run calls it.
+        every: Numbers n of updates (0: only at the end); one of them is enough.
+        do: Returns values for the line of metrics.
+        measures: The line of metrics waits for it, which may take long: a checkpoint of the same update, which stands
+            before it in the list, says that it is still to be made.
+    """
+
+    name: str
+    every: Sequence[int]
+    do: Callable[[], Mapping[str, Any]]
+    measures: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,15 +92,16 @@ def kept_model(models: Mapping[str, Any]) -> Any:
     return next((model for name, model in models.items() if name != "online"), models["online"])
 
 
-def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
+def updates(run: Run, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
-    order: count the update, save and exit if the run is asked to stop, save, validate, draw, report bad samples, write
-    the line of metrics; without a validation or a picture, the line comes before the save. A stop is asked for within
-    an evaluation too: the save before it knows that it is to be made. After the last update the models are written.
-    Yields nothing if the run is complete.
+    order: count the update, exit if the run is asked to stop, and do what is due of `actions`. The line of metrics is
+    written before them, or after those that measure; before a validation or a picture, and within one, a request to
+    stop is answered at once, and the next start makes it. After the last update the models are written. Yields nothing
+    if the run is complete.
 
     Raises:
-        SystemExit: with code 75 after a stop request; with code 1 if the last checkpoint or model cannot be written.
+        SystemExit: with code 75 after a stop request, for which the run is saved; with code 1 if the last checkpoint or
+            model cannot be written.
     """
     run.tell("start", evaluations)
     for evaluation in evaluations:
@@ -97,111 +111,112 @@ def updates(run: Run, feed: Feed, evaluations: Sequence[Evaluation], preview: in
     if run.is_complete:
         run.close()
         return
+    feed = run.feed
     run.say(f"{feed.summary()}; {run.progress.total_steps} updates")
-    if skipped := feed.skipped():
-        run.say(skipped)
+    run.warn(feed.skipped())
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
 
-    def ask(now: bool) -> None:
+    def ask() -> None:
         run.tell("evaluation")
-        if run.stop_requested(now):
-            raise EvaluationStopped
+        if run.stop_requested(now=True):
+            raise AskedToStop
 
     feed.ask = ask
-    if run.args.dry_run:
-        try:
-            yield from rehearse(
-                run,
-                feed,
-                evaluations,
-                batch,
-                partial(_validate, run, feed),
-                partial(_draw, run, feed, evaluations, shown),
-            )
-        except EvaluationStopped:
-            sys.exit(ASKED_TO_STOP)
-        return
-    if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
-        with run.paused():
-            _evaluate_or_exit(run, feed, evaluations, shown)
-    while not run.progress.finished:
-        run.tell("update", batch)
-        with run.an_update():
-            yield run.progress.step, batch
-        run.advance()
-        run.tell("updated", batch)
-        is_evaluation_due = _validation_is_due(run, feed, evaluations) or run.due(run.args.sample_every_n_steps)
-        stop = run.stop_requested(now=is_evaluation_due)  # a stop request should not wait for an evaluation
-        line = run.line()
-        with run.paused():
-            if is_evaluation_due or stop:
-                feed.report_bad_samples(run.say)
-            if is_evaluation_due:
-                run.leave_evaluation(line)
-            else:
-                _write_line(run, feed, evaluations, line)
-            # Before the evaluation, which may take longer than a scheduler waits: the next start makes it then.
-            if stop:
-                run.save_and_exit()
-            if run.due(run.args.save_every_n_steps):
-                run.save()
-            if is_evaluation_due:
-                _evaluate_or_exit(run, feed, evaluations, shown)
-        if not run.progress.finished:
-            batch = feed.next()
-    for evaluation in evaluations:
-        with evaluation.average.kept(evaluation.engine.gathered)() as kept:
-            for path, write in evaluation.write.items():
-                run.finish(partial(write, kept), run.folder.path / path)
-    run.close(evaluations[0].use)
-
-
-def _validation_is_due(run: Run, feed: Feed, evaluations: Sequence[Evaluation]) -> bool:
-    every = [run.args.validate_every_n_steps, *(evaluation.also_every_n_steps for evaluation in evaluations)]
-    return len(feed.valid_set) > 0 and any(map(run.due, every))
-
-
-def _evaluate_or_exit(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any) -> None:
+    listed = actions(run, evaluations, shown)
     try:
-        _evaluate(run, feed, evaluations, shown)
-    except EvaluationStopped:
-        run.check_deadline()
+        if run.args.dry_run:
+            yield from rehearse(run, listed, batch)
+            return
+        if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
+            with run.clock.paused():
+                _do(run, evaluations, [action for action in _due(run, listed) if action.measures])
+        while not run.progress.finished:
+            run.tell("update", batch)
+            with run.profiler.update(run.progress.step + 1):
+                yield run.progress.step, batch
+            run.advance()
+            run.tell("updated", batch)
+            due = _due(run, listed)
+            measuring = any(action.measures for action in due)
+            stop = run.stop_requested(now=measuring)
+            line = run.line()
+            with run.clock.paused():
+                if due or stop or line:
+                    feed.report_bad_samples(run.say)
+                if measuring:
+                    run.leave_evaluation(line)
+                else:
+                    _write_line(run, evaluations, line)
+                if stop:
+                    raise AskedToStop
+                _do(run, evaluations, due)
+            if not run.progress.finished:
+                batch = feed.next()
+    except AskedToStop:
         run.save_and_exit()
+    run.finish(evaluations)
 
 
-def _evaluate(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any) -> None:
-    """Validation and pictures, each if it is due after the newest update, and then the line of metrics: where there is
-    the line, nothing is left to do."""
-    line = dict(run.progress.unfinished_line or {})
-    if _validation_is_due(run, feed, evaluations):
-        with run.stopwatch.validating():
-            for evaluation in evaluations:
-                line |= _validate(run, feed, evaluation)
-        if not run.progress.finished and (share := run.stopwatch.costly_validation()):
+def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> list[Action]:
+    """What happens every n updates, in this order. The save comes first, because a validation may take longer than a
+    scheduler waits."""
+
+    feed, args = run.feed, run.args
+
+    def save() -> Mapping[str, Any]:
+        run.save()
+        return {}
+
+    def validate() -> Mapping[str, Any]:
+        with run.clock.validating():
+            values = {name: value for each in evaluations for name, value in _validate(run, each).items()}
+        if not run.progress.finished and (share := run.clock.costly_validation()):
             run.say(
                 f"warning: validation takes {share:.0%} of the time; lower --valid_samples (it sees "
                 f"{len(feed.validated)} of {len(feed.valid_set)}) or raise --validate_every_n_steps"
             )
-    if run.due(run.args.sample_every_n_steps):
-        _draw(run, feed, evaluations, shown)
-    _write_line(run, feed, evaluations, line)
-    run.progress.unfinished_line = None
+        return values
+
+    def draw() -> Mapping[str, Any]:
+        _draw(run, evaluations, shown)
+        return {}
+
+    of_validation = [args.validate_every_n_steps, *(each.also_every_n_steps for each in evaluations)]
+    return [
+        Action("checkpoint", [args.save_every_n_steps], save),
+        *([Action("validation", of_validation, validate, measures=True)] if len(feed.valid_set) else []),
+        Action("pictures", [args.sample_every_n_steps], draw, measures=True),
+    ]
 
 
-def _write_line(run: Run, feed: Feed, evaluations: Sequence[Evaluation], line: Mapping[str, Any]) -> None:
-    if line or run.due(run.args.save_every_n_steps):
-        feed.report_bad_samples(run.say)
+def _due(run: Run, listed: Sequence[Action]) -> list[Action]:
+    return [action for action in listed if any(map(run.due, action.every))]
+
+
+def _do(run: Run, evaluations: Sequence[Evaluation], due: Sequence[Action]) -> None:
+    """Do what is due after the newest update, and write the line that waits for it: where there is the line, nothing is
+    left to do."""
+    line = dict(run.progress.unfinished_line or {})
+    for action in due:
+        line |= action.do()
+    if run.progress.unfinished_line is not None:
+        run.feed.report_bad_samples(run.say)
+        _write_line(run, evaluations, line)
+        run.progress.unfinished_line = None
+
+
+def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, Any]) -> None:
     if line:
-        run.write_line({**line, **feed.bad_samples.counts})
+        run.write_line({**line, **run.feed.bad_samples.counts})
         for evaluation in evaluations:
             for warning in evaluation.watch(run.progress.step, line):
                 run.warn(warning)
 
 
-def _draw(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any) -> None:
+def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
     for evaluation in evaluations:
-        feed.ask(True)
+        run.feed.ask()
         with ExitStack() as stack, torch.no_grad():
             gathered = {"online": evaluation.engine.gathered, **evaluation.average.averages()}
             models = {name: stack.enter_context(whole()) for name, whole in gathered.items()}
@@ -211,7 +226,7 @@ def _draw(run: Run, feed: Feed, evaluations: Sequence[Evaluation], shown: Any) -
                     run.log_sample(evaluation.picture_name, picture, evaluation.name)
 
 
-def _validate(run: Run, feed: Feed, evaluation: Evaluation) -> dict[str, float]:
+def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     """Validate the trained weights and their averages, and keep the best model. Returns all values by name: "valid/..."
     of the same samples each time, so that they can be compared, and at the end of the run "valid_whole/..." of the
     whole validation split, if that has more."""
@@ -222,8 +237,8 @@ def _validate(run: Run, feed: Feed, evaluation: Evaluation) -> dict[str, float]:
             step, whole = run.progress.step, partial(run.writing, "the best model", partial(write, kept))
             best.save_if_better(values[best.metric], step, whole, run.folder.check_is_here)
         run.warn(best.failure)
-    if run.progress.finished and len(feed.validated) < len(feed.valid_set):
-        with feed.whole_validation():
+    if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
+        with run.feed.whole_validation():
             values |= _values(run, evaluation, "valid_whole")
     return values
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..measures.averages import code_statistics, counts_of_codes
 from ..pictures.images import code_histogram
-from .costs import COSTS, Costs
+from .clock import COSTS, Clock, peak_memory
 
 if TYPE_CHECKING:
     from ..contracts import Processes, Update
@@ -31,19 +31,19 @@ class Metrics:
         every_n_steps: int,
         progress: Progress,
         processes: Processes,
-        costs: Costs,
+        clock: Clock,
         draw_codes_every_n_steps: int | None = None,
     ) -> None:
         self._draw_codes_every = draw_codes_every_n_steps
         self._histogram: Image.Image | None = None
-        self._every, self._progress, self._processes, self._costs = every_n_steps, progress, processes, costs
+        self._every, self._progress, self._processes, self._clock = every_n_steps, progress, processes, clock
         self._sums: dict[str, Tensor] = {}
         self._values: dict[str, Any] = {}
 
     @property
     def due(self) -> bool:
         """Whether a line follows the update that is being made."""
-        return self._is_due(self._every)
+        return self._progress.due(self._every, ahead=1)
 
     @property
     def codes_due(self) -> bool:
@@ -52,11 +52,7 @@ class Metrics:
 
     @property
     def _histogram_due(self) -> bool:
-        return self._draw_codes_every is not None and self._is_due(self._draw_codes_every)
-
-    def _is_due(self, every: int) -> bool:
-        following = self._progress.step + 1
-        return (every > 0 and following % every == 0) or following >= self._progress.total_steps
+        return self._draw_codes_every is not None and self._progress.due(self._draw_codes_every, ahead=1)
 
     def add(self, **losses: Tensor) -> None:
         """Record losses (0-d) of a micro-batch: the line has their means over its micro-batches and all processes."""
@@ -91,7 +87,7 @@ class Metrics:
     def line(self, skipped_updates: int) -> dict[str, Any]:
         """What was recorded for the newest update, and what it cost. Collective."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
-        means = self._processes.mean({**self._sums, **self._costs.waits()})
+        means = self._processes.mean({**self._sums, **self._clock.waits()})
         waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
         self._sums, self._values = {}, {}
-        return {**means, **values, "skipped_updates": skipped_updates, **waits, **self._costs.memory()}
+        return {**means, **values, "skipped_updates": skipped_updates, **waits, **peak_memory(self._processes.device)}

@@ -34,7 +34,7 @@ class Progress:
         self.samples_per_epoch = samples_per_epoch
         self.total_samples = total_samples
         self.samples = 0
-        #: Wall-clock seconds in which they were seen, over all starts of the run; `Saves` sets it.
+        #: Wall-clock seconds in which they were seen, over all starts of the run; `Run.save` sets it.
         self.seconds = 0.0
         #: Metrics of the newest update that are not logged yet, because the run was stopped before its evaluation.
         self.unfinished_line: dict[str, Any] | None = None
@@ -63,9 +63,11 @@ class Progress:
         """Count one update."""
         self.samples += self.batch_size
 
-    def every(self, n_steps: int) -> bool:
-        """Whether the update just counted was number n, 2n, ...; never for 0."""
-        return n_steps > 0 and self.step > 0 and self.step % n_steps == 0
+    def due(self, every_n_steps: int, *, ahead: int = 0) -> bool:
+        """Whether something that happens every n updates (0: only at the end) happens after the update just counted, or
+        after one that is so many updates ahead."""
+        step = self.step + ahead
+        return step >= self.total_steps or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""
@@ -100,7 +102,7 @@ class Progress:
                 f"of {self.batch_size}; restore an older one, or start over with --fresh"
             )
         self.samples = samples
-        seconds = state.get("seconds")  # older checkpoints do not say it
+        seconds = state.get("seconds")
         self.seconds = float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else 0.0
         line = state.get("unfinished_line")
         self.unfinished_line = None if line is None else dict(line)

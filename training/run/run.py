@@ -5,30 +5,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from PIL import Image
 
+from tandem.files.exits import ASKED_TO_STOP, FAILED, leave
+
+from ..checkpoints.averages import AverageFiles
+from ..checkpoints.format import damaged
+from ..checkpoints.store import Checkpoints, step_of
 from ..contracts import Feed, Processes, Stateful
 from ..flags.public_names import batch_arithmetic
 from ..pictures.images import Sample, to_png
-from . import ASKED_TO_STOP, NOT_SAVED
-from .costs import Costs
+from .clock import TIMES, Clock
 from .folder import RunFolder, check_apart
 from .loop import Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
 from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_samples_from
-from .random_state import RandomState
 from .rehearsal import folder_beside
-from .saves import Saves
-from .starts import end_start, now
-from .stopwatch import Deadline, Stopwatch
+from .starts import end_start
 from .tracking import make_trackers
 
-_TIMES = ("samples_per_second", "seconds", "time")
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
@@ -79,22 +79,20 @@ class Run:
             epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
         )
         self.progress = Progress(args.batch_size, size, total_samples)
-        self._saves = Saves(
-            self.folder,
-            args.keep_n_checkpoints,
-            self.progress,
-            processes,
-            seconds=lambda: self.stopwatch.seconds,
-            say=lambda text: self.say(text),
-        )
-        self.deadline, self._is_late = Deadline(args.save_before_minutes), False
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
+            synced_first=self.folder.metrics_file, check=self.folder.check_is_here,
+        )  # fmt: skip
+        self._averages = AverageFiles(self.folder.path / "snapshots")
+        self._models: list[str] = []  # paths of those that were written
+        self._unwritten: str | None = None  # why one could not be, on the root
+        self.clock, self._is_late = Clock(processes, args.save_before_minutes), False
         #: Values of the checkpoint's own evaluation, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
-        self._profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
-        self._costs = Costs(processes)
+        self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         histograms = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
-        self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self._costs, histograms)
+        self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self.clock, histograms)
         # For the updates of the scripts.
         self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
 
@@ -145,18 +143,19 @@ class Run:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
         """
         here = self.processes
-        own_parts = {"progress": self.progress, "random": RandomState(here), "bad_samples": self.feed.bad_samples}
-        self._saves.parts = {**own_parts, **parts}
+        self._parts = {"progress": self.progress, "bad_samples": self.feed.bad_samples, **parts}
         news: list[str] = []
         changed: dict[str, list[Any]] = {}
-        latest, states, written_by = self._saves.load_newest(news.append)
+        latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, news.append)
         # Collectives are allowed in an agreement in which all processes raise the same errors.
         with here.agreement():
             if latest:
                 self.folder.check_config(self._settings, self._model_arguments, self._resolve)
         with here.agreement():
             if latest:
-                self._saves.restore(latest, states)
+                self.checkpoints.restore(latest, states, self._parts)
+                if self.progress.step != step_of(latest):
+                    raise damaged(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.unfinished_line is not None:
             with here.agreement():
                 self.evaluated_before = self._evaluated_line()
@@ -174,7 +173,7 @@ class Run:
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
             if here.is_root and not self.is_complete:
-                self._saves.cut_back(self.progress.step)
+                self.checkpoints.left += self._averages.cut_back(self.progress.step)
         self.display = ProgressDisplay(self.progress, here.is_root, columns=self._columns)
         self.display.remember(self.tracker.last_validation)
         for line in news:
@@ -196,8 +195,7 @@ class Run:
                 f"this run is finished, its model is in {self.folder.model_dir}; "
                 "give a larger --epochs or --max_steps to extend it"
             )
-        self._logged_samples = self.progress.samples
-        self.stopwatch = Stopwatch(self.progress.seconds)
+        self.clock.begin(self.progress.seconds, self.progress.samples)
 
     def _evaluated_line(self) -> dict[str, Any]:
         """On the root, the line of the evaluation that the checkpoint lacks, if that was made before the run ended and
@@ -207,18 +205,6 @@ class Run:
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
         is_known = all(line.get(name, 0) == counts.get(name, 0) for name in ("bad_samples", "partial_samples"))
         return line if is_finished or is_known else {}
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context for what is not training: validation, pictures and saves. Rate and waits leave it out."""
-        with self.stopwatch.paused(), self._costs.paused():
-            yield
-
-    @contextmanager
-    def an_update(self) -> Iterator[None]:
-        """Context for the update that is made."""
-        with self._profiler.update(self.progress.step + 1):
-            yield
 
     @property
     def is_complete(self) -> bool:
@@ -232,14 +218,14 @@ class Run:
 
     def updates(self, *evaluations: Evaluation, preview: int) -> Iterator[tuple[int, Any]]:
         """The loop over the updates that are left; see `training.run.loop.updates`."""
-        return updates(self, self.feed, evaluations, preview)
+        return updates(self, evaluations, preview)
 
     def line(self) -> dict[str, Any]:
         """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;
         empty if no line is due. Collective."""
         if not self.due(self.args.log_every_n_steps):
             return {}
-        return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._saves.parts.values()))
+        return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
 
     def warn(self, text: str | None) -> None:
         """Print the text with `say`, unless it is None or empty."""
@@ -257,42 +243,24 @@ class Run:
         """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
         are nearly over by the root's clock. With several processes a request may be answered one call
         late, on GPUs two, unless the answer is needed `now`."""
-        self.deadline.asked()
-        self._is_late = self.is_root and self.deadline.near(self._saves.longest_seconds)
+        self._is_late = self.clock.is_late(self.checkpoints.longest_seconds) and self.is_root
         return self.processes.stop_requested(self._is_late, now)
-
-    def check_deadline(self) -> None:
-        """Within an evaluation that is ended: raise UserMistake on all processes if it was the deadline that ended it,
-        in a start that made nothing else, so that each further start would end in the same place. Collective."""
-        with self.processes.agreement():
-            if self._is_late and self.progress.step == self._resumed_step:
-                raise ValueError(
-                    f"the evaluation of update {self.progress.step} alone takes longer than --save_before_minutes "
-                    f"{self.args.save_before_minutes:g} allows: raise that, or lower --valid_samples"
-                )
 
     def due(self, every_n_steps: int) -> bool:
         """Whether something that happens every n updates (0: only at the end) happens after this one."""
-        return self.progress.every(every_n_steps) or self.progress.finished
+        return self.progress.due(every_n_steps)
 
     def write_line(self, metrics: Mapping[str, Any]) -> None:
         """Write a line of metrics to metrics.jsonl, the other trackers and the display."""
         clock = self.progress
-        times = {
-            name: metrics[name] for name in _TIMES if name in metrics
-        } or self._times()  # metrics of an earlier start contain its times
-        values = {name: value for name, value in metrics.items() if name not in _TIMES}
+        # Metrics of an earlier start contain its times.
+        times = {name: metrics[name] for name in TIMES if name in metrics} or self.clock.times(clock.samples)
+        values = {name: value for name, value in metrics.items() if name not in TIMES}
         place = {"step": clock.step, "samples": clock.samples, "epoch": round(clock.epoch, 6)}
         line = {**place, **values, **times}
         self.tracker.log(clock.step, line)
         self.display.log(line)
-        self._saves.report_failure()
-
-    def _times(self) -> dict[str, Any]:
-        """Samples per second since the last call, seconds of all starts of the run, and the time of day."""
-        rate = (self.progress.samples - self._logged_samples) / max(self.stopwatch.lap(), 1e-9)
-        self._logged_samples = self.progress.samples
-        return dict(zip(_TIMES, (round(rate, 3), round(self.stopwatch.seconds, 3), now()), strict=True))
+        self._tell_of_saves()
 
     def log_image(self, name: str, image: Image.Image) -> None:
         """Log a picture to the trackers."""
@@ -310,56 +278,72 @@ class Run:
         self.log_image("/".join(filter(None, [model, name])), sample.picture)
 
     def save(self) -> None:
-        """Start to write a checkpoint of all parts, unless this update was already saved."""
-        if not self._saves.is_requested():
-            with self._costs.saving():
-                # A save that is made only because the run is stopped writes none, so that they do not depend on that.
-                self._saves.save(averages=self.due(self.args.save_every_n_steps))
+        """Start to write a checkpoint of all parts, and the averages beside it, unless this update was already
+        saved. Collective."""
+        step = self.progress.step
+        if self.checkpoints.requested_step == step and not self.checkpoints.why_not_saved():
+            return
+        with self.clock.saving():
+            self.checkpoints.join()
+            self._tell_of_saves()
+            self.progress.seconds = round(self.clock.seconds, 3)
+            states = {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
+            # A save that is made only because the run is stopped writes no averages, so that they do not depend on
+            # that.
+            beside = self._averages.write if self.due(self.args.save_every_n_steps) else None
+            self.checkpoints.save(step, states, self.processes.describe(), beside)
 
-    def save_and_wait(self) -> int:
-        """Save, and wait until it is written. Returns the bytes of the checkpoint, on the root; 0 on others. Raises
-        SystemExit if it cannot be written."""
-        self.save()
-        if failure := self._saves.failure():
-            self.say(failure)
-            raise SystemExit(NOT_SAVED)
-        return self._saves.newest_bytes()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self.processes.device
-
-    def peak_memory(self) -> str:
-        """The most memory of a process so far, in words. Collective."""
-        peaks = self.processes.gather_objects(self._costs.memory())
-        most = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
-        return ", ".join(f"{name.split('_')[1]} {peak:.3g} GB" for name, peak in most.items())
+    def _tell_of_saves(self, *, at_end: bool = False) -> None:
+        for line in self.checkpoints.news(at_end=at_end):
+            self.say(line)
 
     def leave_evaluation(self, line: Mapping[str, Any]) -> None:
         """From now on a checkpoint of this update says that its evaluation is still to be made, after which `line` is
         logged, with the times of now."""
-        self.progress.unfinished_line = {**line, **self._times()} if line else {}
+        self.progress.unfinished_line = {**line, **self.clock.times(self.progress.samples)} if line else {}
 
     def save_and_exit(self) -> NoReturn:
         """Stop because the run was asked to: save a checkpoint of this update and exit with code 75, or with code 1 if
-        it cannot be written."""
+        it cannot be written. A dry run saves nothing.
+
+        Raises:
+            UserMistake: on all processes, if it was the deadline that ended an evaluation in a start that made nothing
+                else, so that each further start would end in the same place.
+        """
         step = self.progress.step
+        if self.args.dry_run:
+            leave(ASKED_TO_STOP)
+        with self.processes.agreement():
+            if self._is_late and step == self._resumed_step:
+                raise ValueError(
+                    f"the evaluation of update {step} alone takes longer than --save_before_minutes "
+                    f"{self.args.save_before_minutes:g} allows: raise that, or lower --valid_samples"
+                )
         self.save()
-        if not self._saves.failure():
+        if not self.checkpoints.why_not_saved():
             again = "without --fresh" if self.args.fresh else "again"
             self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")
             self._say_how_it_ended("asked to stop")
         self.close()
-        raise SystemExit(ASKED_TO_STOP)
+        leave(ASKED_TO_STOP)
 
-    def finish(self, write: Callable[[Path], None], path: Path) -> None:
-        """Write the trained model to `path`, on the root; `close` then marks the run as complete.
-
-        If the model cannot be written, the run ends with exit code 1; the next start tries again.
-        """
-        if not self._saves.write_model(write, path):
-            self.close()
+    def finish(self, evaluations: Sequence[Evaluation]) -> None:
+        """Write the models of the end of the run, on the root, and `close`. If one cannot be written, the run ends with
+        exit code 1; the next start tries again."""
+        for evaluation in evaluations:
+            with evaluation.average.kept(evaluation.engine.gathered)() as kept:
+                for name, write in evaluation.write.items():
+                    path = self.folder.path / name
+                    if self.is_root:
+                        try:
+                            self.folder.check_is_here()
+                            self.writing(path.name, partial(write, kept), path)
+                        except OSError as error:
+                            self._unwritten = " ".join(str(error).split())
+                    if self.processes.broadcast_object(self._unwritten):
+                        self.close()
+                    self._models.append(str(path))
+        self.close(evaluations[0].use)
 
     def writing(self, what: str, write: Callable[[Path], None], path: Path) -> None:
         """Write something that may take long, on the root."""
@@ -369,28 +353,30 @@ class Run:
     def close(self, use: Sequence[str] = ()) -> None:
         """Wait until everything is on the disk, and say what the run has written and how to use its model (see
         `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
-        self._saves.wait()
-        self._profiler.close()
+        self.checkpoints.wait()
+        self._tell_of_saves(at_end=True)
+        self.profiler.close()
         self.tracker.write_lines()
-        failures = [*self._saves.failures(), self.tracker.failure]
+        failures = [self._unwritten, self.checkpoints.failure, self.tracker.failure]
         failure: str | None = self.processes.broadcast_object("; ".join(filter(None, failures)) or None)
         if failure:
-            self.say(f"{failure}; the newest checkpoint is {self._saves.newest_name()}")
-        elif self._saves.models:
+            newest = self.checkpoints.latest()
+            self.say(f"{failure}; the newest checkpoint is {newest.name if newest else 'none'}")
+        elif self._models:
             with self.processes.agreement():
                 self.folder.mark_finished(self.progress.step)
             self._say_how_it_ended("finished")
-            self.say(f"finished: {self.progress.total_steps} updates in {duration(self.stopwatch.seconds)}")
+            self.say(f"finished: {self.progress.total_steps} updates in {duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
-            for line in last_words(self.folder.path, self._saves.models, picture, use):
+            for line in last_words(self.folder.path, self._models, picture, use):
                 self.display.say(line, whole=True)
         self.display.close()
         # In this order: the newest artifact of a name is what people get who ask for no other.
-        models = {"best": self.folder.path / "best", "final": Path(self._saves.models[0])} if self._saves.models else {}
+        models = {"best": self.folder.path / "best", "final": Path(self._models[0])} if self._models else {}
         # Last, because an upload may take longer than other processes or a scheduler wait.
         self.processes.after_leaving(lambda: self.tracker.close(models))
         if failure:
-            raise SystemExit(NOT_SAVED)
+            leave(FAILED)
 
     def _say_how_it_ended(self, how: str) -> None:
         """Write it into starts.jsonl, on the root; the run goes on without it."""

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tandem.files.exits import ASKED_TO_STOP, leave
 from tandem.files.reading import printable
-
-from . import ASKED_TO_STOP
 
 if TYPE_CHECKING:
     from ..contracts import Processes
@@ -40,7 +39,7 @@ def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, p
     for stage in stages:
         if shards_left := stage(args, processes, say):
             say(f"asked to stop: the same command goes on with the {shards_left} shards that are left")
-            sys.exit(ASKED_TO_STOP)
+            leave(ASKED_TO_STOP)
 
 
 def kernel_settings(args: argparse.Namespace, processes: Processes) -> dict[str, Any]:

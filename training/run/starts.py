@@ -16,20 +16,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes, read_json_or_empty
-from tandem.files.writing import delete, write_atomically
+from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes
+from tandem.files.writing import write_atomically
 
 _PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
 
 _STARTS = "starts.jsonl"  # an object for each start of the run
-_OLD_START = "environment.json"  # what older versions wrote instead: the last start alone
 
 
 def add_start(output_dir: Path, facts: Mapping[str, Any]) -> None:
     """Add a line to starts.jsonl: the time, `environment` and `facts` (JSON), and that it has not ended. Raises
     OSError."""
     _write(output_dir, [*starts(output_dir), {"time": now(), **environment(), **facts, "ended": None}])
-    delete(output_dir / _OLD_START)  # its content is the first line now
 
 
 def end_start(output_dir: Path, how: str, step: int) -> None:
@@ -47,8 +45,7 @@ def starts(output_dir: str | Path) -> list[dict[str, Any]]:
     try:
         lines = read_bytes(Path(output_dir) / _STARTS, LONGEST_JSON_BYTES).splitlines()
     except (OSError, ValueError):
-        old = read_json_or_empty(Path(output_dir) / _OLD_START)
-        return [old] if old else []
+        return []
     found: list[Any] = []
     for line in lines:
         with contextlib.suppress(ValueError):
@@ -63,10 +60,7 @@ def last_start(output_dir: str | Path) -> dict[str, Any]:
 
 def script_of(output_dir: str | Path) -> str | None:
     """File name of the script whose run is in this folder; None if it is not known."""
-    start = last_start(output_dir)
-    command = start.get("command")
-    # Before starts.jsonl, the command alone said which script it was.
-    name = start.get("script") or (isinstance(command, list) and command and os.path.basename(str(command[0])))
+    name = last_start(output_dir).get("script")
     return name if isinstance(name, str) and re.fullmatch(r"train_\w+\.py", name) else None
 
 

@@ -21,9 +21,8 @@ import pytest
 from tests.processes import on_processes
 from tests.scripts import VAE, assert_same_run, files, metrics
 from tests.training.disk import failing
+from training.checkpoints.store import Checkpoints
 from training.run.folder import RunFolder
-from training.run.progress import Progress
-from training.run.saves import Saves
 from training.run.starts import starts
 
 SIX = ("--max_steps", "6", "--save_every_n_steps", "2")
@@ -205,6 +204,7 @@ def test_a_run_that_is_killed_in_a_validation_goes_on_to_the_same_bits(
 ) -> None:
     """In that of the averaged weights: the checkpoint before it knows that both are still to be made."""
     VAE.train_killed_in_validation(step, tmp_path, *VAE.eight)
+    assert f"step_{step + 1:08d}" in names(tmp_path / "checkpoints")
     VAE.train(tmp_path, *VAE.eight)
     assert_same_run(tmp_path, run_of_eight(VAE))
 
@@ -251,7 +251,7 @@ def edited(folder: Path, edit: Callable[[Any], object]) -> None:
     (lambda parts: parts["progress"].update(samples=8 * 10**30), "of update 1000000"),
     (lambda parts: parts["progress"].clear(), "KeyError: 'batch_size'"),
     (lambda parts: parts["progress"].update(unfinished_line=[7]), "progress is "),
-    (lambda parts: parts.update(random=[]), "'random'"),
+    (lambda parts: parts.update(engine=[]), "'engine'"),
 ])  # fmt: skip
 def test_a_checkpoint_that_was_edited_and_summed_again_is_one_line(
     copied: Path, edit: Callable[[Any], object], expected: str
@@ -281,15 +281,13 @@ def test_a_folder_that_another_process_does_not_see_is_told_before_a_resume_need
     def load(process: Any) -> str:
         said: list[str] = []
         folder = RunFolder(tmp_path / f"disk{process.rank}", process)
-        clock = Progress(4, 16, 16)
-        saves = Saves(folder, 1, clock, process, seconds=lambda: 0.0, say=said.append)
+        checkpoints = Checkpoints(folder.checkpoints_dir, 1, process)
         try:
-            saves.load_newest(said.append)
+            checkpoints.load_newest(folder, ["model"], said.append)
         except ValueError as error:
             return f"refused: {error}"
-        saves.parts = {"progress": clock}
-        saves.save(averages=False)
-        saves.wait()
+        checkpoints.save(1, {"model": {}}, {})
+        checkpoints.wait()
         return said[0]
 
     unseen = f"rank 1 does not see {tmp_path}/disk0; put --output_dir on a disk that all machines see"

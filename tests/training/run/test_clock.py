@@ -1,0 +1,33 @@
+"""Training time leaves out what is not training, and a time limit leaves room for the last save."""
+
+from unittest.mock import ANY
+
+from tests.processes import Process
+from training.run import clock
+from training.run.clock import Clock
+
+
+def test_the_rate_leaves_out_pauses_and_the_total_does_not(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("training.run.clock.time.monotonic", lambda: now[0])
+    watch = Clock(Process())
+    now[0] += 5
+    with watch.paused():
+        now[0] += 20
+    now[0] += 1
+    assert watch.times(12) == {"samples_per_second": 2.0, "seconds": 26.0, "time": ANY}
+    now[0] += 2
+    assert watch.times(18) == {"samples_per_second": 3.0, "seconds": 28.0, "time": ANY}
+
+
+def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
+    now, asked = 100.0, [0.0]
+    monkeypatch.setattr(clock, "process_seconds", lambda: now)
+    monkeypatch.setattr(clock.time, "monotonic", lambda: asked[-1])
+    watch = Clock(Process(), minutes=60)
+    for seconds in (0.0, 30.0, 60.0):
+        asked.append(seconds)
+        assert not watch.is_late(save_seconds=20.0)
+    now = 3600 - 2 * (3 * 30 + 20) - 1
+    assert not watch.is_late(save_seconds=20.0) and watch.is_late(save_seconds=21.0)
+    assert not Clock(Process()).is_late(save_seconds=1e9)

@@ -1,0 +1,157 @@
+"""Where the time and the memory of a run go, and when it has to stop for `--save_before_minutes`."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .starts import now
+
+if TYPE_CHECKING:
+    from ..contracts import Processes
+
+TIMES = ("samples_per_second", "seconds", "time")
+COSTS = (
+    *TIMES, "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb", "peak_device_memory_gb"
+)  # fmt: skip
+"""The metrics that differ between two runs with the same numbers."""
+
+_IMPORTED = time.monotonic()
+_MUCH = 0.1  # share of the time that validation should not exceed
+_NOTICED_SECONDS = 10.0  # less validation than that is not worth a warning
+_UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
+
+
+def without_costs(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics without what differs between two runs with the same numbers."""
+    return {name: value for name, value in line.items() if name not in COSTS}
+
+
+def process_seconds() -> float:
+    """Seconds since this process was started; since this module was imported, if /proc does not say."""
+    since_import = time.monotonic() - _IMPORTED
+    try:
+        # Field 22 of /proc/self/stat: start in clock ticks since boot. The fields are counted after the name in ().
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(since_import, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return since_import
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most memory in GB that this process had since it started: of the host, and of its GPU."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peaks = {"peak_host_memory_gb": host}
+    if device.type == "cuda":
+        peaks["peak_device_memory_gb"] = torch.cuda.max_memory_allocated(device)
+    return {name: round(number / 1e9, 3) for name, number in peaks.items()}
+
+
+class Clock:
+    """Wall-clock seconds of all starts of a run, and of those of this start what is training and what was waited for.
+
+    Args:
+        minutes: Of the process, in which a last save is to be done; None for no limit.
+    """
+
+    def __init__(self, processes: Processes, minutes: float | None = None) -> None:
+        self._processes, self._limit_seconds = processes, math.inf if minutes is None else 60 * minutes
+        self._asked_at: float | None = None
+        self._longest_step = 0.0
+        self._paused_since: float | None = None
+        self._validation_seconds = self._saving_seconds = 0.0
+        self._first_validated: float | None = None
+        self._is_warned = False
+        self.begin(0.0, 0)
+
+    def begin(self, seconds: float, samples: int) -> None:
+        """Count from now on, after the `seconds` and `samples` of earlier starts."""
+        self._lap, self._lap_samples = time.monotonic(), samples
+        self._start = self._lap - seconds
+        self._before = dict(self._processes.waited)
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds of this start, validation, pictures and saves included, and of the earlier ones."""
+        return time.monotonic() - self._start
+
+    def times(self, samples: int) -> dict[str, Any]:
+        """Of a line of metrics, after `samples` of all starts: samples per second of training since the last call,
+        seconds of all starts, and the time of day."""
+        until = time.monotonic() if self._paused_since is None else self._paused_since
+        rate = (samples - self._lap_samples) / max(until - self._lap, 1e-9)
+        self._lap, self._lap_samples = until, samples
+        return dict(zip(TIMES, (round(rate, 3), round(self.seconds, 3), now()), strict=True))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for what is not training, such as validation, pictures and checkpoints: rate and waits leave it
+        out."""
+        waited, began = self._waited(), time.monotonic()
+        self._paused_since = began
+        yield
+        self._paused_since = None
+        self._lap += time.monotonic() - began
+        self._before = {name: seconds - waited[name] for name, seconds in self._processes.waited.items()}
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context for a save, which training waits for."""
+        began = time.monotonic()
+        yield
+        self._saving_seconds += time.monotonic() - began
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Context for a validation."""
+        began = time.monotonic()
+        yield
+        ended = time.monotonic()
+        if self._first_validated is None:  # it starts loaders and may compile, so it says little about the others
+            self._first_validated = ended
+        else:
+            self._validation_seconds += ended - began
+
+    def costly_validation(self) -> float | None:
+        """The share of validation in the time since the first validation of this start; None if it is small, or was
+        returned before."""
+        if self._first_validated is None or self._is_warned or self._validation_seconds < _NOTICED_SECONDS:
+            return None
+        share = self._validation_seconds / (time.monotonic() - self._first_validated)
+        self._is_warned = share > _MUCH
+        return share if self._is_warned else None
+
+    def waits(self) -> dict[str, float]:
+        """Seconds that this process waited since the last call, by metric."""
+        waits = {**self._waited(), "save": self._saving_seconds}
+        if self._processes.device.type == "cuda":
+            del waits["communication"]  # the host waits for all kernels, and those wait for other processes
+        self._before, self._saving_seconds = dict(self._processes.waited), 0.0
+        return {f"{name}_seconds": seconds for name, seconds in waits.items()}
+
+    def is_late(self, save_seconds: float) -> bool:
+        """Whether it is time to save. Called when the processes ask whether to stop: after each update, and between the
+        steps of an evaluation. Three of these and the save get twice the time of the longest so far.
+
+        Args:
+            save_seconds: Of the longest save so far, 0 if none.
+        """
+        asked_at = time.monotonic()
+        if self._asked_at is not None:
+            self._longest_step = max(self._longest_step, asked_at - self._asked_at)
+        self._asked_at = asked_at
+        # Three steps: a stop request takes effect up to two updates late (`Backend.stop_requested`).
+        room = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
+        return process_seconds() + room >= self._limit_seconds
+
+    def _waited(self) -> dict[str, float]:
+        return {name: seconds - self._before[name] for name, seconds in self._processes.waited.items()}
